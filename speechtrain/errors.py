@@ -1,6 +1,6 @@
-"""Errors that a user can act on: one line each, and an exit code by class.
+"""Errors that a user can act on: one line each, and an exit code for each class.
 
-The command prints ``speechtrain: error: <line>`` and exits with the class's code; the trace goes
+The command prints ``speechtrain: error: <line>`` and exits with the code of the class. The trace is written
 to a file in the run directory. The codes are part of the interface. ``docs/reference/exit-codes.md`` is
 written from the docstrings here: the first paragraph is the meaning, the second one is the advice.
 """
@@ -19,10 +19,10 @@ EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: saved after a signal, the same
 EXIT_KILLED = 130  # the second Ctrl-C
 
 MALFORMED = (ValueError, OverflowError, RecursionError, MemoryError)
-"""What readers raise for a stranger's file: bad syntax or UTF-8, numbers too long, nesting too deep."""
+"""The errors of readers of a stranger's file: bad syntax or UTF-8, numbers too long, nesting too deep."""
 
 SPELLING = "\u200c\u200d\u200e\u200f\u061c\u06dd"
-"""Format characters that transcripts of some scripts need: joiners, marks of direction, ends of verses."""
+"""Format characters that transcripts in some scripts need: joiners, direction marks, ends of verses."""
 
 
 class SpeechtrainError(Exception):
@@ -100,24 +100,26 @@ def class_of(exit_code: int) -> type[SpeechtrainError]:
 
 
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
-_PLACE = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.EACCES, errno.EPERM}
-_PLACE |= {errno.ENXIO, errno.EINVAL, errno.ENAMETOOLONG}
+_PATH = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.EACCES, errno.EPERM}
+_PATH |= {errno.ENXIO, errno.EINVAL, errno.ENAMETOOLONG}
 
 
 def disk_explained(error: Exception) -> Exception:
-    """``error``, as a MachineError if the cause is a disk that is full, read-only or broken, or a path in
-    whose place something else is."""
+    """Return a MachineError for an error of a disk or a path, and any other ``error`` as it is.
+
+    The disk is full, read-only or broken, or the path is of the wrong kind or not accessible.
+    """
     if isinstance(error, OSError):
-        place = error.filename2 or error.filename
+        path = error.filename2 or error.filename
         if error.errno in DISK:
-            cause = f"{place or 'a file'}: {error.strerror}"
-            return MachineError(f"{cause}; with room on the disk, the same command continues")
-        if error.errno in _PLACE and place:
-            return MachineError(f"{place}: {error.strerror}; move it away, or make it readable and writable")
+            cause = f"{path or 'a file'}: {error.strerror}"
+            return MachineError(f"{cause}. With room on the disk, the same command continues")
+        if error.errno in _PATH and path:
+            return MachineError(f"{path}: {error.strerror}. Move it away, or make it readable and writable")
     return error
 
 
-# what other toolkits call it
+# The names of other toolkits for keys and choices of this project.
 _ALIASES = {
     "gpu": "cuda",
     "gaudi": "hpu",
@@ -127,20 +129,25 @@ _ALIASES = {
 }
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'hidden'?"`` if another name in ``known`` is similar, else an empty string."""
-    parent, dot, leaf = name.rpartition(".")  # keys with one parent are compared by their ends
-    others = {other.removeprefix(parent + dot): other for other in known if other != name}
-    close = [o for o in others if o.rpartition(".")[2] == _ALIASES.get(leaf)]
-    close = close or difflib.get_close_matches(leaf, others)
-    if not close:
-        same_end = [o for o in others if difflib.get_close_matches(leaf, [o.rpartition(".")[2]])]
-        close = difflib.get_close_matches(name, same_end)
-    return f"; did you mean {others[close[0]]!r}?" if close else ""
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """Return a question for the candidate that is most similar to ``name``, or an empty text.
+
+    The question follows a semicolon, so that a message can end with it.
+    """
+    parent, dot, leaf = name.rpartition(".")  # Keys with the same parent are compared by their ends.
+    full_names = {key.removeprefix(parent + dot): key for key in candidates if key != name}
+    ends = {short_name: short_name.rpartition(".")[2] for short_name in full_names}
+    similar = [short_name for short_name, end in ends.items() if end == _ALIASES.get(leaf)]
+    if not similar:
+        similar = difflib.get_close_matches(leaf, full_names)
+    if not similar:
+        same_end = [short_name for short_name, end in ends.items() if difflib.get_close_matches(leaf, [end])]
+        similar = difflib.get_close_matches(name, same_end)
+    return f"; did you mean {full_names[similar[0]]!r}?" if similar else ""
 
 
 def require_least(minimum: float, **values: float | None) -> None:
-    """Raise ValueError, which names the key, for a value below ``minimum``. None passes."""
+    """Raise ValueError, which names the key, for a value below ``minimum``. None is accepted."""
     for name, value in values.items():
         if value is not None and not value >= minimum:
             raise ValueError(f"{name} is {value}: it must be at least {minimum:g}")
@@ -154,12 +161,12 @@ def require_shares(**values: float) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
+    """Return the first line of an error's message."""
     return str(error).strip().partition("\n")[0]
 
 
 def one_line(message: str, limit: int = 8_000) -> str:
-    """A message with line breaks and runs of spaces as one space, ``shortened`` to ``limit`` characters."""
+    """Return a message on one line: printable, without repeated spaces, and at most ``limit`` characters."""
     return printable(shortened(" ".join(message.split()), limit))
 
 
@@ -169,32 +176,38 @@ def print_notice(message: str) -> None:
 
 
 def shortened(text: str, limit: int) -> str:
-    """``text``, or its two ends: a stranger's file may put megabytes between an error's cause and its fix."""
+    """Return ``text``, or its two ends if it is longer than ``limit`` characters.
+
+    A stranger's file may put megabytes between the cause of an error and the fix.
+    """
     half = (limit - 3) // 2
     return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
 
 
 def printable(text: str, keep: str = "") -> str:
-    """``text`` with escapes for what a terminal obeys or cannot print, except characters in ``keep``.
+    """Return ``text`` with escapes for characters that a terminal obeys or cannot print.
 
-    These are the Unicode categories Cc and Cf (colours, titles, reversed lines), Cs, Zl and Zp. Names
-    have no exception; transcripts keep ``SPELLING``.
+    These have the Unicode categories Cc and Cf (colours, titles, reversed lines), Cs, Zl and Zp. Characters
+    in ``keep`` are exceptions. Transcripts keep ``SPELLING``, and names keep nothing.
     """
     if text.isprintable():
         return text
-    hidden = ("Cc", "Cf", "Cs", "Zl", "Zp")
-    shown = (c if c in keep or unicodedata.category(c) not in hidden else ascii(c)[1:-1] for c in text)
-    return "".join(shown)
+    characters = []
+    for character in text:
+        if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in keep:
+            character = ascii(character)[1:-1]
+        characters.append(character)
+    return "".join(characters)
 
 
-_BAR_MOVES = re.compile(r"\r|(\x1b\[A)+\Z")  # at the start of what tqdm writes for a progress bar
+_BAR_MOVES = re.compile(r"\r|(\x1b\[A)+\Z")  # tqdm begins a line of a progress bar with these moves
 
 
 class Terminal:
     """A standard stream that escapes control and direction characters, as ``printable`` does.
 
-    Line breaks, tabs, ``SPELLING`` and the moves of progress bars are kept. rich writes its own colours and
-    moves to ``rich_proxied_file``.
+    Line breaks, tabs, ``SPELLING`` and the moves of progress bars stay as they are. rich writes its colours
+    and moves to ``rich_proxied_file``.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -211,7 +224,7 @@ class Terminal:
 
 
 def escape_output() -> None:
-    """Escape what this process prints. A print of any library may hold a stranger's names."""
+    """Escape the output of this process. A library may print names from a stranger's file."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, Terminal):

@@ -1,6 +1,7 @@
 """Files that are written whole or not at all, and reads that end.
 
-A run directory may be a stranger's: its links are not followed, and what is read is regular and bounded.
+A run directory may be a stranger's. Links in it are not followed, and only regular files of a bounded size
+are read.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Annotated, Any, cast
@@ -27,25 +29,33 @@ import yaml
 
 from speechtrain.errors import MALFORMED, SPELLING, MachineError, print_notice, printable
 
-MOST_BYTES = 2**24  # of a file that is read whole: the largest, checkpoint.json of 1000 ranks, has 0.1 MB
-MOST_LOG_BYTES = 2**28  # of a file of lines, such as metrics.jsonl: 600,000 events of 400 bytes
+MOST_BYTES = 2**24
+"""The limit for a file that is read whole. The largest one, checkpoint.json of 1000 ranks, has 0.1 MB."""
+MOST_LOG_BYTES = 2**28
+"""The limit for a file of lines, such as metrics.jsonl: 600,000 events of 400 bytes."""
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}")
 
 FilePath = Annotated[str, "path"]
-"""A parameter that names a file or folder: a run's config holds it absolute, and so works from any folder."""
+"""A parameter that names a file or folder. The config of a run stores its absolute path."""
 
 
 def whole_path(name: str | Path) -> Path:
-    """``name`` absolute and without ``~`` and ``..``, which stays where a link before it leads elsewhere."""
-    path = Path(os.path.expanduser(name)).absolute()  # Path's own raises for an unknown user
+    """Return an absolute path without ``~`` and ``..``.
+
+    ``..`` is kept if the path without it leads elsewhere, because a link stands before it.
+    """
+    path = Path(os.path.expanduser(name)).absolute()  # Path.expanduser raises for an unknown user.
     short = Path(os.path.abspath(path))
     is_same = not os.path.exists(path) or (os.path.exists(short) and short.samefile(path))
     return short if is_same else path
 
 
 def lost_output(text: str = "") -> str:
-    """Print ``text`` and flush; returns why stdout cannot be written, which discards all from then on."""
+    """Print ``text`` and flush. Return why stdout cannot be written, or an empty text.
+
+    If stdout cannot be written, it is replaced by the null device.
+    """
     try:
         print(text, end="", flush=True)
     except OSError as error:
@@ -55,6 +65,7 @@ def lost_output(text: str = "") -> str:
 
 
 def flush(path: Path) -> None:
+    """Write the buffered bytes of a file or folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -63,14 +74,14 @@ def flush(path: Path) -> None:
 
 
 def open_filled(path: Path) -> BufferedReader:
-    """Open a regular file as ``open_regular`` does, and refuse one above a GB that is almost all holes.
+    """Open a regular file as ``open_regular`` does. Refuse a file above 1 GiB that is almost all holes.
 
-    A small archive makes terabytes of holes, and no writer of ours leaves any. Raises OSError.
+    A small archive can make terabytes of holes, and this project writes no holes. Raises OSError.
     """
     file = open_regular(path)
     size = os.fstat(file.fileno()).st_size
     end = filled = 0
-    with contextlib.suppress(OSError):  # there is no content behind the last hole
+    with contextlib.suppress(OSError):  # lseek raises it behind the last content.
         while end < size and filled * 1000 <= size:
             begin = os.lseek(file.fileno(), end, os.SEEK_DATA)
             end = os.lseek(file.fileno(), begin, os.SEEK_HOLE)
@@ -83,13 +94,13 @@ def open_filled(path: Path) -> BufferedReader:
 
 
 def sha256(path: Path) -> str:
-    """Return the digest of a file. Raises OSError as ``open_filled``."""
+    """Return the digest of a file. Raises OSError as ``open_filled`` does."""
     with open_filled(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def follow_umask(path: Path) -> None:
-    """Give a file the mode of a new one; safetensors writes files that only their owner may read."""
+    """Give a file the mode of a new one. safetensors writes files that only their owner may read."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     new.touch()
     shutil.copymode(new, path)
@@ -100,7 +111,7 @@ def open_regular(path: str | Path, limit: int | None = None, follow: bool = True
     """Open a regular file of at most ``limit`` bytes for reading.
 
     A pipe does not block, a device is not read, and without ``follow`` no link is followed. Raises OSError,
-    ValueError for a name that no file can have.
+    and ValueError for a name that no file can have.
     """
     file = _regular(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW), "rb", limit)
     return cast("BufferedReader", file)
@@ -110,11 +121,14 @@ def _regular(path: str | Path, flags: int, mode: str, limit: int | None = None) 
     try:
         handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        error.strerror = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        if error.errno == errno.ELOOP:
+            error.strerror = "it is a link"
         raise
     status = os.fstat(handle)
-    problem = "it is not a regular file" if not stat.S_ISREG(status.st_mode) else ""
-    if limit is not None and status.st_size > limit:
+    problem = ""
+    if not stat.S_ISREG(status.st_mode):
+        problem = "it is not a regular file"
+    elif limit is not None and status.st_size > limit:
         problem = f"it has {status.st_size} bytes, the most are {limit}"
     if problem:
         os.close(handle)
@@ -123,90 +137,134 @@ def _regular(path: str | Path, flags: int, mode: str, limit: int | None = None) 
 
 
 def open_append(path: Path) -> IO[bytes]:
-    """Open a regular file, or a new one, to append and read. Raises OSError, also for a link."""
+    """Open a regular file, or a new one, to append and read. Raises OSError, for a link too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return _regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, "ab+")
 
 
 def read_bytes(path: str | Path, limit: int = MOST_BYTES, follow: bool = False) -> bytes:
-    """The content of a regular file of at most ``limit`` bytes. Raises as ``open_regular``."""
+    """Return the content of a regular file of at most ``limit`` bytes. Raises as ``open_regular`` does."""
     with open_regular(path, limit, follow) as file:
         return file.read(limit)
 
 
 def read_text(path: str | Path, errors: str = "strict") -> str:
-    """The UTF-8 text of a file of at most MOST_BYTES, through no link. Raises OSError, ValueError."""
+    """Return the UTF-8 text of a file, which must not be a link. Raises OSError or ValueError."""
     return read_bytes(path).decode("utf-8", errors)
 
 
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is twice as fast
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # The loader of libyaml is twice as fast.
 _YAML_BYTES, _YAML_NODES, _YAML_DEPTH = 2**20, 50_000, 50
 
 
 def yaml_text(path: Path, follow: bool = True) -> str:
-    """The text of a YAML file that is small, as ``small_yaml`` says. Raises as it, and OSError."""
+    """Return the text of a small YAML file. Raises as ``small_yaml`` does, and OSError."""
     return small_yaml(read_bytes(path, _YAML_BYTES, follow).decode())
 
 
-def small_yaml(text: str) -> str:
-    """``text``, if it is small YAML as a text and as what it builds, where aliases repeat nodes.
+@dataclass
+class _YamlNode:
+    """The size of a node of a YAML text, or the size so far of a collection that is still open."""
 
-    Each character of an interpolation counts as a node: parsing them is as slow.
-    Raises ValueError, and YAMLError for a text that is no YAML.
+    anchor: str | None = None
+    nodes: int = 1
+    depth: int = 0  # levels below it
+
+
+def small_yaml(text: str) -> str:
+    """Return ``text`` if it is small YAML, as a text and as the objects that it builds.
+
+    An alias counts as all nodes that it repeats. Each character of an interpolation counts as a node, because
+    OmegaConf parses both equally slowly. Raises ValueError, and YAMLError for a text that is not YAML.
     """
     if len(text) > _YAML_BYTES:
         raise ValueError(f"it has {len(text)} characters, the most are {_YAML_BYTES}")
-    anchors: dict[str, tuple[int, int]] = {}
-    nested: list[tuple[str | None, int, int]] = [(None, 0, 0)]  # anchor, nodes and depth of each open node
+    anchored_nodes: dict[str, _YamlNode] = {}
+    open_nodes = [_YamlNode(nodes=0)]
     for event in yaml.parse(text, YAML_LOADER):
-        anchor, nodes, depth = getattr(event, "anchor", None), 1, 0
         if isinstance(event, yaml.CollectionEndEvent):
-            anchor, nodes, depth = nested.pop()
-        elif isinstance(event, yaml.AliasEvent):  # one that is open still contains itself
-            nodes, depth = anchors.get(str(anchor), (0, _YAML_DEPTH))
-        elif isinstance(event, yaml.ScalarEvent):
-            nodes += len(event.value) * ("${" in event.value)
-            if not event.implicit[1] and re.match(r"[-+]?\d[\dA-Fa-fxo_:]{999,}\Z", event.value):
-                raise ValueError("it has a number of more than 1000 digits")  # Python prints 4300
-        outer, total, below = nested.pop()
-        nested.append((outer, total + nodes, max(below, depth + 1)))
-        if total + nodes > _YAML_NODES or len(nested) + depth > _YAML_DEPTH:
+            node = open_nodes.pop()
+        else:
+            node = _node_of(event, anchored_nodes)
+        parent = open_nodes[-1]
+        parent.nodes += node.nodes
+        parent.depth = max(parent.depth, node.depth + 1)
+        if parent.nodes > _YAML_NODES or len(open_nodes) + node.depth > _YAML_DEPTH:
             raise ValueError(f"it has more than {_YAML_NODES} nodes, or more than {_YAML_DEPTH} levels")
         if isinstance(event, yaml.CollectionStartEvent):
-            nested.append((anchor, 0, 0))
-        elif anchor and not isinstance(event, yaml.AliasEvent):
-            anchors[anchor] = nodes, depth
+            open_nodes.append(_YamlNode(node.anchor, nodes=0))
+        elif node.anchor:
+            anchored_nodes[node.anchor] = node
     return text
 
 
-_MOST_OBJECTS, _MOST_OPEN = 2**24, 10**5  # of a pickle: each reference counted; not yet in another
+def _node_of(event: Any, anchored_nodes: Mapping[str, _YamlNode]) -> _YamlNode:
+    """Return the node of an event that does not end a collection. Raises ValueError for a long number."""
+    if isinstance(event, yaml.AliasEvent):
+        # An open collection has no size yet. With an alias of itself, its depth has no limit.
+        node = anchored_nodes.get(event.anchor, _YamlNode(depth=_YAML_DEPTH))
+        return replace(node, anchor=None)
+    node = _YamlNode(getattr(event, "anchor", None))
+    if isinstance(event, yaml.ScalarEvent):
+        if "${" in event.value:
+            node.nodes += len(event.value)
+        if not event.implicit[1] and re.match(r"[-+]?\d[\dA-Fa-fxo_:]{999,}\Z", event.value):
+            raise ValueError("it has a number of more than 1000 digits")  # Python prints at most 4300.
+    return node
+
+
+_MOST_OBJECTS = 2**24  # objects in one object of a pickle, if each reference counts as a copy
+_MOST_OPEN = 10**5  # objects on the stack of a pickle
+
+
+class _PickleSizes:
+    """The stack and the memo of a pickle, with the sizes of the objects in place of the objects."""
+
+    def __init__(self) -> None:
+        self._stack: list[int | None] = []  # None: a mark
+        self._memo: dict[int, int] = {}
+
+    def apply(self, operation: pickletools.OpcodeInfo, argument: Any) -> None:
+        """Apply one operation of the pickle. Raises ValueError if an object is too large."""
+        size = 1
+        if operation.name.endswith("PUT"):
+            size = int(argument)  # A large place in the memo is refused like a large object.
+            self._memo[size] = (self._stack and self._stack[-1]) or 1
+        elif operation.name == "MARK":
+            self._stack.append(None)
+        else:
+            if operation.name.endswith("GET"):
+                size += self._memo.get(int(argument), 0)
+            size += self._pop_inputs(operation.stack_before)
+            self._stack += [size] * len(operation.stack_after)
+        if size > _MOST_OBJECTS or len(self._stack) > _MOST_OPEN:
+            raise ValueError("its objects refer to each other too often")
+
+    def _pop_inputs(self, inputs: list[pickletools.StackObject]) -> int:
+        """Remove the inputs of an operation. Return the sum of their sizes."""
+        size = 0
+        if pickletools.markobject in inputs:
+            while self._stack and self._stack[-1] is not None:
+                size += self._pop()
+            self._pop()
+            inputs = inputs[: inputs.index(pickletools.markobject)]
+        return size + sum(self._pop() for _ in inputs)
+
+    def _pop(self) -> int:
+        """Remove the top of the stack. Return its size, which is 0 for a mark and for an empty stack."""
+        return (self._stack and self._stack.pop()) or 0
 
 
 def names_in_pickle(file: IO[bytes]) -> set[str]:
-    """The full names of classes and functions in one pickle, in Python 3's spelling.
+    """Return the full names of the classes and functions in one pickle, in the spelling of Python 3.
 
-    Raises ValueError for a bomb: objects that are small in the file, and large where each reference to
-    another is followed, as hashing a tuple does. ``stack`` holds their sizes instead of them, None a mark.
+    Raises ValueError for a bomb: objects that are small in the file, and large if each reference to another
+    object is followed, as it is for the hash of a tuple.
     """
-    names, stack, memo = set(), list[int | None](), dict[int, int]()
+    names: set[str] = set()
+    sizes = _PickleSizes()
     for operation, argument, _ in pickletools.genops(file):
-        number = int(argument) if operation.name.endswith(("GET", "PUT")) else 0  # type: ignore[arg-type]
-        size = 1 + (memo.get(number, 0) if "GET" in operation.name else 0)
-        if "PUT" in operation.name:
-            memo[number] = (stack and stack[-1]) or 1
-            size = number
-        elif operation.name == "MARK":
-            stack.append(None)
-        else:
-            taken = operation.stack_before
-            if pickletools.markobject in taken:
-                while stack and (part := stack.pop()) is not None:
-                    size += part
-                taken = taken[: taken.index(pickletools.markobject)]
-            size += sum((stack and stack.pop()) or 0 for _ in taken)
-            stack += [size] * len(operation.stack_after)
-        if size > _MOST_OBJECTS or len(stack) > _MOST_OPEN:
-            raise ValueError("its objects refer to each other too often")
+        sizes.apply(operation, argument)
         if operation.name == "PROTO" and argument != 2:
             raise ValueError(f"its pickle protocol is {argument}, and torch.save writes 2")
         if operation.name == "GLOBAL":
@@ -217,7 +275,7 @@ def names_in_pickle(file: IO[bytes]) -> set[str]:
 
 
 def names_in_archive(path: Path, verify: bool = False) -> set[str]:
-    """As ``names_in_pickle``, for an archive that torch.save wrote. ``verify`` checks its checksums, too.
+    """Return ``names_in_pickle`` of an archive of torch.save. ``verify`` also compares its checksums.
 
     Raises OSError for a file of holes, and BadZipFile for entries that torch.save does not write. The sizes
     are checked before an entry is read.
@@ -225,15 +283,17 @@ def names_in_archive(path: Path, verify: bool = False) -> set[str]:
     with open_filled(path) as file, zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
         _check_layout(entries, os.fstat(file.fileno()).st_size)
-        if verify and (damaged := archive.testzip()):
-            raise zipfile.BadZipFile(f"the checksum of {damaged} does not match")
+        damaged_entry = archive.testzip() if verify else None
+        if damaged_entry:
+            raise zipfile.BadZipFile(f"the checksum of {damaged_entry} does not match")
         return names_in_pickle(archive.open(entries[0]))
 
 
 def _check_layout(entries: list[zipfile.ZipInfo], end: int) -> None:
-    """Raise BadZipFile unless stored entries follow one another, and the first alone is a ``data.pkl``.
+    """Raise BadZipFile unless entries are stored one after the other, and only the first is a ``data.pkl``.
 
     torch reads the ``data.pkl`` in the folder of the first entry, and it ignores the case of letters.
+    ``end`` is the size of the file.
     """
     names = [entry.filename for entry in entries]
     pickles = [name for name in names if name.lower().endswith("data.pkl")]
@@ -247,25 +307,26 @@ def _check_layout(entries: list[zipfile.ZipInfo], end: int) -> None:
 
 
 @contextlib.contextmanager
-def writing(what: object, fix: str) -> Iterator[None]:
-    """A context in which an OSError becomes a MachineError: ``what`` cannot be written, why, and the fix."""
+def writing(target: object, fix: str) -> Iterator[None]:
+    """A context in which an OSError becomes a MachineError with ``target``, the reason and the fix."""
     try:
         yield
     except OSError as error:
-        raise MachineError(f"{what} cannot be written ({error.strerror or error}); {fix}") from error
+        raise MachineError(f"{target} cannot be written ({error.strerror or error}); {fix}") from error
 
 
 @contextlib.contextmanager
 def atomic(path: Path, durable: bool = True, private: bool = False) -> Iterator[Path]:
-    """A new, empty file in the folder of ``path``; it replaces ``path`` if the block ends without an error.
+    """A context with a new, empty file beside ``path``. It replaces ``path`` if the block raises no error.
 
     A reader sees the old file or the new one. A link is replaced, not followed. A missing folder is made
-    first. An error removes the temporary. ``durable`` flushes its bytes to the disk before the rename;
-    with ``private``, only the owner may read it. Raises OSError if the disk is full or read-only.
+    first. An error removes the new file. ``durable`` flushes its bytes to the disk before the rename. With
+    ``private``, only the owner may read it. Raises OSError if the disk is full or read-only.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600 if private else 0o666))
+    mode = 0o600 if private else 0o666
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode))
     try:
         yield temporary
         if durable:
@@ -277,9 +338,9 @@ def atomic(path: Path, durable: bool = True, private: bool = False) -> Iterator[
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove what killed processes left of ``atomic`` in ``folder``, where no other process may write now.
+    """Remove the files that ``atomic`` left in ``folder`` when its process was killed.
 
-    What cannot be removed stays.
+    No other process may write in the folder at this time. A file that cannot be removed stays.
     """
     for path in folder.glob(".*"):
         if _TEMPORARY.fullmatch(path.name):
@@ -288,60 +349,63 @@ def remove_temporaries(folder: Path) -> None:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line, in one write: lines of several processes stay apart. A missing folder is made first.
+    """Append a line in one write, so that the lines of several processes are not mixed.
 
-    After an incomplete line (killed process, full disk), it starts on a new line. Raises OSError.
+    A missing folder is made first. After an incomplete line, which a kill or a full disk leaves, the text
+    starts on a new line. Raises OSError.
     """
     with open_append(path) as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
-            line = line if file.read(1) == b"\n" else b"\n" + line
+            if file.read(1) != b"\n":
+                line = b"\n" + line
         file.write(line + b"\n")
 
 
 def write_text(path: Path, text: str, durable: bool = True, private: bool = False) -> None:
-    """Replace ``path`` by ``text`` as ``atomic`` does; what UTF-8 cannot encode becomes an escape."""
+    """Replace ``path`` by ``text`` as ``atomic`` does. A character that UTF-8 lacks becomes an escape."""
     with atomic(path, durable, private) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > 300:  # a float holds 308, and Python refuses to print 4300
+    if len(digits) > 300:  # A float holds 308 digits, and Python refuses to print more than 4300.
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
 
 
 json_of = json.JSONDecoder(parse_int=_integer).decode
-"""A stranger's JSON. Raises ValueError, RecursionError."""
+"""Parse a stranger's JSON. Raises ValueError or RecursionError."""
 
 
 def log_lines(path: str | Path) -> Iterator[bytes]:
-    """The lines of a file, above MOST_BYTES in parts; a missing file has none. Raises OSError."""
+    """Yield the lines of a file, long ones in parts. A missing file has no line. Raises OSError."""
     with contextlib.suppress(FileNotFoundError), open_regular(path, MOST_LOG_BYTES, follow=False) as file:
         yield from iter(lambda: file.readline(MOST_BYTES), b"")
 
 
 def json_lines(lines: Iterable[bytes | str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects in ``lines``; a line that is none, as an incomplete one after a kill, is left out."""
+    """Yield the JSON objects in ``lines``. Other lines, such as an incomplete last one, are omitted."""
     for line in lines:
         with contextlib.suppress(*MALFORMED):
             text = line.decode() if isinstance(line, bytes) else line
-            if isinstance(record := json_of(text), dict):
+            record = json_of(text)
+            if isinstance(record, dict):
                 yield record
 
 
 def finite(content: Any, default: Callable[[Any], Any] | None = None) -> Any:
-    """``content`` as JSON gives it back, None for infinities and NaN; ``default`` as in ``json.dumps``."""
+    """Return ``content`` as JSON stores it, with None for infinities and NaN. ``default`` is json.dumps's."""
     return json.loads(json.dumps(content, default=default), parse_constant=lambda name: None)
 
 
 def write_json(path: Path, content: Mapping[str, Any], durable: bool = True, private: bool = False) -> None:
-    """Replace ``path`` by ``content`` as JSON, in one step as ``atomic`` does; what is not finite is null."""
+    """Replace ``path`` by ``content`` as JSON, as ``atomic`` does. A number that is not finite is null."""
     write_text(path, json.dumps(finite(content), indent=2) + "\n", durable, private)
 
 
 def read_json(path: Path, follow: bool = False) -> dict[str, Any]:
-    """The mapping in ``path``; empty if the file is missing, unreadable, a link or not a mapping."""
+    """Return the mapping in ``path``, empty if the file is missing, unreadable, a link or not a mapping."""
     try:
         content = json_of(read_bytes(path, follow=follow).decode())
     except (OSError, *MALFORMED):
@@ -351,8 +415,9 @@ def read_json(path: Path, follow: bool = False) -> dict[str, Any]:
 
 def say(line: str) -> None:
     """Print a line that no work depends on. If stdout cannot be written, a warning on stderr replaces it."""
-    if cause := lost_output(f"{line}\n"):
-        print_notice(f"warning: stdout: {cause}; {line}")
+    problem = lost_output(f"{line}\n")
+    if problem:
+        print_notice(f"warning: stdout: {problem}: {line}")
 
 
 def json_text(content: Any) -> str:

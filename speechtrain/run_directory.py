@@ -1,9 +1,9 @@
-"""The run directory: its lock, and the door to its files. Imports no torch.
+"""The run directory: its lock, and the readers and writers of its files. Imports no torch.
 
-For each command that only looks at a run, its directory is data of a stranger. Each file therefore has one
-function here. It follows no link, checks the size and the type of each field, and returns a frozen dataclass.
-No other module parses these files. A JSON file that is missing, or that does not fit, gives None or an empty
-record. One warning names the file that does not fit.
+A command that only reads a run does not trust its directory. Each file therefore has one function here. It
+follows no link, checks the size and the type of each field, and returns a frozen dataclass. No other module
+parses these files. A JSON file that is missing or malformed gives None or an empty record. One warning names
+the malformed file.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ BEST = "checkpoints/best.json"
 ERROR = "error.log"
 RANKS = "ranks"
 STUCK = "stuck"
-"""The phase and stacks of each rank when a rank was stuck; one folder per time."""
+"""Folder with the phase and the stacks of each rank when a rank was stuck. Each time has a subfolder."""
 _FOLDERS = ("checkpoints", RANKS, STUCK, "tensorboard")
-_MOST_LETTERS = 30_000  # of a value of a config: an alphabet of all Chinese characters has 21,000
-_MOST_ROWS = 600_000  # of a log that a report reads: in memory, short ones take a GB
-_ONE_PER_STEP = ("train", "epoch", "valid", "examples", "checkpoint")
+_MAX_CHARACTERS = 30_000  # in a value of a config. An alphabet of all Chinese characters has 21,000.
+_MAX_ROWS = 600_000  # of a log that a report reads. Short rows take a GB of memory then.
+_ONE_PER_STEP = ("train", "epoch", "valid", "examples", "checkpoint")  # events with one record per step
 DATE = "%Y-%m-%d %I:%M:%S %p"
 """The form of the dates in ``mlperf.log``, which are in UTC."""
 _DIGEST = "# sha256 of what follows: "
@@ -79,7 +79,7 @@ class About:
 
     overrides: list[str]  # the overrides of the first start
     argv: list[str] | None = None  # the command line of the first start
-    git: dict[str, Scalar] = field(default_factory=dict)  # the commit, and if files differ from it
+    git: dict[str, Scalar] = field(default_factory=dict)  # the commit, and whether files differ from it
     versions: dict[str, str] = field(default_factory=dict)  # the versions of Python and of packages
     host: str = ""  # the name of the host
     platform: str = ""  # the operating system
@@ -123,11 +123,11 @@ class RunResult:
     exit_code: int | None = None  # the exit code of a failure
     rank: int = 0  # the rank that wrote the file
     failed_at: float | None = None  # the time of a failure, in seconds since 1970
-    is_cause: bool = True  # false: it was killed, or it failed because another rank did
+    is_cause: bool = True  # false: the rank was killed, or it failed because another rank did
     is_out_of_memory: bool = False  # of a failure: the device's memory did not hold a step
     memory_mib: float | None = None  # the highest memory of this rank's device
     limits: dict[str, Scalar] | None = None  # the trainer's settings
-    data: dict[str, Scalar] | None = None  # what DataModule.content says of the training set
+    data: dict[str, Scalar] | None = None  # DataModule.content of the training set
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class CheckpointManifest:
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """``best.json``: a note for other programs and for reports."""
+    """``best.json``: the best checkpoint, for other programs and for reports."""
 
     name: str  # the name of the checkpoint
     metric: float  # its metric, lower is better
@@ -172,19 +172,19 @@ def is_storable(text: str) -> bool:
 
 
 def with_digest(text: str) -> str:
-    """Return the text of a config after a comment with its sha256, by which damage is recognised."""
+    """Return the text of a config after a comment line with its sha256, which reveals damage."""
     return f"{_DIGEST}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
 
 
 def read_stored_config(path: Path) -> StoredConfig:
-    """Read the ``config.yaml`` of a run. Raises ConfigError if it is missing, RunError if it does not fit."""
+    """Read the ``config.yaml`` of a run. Raises ConfigError if it is missing, RunError if it is malformed."""
     try:
         text = yaml_text(path, follow=False)
-        first, _, content = text.partition("\n")
-        if first.startswith(_DIGEST) and f"{first}\n{content}" != with_digest(content):
-            raise ValueError("it does not match the sha256 in its first line, which who edits it must remove")
+        first_line, _, content = text.partition("\n")
+        if first_line.startswith(_DIGEST) and text != with_digest(content):
+            raise ValueError("it does not match the sha256 in its first line. Remove that line after an edit")
         for event in yaml.parse(text, YAML_LOADER):
-            if isinstance(event, yaml.ScalarEvent) and len(event.value) > _MOST_LETTERS:
+            if isinstance(event, yaml.ScalarEvent) and len(event.value) > _MAX_CHARACTERS:
                 raise ValueError(f"it has a value of {len(event.value)} characters")
             if isinstance(event, yaml.ScalarEvent) and not is_storable(event.value):
                 raise ValueError(f"{event.value[:80]!r} refers to more than ${{oc.env:NAME,default}}")
@@ -192,16 +192,16 @@ def read_stored_config(path: Path) -> StoredConfig:
         if not isinstance(values, dict):
             raise ValueError("it is not a mapping of keys")
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; is {path.parent} a run directory?") from None
+        raise ConfigError(f"{path} does not exist. Is {path.parent} a run directory?") from None
     except (OSError, TypeError, yaml.YAMLError, *MALFORMED) as error:
         raise damaged_config(path, error) from None
     return StoredConfig(text, values)
 
 
 def damaged_config(path: Path, error: Exception) -> RunError:
-    """Return the error of a ``config.yaml`` that does not fit."""
+    """Return the error of a malformed ``config.yaml``."""
     cause = f"{path} is damaged ({one_line(str(error), 300)})"
-    return RunError(f"{cause}; delete it, and the command that started the run continues it")
+    return RunError(f"{cause}. Delete it, and the command that started the run continues it")
 
 
 def read_about(run_dir: Path) -> About:
@@ -211,7 +211,8 @@ def read_about(run_dir: Path) -> About:
 
 def note_environment(folder: Path, host: str, environment: dict[str, str]) -> None:
     """Store the environment of a host in the ``run.json`` of a run's or a rank's folder. Raises OSError."""
-    path, about = folder / ABOUT, replace(read_about(folder), hosts={host: environment})
+    path = folder / ABOUT
+    about = replace(read_about(folder), hosts={host: environment})
     is_private = path.exists() and not path.stat().st_mode & 0o077
     write_json(path, asdict(about), private=is_private)
 
@@ -230,7 +231,7 @@ def write_result(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def remove_results(run_dir: Path) -> None:
-    """Remove the ``result.json`` of a run and of its ranks and hosts, so that none is of an earlier start."""
+    """Remove the ``result.json`` of a run and of its ranks and hosts, which an earlier start has written."""
     for path in (run_dir / RESULT, *(run_dir / RANKS).glob(f"*/{RESULT}")):
         path.unlink(missing_ok=True)
 
@@ -255,19 +256,19 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _read(path: Path, kind: type[Record]) -> Record | None:
-    """The JSON file ``path`` as a dataclass, None if it is missing or does not fit.
+    """Read a JSON file as the dataclass ``kind``. Return None if it is missing or malformed.
 
-    The dataclass ignores keys that it has no field for.
+    Keys without a field of that name are ignored.
     """
     try:
         content = json_of(read_text(path))
-        digest = content.pop("sha256", None)  # Only checkpoint.json has one.
+        digest = content.pop("sha256", None)  # Only checkpoint.json has a sha256.
         if digest not in (None, _digest(content)):
             raise ValueError("it does not match its own sha256")
-        kinds = get_type_hints(kind)
-        fields = {name: content[name] for name in kinds if name in content}
+        types = get_type_hints(kind)
+        fields = {name: content[name] for name in types if name in content}
         for name, value in fields.items():
-            if not _fits(value, kinds[name]):
+            if not _has_type(value, types[name]):
                 raise ValueError(f"{name} has a value of another type")
         return kind(**fields)
     except (FileNotFoundError, NotADirectoryError):
@@ -282,43 +283,46 @@ def _warn_once(message: str) -> None:
     _LOG.warning(message)
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value of JSON is of a type, a union, ``list[T]`` or ``dict[str, T]``. A float is finite."""
-    kinds = get_args(kind)
-    if isinstance(kind, UnionType):
-        return any(_fits(value, choice) for choice in kinds)
-    if kinds:
-        if type(value) is not get_origin(kind):
+def _has_type(value: Any, expected: Any) -> bool:
+    """Return whether a JSON value has the expected type, union, ``list[T]`` or ``dict[str, T]``.
+
+    A float must be finite.
+    """
+    arguments = get_args(expected)
+    if isinstance(expected, UnionType):
+        return any(_has_type(value, member) for member in arguments)
+    if arguments:
+        if type(value) is not get_origin(expected):
             return False
-        items = value.values() if type(value) is dict else value
-        return all(_fits(item, kinds[-1]) for item in items)
-    if kind is float:
+        elements = value.values() if type(value) is dict else value
+        return all(_has_type(element, arguments[-1]) for element in elements)
+    if expected is float:
         return number(value) is not None
-    return type(value) is kind
+    return type(value) is expected
 
 
 def read_metrics(run_dir: Path) -> Log:
-    """Read the events of ``metrics.jsonl`` in order, without those that a later attempt made void.
+    """Read the events of ``metrics.jsonl`` in order, without those that a later attempt has replaced.
 
-    The last record of each step (and set) counts. Wherever the step goes back, by a ``resume`` or because an
-    attempt started again, the earlier attempts' events of later steps are void. Their ``start`` and ``end``
-    stay. Raises OSError for a file that is not regular or too large.
+    The last record of each step (and set) counts. An attempt that resumes at a step, or starts again, also
+    replaces the earlier records of later steps, except ``start`` and ``end``. Raises OSError for a file that
+    is not regular or too large.
 
-    >>> read_metrics(run_dir).rows  # written: train 1, 2, 3, resume at 1, train 2
+    >>> read_metrics(run_dir).rows  # the file has train 1, 2, 3, resume at 1, train 2
     [{'event': 'train', 'step': 1, ...}, {'event': 'resume', ...}, {'event': 'train', 'step': 2, ...}]
     """
     log = _read_log(run_dir / METRICS)
     events = []
     addresses = set()
-    least: float = math.inf  # the lowest step of a later record
+    lowest_step: float = math.inf  # of the later records
     for record in reversed(log.rows):
         event, step = record.get("event"), record.get("step")
         address = (event, str(record.get("set")), str(step))
-        is_void = isinstance(step, int) and step > least
-        if not isinstance(event, str) or is_void or address in addresses:
+        is_replaced = isinstance(step, int) and step > lowest_step
+        if not isinstance(event, str) or is_replaced or address in addresses:
             continue
         if isinstance(step, int):
-            least = step
+            lowest_step = step
             if event in _ONE_PER_STEP:
                 addresses.add(address)
         events.append(record)
@@ -340,20 +344,24 @@ def read_skipped(run_dir: Path) -> Log:
 
 def _read_log(path: Path) -> Log:
     lines = log_lines(path)
-    return Log(list(json_lines(islice(lines, _MOST_ROWS))), sum(1 for _ in lines))
+    rows = list(json_lines(islice(lines, _MAX_ROWS)))
+    return Log(rows, omitted=sum(1 for _ in lines))
 
 
-def run_of(place: Path) -> Path | None:
-    """The run that a folder is, or that a checkpoint or a file in it belongs to; None if there is none."""
-    step = place if place.is_dir() else place.parent
-    run = step.parents[1] if (step / "checkpoint.json").is_file() else step
-    return run if (run / CONFIG).is_file() else None
+def run_of(path: Path) -> Path | None:
+    """Return the run that ``path`` belongs to, or None if it belongs to no run.
+
+    ``path`` is a run directory, the folder of a checkpoint, or a file in one of them.
+    """
+    folder = path if path.is_dir() else path.parent
+    run_dir = folder.parents[1] if (folder / CHECKPOINT).is_file() else folder
+    return run_dir if (run_dir / CONFIG).is_file() else None
 
 
 class RunLock:
-    """An advisory lock that allows one run at a time in a directory; it ends with its process.
+    """An advisory lock that allows one run at a time in a directory. The end of its process releases it.
 
-    The file names host and pid, for the message of a second command.
+    Its file has host and pid of the process, for the message of a second command.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -361,29 +369,25 @@ class RunLock:
         self._file: IO[bytes] | None = None
 
     def acquire(self) -> RunLock:
-        """Take the lock, and remove what a killed process left half-written beside it.
+        """Take the lock. Remove the incomplete files that a killed process has left in the directory.
 
-        Raises RunError, which names the process that holds it, or a link in its place.
+        Raises RunError if another process holds the lock, and if the lock or a folder of the run is a link.
         """
-        for folder in (self.path.parent / name for name in _FOLDERS):
-            for path in (folder, *folder.glob("*")):
-                if path.is_symlink() and not path.is_file():  # the run would write and delete files elsewhere
-                    raise RunError(f"{path} is a link; remove it, a run writes into its own folders only")
+        _refuse_links(self.path.parent)
         try:
             file = open_append(self.path)
         except OSError as error:
             if error.errno in DISK:
                 raise
-            raise RunError(f"{self.path}: {error.strerror}; remove it or set another run_dir") from None
+            raise RunError(f"{self.path}: {error.strerror}. Remove it or set another run_dir") from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
             holder = one_line(file.read(300).decode(errors="replace")) or "another process"
             file.close()
-            raise RunError(
-                f"{self.path.parent} is in use by {holder}; wait for it, stop it, or set another run_dir"
-            ) from None
+            use = f"{self.path.parent} is in use by {holder}"
+            raise RunError(f"{use}. Wait for it, stop it, or set another run_dir") from None
         file.truncate(0)
         file.write(f"pid {os.getpid()} on {platform.node()}\n".encode())
         file.flush()
@@ -392,15 +396,24 @@ class RunLock:
         return self
 
     def release(self) -> None:
+        """Release the lock. Its file stays, because another process may have opened it already."""
         if self._file is not None:
-            self._file.close()  # closing releases the lock; the file stays, or a waiting opener would race
+            self._file.close()
             self._file = None
 
 
-def other_owner(folder: Path) -> int | None:
-    """Return the number of the user who owns ``folder``, None if it is this user.
+def _refuse_links(run_dir: Path) -> None:
+    """Raise RunError if a folder of a run is a link. The run would write and delete files elsewhere."""
+    for name in _FOLDERS:
+        for path in (run_dir / name, *(run_dir / name).glob("*")):
+            if path.is_symlink() and not path.is_file():
+                raise RunError(f"{path} is a link. Remove it, because a run writes into its own folders only")
 
-    A new file in it shows this user's number, which a network file system may replace.
+
+def other_owner(folder: Path) -> int | None:
+    """Return the number of the user who owns ``folder``, or None if it is this user.
+
+    The owner of a new file in it shows the number of this user, which a network file system may replace.
     """
     owner = folder.stat().st_uid
     with tempfile.TemporaryFile(dir=folder) as file:
@@ -408,31 +421,39 @@ def other_owner(folder: Path) -> int | None:
 
 
 def rank_folder(run_dir: Path, rank: int) -> Path:
-    """The folder of a rank's result, of the trace of its failure, and of its output."""
+    """Return the folder of a rank's result, of the trace of its failure, and of its output."""
     return run_dir / RANKS / str(rank) if rank else run_dir
 
 
 def read_failure(run_dir: Path) -> RunResult | None:
-    """The result of the rank that failed first and made its peers fail; None if no rank failed."""
+    """Return the result of the rank that failed first, or None if no rank failed.
+
+    Ranks that failed because of another rank come last, whatever their time is, as hosts' clocks may differ.
+    """
     failures = []
     for folder in (run_dir, *(run_dir / RANKS).glob("*")):
         result = read_result(folder)
         if result is not None and result.status == "failed":
             failures.append(result)
 
-    def order(result: RunResult) -> tuple[bool, float]:  # hosts' clocks may differ
+    def order(result: RunResult) -> tuple[bool, float]:
         return not result.is_cause, result.failed_at or 0.0
 
     return min(failures, key=order, default=None)
 
 
 def outcome(metrics: Any, last_metrics: Any, checkpoint: Any, speed: Any = None) -> str:
-    """The figures of a result: of the best checkpoint, and of the last validation where that is another."""
-    best, last = _figures(metrics), _figures(last_metrics)
-    text = best
-    if last not in ("", best):
-        step = re.fullmatch(r".*-0*([0-9]+)", str(checkpoint))
-        text = f"best at step {step[1] if step else 'unknown'}: {best}; last {last}"
+    """Return a line with the metrics of the best checkpoint and the speed of a result.
+
+    If the last validation has other metrics, they follow.
+    """
+    best_text = _metrics_text(metrics)
+    last_text = _metrics_text(last_metrics)
+    text = best_text
+    if last_text not in ("", best_text):
+        match = re.fullmatch(r".*-0*([0-9]+)", str(checkpoint))
+        step = match[1] if match else "unknown"
+        text = f"best at step {step}: {best_text}; last {last_text}"
     return ", ".join(filter(None, (text, speed_text(speed))))
 
 
@@ -442,46 +463,54 @@ SPEED = {
     "epoch_s": "s/epoch",
     "decode_ms_per_audio_s": "ms/audio-s",
 }
-"""Units of a result's throughput, seconds of an epoch, and milliseconds to decode a second of audio."""
+"""The fields of a result's speed with their units."""
 
 
 def speed_text(speed: Mapping[str, float] | None) -> str:
-    """``512.3 utt/s, 1024 audio-s/s, 35.2 s/epoch, 4.12 ms/audio-s`` without figures that are 0."""
-    figures = {unit: (speed or {}).get(name) for name, unit in SPEED.items()}
-    return ", ".join(f"{value:.4g} {unit}" for unit, value in figures.items() if value)
+    """Return a line such as ``512.3 utt/s, 1024 audio-s/s, 35.2 s/epoch, 4.12 ms/audio-s`` without zeros."""
+    texts = []
+    for name, unit in SPEED.items():
+        value = (speed or {}).get(name)
+        if value:
+            texts.append(f"{value:.4g} {unit}")
+    return ", ".join(texts)
 
 
-def _figures(metrics: Any) -> str:
-    found = metrics if isinstance(metrics, Mapping) else {}
-    # the first set's metrics are listed twice, once without its name
-    of_sets = {name: value for name, value in found.items() if "/" in name}
-    return ", ".join(metric(name, value) for name, value in (of_sets or found).items())
+def _metrics_text(metrics: Any) -> str:
+    """Return the metrics of all validation sets as a line."""
+    if not isinstance(metrics, Mapping):
+        return ""
+    # The metrics of the first set are there twice, once without its name.
+    named_metrics = {name: value for name, value in metrics.items() if "/" in name}
+    return ", ".join(metric(name, value) for name, value in (named_metrics or metrics).items())
 
 
 def number(value: Any) -> float | None:
-    """``value`` if it is a finite number."""
+    """Return ``value`` as a float if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond what a float holds
+    except OverflowError:  # The integer is too large for a float.
         return None
 
 
 def metric(name: str, value: Any) -> str:
-    """``wer 3.21 %`` for an error rate given as a fraction, ``loss 4.56`` for anything else."""
+    """Return ``wer 3.21 %`` for an error rate, which is a fraction, and ``loss 4.56`` for another metric."""
+    if value is None:
+        return f"{name} -"
     if not isinstance(value, float) and number(value) is None:
-        return f"{name} {'-' if value is None else str(value)[:20]}"
+        return f"{name} {str(value)[:20]}"
     return f"{name} {100 * value:.2f} %" if is_error_rate(name) else f"{name} {value:.4g}"
 
 
 def is_error_rate(name: str) -> bool:
-    """Whether a metric is a word, character or sentence error rate: a fraction, shown in percent."""
+    """Return whether a metric is a word, character or sentence error rate: a fraction, shown in percent."""
     return name.rpartition("/")[2].rpartition("_")[2] in ("wer", "cer", "ser")
 
 
 def origin(argv: list[str]) -> dict[str, Any]:
-    """The origin of a start: command line, code version, library versions, host."""
+    """Return the origin of a start: command line, versions of code and libraries, host."""
     libraries = ("torch", "numpy", "hydra-core", "omegaconf", "lhotse", "soundfile", "sentencepiece")
     return {
         "argv": argv,
@@ -494,22 +523,21 @@ def origin(argv: list[str]) -> dict[str, Any]:
 
 
 def versions_of(*packages: str) -> dict[str, str]:
-    """The versions of Python and of those packages that are installed, by name."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python, and of each of ``packages`` that is installed, by name."""
+    versions = {"python": platform.python_version()}
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Commit of the checkout of ``folder``, and whether it has changes; empty outside a checkout."""
+    """Return the commit of ``folder`` and whether files differ from it. It is empty outside a checkout."""
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True
-        )
-        return done.stdout.strip()
+        command = ["git", *arguments]
+        process = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+        return process.stdout.strip()
 
     try:
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", "."))}

@@ -1,4 +1,4 @@
-"""The typed ``trainer`` node of the config: how long, how often, how much. Imports no torch."""
+"""The typed ``trainer`` node of the config. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ class TrainerConfig:
     shard: str = "none"  # none (DDP) | parameters (FSDP2: each rank holds a shard of the parameters)
     # true: repeated layers are computed again in backward, which costs time and saves memory
     checkpoint_layers: bool = False
-    clip: float = 1.0  # largest global gradient norm; 0 turns clipping off
-    ema: float = 0.999  # decay of the weight average that is evaluated and exported; 0 turns it off
+    clip: float = 1.0  # largest global gradient norm. 0 turns clipping off
+    ema: float = 0.999  # decay of the weight average that is evaluated and exported. 0 turns it off
     log_every: int = 10  # steps from one log line to the next
-    validate_every: int | None = None  # steps from one validation to the next; null: after each epoch
-    save_every: int | None = None  # steps from one checkpoint to the next; null: after each validation
+    validate_every: int | None = None  # steps from one validation to the next. null: after each epoch
+    save_every: int | None = None  # steps from one checkpoint to the next. null: after each validation
     keep: int = 2  # number of the newest checkpoints that are kept, in addition to the best
     on_save_error: str = "continue"  # the response to a checkpoint that cannot be written: continue | stop
     on_collapse: str = "stop"  # the response to a collapse that the task detects: stop | warn
-    max_graphs: int | None = (
-        None  # more graph compilations end the run, on a device that counts them; null: no limit
-    )
+    # more graph compilations end the run, on a device that counts them. null: no limit
+    max_graphs: int | None = None
     max_bad_updates: int = 10  # number of non-finite updates in a row that ends the run
     timeout_seconds: float = 1800.0  # a rank without progress for longer ends the run, in seconds
-    profile: str = ""  # A:B writes a torch profile of steps A to B; empty: none
+    profile: str = ""  # A:B writes a torch profile of steps A to B. Empty: none
 
     def divide_micro_batches(self, world_size: int) -> None:
         """Divide the ``simulate_world`` micro-batches of a step among the ranks, by setting ``accumulate``.
@@ -53,22 +52,22 @@ class TrainerConfig:
 
 
 def is_planned_by_time(config: TrainerConfig) -> bool:
-    """True where ``max_hours`` is the only length of a run, so that its updates are planned to fill it."""
+    """Return whether only ``max_hours`` limits the run, so that its updates are planned to fill this time."""
     return config.max_hours is not None and config.max_steps is None and config.max_epochs is None
 
 
 def planned_steps(config: TrainerConfig, steps_per_epoch: float) -> int | None:
-    """Number of updates within the limits by steps and epochs; None if only time or a target ends the run."""
-    plans = []
+    """Return the updates within the limits by steps and epochs, or None if the config has no such limit."""
+    limits = []
     if config.max_steps is not None:
-        plans.append(config.max_steps)
+        limits.append(config.max_steps)
     if config.max_epochs is not None:
-        plans.append(math.ceil(config.max_epochs * steps_per_epoch))
-    return min(plans, default=None)
+        limits.append(math.ceil(config.max_epochs * steps_per_epoch))
+    return min(limits, default=None)
 
 
 def profile_steps(spec: str) -> tuple[int, int]:
-    """The first and the last step of ``trainer.profile``; (0, 0) for none. Raises ConfigError."""
+    """Return the first and the last step of ``trainer.profile``, (0, 0) for none. Raises ConfigError."""
     if not spec:
         return 0, 0
     match = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", spec)

@@ -52,7 +52,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md", "examples/**/*.md", "conf/**/*.yaml")
 
 _FENCE = re.compile(r"\s*(```|~~~)")
-_INCOMPLETE = re.compile(r"arguments are required|expected one argument|needs '\w+'; set")
+_INCOMPLETE = re.compile(r"arguments are required|expected one argument|needs '\w+'\. Set")
 
 
 def examples_of(page: str, text: str) -> Iterator[Example]:

@@ -1,4 +1,7 @@
-"""Shared by all commands: an error is printed as one line, with a trace file and an exit code by class."""
+"""The parser and the entry point that all commands share.
+
+A command prints an error as one line, and its exit code follows from the class of the error.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,7 @@ _HELP_WIDTH = 100
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with the layout of help that all commands share.
-
-    Wrong usage raises ConfigError, which is printed as one line like every error.
-    """
+    """argparse with the layout of help that all commands share. Wrong usage raises ConfigError."""
 
     def __init__(
         self, *, description: str = "", examples: Sequence[str] = (), exit_codes: str = "", **options: Any
@@ -73,8 +73,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (-[^\s=]+)", message)
         if unknown:
-            options = re.findall(r"--[\w-]+", self.format_usage())  # It has -h for --help.
-            message = f"unknown option {unknown[1]}{nearest(unknown[1], [*options, '--help'])}"
+            options = re.findall(r"--[\w-]+", self.format_usage())
+            options.append("--help")  # The usage has -h.
+            message = f"unknown option {unknown[1]}{nearest(unknown[1], options)}"
         raise ConfigError(f"{message}; {self.prog} --help shows the usage")
 
 
@@ -87,57 +88,76 @@ def add_command(commands: Any, name: str, meaning: str, example: str) -> Any:
 
 
 def console(run: Callable[[list[str]], int]) -> Callable[[], NoReturn]:
-    """The entry point of a command: ``run`` with the process's arguments, then the exit with its code."""
-    return lambda: sys.exit(guarded(lambda: _check_process() or run(sys.argv[1:])))
+    """Return the entry point of a command. It calls ``run`` with the process's arguments and exits."""
+
+    def command() -> int:
+        _open_standard_streams()
+        escape_output()
+        _check_working_folder()
+        return run(sys.argv[1:])
+
+    return lambda: sys.exit(guarded(command))
 
 
-def _check_process() -> int:
-    """Open closed standard streams, whose numbers a lock would get and ranks inherit; return 0.
+def _open_standard_streams() -> None:
+    """Open each standard stream that is closed, on the null device.
 
-    Raises MachineError if the working folder was deleted, in which torch's libraries would abort.
+    Otherwise a lock file would get the stream's number, and the ranks would inherit that file.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
-            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", closefd=False))
-    escape_output()
+            # The new file gets the lowest free number, which is the one of this stream.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
+def _check_working_folder() -> None:
+    """Raise MachineError if the working folder was deleted. torch's libraries would abort there."""
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise MachineError("the working folder was deleted; change to a folder that exists") from None
-    return 0
+        raise MachineError("the working folder was deleted. Change to a folder that exists") from None
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Run a command; print a failure as one line and return its exit code.
-
-    A SpeechtrainError has its own code. Any other exception is a defect of speechtrain: code 1, with
-    the trace in a temporary file that the line names.
-    """
+    """Run a command and return its exit code. If it fails, print the error as one line."""
     try:
         code = command()
         sys.stdout.flush()
         return code
-    except Preempted as note:
-        print_notice(str(note))
-        return note.exit_code
+    except Preempted as error:
+        print_notice(str(error))
+        return error.exit_code
     except SpeechtrainError as error:
         print_notice(f"error: {error}")
         return error.exit_code
-    except KeyboardInterrupt as note:
-        print_notice(": ".join(["interrupted", *map(str, note.args)]))
+    except KeyboardInterrupt as error:
+        print_notice(": ".join(["interrupted", *map(str, error.args)]))
         return errors.EXIT_KILLED
     except Exception as error:  # the boundary of the process
-        if isinstance(error, OSError) and (cause := lost_output("\n")):
-            if isinstance(error, BrokenPipeError):  # the reader of the output has exited, as in `… | head`
-                return 0
-            print_notice(f"error: stdout: {cause}")
-            return MachineError.exit_code
-        if isinstance(failure := disk_explained(error), MachineError):
-            print_notice(f"error: {failure}")
-            return failure.exit_code
-        path = Path(tempfile.mkstemp(prefix="speechtrain-", suffix=".log")[1])
-        path.write_text(traceback.format_exc())
-        message = one_line(f"{type(error).__name__}: {error}", 300)
-        print_notice(f"internal error: {message} (trace in {path})")
-        return 1
+        return _report_unexpected(error)
+
+
+def _report_unexpected(error: Exception) -> int:
+    """Print an error that is not a SpeechtrainError, and return the exit code.
+
+    If stdout or a disk is the cause, the code is the one of MachineError. If the reader of stdout has exited,
+    nothing is printed and the code is 0. Any other error is a defect of speechtrain: its code is 1, and a
+    temporary file, which the line names, holds the trace.
+    """
+    output_problem = lost_output("\n") if isinstance(error, OSError) else ""
+    if output_problem:
+        if isinstance(error, BrokenPipeError):  # as in `… | head`
+            return 0
+        print_notice(f"error: stdout: {output_problem}")
+        return MachineError.exit_code
+    disk_error = disk_explained(error)
+    if isinstance(disk_error, MachineError):
+        print_notice(f"error: {disk_error}")
+        return disk_error.exit_code
+    path = Path(tempfile.mkstemp(prefix="speechtrain-", suffix=".log")[1])
+    path.write_text(traceback.format_exc())
+    message = one_line(f"{type(error).__name__}: {error}", 300)
+    print_notice(f"internal error: {message} (trace in {path})")
+    return 1

@@ -6,10 +6,12 @@ import contextlib
 import math
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from pathlib import Path
@@ -24,36 +26,41 @@ from speechtrain.runs.choices import choices
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from speechtrain.batch import Batch
+    from speechtrain.compute_policy import ComputePolicy
     from speechtrain.data.base import DataModule
     from speechtrain.data.index import Index
     from speechtrain.data.module import SpeechData
+    from speechtrain.data.planned_lengths import Integers
     from speechtrain.devices.base import Device, DeviceFacts
+    from speechtrain.devices.recorder import Recorder
     from speechtrain.precision import Precision
     from speechtrain.task import Task
     from speechtrain.text.vocabulary import Tokenizer
 
 GREEN, AMBER, RED = "green", "amber", "red"
-_PAINT = {GREEN: "\033[32m", AMBER: "\033[33m", RED: "\033[31m"}
-_LOOKED_AT = 10_000  # transcripts
-_RECORDED = 4  # micro-batches that run under the recorder
-_SHOWN = 8  # shapes
+_COLOURS = {GREEN: "\033[32m", AMBER: "\033[33m", RED: "\033[31m"}
+_END_OF_COLOUR = "\033[0m"
+_MOST_TRANSCRIPTS = 10_000  # transcripts of a set that are checked
+_RECORDED_BATCHES = 4  # micro-batches that run under the recorder
+_MOST_SHAPES = 8  # shapes that the finding on shapes lists
 
 
 def parser() -> Parser:
     build = Parser(
         prog="speechtrain doctor",
-        description="Check this machine, and a recipe on it. Takes the arguments of speechtrain train. "
-        "Without arguments it checks the defaults. Prints a line for each check: green (fine), amber (works, "
-        "with a drawback), red (does not work, and what to do). The last lines are about the recipe: its "
-        "config, model, recordings and transcripts, its shapes with their predicted memory, and one training "
-        "step of its largest batch. For an accelerator, steps also run on the CPU under a "
-        "recorder, with or without that device: does it refuse an operation, a type or a value, does "
-        "the host read a value back, does a shape depend on data? If so, the line of code is named; else "
-        "operations, bytes and graphs are counted. Writes no file except the data cache that training would "
-        "also write (SPEECHTRAIN_CACHE).",
+        description="Check this machine, and a recipe on it. The doctor takes the arguments of speechtrain "
+        "train, and checks the defaults without arguments. It prints a line for each check: green "
+        "(fine), amber (works, with a drawback), red (does not work, and how to fix it). The last lines are "
+        "about the recipe: its config, model, recordings and transcripts, its shapes with their predicted "
+        "memory, and one training step of its largest batch. For an accelerator, present or not, steps also "
+        "run on the CPU under a recorder. The recorder reports whether the device refuses an operation, a "
+        "type or a value, whether the host reads a value back, and whether a shape depends on data. It "
+        "names the line of code that is at fault, or counts operations, bytes and graphs. The doctor writes "
+        "no file except the data cache, which training would also write (SPEECHTRAIN_CACHE).",
         examples=["speechtrain doctor", "speechtrain doctor recipe=mlperf device=hpu"],
-        exit_codes="0 if no line is red, else the code of the first red line: 2 config, 3 data, 4 machine "
-        "or training step",
+        exit_codes="0 if no line is red, otherwise the code of the first red line: 2 config, 3 data, 4 "
+        "machine or training step",
     )
     build.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="also GROUP=CHOICE: the recipe")
     build.add_argument("--config-dir", "-cd", metavar="DIR", help="your own choices of the groups")
@@ -62,52 +69,54 @@ def parser() -> Parser:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check: its state, what was checked, what was found and what to do."""
+    """The outcome of one check. ``text`` has the facts, and the fix if one is needed."""
 
     state: str
-    what: str
-    found: str
+    subject: str
+    text: str
     exit_code: int = MachineError.exit_code  # of a red finding
 
 
 def run(argv: list[str]) -> int:
-    """Print every finding; returns the exit code."""
+    """Print every finding. Return the exit code of the first red one, or 0."""
     arguments = parser().parse_intermixed_args(argv)
-    folder: str | None = arguments.config_dir
+    folder = arguments.config_dir
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"--config-dir {folder}: it is not a folder")
     keys = {key_of(text) for text in arguments.overrides if "=" in text or "~" in text}
     if arguments.overrides and keys <= {"run_dir"}:
         raise ConfigError("the doctor checks a recipe and no run. Name its keys, such as recipe=demo")
-    paint = _PAINT if sys.stdout.isatty() else {}
     code = 0
     for finding in findings(arguments.overrides, folder):
-        state = f"{paint.get(finding.state, '')}{finding.state:<5}{chr(27) + '[0m' if paint else ''}"
-        print(state, end="", file=getattr(sys.stdout, "rich_proxied_file", sys.stdout))
-        print(f"  {finding.what:<13} {finding.found}", flush=True)
+        _print_finding(finding)
         if finding.state == RED and not code:
             code = finding.exit_code
     return code
 
 
+def _print_finding(finding: Finding) -> None:
+    state = f"{finding.state:<5}"
+    if sys.stdout.isatty():
+        state = f"{_COLOURS[finding.state]}{state}{_END_OF_COLOUR}"
+    # sys.stdout would escape the colours, and the stream behind it does not.
+    print(state, end="", file=getattr(sys.stdout, "rich_proxied_file", sys.stdout))
+    print(f"  {finding.subject:<13} {finding.text}", flush=True)
+
+
 def findings(overrides: list[str], config_dir: str | None) -> Iterator[Finding]:
-    """The findings of all checks, the cheapest check first."""
+    """Yield the findings of all checks, the cheapest check first."""
     _restart(overrides, config_dir)
-    config: list[DictConfig] = []
-    with tempfile.TemporaryDirectory(prefix="speechtrain-doctor-") as folder:
-        composing = list(tried("recipe", lambda: composed(config, overrides, config_dir, run_dir=folder)))
-        yield from machine()
-        yield from packages()
-        yield from tried("audio", lambda: f"libsndfile {import_module('soundfile').__libsndfile_version__}")
-        yield from composing
-        if config:
-            yield from recipe(config[0], overrides)
+    with tempfile.TemporaryDirectory(prefix="speechtrain-doctor-") as run_dir:
+        yield from machine_findings()
+        yield from package_findings()
+        yield try_check("audio", lambda: f"libsndfile {import_module('soundfile').__libsndfile_version__}")
+        yield from Recipe(overrides, config_dir, run_dir).findings()
 
 
 def _restart(overrides: list[str], config_dir: str | None) -> None:
     """Start this command again with the device's variables, before it prints a line or makes a folder.
 
-    A config or a device that is at fault has a line later.
+    An error of the config or the device is ignored here. It becomes a finding later.
     """
     from speechtrain.config.build import build_device
     from speechtrain.runs.compose import compose
@@ -117,60 +126,62 @@ def _restart(overrides: list[str], config_dir: str | None) -> None:
         restart_for(build_device(compose(overrides, config_dir)), is_training=True)
 
 
-def tried(what: str, look: Callable[[], str]) -> Iterator[Finding]:
-    """One finding: green with the text that ``look`` returns, or red with the error that it raises."""
+def try_check(subject: str, check: Callable[[], str]) -> Finding:
+    """Return a green finding with the text of ``check``, or a red one with the error that it raises."""
     try:
-        yield Finding(GREEN, what, look())
-    except Exception as error:  # a doctor reports whatever it finds
-        yield failure(what, error)
+        return Finding(GREEN, subject, check())
+    except Exception as error:  # A doctor reports every error.
+        return failure(subject, error)
 
 
-def failure(what: str, error: Exception) -> Finding:
+def failure(subject: str, error: Exception) -> Finding:
+    """Return the red finding on an error."""
     if isinstance(error, SpeechtrainError):
-        return Finding(RED, what, one_line(str(error)), exit_code=error.exit_code)
-    return Finding(RED, what, one_line(f"{type(error).__name__}: {error}")[:300])
+        return Finding(RED, subject, one_line(str(error)), exit_code=error.exit_code)
+    return Finding(RED, subject, one_line(f"{type(error).__name__}: {error}")[:300])
 
 
-def machine() -> Iterator[Finding]:
-    """Findings on Python, cores, memory, disk and cache."""
+def _green_or_amber(is_fine: bool) -> str:
+    return GREEN if is_fine else AMBER
+
+
+def machine_findings() -> Iterator[Finding]:
+    """Yield findings on Python, the installation, cores, memory, network links, disk and cache."""
     yield Finding(GREEN, "python", platform.python_version())
-    yield installation()
+    yield installation_finding()
     import psutil
 
     from speechtrain.compute_policy import usable_cpus
 
     yield Finding(GREEN, "cores", f"{len(usable_cpus())} usable of {os.cpu_count()} ({platform.machine()})")
     memory = psutil.virtual_memory().available / 2**30
-    yield Finding(GREEN if memory >= 2 else AMBER, "memory", f"{memory:.1f} GiB available")
-    yield _links()
-    yield _room("disk", Path(os.environ.get("OUTPUT_DIR") or "runs"), "OUTPUT_DIR")
-    from speechtrain.data.cache import cache_folder
-
-    yield _room("cache", cache_folder(), "SPEECHTRAIN_CACHE")
-
-
-def _links() -> Finding:
-    """The finding on network interfaces and accelerator cards: their drivers and states."""
+    yield Finding(_green_or_amber(memory >= 2), "memory", f"{memory:.1f} GiB available")
     from speechtrain.devices import links
 
-    are_up, line = links.describe(links.interfaces(), links.cards())
-    return Finding(GREEN if are_up else AMBER, "links", line)
+    are_up, line = links.describe(links.interfaces(), links.cards())  # drivers and states
+    yield Finding(_green_or_amber(are_up), "links", line)
+    yield _space_finding("disk", Path(os.environ.get("OUTPUT_DIR") or "runs"), "OUTPUT_DIR")
+    from speechtrain.data.cache import cache_folder
+
+    yield _space_finding("cache", cache_folder(), "SPEECHTRAIN_CACHE")
 
 
-def _room(what: str, wanted: Path, variable: str) -> Finding:
-    """The finding on whether a folder is writable and has free space."""
-    whole = whole_path(wanted)
-    folder = next(path for path in (whole, *whole.parents) if path.is_dir())
+def _space_finding(subject: str, path: Path, variable: str) -> Finding:
+    """Return the finding on whether ``path``, or its nearest existing parent, is writable and has space."""
+    absolute = whole_path(path)
+    folder = next(parent for parent in (absolute, *absolute.parents) if parent.is_dir())
     if not os.access(folder, os.W_OK):
-        return Finding(RED, what, f"{folder} is not writable; set {variable} to a folder that is")
+        return Finding(RED, subject, f"{folder} is not writable. Set {variable} to a folder that is")
     free = shutil.disk_usage(folder).free / 2**30
-    state = GREEN if free >= 5 else AMBER if free >= 0.25 else RED
-    found = f"{free:.1f} GiB free at {folder}"
-    return Finding(state, what, found + ("" if state == GREEN else f"; set {variable} to a larger disk"))
+    text = f"{free:.1f} GiB free at {folder}"
+    if free >= 5:
+        return Finding(GREEN, subject, text)
+    state = AMBER if free >= 0.25 else RED
+    return Finding(state, subject, f"{text}. Set {variable} to a larger disk")
 
 
-def installation() -> Finding:
-    """The finding on the folders of the program and of its choices, which belong to one installation."""
+def installation_finding() -> Finding:
+    """Return the finding on whether the program and its choices belong to one installation."""
     program, configs = (Path(import_module(name).__path__[0]) for name in ("speechtrain", "speechtrain.conf"))
     line = f"{program}, choices in {configs}"
     if configs.parent in (program, program.parent):
@@ -178,303 +189,347 @@ def installation() -> Finding:
     return Finding(AMBER, "speechtrain", f"{line}, remove one installation or PYTHONPATH")
 
 
-def packages() -> Iterator[Finding]:
+def package_findings() -> Iterator[Finding]:
+    """Yield findings on the libraries, and on the devices that torch can use."""
     for name in ("torch", "hydra-core", "lhotse", "soundfile", "sentencepiece", "safetensors", "tensorboard"):
         try:
             yield Finding(GREEN, name, metadata.version(name))
         except metadata.PackageNotFoundError:
-            yield Finding(RED, name, f"is not installed; pip install {name}")
-    with contextlib.suppress(metadata.PackageNotFoundError):  # an extra: its recipe asks for it
+            yield Finding(RED, name, f"is not installed. Run pip install {name}")
+    # bitsandbytes is an extra. A recipe that needs it has a finding on its optimizer.
+    with contextlib.suppress(metadata.PackageNotFoundError):
         yield Finding(GREEN, "bitsandbytes", metadata.version("bitsandbytes"))
     import torch
 
     from speechtrain.devices.cpu import has_bf16
     from speechtrain.runs.auto_device import auto_device
 
-    yield devices()
+    yield devices_finding()
     capability = torch.backends.cpu.get_cpu_capability()
-    found = f"{capability}, {torch.get_num_threads()} threads, precision=fp32 or bf16"
-    yield Finding(GREEN, "device=cpu", found)
+    text = f"{capability}, {torch.get_num_threads()} threads, precision=fp32 or bf16"
+    yield Finding(GREEN, "device=cpu", text)
     yield Finding(GREEN, "device=auto", str(auto_device()))
     if not has_bf16():
-        yield Finding(AMBER, "bf16", "this chip has no bf16 instructions; precision=bf16 trains in fp32")
+        yield Finding(AMBER, "bf16", "this chip has no bf16 instructions, so precision=bf16 trains in fp32")
 
 
-def devices() -> Finding:
-    """The finding on devices: those of this machine with their precisions, and what the others lack."""
+def devices_finding() -> Finding:
+    """Return the finding on devices: the usable ones with their precisions, and why the others are not."""
     from speechtrain.config.build import build_device
     from speechtrain.precision import NAMES
     from speechtrain.runs.compose import compose
 
-    here, missing = [], []
+    usable, absent = [], []
     for choice in choices(None)["device"]:
         device = build_device(compose([f"device={choice}"], None))
-        if absence := device.absence(1):
-            missing.append(one_line(absence).partition(";")[0].removeprefix("device="))
-            continue
-        able = [name for dtype, name in NAMES.items() if device.supports(dtype)]
-        here.append(f"{choice} ({' '.join(able)})")
-    absent = f"; not available: {', '.join(missing)}" if missing else ""
-    return Finding(GREEN, "devices", f"{', '.join(here)}{absent}")
+        absence = device.absence(1)
+        if absence:
+            cause = re.split("[;.] ", one_line(absence))[0]  # without the fix
+            absent.append(cause.removeprefix("device="))
+        else:
+            precisions = [name for dtype, name in NAMES.items() if device.supports(dtype)]
+            usable.append(f"{choice} ({' '.join(precisions)})")
+    text = ", ".join(usable)
+    if absent:
+        text += f". Not available: {', '.join(absent)}"
+    return Finding(GREEN, "devices", text)
 
 
-def composed(config: list[DictConfig], overrides: list[str], config_dir: str | None, run_dir: str) -> str:
-    """Compose and check the config of a run; append it to ``config`` if it is valid."""
-    from speechtrain.config.check import check
-    from speechtrain.runs.auto_device import check_launcher
-    from speechtrain.runs.command_line import rewrite
-    from speechtrain.runs.compose import compose_with_choices
-    from speechtrain.runs.from_data import follow_data, typed_keys
-    from speechtrain.runs.recipe_needs import needs_of
+class Recipe:
+    """The parts of a recipe. Each check builds one part, and later checks use it."""
 
-    candidate, group_choices = compose_with_choices(rewrite(overrides), config_dir)
-    check_launcher(group_choices, candidate)
-    candidate.run_dir = run_dir
-    if needs := needs_of(candidate):
-        raise DataError("; ".join(map(str, needs)))
-    check(candidate)
-    follow_data(candidate, typed_keys(overrides, {}))
-    config.append(candidate)
-    return f"{' '.join(overrides) or 'the defaults'}: every key is valid"
+    config: DictConfig
+    device: Device
+    task: Task
+    tokenizer: Tokenizer
+    data: DataModule
+
+    def __init__(self, overrides: list[str], config_dir: str | None, run_dir: str) -> None:
+        self.overrides = overrides
+        self.config_dir = config_dir
+        self.run_dir = run_dir
+        self.precision: Precision | None = None  # None: the device does not open
+        self._resources = contextlib.ExitStack()
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield findings on the config, device, model, data, transcripts and one training step.
+
+        If a part cannot be built, its finding is the last one. A device that does not open is an exception:
+        the other checks follow.
+        """
+        checks = {
+            "recipe": self._config_findings,
+            "device": self._device_findings,
+            "model": self._model_findings,
+            "data": self._data_findings,
+        }
+        with self._resources:
+            for subject, check in checks.items():
+                try:
+                    yield from check()
+                except Exception as error:  # A doctor reports every error.
+                    yield failure(subject, error)
+                    return
+            if self.device.static_shapes or not self.device.on_host:
+                yield try_check("recorder", self._record_steps)
+            if self.precision is not None:
+                yield from self._step_findings(self.precision)
+
+    def _config_findings(self) -> Iterator[Finding]:
+        from speechtrain.config.check import check
+        from speechtrain.runs.auto_device import check_launcher
+        from speechtrain.runs.command_line import rewrite
+        from speechtrain.runs.compose import compose_with_choices
+        from speechtrain.runs.from_data import follow_data, typed_keys
+        from speechtrain.runs.recipe_needs import needs_of
+
+        self.config, group_choices = compose_with_choices(rewrite(self.overrides), self.config_dir)
+        check_launcher(group_choices, self.config)
+        self.config.run_dir = self.run_dir
+        needs = needs_of(self.config)
+        if needs:
+            raise DataError(". ".join(map(str, needs)))
+        check(self.config)
+        follow_data(self.config, typed_keys(self.overrides, {}))
+        self._sample_rate = int(self.config.data.get("sample_rate") or 16_000)
+        yield Finding(GREEN, "recipe", f"{' '.join(self.overrides) or 'the defaults'}: every key is valid")
+
+    def _device_findings(self) -> Iterator[Finding]:
+        from speechtrain.config.build import build_device
+        from speechtrain.rank.build import open_device
+
+        self.device = build_device(self.config)
+        yield from _vendor_findings(self.config, self.device)
+        try:
+            self.device, self.precision = open_device(self.config, 0)
+        except Exception as error:  # A doctor reports every error.
+            finding = failure("device", error)
+            is_explicit = "device" in map(key_of, self.overrides)
+            if is_explicit and not self.device.on_host and self.device.absence(1):
+                # An accelerator that is absent here. The recorder says whether the recipe suits it.
+                finding = replace(finding, state=AMBER)
+            yield finding
+        else:
+            text = f"{type(self.device).__name__}, precision={self.precision.name}"
+            yield Finding(GREEN, "device", text)
+
+    def _model_findings(self) -> Iterator[Finding]:
+        import torch
+
+        from speechtrain.rank.build import build_task
+
+        self.task, self.tokenizer = build_task(self.config)
+        if self.precision is not None:
+            self.task.to(self.device.tensor(torch.zeros(())).device)
+        parameters = sum(parameter.numel() for parameter in self.task.parameters())
+        text = f"{parameters:,} parameters, {self.tokenizer.size} classes with the blank"
+        yield Finding(GREEN, "model", text)
+        yield try_check("optimizer", self._optimizer_name)
+
+    def _optimizer_name(self) -> str:
+        from speechtrain.config.build import build_optimizer
+
+        return type(build_optimizer(self.config, self.task.parameter_groups())).__name__
+
+    def _data_findings(self) -> Iterator[Finding]:
+        """Yield findings on recordings, shapes, transcripts, and labels per encoder frame."""
+        from speechtrain.config.build import build_data
+        from speechtrain.data.module import SpeechData
+        from speechtrain.rank.batch_memory import fill_batch_memory, free_batch_memory
+
+        fill_batch_memory(self.config, lambda: free_batch_memory(self.config, self.device, self.task))
+        data = self.data = build_data(self.config, self.tokenizer, self.task)
+        self._resources.callback(data.close)
+        data.check()
+        text = f"{data.micro_batches_per_epoch} micro-batches an epoch"
+        shapes = data.shapes()
+        if shapes:
+            text += f", {len(shapes)} fixed shapes"
+        text += ", recordings are in place"
+        if data.valid():
+            yield Finding(GREEN, "data", text)
+        else:
+            yield Finding(AMBER, "data", f"{text}, no evaluation set")
+        for warning in data.warnings():
+            yield Finding(AMBER, "data", warning)
+        yield self._shapes_finding()
+        if isinstance(data, SpeechData):
+            yield from self._speech_findings(data)
+
+    def _shapes_finding(self) -> Finding:
+        """Return the finding on training shapes: the fixed ones with their predicted memory, or none."""
+        footprint = self.task.footprint()
+        texts = []
+        for rows, samples, labels in self.data.shapes():
+            seconds = samples / self._sample_rate
+            text = f"{rows} × {seconds:.1f} s × {labels}"
+            size = footprint.bytes(rows, seconds, labels)
+            if size:
+                text += f" {size / 2**20:,.0f} MiB"
+            texts.append(text)
+        if not texts:
+            return Finding(GREEN, "shapes", "vary with the recordings (data.shapes=N fixes them)")
+        line = f"rows × length × labels, with memory: {', '.join(texts[:_MOST_SHAPES])}"
+        if len(texts) > _MOST_SHAPES:
+            line += f" and {len(texts) - _MOST_SHAPES} more"
+        return Finding(GREEN, "shapes", line)
+
+    def _speech_findings(self, data: SpeechData) -> Iterator[Finding]:
+        """Yield findings on the recordings that are not used, and on the transcripts of each set."""
+        from speechtrain.data.training_set import FILTERS
+
+        counts = [f"{count} {reason}" for reason, count in data.report().items() if reason in FILTERS]
+        if counts:
+            text = (
+                f"{', '.join(counts)} of {len(data.index)} recordings are not trained on (data.max_seconds)"
+            )
+            yield Finding(AMBER, "filtered", text)
+        yield from self._transcript_findings("train", data.index, data.training_set.rows)
+        for name in data.evaluation_sets.names:
+            loader, plan = data.evaluation_sets[name]
+            yield from self._transcript_findings(name, loader.index, plan.rows)
+
+    def _transcript_findings(self, name: str, index: Index, all_rows: Integers) -> Iterator[Finding]:
+        """Yield findings on transcripts that cannot be spelled, or that have more labels than frames.
+
+        ``all_rows`` are the rows of the set ``name`` in ``index``. Of a large set, evenly spaced rows are
+        checked.
+        """
+        from speechtrain.data.index import crowded
+
+        spacing = len(all_rows) // _MOST_TRANSCRIPTS + 1
+        rows = all_rows[::spacing].tolist()
+        yield self._spelling_finding(name, index, rows)
+        encoder = getattr(self.task, "encoder", None)
+        if encoder:
+            line = crowded(index, rows, self.tokenizer, encoder.frames, self._sample_rate)
+            if line:
+                yield Finding(AMBER, f"lengths {name}", line)
+
+    def _spelling_finding(self, name: str, index: Index, rows: list[int]) -> Finding:
+        from speechtrain.data.index import label_count
+
+        unspellable, symbols = 0, set[str]()
+        for row in rows:
+            text = index.text(row, self.tokenizer.normalise)
+            if label_count(text, self.tokenizer) < 0:
+                unspellable += 1
+                symbols |= self.tokenizer.unknown(text)
+        if not unspellable:
+            return Finding(GREEN, f"text {name}", f"all of {len(rows)} transcripts can be spelled")
+        shown_symbols = " ".join(repr(symbol) for symbol in sorted(symbols)[:10])
+        effect = "are skipped" if name == "train" else "count as errors"
+        fix = "Change tokenizer.normaliser or the vocabulary"
+        if "tokenizer=" in str(self.config.from_data):
+            fix = "The vocabulary of this recipe has no label for such rare characters"
+        line = f"{unspellable} of {len(rows)} transcripts cannot be spelled ({shown_symbols})"
+        return Finding(AMBER, f"text {name}", f"{line} and {effect}. {fix}")
+
+    def _record_steps(self) -> str:
+        """Return the costs of training steps on the device, from steps that run on the CPU.
+
+        Raises ConfigError if a device with static shapes gets varying ones. Raises Unfit, which names the
+        line of code, if the device refuses an operation, or if a step ends or changes its graph.
+        """
+        from speechtrain.compute_policy import apply_policy
+        from speechtrain.config.build import build_precision
+        from speechtrain.devices.recorder import Recorder
+        from speechtrain.rank.build import build_task
+        from speechtrain.rank.trial_steps import smallest_batches
+
+        self.device.validate_shapes(self.data.shapes())
+        task, _ = build_task(self.config)
+        task.train().load_state_dict({name: tensor.cpu() for name, tensor in self.task.state_dict().items()})
+        operations = self.device.facts.operations
+        recorder = Recorder(operations)
+        policy = self.device.policy(build_precision(self.config).dtype)
+        # The vendor's kernel does not run on the CPU.
+        policy = replace(policy, mark_step=recorder.mark_step, ctc_kernel=None)
+        apply_policy(task, policy)
+        batches = smallest_batches(self.data, _RECORDED_BATCHES)
+        shapes = _record_batches(recorder, policy, task, batches)
+        line = f"{_RECORDED_BATCHES} micro-batches of {shapes} shapes: {recorder.costs}"
+        if operations.records:
+            graphs = recorder.segments
+            line += f", {len(graphs)} graphs, {recorder.distinct} of them distinct, of up to {max(graphs):,}"
+        return line
+
+    def _step_findings(self, precision: Precision) -> Iterator[Finding]:
+        """Yield findings on a training step of the largest batch, and on the time of an epoch."""
+        from speechtrain.rank.trial_steps import TrialSteps
+
+        try:
+            steps = TrialSteps(self.config, self.data, self.task, self.device, precision)
+            yield Finding(GREEN, "one step", steps.on_largest(self.data, self._sample_rate))
+        except Exception as error:  # A doctor reports every error.
+            yield failure("one step", error)
+            return
+        yield try_check("epoch", lambda: steps.epoch(self.data, self.config.world_size))
 
 
-def recipe(config: DictConfig, overrides: list[str]) -> Iterator[Finding]:
-    """Findings on the device, model, data, transcripts and one training step of a recipe."""
+def _record_batches(recorder: Recorder, policy: ComputePolicy, task: Task, batches: list[Batch]) -> int:
+    """Run steps of ``task``, which is in training mode, on ``batches``. Return the number of their shapes."""
     import torch
 
-    from speechtrain.config.build import build_data, build_device
-    from speechtrain.rank.batch_memory import fill_batch_memory, free_batch_memory
-    from speechtrain.rank.build import build_task, open_device
+    def record_step(batch: Batch, watch: Callable[[], AbstractContextManager[object]]) -> None:
+        task.zero_grad()
+        with watch(), policy.autocast("cpu"):
+            loss = task(batch).total
+        with watch():
+            torch.autograd.backward(loss)
+        recorder.mark_step()
+        with watch(), torch.no_grad(), policy.autocast("cpu"):
+            task.eval()(batch)
+        recorder.mark_step()
+        task.train()
 
-    what = "device"
-    with contextlib.ExitStack() as stack:
-        try:
-            device, opened = build_device(config), None
-            yield from _vendor_requirements(config, device)
-            try:
-                device, precision = opened = open_device(config, 0)
-                yield Finding(GREEN, what, f"{type(device).__name__}, precision={precision.name}")
-            except Exception as error:  # the parts after it are checked without it
-                yield _device_failure(error, device, overrides)
-            what = "model"
-            task, tokenizer = build_task(config)
-            if opened:
-                task.to(device.tensor(torch.zeros(())).device)
-            parameters = sum(p.numel() for p in task.parameters())
-            yield Finding(GREEN, what, f"{parameters:,} parameters, {tokenizer.size} classes with the blank")
-            yield from tried("optimizer", lambda: _optimizer_name(config, task))
-            what = "data"
-            fill_batch_memory(config, lambda: free_batch_memory(config, device, task))
-            data = build_data(config, tokenizer, task)
-            stack.callback(data.close)
-            yield from _check_data(config, data, task, tokenizer=tokenizer)
-        except Exception as error:  # a doctor reports whatever it finds
-            yield failure(what, error)
-            return
-        if device.static_shapes or not device.on_host:
-            watched, _ = build_task(config)
-            watched.load_state_dict({name: value.cpu() for name, value in task.state_dict().items()})
-            yield from tried("recorder", lambda: recorded(config, device, data, watched))
-        if opened:
-            yield from _training(config, data, task, *opened)
+    shapes = set()
+    for seed, batch in enumerate(batches):
+        shape = (batch.audio.shape, batch.labels.shape)
+        if shape not in shapes:  # The first step of a shape makes new tensors.
+            shapes.add(shape)
+            record_step(recorder.move(task.prepare(batch, seed)), recorder.warm_up)
+            seed += _RECORDED_BATCHES
+        record_step(recorder.move(task.prepare(batch, seed)), lambda: recorder)
+    return len(shapes)
 
 
-def _optimizer_name(config: DictConfig, task: Task) -> str:
-    from speechtrain.config.build import build_optimizer
-
-    return type(build_optimizer(config, task.parameter_groups())).__name__
-
-
-def _training(
-    config: DictConfig, data: DataModule, task: Task, device: Device, precision: Precision
-) -> Iterator[Finding]:
-    """Findings on a training step of the largest batch, and on the time of an epoch."""
-    from speechtrain.rank.trial_steps import TrialSteps
-
-    rate = int(config.data.get("sample_rate") or 16_000)
-    try:
-        train = TrialSteps(config, data, task, device, precision)
-        yield Finding(GREEN, "one step", train.on_largest(data, rate))
-    except Exception as error:  # a doctor reports whatever it finds
-        yield failure("one step", error)
-        return
-    yield from tried("epoch", lambda: train.epoch(data, config.world_size))
-
-
-def _device_failure(error: Exception, device: Device, overrides: list[str]) -> Finding:
-    """The finding on a device that does not open: amber for the absence of an accelerator that was typed.
-
-    In this case the recorder says whether the recipe suits the device.
-    """
-    finding = failure("device", error)
-    is_typed = "device" in map(key_of, overrides)
-    return replace(finding, state=AMBER) if is_typed and not device.on_host and device.absence(1) else finding
-
-
-def _vendor_requirements(config: DictConfig, device: Device) -> Iterator[Finding]:
-    """Findings on the torch version of the vendor's plugin, and on host memory."""
+def _vendor_findings(config: DictConfig, device: Device) -> Iterator[Finding]:
+    """Yield findings on the torch version of the vendor's plugin, and on host memory."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         if device.facts.plugin:
-            yield _plugin_release(device.facts, metadata.version(device.facts.plugin))
-    yield from _host_memory(config, device)
+            yield _plugin_finding(device.facts, metadata.version(device.facts.plugin))
+    if device.facts.host_gib:
+        yield _host_memory_finding(config, device)
 
 
-def _plugin_release(facts: DeviceFacts, version: str) -> Finding:
-    """The finding on whether the vendor built its plugin for the installed version of torch."""
+def _plugin_finding(facts: DeviceFacts, version: str) -> Finding:
+    """Return the finding on whether the vendor built its plugin for the installed version of torch."""
     installed = metadata.version("torch")
     plugin = f"{facts.plugin} {version}"
     for release, torch_version in facts.plugin_torch.items():
-        if f"{version}.".startswith(f"{release}."):
-            line = f"{plugin} is built for torch {torch_version}, and torch is {installed}"
-            if f"{installed}.".startswith(f"{torch_version}."):
-                return Finding(GREEN, "release", line)
-            return Finding(
-                RED, "release", f"{line}; use an image of the vendor, and keep its torch (docs/devices.md)"
-            )
-    return Finding(
-        AMBER, "release", f"{plugin} is not in the table of docs/devices.md, and torch is {installed}"
-    )
+        if not f"{version}.".startswith(f"{release}."):
+            continue
+        line = f"{plugin} is built for torch {torch_version}, and torch is {installed}"
+        if f"{installed}.".startswith(f"{torch_version}."):
+            return Finding(GREEN, "release", line)
+        fix = "Use an image of the vendor, and keep its torch (docs/devices.md)"
+        return Finding(RED, "release", f"{line}. {fix}")
+    text = f"{plugin} is not in the table of docs/devices.md, and torch is {installed}"
+    return Finding(AMBER, "release", text)
 
 
-def _host_memory(config: DictConfig, device: Device) -> Iterator[Finding]:
-    """The finding on host memory, for a device whose vendor says how much each process may need."""
+def _host_memory_finding(config: DictConfig, device: Device) -> Finding:
+    """Return the finding on host memory, for a device whose vendor says the need of each process."""
     import psutil
 
     from speechtrain.config.build import build_launcher
 
-    if device.facts.host_gib:
-        processes = math.ceil(config.world_size / build_launcher(config).host_count())
-        needed = device.facts.host_gib * processes
-        memory = psutil.virtual_memory().total / 2**30
-        found = f"{memory:.0f} GiB; the vendor's recipe for {processes} cards asks for {needed} GiB a host"
-        yield Finding(GREEN if memory >= needed else AMBER, "host memory", found)
-
-
-def recorded(config: DictConfig, device: Device, data: DataModule, task: Task) -> str:
-    """What ``device`` would make of steps of ``task``, which run on the CPU.
-
-    Raises ConfigError if a device with static shapes gets varying ones, and Unfit, naming the line of code,
-    for what the device refuses, and what would end or change its graph.
-    """
-    import torch
-
-    from speechtrain.compute_policy import apply_policy
-    from speechtrain.config.build import build_precision
-    from speechtrain.devices.recorder import Recorder
-    from speechtrain.rank.trial_steps import smallest_batches
-
-    device.validate_shapes(data.shapes())
-    precision, recorder = build_precision(config), Recorder(device.facts.operations)
-    # on the CPU, where the vendor's kernel does not run
-    policy = replace(device.policy(precision.dtype), mark_step=recorder.mark_step, ctc_kernel=None)
-    apply_policy(task, policy)
-    known = set[tuple[int, ...]]()
-    task.train()
-    for number, batch in enumerate(smallest_batches(data, _RECORDED)):
-        shape = (*batch.audio.shape, *batch.labels.shape)
-        for repeat in range(1 if shape in known else 2):  # the first step of a shape makes new tensors
-            is_new = shape not in known
-            prepared = recorder.move(task.prepare(batch, seed=number + repeat * _RECORDED))
-            task.zero_grad()
-            with recorder.warm_up() if is_new else recorder, policy.autocast("cpu"):
-                loss = task(prepared).total
-            with recorder.warm_up() if is_new else recorder:
-                torch.autograd.backward(loss)
-            recorder.mark_step()
-            with recorder.warm_up() if is_new else recorder, torch.no_grad(), policy.autocast("cpu"):
-                task.eval()(prepared)
-            recorder.mark_step()
-            task.train()
-            known.add(shape)
-    segments = recorder.segments
-    graphs = ""
-    if device.facts.operations.records:
-        graphs = f", {len(segments)} graphs, {recorder.distinct} of them distinct, of up to {max(segments):,}"
-    return f"{_RECORDED} micro-batches of {len(known)} shapes: {recorder.costs}{graphs}"
-
-
-def _check_data(config: DictConfig, data: DataModule, task: Task, tokenizer: Tokenizer) -> Iterator[Finding]:
-    """Findings on recordings, shapes, spelling, and labels per encoder frame."""
-    from speechtrain.data.module import SpeechData
-
-    data.check()
-    shapes, sets = data.shapes(), data.valid()
-    fixed = f", {len(shapes)} fixed shapes" if shapes else ""
-    found = f"{data.micro_batches_per_epoch} micro-batches an epoch{fixed}; recordings are in place"
-    yield Finding(GREEN, "data", found) if sets else Finding(AMBER, "data", f"{found}; no evaluation set")
-    for warning in data.warnings():
-        yield Finding(AMBER, "data", warning)
-    yield shapes_of(config, data, task)
-    if not isinstance(data, SpeechData):
-        return
-    yield from _check_texts(config, data, task, tokenizer)
-
-
-def _check_texts(config: DictConfig, data: SpeechData, task: Task, tokenizer: Tokenizer) -> Iterator[Finding]:
-    """Findings on the recordings that are not used, and on the transcripts of each set."""
-    from speechtrain.data.training_set import FILTERS
-
-    counts = [f"{count} {reason}" for reason, count in data.report().items() if reason in FILTERS]
-    if counts:
-        finding = f"{', '.join(counts)} of {len(data.index)} recordings are not trained on (data.max_seconds)"
-        yield Finding(AMBER, "filtered", finding)
-    fix = "change tokenizer.normaliser or the vocabulary"
-    if "tokenizer=" in str(config.from_data):
-        fix = "a character that is so rare has no label"
-    rows = {"train": (data.index, data.training_set.rows)}
-    for name in data.evaluation_sets.names:
-        loader, plan = data.evaluation_sets[name]
-        rows[name] = (loader.index, plan.rows)
-    for name, (index, numbers) in rows.items():
-        sample = numbers[:: len(numbers) // _LOOKED_AT + 1].tolist()
-        yield from transcripts(name, index, sample, tokenizer, task, data.sample_rate, fix=fix)
-
-
-def transcripts(
-    name: str,
-    index: Index,
-    rows: list[int],
-    tokenizer: Tokenizer,
-    task: Task,
-    sample_rate: int,
-    fix: str,
-) -> Iterator[Finding]:
-    """Findings on transcripts that cannot be spelled, and on those with more labels than encoder frames."""
-    from speechtrain.data.index import crowded, label_count
-
-    unspelt, symbols = 0, set[str]()
-    for row in rows:
-        text = index.text(row, tokenizer.normalise)
-        if label_count(text, tokenizer) < 0:
-            unspelt += 1
-            symbols |= tokenizer.unknown(text)
-    if unspelt:
-        shown = " ".join(repr(symbol) for symbol in sorted(symbols)[:10])
-        fate = "are skipped" if name == "train" else "count as errors"
-        found = f"{unspelt} of {len(rows)} transcripts cannot be spelled ({shown}) and {fate}"
-        yield Finding(AMBER, f"text {name}", f"{found}; {fix}")
-    else:
-        found = f"all of {len(rows)} transcripts can be spelled"
-        yield Finding(GREEN, f"text {name}", found)
-    encoder = getattr(task, "encoder", None)
-    line = crowded(index, rows, tokenizer, encoder.frames, sample_rate) if encoder else ""
-    if line:
-        yield Finding(AMBER, f"lengths {name}", line)
-
-
-def shapes_of(config: DictConfig, data: DataModule, task: Task) -> Finding:
-    """The finding on training shapes: the fixed ones with their predicted memory, or that they vary."""
-    shapes, footprint = data.shapes(), task.footprint()
-    if not shapes:
-        return Finding(GREEN, "shapes", "vary with the recordings (data.shapes=N fixes them)")
-    rate = int(config.data.get("sample_rate") or 16_000)
-    told = [
-        f"{rows} × {samples / rate:.1f} s × {labels}"
-        + (f" {size / 2**20:,.0f} MiB" if (size := footprint.bytes(rows, samples / rate, labels)) else "")
-        for rows, samples, labels in shapes
-    ]
-    more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-    return Finding(GREEN, "shapes", f"rows × length × labels, with memory: {', '.join(told[:_SHOWN])}{more}")
+    processes = math.ceil(config.world_size / build_launcher(config).host_count())
+    needed = device.facts.host_gib * processes
+    memory = psutil.virtual_memory().total / 2**30
+    line = f"{memory:.0f} GiB. The vendor's recipe for {processes} cards asks for {needed} GiB a host"
+    return Finding(_green_or_amber(memory >= needed), "host memory", line)
 
 
 main = console(run)

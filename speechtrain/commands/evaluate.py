@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from speechtrain.commands._cli import Parser, console
 from speechtrain.errors import SPELLING, ConfigError, MachineError, printable
@@ -24,7 +24,7 @@ _FIX = "name a file in a writable folder"  # for --out
 def parser() -> Parser:
     build = Parser(
         prog="speechtrain evaluate",
-        description="Score a run's checkpoint, with the same code and the same figures as in training. "
+        description="Score a run's checkpoint, with the same code and the same metrics as in training. "
         "The run may be in progress, and may have been moved.",
         examples=[
             "speechtrain evaluate RUN",
@@ -45,7 +45,7 @@ def parser() -> Parser:
         action="append",
         default=[],
         metavar="NAME=FILE",
-        help="score this manifest or folder instead of the run's own sets; may be repeated",
+        help="score this manifest or folder instead of the sets of the run. It may be repeated",
     )
     build.add_argument(
         "--out", type=Path, metavar="FILE", help="write references and hypotheses, one JSON object per line"
@@ -55,24 +55,22 @@ def parser() -> Parser:
         type=int,
         default=5,
         metavar="N",
-        help="show the N worst utterances (default 5; 0 for none)",
+        help="show the N worst utterances (default 5, 0 for none)",
     )
     build.add_argument(
-        "--json", action="store_true", help="print one JSON object; a value that is not finite is null"
+        "--json",
+        action="store_true",
+        help="print one JSON object, with null for values that are not finite",
     )
     return build
 
 
 def run(argv: list[str]) -> int:
-    """Evaluate and print; returns the exit code. Raises a SpeechtrainError."""
+    """Evaluate and print. Return the exit code. Raises a SpeechtrainError."""
     arguments = parser().parse_with_run(argv)
-    named = _named_sets(arguments.set)
-    if arguments.out:
-        _check_writable(arguments.out)
-    if arguments.worst < 0:
-        raise ConfigError(f"--worst {arguments.worst}: it must be at least 0")
+    sets = _sets_by_name(arguments.set)
+    _check(arguments)
     from speechtrain.inference.loaded_run import load
-    from speechtrain.report.mistakes import lines_of, mistakes
 
     loaded = load(
         arguments.run,
@@ -80,53 +78,77 @@ def run(argv: list[str]) -> int:
         checkpoint=arguments.checkpoint,
         config_dir=arguments.config_dir,
     )
-    outcomes = loaded.evaluate(named)
+    outcomes = loaded.evaluate(sets)
     if arguments.out:
-        text = _rows(outcomes)
-        with writing(f"--out {arguments.out}", _FIX), atomic(arguments.out) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-    metrics = {name: outcome.metrics for name, outcome in outcomes.items()}
-    wrong = {name: mistakes(o.examples, arguments.worst) for name, o in outcomes.items() if o.examples}
+        _write_rows(outcomes, arguments.out)
+    mistakes_by_set = _mistakes(outcomes, arguments.worst)
     for warning in _warnings(outcomes, loaded, arguments):
         print(printable(f"speechtrain: warning: {warning}", SPELLING), file=sys.stderr)
     if arguments.json:
-        found = {"checkpoint": str(loaded.checkpoint), "metrics": finite(metrics), "mistakes": finite(wrong)}
-        print(json_text(found))
-        return 0
-    print(printable(f"checkpoint {loaded.checkpoint}"))
-    for name, outcome in outcomes.items():
-        totals = {k: f" ({e:.0f} of {n:.0f})" for k, (e, n) in outcome.totals.items() if is_error_rate(k)}
-        figures = ", ".join(metric(k, v) + totals.get(k, "") for k, v in outcome.metrics.items())
-        print(printable(f"{name}: {figures}"))
-        for line in lines_of(wrong[name]) if name in wrong else ():
-            print(line)
+        metrics = {name: outcome.metrics for name, outcome in outcomes.items()}
+        summary = {"checkpoint": str(loaded.checkpoint), "metrics": metrics, "mistakes": mistakes_by_set}
+        print(json_text(finite(summary)))
+    else:
+        print(printable(f"checkpoint {loaded.checkpoint}"))
+        for name, outcome in outcomes.items():
+            _print_outcome(name, outcome, mistakes_by_set.get(name))
     return 0
 
 
-def _rows(outcomes: Mapping[str, Outcome]) -> str:
-    """Return a line of JSON for each utterance of each set."""
+def _mistakes(outcomes: Mapping[str, Outcome], worst: int) -> dict[str, dict[str, Any]]:
+    """Return the mistakes of each set that has transcripts."""
+    from speechtrain.report.mistakes import mistakes
+
+    mistakes_by_set = {}
+    for name, outcome in outcomes.items():
+        if outcome.examples:
+            mistakes_by_set[name] = mistakes(outcome.examples, worst)
+    return mistakes_by_set
+
+
+def _print_outcome(name: str, outcome: Outcome, mistakes: dict[str, Any] | None) -> None:
+    """Print the metrics of the set ``name``, and its mistakes if it has transcripts."""
+    from speechtrain.report.mistakes import lines_of
+
+    texts = []
+    for metric_name, value in outcome.metrics.items():
+        text = metric(metric_name, value)
+        if metric_name in outcome.totals and is_error_rate(metric_name):
+            errors, units = outcome.totals[metric_name]
+            text += f" ({errors:.0f} of {units:.0f})"
+        texts.append(text)
+    print(printable(f"{name}: {', '.join(texts)}"))
+    if mistakes is not None:
+        print("\n".join(lines_of(mistakes)))
+
+
+def _write_rows(outcomes: Mapping[str, Outcome], path: Path) -> None:
+    """Write a line of JSON for each utterance of each set."""
     text = ""
     for name, outcome in outcomes.items():
         for example in outcome.examples:
             text += json_text({"set": name, **example.row()}) + "\n"
-    return text
+    with writing(f"--out {path}", _FIX), atomic(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def _warnings(
     outcomes: Mapping[str, Outcome], loaded: LoadedRun, arguments: argparse.Namespace
 ) -> Iterator[str]:
-    """Yield the warnings of all sets, and of a search that is worse than the one of training."""
+    """Yield the warnings of all sets, and one on a search with more errors than the search of training."""
     for name, outcome in outcomes.items():
         if outcome.contradiction:
             yield f"{name}: {outcome.contradiction}"
-        symbols: set[str] = set()
-        count = 0
+        symbols = set[str]()
+        unspellable = 0
         for example in outcome.examples:
-            unknown = loaded.opened.tokenizer.unknown(example.reference)
-            symbols |= unknown
-            count += bool(unknown)
-        if count:
-            share = f"{count} of {len(outcome.examples)} transcripts cannot be spelled by the run's labels"
+            unknown_symbols = loaded.opened.tokenizer.unknown(example.reference)
+            symbols |= unknown_symbols
+            unspellable += bool(unknown_symbols)
+        if unspellable:
+            share = (
+                f"{unspellable} of {len(outcome.examples)} transcripts cannot be spelled by the run's labels"
+            )
             shown_symbols = " ".join(repr(symbol) for symbol in sorted(symbols)[:10])
             yield f"{name}: {share} ({shown_symbols}). They count as errors, and have no loss"
     if not arguments.set and any(text.startswith("decoder") for text in arguments.overrides):
@@ -137,25 +159,31 @@ def _warnings(
         yield from worse_searches(validated(loaded.checkpoint), rates)
 
 
-def _named_sets(pairs: list[str]) -> dict[str, str]:
-    named: dict[str, str] = {}
+def _sets_by_name(pairs: list[str]) -> dict[str, str]:
+    """Return the files of the sets by their names, from the values NAME=FILE of --set."""
+    files: dict[str, str] = {}
     for pair in pairs:
         name, equals, file = pair.partition("=")
         if not (equals and name and file):
             raise ConfigError(f"--set {pair}: write it as NAME=FILE")
-        if name in named:
-            raise ConfigError(
-                f"--set {pair}: {name!r} is given twice; join several files of one set by commas"
-            )
-        named[name] = file
-    return named
+        if name in files:
+            raise ConfigError(f"--set {pair}: {name!r} is given twice. Join the files of a set by commas")
+        files[name] = file
+    return files
 
 
-def _check_writable(path: Path) -> None:
-    """Raise MachineError, before minutes of evaluation, if ``path`` cannot be written."""
-    folder = path.absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
-        raise MachineError(f"--out {path} cannot be written; {_FIX}")
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise MachineError if --out cannot be written, and ConfigError for a negative --worst.
+
+    The evaluation that follows may take minutes.
+    """
+    path = arguments.out
+    if path is not None:
+        folder = path.absolute().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
+            raise MachineError(f"--out {path} cannot be written; {_FIX}")
+    if arguments.worst < 0:
+        raise ConfigError(f"--worst {arguments.worst}: it must be at least 0")
 
 
 main = console(run)

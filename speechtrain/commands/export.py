@@ -11,18 +11,21 @@ from speechtrain.errors import ConfigError
 from speechtrain.files import writing
 
 if TYPE_CHECKING:
+    from speechtrain.inference.open_run import OpenedRun
     from speechtrain.interop.pretrained import Pretrained
 
 _OURS = "speechtrain"
 _FORMATS = (_OURS, "fairseq", "huggingface")
+_FIX = "name another path"  # for --out
 
 
 def parser() -> Parser:
     build = Parser(
         prog="speechtrain export",
-        description="Convert wav2vec 2.0 models: a run to fairseq or Hugging Face (--to), one of their "
-        "checkpoints to ours (--from), or theirs to each other (both). Every conversion runs Hugging Face's "
-        "model and ours on the same audio, and writes nothing if they differ by more than 1e-4.",
+        description="Convert wav2vec 2.0 models: a run to fairseq or Hugging Face (--to), a checkpoint of "
+        "fairseq or Hugging Face to speechtrain (--from), or one of the two to the other (both options). "
+        "Every conversion runs the model of Hugging Face and the one of speechtrain on the same audio. If "
+        "they differ by more than 1e-4, it writes nothing.",
         examples=[
             "speechtrain export RUN --to huggingface --out FOLDER",
             "speechtrain export checkpoint.pt --from fairseq --out DIR",
@@ -46,7 +49,7 @@ def parser() -> Parser:
         type=Path,
         required=True,
         metavar="PATH",
-        help="directory to write; a .pt file with --to fairseq",
+        help="directory to write, or a .pt file with --to fairseq",
     )
     build.add_argument("--checkpoint", default="best", help="of a run: best (default), last or a name")
     build.add_argument("--encoder", action="store_true", help="write the encoder only (Wav2Vec2Model)")
@@ -55,45 +58,51 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Convert and print what was checked. Raises a SpeechtrainError; then no file is written."""
+    """Convert a model and print how it was checked. If it raises a SpeechtrainError, no file is written."""
     arguments = parser().parse_with_run(argv)
-    if arguments.source_form == arguments.form:
-        raise ConfigError(
-            f"--from and --to are both {arguments.form}; name another format, such as --to huggingface"
-        )
-    out: Path = arguments.out
-    _check_free(out, arguments.form, arguments.force)
-    if (arguments.source_form, arguments.form) == (_OURS, "huggingface") and (
-        written := _recogniser(arguments)
-    ):
-        print(written)
-        return 0
+    form, out = arguments.form, arguments.out
+    if arguments.source_form == form:
+        raise ConfigError(f"--from and --to are both {form}. Name another format, such as --to huggingface")
+    _check_free(out, form, arguments.force)
+    if (arguments.source_form, form) == (_OURS, "huggingface"):
+        line = _export_parakeet(arguments)
+        if line:
+            print(line)
+            return 0
     pretrained, updates, differences = _read(arguments)
     if arguments.encoder:
         pretrained = pretrained.encoder_only()
-    with writing(f"--out {out}", "name another path"):
-        differences.append(_write(pretrained, arguments.form, out, updates=updates))
-    kind = "pretraining model" if pretrained.model else "CTC model" if pretrained.labels else "encoder"
-    print(f"{out}: {kind}, {len(pretrained.weights)} tensors, {pretrained.values:,} values")
-    known = [value for value in differences if value is not None]
-    if known:
-        print(f"checked against Hugging Face's model on the same audio: largest difference {max(known):.1e}")
+    with writing(f"--out {out}", _FIX):
+        differences.append(_write(pretrained, form, out, updates=updates))
+    print(f"{out}: {_kind(pretrained)}, {len(pretrained.weights)} tensors, {pretrained.values:,} values")
+    measured_differences = [difference for difference in differences if difference is not None]
+    if measured_differences:
+        largest = max(measured_differences)
+        print(f"checked against Hugging Face's model on the same audio: largest difference {largest:.1e}")
     else:
         print("NOT checked against Hugging Face's model: it needs pip install -e '.[interop]'")
-    if "fairseq" in (arguments.source_form, arguments.form):
-        print("not run in fairseq itself; docs/interchange.md has the commands for that")
+    if "fairseq" in (arguments.source_form, form):
+        print("not run in fairseq itself. docs/interchange.md has the commands for that")
     return 0
 
 
-def _recogniser(arguments: argparse.Namespace) -> str:
-    """Write a run's FastConformer recogniser as Parakeet; what was written, or empty for another encoder."""
-    from speechtrain.inference.open_run import open_run
+def _kind(pretrained: Pretrained) -> str:
+    if pretrained.model:
+        return "pretraining model"
+    return "CTC model" if pretrained.labels else "encoder"
+
+
+def _export_parakeet(arguments: argparse.Namespace) -> str:
+    """Write a run's FastConformer recogniser as Parakeet. Return a report on it.
+
+    If the run has another encoder, nothing is written and the report is empty.
+    """
     from speechtrain.interop import parakeet_hf
 
-    opened = open_run(arguments.source, arguments.checkpoint, ["device=cpu", "precision=fp32"])
+    opened = _open_run(arguments)
     if not parakeet_hf.has_encoder(opened.task):
         return ""
-    with writing(f"--out {arguments.out}", "name another path"):
+    with writing(f"--out {arguments.out}", _FIX):
         task, part = parakeet_hf.exportable_part(opened.task)
         difference = parakeet_hf.write(task, task.state_dict(), arguments.out)
     return (
@@ -102,37 +111,45 @@ def _recogniser(arguments: argparse.Namespace) -> str:
     )
 
 
+def _open_run(arguments: argparse.Namespace) -> OpenedRun:
+    """Open the run on the CPU, because the device of the training may be absent here."""
+    from speechtrain.inference.open_run import open_run
+
+    return open_run(arguments.source, arguments.checkpoint, ["device=cpu", "precision=fp32"])
+
+
 def _check_free(out: Path, form: str, force: bool) -> None:
+    """Raise ConfigError if ``out`` is of the wrong kind, or exists and ``force`` is not set."""
     if form == "fairseq" and out.is_dir():
-        raise ConfigError(f"--out {out} is a directory; name the .pt file to write")
+        raise ConfigError(f"--out {out} is a directory. Name the .pt file to write")
     if form != "fairseq" and out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out} is a file; name a directory")
+        raise ConfigError(f"--out {out} is a file. Name a directory")
     if not force and out.exists() and (out.is_file() or any(out.iterdir())):
-        raise ConfigError(f"--out {out} exists; name another path, or add --force to replace its files")
+        raise ConfigError(f"--out {out} exists. Name another path, or add --force to replace its files")
 
 
 def _read(arguments: argparse.Namespace) -> tuple[Pretrained, int, list[float | None]]:
-    """Read the source: the model, its number of updates, and the differences that its check found."""
+    """Read the source. Return the model, its number of updates, and its differences to Hugging Face's model.
+
+    A difference is None if transformers is not installed. A run has no difference before it is written.
+    """
     from speechtrain.interop import wav2vec2_hf
     from speechtrain.interop.pretrained import describe
     from speechtrain.interop.weights import read_fairseq
 
-    source, form = arguments.source, arguments.source_form
-    if form == "huggingface":
-        pretrained, difference = wav2vec2_hf.read(source)
+    if arguments.source_form == "huggingface":
+        pretrained, difference = wav2vec2_hf.read(arguments.source)
         return pretrained, 0, [difference]
-    if form == "fairseq":
-        pretrained, checked = read_fairseq(source)
-        return pretrained, 0, [checked]
-    from speechtrain.inference.open_run import open_run
-
-    # the device of the training may be missing here
-    opened = open_run(source, arguments.checkpoint, ["device=cpu", "precision=fp32"])
+    if arguments.source_form == "fairseq":
+        pretrained, fairseq_difference = read_fairseq(arguments.source)
+        return pretrained, 0, [fairseq_difference]
+    opened = _open_run(arguments)
     updates = int(opened.checkpoint.name.partition("-")[2])
     return describe(opened.task, opened.task.state_dict(), arguments.encoder), updates, []
 
 
 def _write(pretrained: Pretrained, form: str, out: Path, updates: int) -> float | None:
+    """Write the model. Return its difference to Hugging Face's model, or None if it was not compared."""
     from speechtrain.interop import wav2vec2_fairseq, wav2vec2_hf
     from speechtrain.interop.weights import check_fairseq, write_imported
 

@@ -14,16 +14,16 @@ COMMANDS = {
     "prepare": "tokenizers, manifests, statistics and public corpora",
     "evaluate": "score a run on evaluation sets",
     "transcribe": "transcribe recordings with a run",
-    "export": "convert a run to other systems' formats, and their models to runs",
+    "export": "convert a run to the format of another system, and its models to runs",
     "report": "write an HTML page of one run or of several",
     "study": "search for the values of keys that train best: ask, tell, status, import",
     "doctor": "check whether this machine and a recipe can train",
 }
-"""The line of each command in ``speechtrain --help``."""
+"""Each command with its description in ``speechtrain --help``."""
 
 
 def run(argv: list[str]) -> int:
-    """Run the command that the first argument names. Returns its exit code. Raises ConfigError."""
+    """Run the command that the first argument names. Return its exit code. Raises ConfigError."""
     name = argv[0] if argv else ""
     if name in ("-h", "--help"):
         print(_help())
@@ -38,16 +38,16 @@ def run(argv: list[str]) -> int:
         kind = "option" if name[0] == "-" else "command"
         hint = nearest(name, (*COMMANDS, "--help", "--version"))
         raise ConfigError(f"unknown {kind} {name}{hint}; speechtrain --help shows the usage")
-    if sys.argv[1:] == argv:  # Hydra installs its shell completion for the name of the process.
+    # Hydra installs its shell completion for the name of the process.
+    if sys.argv[1:] == argv:
         sys.argv = [f"speechtrain-{name}", *argv[1:]]
-    result: int = import_module(f"speechtrain.commands.{name}").run(argv[1:])
-    return result
+    return int(import_module(f"speechtrain.commands.{name}").run(argv[1:]))
 
 
 def _help() -> str:
     lines = ["usage: speechtrain COMMAND ...", "", "Train and use speech models.", "", "commands:"]
-    for name, meaning in COMMANDS.items():
-        lines.append(f"  {name:<12} {meaning}")
+    for name, description in COMMANDS.items():
+        lines.append(f"  {name:<12} {description}")
     lines += ["", "options:", "  -h, --help   show this help, or the help of a command behind its name"]
     lines += ["  --version    print the version", "", "examples:", "  speechtrain train recipe=demo"]
     lines += ["  speechtrain transcribe RUN talk.mp3", "  speechtrain evaluate --help"]

@@ -1,4 +1,4 @@
-"""speechtrain prepare: tokenizers, manifests and converted recordings; `--help` does not import torch."""
+"""speechtrain prepare: tokenizers, manifests and converted recordings. Its ``--help`` imports no torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import contextlib
 import io
 import itertools
 import json
-import os
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +34,7 @@ from speechtrain.data.prepare.cut_files import (
     refuse_empty,
     write_cuts,
 )
-from speechtrain.data.prepare.stats_table import Statistics, hear, table
+from speechtrain.data.prepare.stats_table import AudioCheck, Statistics, hear, table
 from speechtrain.data.recordings import Header, Unusable, header, read_header
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
@@ -43,7 +42,7 @@ from speechtrain.data.tar_members import file_of
 from speechtrain.errors import ConfigError, DataError, print_notice, printable
 from speechtrain.files import atomic, whole_path
 
-_FLAC_SHARE = 0.7  # most of PCM's size that FLAC takes; speech takes about half
+_FLAC_SHARE = 0.7  # FLAC takes at most this share of the size of PCM. Speech takes about half.
 _EXAMPLES = (
     "speechtrain prepare stats FOLDER",
     "speechtrain prepare tokenizer FOLDER --size 500 --out pieces.model",
@@ -56,14 +55,24 @@ def parser() -> Parser:
         prog="speechtrain prepare",
         description="Prepare data for training. A SOURCE is anything that data.train accepts: a lhotse, "
         "NeMo, MLPerf or fairseq manifest, a CSV or TSV with a header, a Kaldi directory, or a folder of "
-        "recordings with transcripts. Several SOURCEs are read one after the other; "
+        "recordings with transcripts. Several SOURCEs are read one after the other. "
         "'{path: FILE, audio: COLUMN, text: COLUMN}' names columns. In place of a COMMAND, "
-        "corpus=NAME writes a public corpus below DATASET_DIR as manifests; corpus=NAME --help lists them.",
+        "corpus=NAME writes a public corpus below DATASET_DIR as manifests (corpus=NAME --help lists them).",
         examples=_EXAMPLES,
         exit_codes="0 done, 2 usage, 3 data (also: done, but some recordings are bad), 4 disk",
     )
     commands = build.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    _add_tokenizer(commands)
+    _add_manifest(commands)
+    _add_convert(commands)
+    _add_split(commands)
+    _add_stats(commands)
+    add_lm(commands, _add_sources, lambda arguments: map(text_of, cuts_of(named_source(arguments))))
+    _add_tsv(commands)
+    return build
 
+
+def _add_tokenizer(commands: Any) -> None:
     tokenizer = add_command(
         commands,
         "tokenizer",
@@ -76,8 +85,10 @@ def parser() -> Parser:
     tokenizer.add_argument("--size", type=int, default=1023, metavar="N", help="pieces, without blank (1023)")
     tokenizer.add_argument("--character-coverage", type=float, default=1.0, metavar="X", help="a share (1.0)")
     tokenizer.add_argument("--normaliser", default="lower", help="equal to tokenizer.normaliser (lower)")
-    tokenizer.set_defaults(act=train_tokenizer)
+    tokenizer.set_defaults(function=train_tokenizer)
 
+
+def _add_manifest(commands: Any) -> None:
     manifest = add_command(
         commands,
         "manifest",
@@ -89,26 +100,22 @@ def parser() -> Parser:
     manifest.add_argument("--check", action="store_true", help="decode all recordings, list the bad ones")
     manifest.add_argument("--drop-bad", action="store_true", help="check, and omit bad recordings")
     _add_jobs(manifest)
-    manifest.set_defaults(act=write_manifest)
+    manifest.set_defaults(function=write_manifest)
 
-    _add_convert(commands)
 
-    _add_split(commands)
-
+def _add_stats(commands: Any) -> None:
     stats = add_command(
-        commands, "stats", "tell what any source holds, with its likely errors", "FOLDER_OR_MANIFEST"
+        commands, "stats", "print the sizes of any source, with its likely errors", "FOLDER_OR_MANIFEST"
     )
     _add_sources(stats)
     stats.add_argument("--json", action="store_true", help="print JSON, with the id of each likely error")
     stats.add_argument(
-        "--no-audio", action="store_true", help="decode nothing, so find no silent, clipped or bad ones"
+        "--no-audio",
+        action="store_true",
+        help="decode nothing, so report no silent, clipped or bad recordings",
     )
     _add_jobs(stats)
-    stats.set_defaults(act=write_stats)
-
-    add_lm(commands, _add_sources, lambda given: map(text_of, cuts_of(named_source(given))))
-    _add_tsv(commands)
-    return build
+    stats.set_defaults(function=write_stats)
 
 
 def _add_split(commands: Any) -> None:
@@ -123,7 +130,7 @@ def _add_split(commands: Any) -> None:
     split.add_argument("--share", type=float, default=0.05, metavar="X", help="held out, 0 to 1 (0.05)")
     unit = "the unit that is held out (speaker, if each recording names one of ten or more)"
     split.add_argument("--by", choices=("speaker", "recording"), help=unit)
-    split.set_defaults(act=write_split)
+    split.set_defaults(function=write_split)
 
 
 def _add_convert(commands: Any) -> None:
@@ -134,7 +141,7 @@ def _add_convert(commands: Any) -> None:
         "FOLDER_OR_MANIFEST --out DIR --format flac",
     )
     _add_files(convert)
-    convert.set_defaults(act=lambda given: convert_to_files(named_source(given), given))
+    convert.set_defaults(function=lambda arguments: convert_to_files(named_source(arguments), arguments))
     perturb = add_command(
         commands,
         "perturb",
@@ -143,7 +150,7 @@ def _add_convert(commands: Any) -> None:
     )
     _add_files(perturb)
     perturb.add_argument("--speeds", default="0.9,1.1", metavar="X,Y", help="factors, 0.5 to 2 (0.9,1.1)")
-    perturb.set_defaults(act=perturb_speed)
+    perturb.set_defaults(function=perturb_speed)
 
 
 def _add_files(build: argparse.ArgumentParser) -> None:
@@ -167,7 +174,7 @@ def _add_tsv(commands: Any) -> None:
     tsv.add_argument("--seed", type=int, default=42, metavar="N", help="seed of the split (42)")
     tsv.add_argument("--ext", default="flac", help="suffix of the recordings (flac)")
     _add_jobs(tsv)
-    tsv.set_defaults(act=write_tsv)
+    tsv.set_defaults(function=write_tsv)
 
 
 def _add_sources(build: argparse.ArgumentParser) -> None:
@@ -189,7 +196,7 @@ def run(argv: list[str]) -> int:
     for name in ("jobs", "size"):
         if getattr(arguments, name, 1) < 1:
             raise ConfigError(f"--{name} {getattr(arguments, name)}: it must be at least 1")
-    return cast("int", arguments.act(arguments))
+    return cast("int", arguments.function(arguments))
 
 
 def train_tokenizer(arguments: argparse.Namespace) -> int:
@@ -203,7 +210,7 @@ def train_tokenizer(arguments: argparse.Namespace) -> int:
 
 
 def named_source(arguments: argparse.Namespace) -> Source:
-    """Open the SOURCEs or the embedded corpus. Raises ConfigError for neither or both."""
+    """Open the SOURCEs or the embedded corpus. Raises ConfigError unless exactly one of them is given."""
     if bool(arguments.sources) == bool(arguments.corpus):
         raise ConfigError("give one or more SOURCEs, or --corpus digits")
     if arguments.corpus:
@@ -215,16 +222,18 @@ def named_source(arguments: argparse.Namespace) -> Source:
 
 
 def write_manifest(arguments: argparse.Namespace) -> int:
-    """Write the sources' cuts; return 3 if --check finds a bad recording, else 0."""
+    """Write the sources' cuts. Return 3 if --check finds a bad recording, otherwise 0."""
     cuts = cuts_of(named_source(arguments))
-    looks = arguments.check or arguments.drop_bad
-    checked = parallel(_checked, cuts, arguments.jobs) if looks else ((cut, cut) for cut in cuts)
-    bad = write_cuts(arguments.out, checked, keeps_bad=not arguments.drop_bad)
+    if arguments.check or arguments.drop_bad:
+        checked_cuts = parallel(_decode, cuts, arguments.jobs)
+    else:
+        checked_cuts = ((cut, cut) for cut in cuts)
+    bad = write_cuts(arguments.out, checked_cuts, keeps_bad=not arguments.drop_bad)
     return DataError.exit_code if bad and not arguments.drop_bad else 0
 
 
-def _checked(cut: Record) -> Record:
-    """Return the cut. Raises Unusable."""
+def _decode(cut: Record) -> Record:
+    """Return the cut after its audio is decoded. Raises Unusable."""
     from speechtrain.data.audio import read_cut
 
     read_cut(cut, 16_000)
@@ -232,94 +241,127 @@ def _checked(cut: Record) -> Record:
 
 
 def write_stats(arguments: argparse.Namespace) -> int:
-    """Print what the sources hold; return 3 if a recording is bad, else 0."""
+    """Print the statistics of the sources. Return 3 if a recording is bad, otherwise 0."""
     cuts = cuts_of(named_source(arguments))
-    found = ((cut, None) for cut in cuts) if arguments.no_audio else parallel(hear, cuts, arguments.jobs)
+    checked_cuts: Iterable[tuple[Record, AudioCheck | Unusable | None]]
+    if arguments.no_audio:
+        checked_cuts = ((cut, None) for cut in cuts)
+    else:
+        checked_cuts = parallel(hear, cuts, arguments.jobs)
     statistics, bad = Statistics(), 0
-    for cut, heard in found:
-        statistics.add(cut, heard)
-        bad += isinstance(heard, Unusable)
-    result = statistics.result() | statistics.long()
-    print(json.dumps(result, indent=1) if arguments.json else "\n".join(map(printable, table(result))))
+    for cut, audio_facts in checked_cuts:
+        statistics.add(cut, audio_facts)
+        bad += isinstance(audio_facts, Unusable)
+    figures = statistics.result() | statistics.long()
+    if arguments.json:
+        print(json.dumps(figures, indent=1))
+    else:
+        print("\n".join(map(printable, table(figures))))
     return DataError.exit_code if bad else 0
 
 
 def write_split(arguments: argparse.Namespace) -> int:
-    """Write the sources' cuts to ``train.jsonl`` and ``valid.jsonl``, each speaker or recording to one."""
+    """Write the sources' cuts to ``train.jsonl`` and ``valid.jsonl``.
+
+    All cuts of a speaker, or of a recording, are in the same file.
+    """
     from speechtrain.data.hold_out import GROUPS, groups_of, held_out  # torch
 
     if not 0 < arguments.share < 1:
         raise ConfigError(f"--share {arguments.share}: it must be above 0 and below 1")
     source = named_source(arguments)
-    columns = np.dtype([*((by, "i8") for by in GROUPS), ("seconds", "f4")])
+    columns = np.dtype([*((group, "i8") for group in GROUPS), ("seconds", "f4")])
     facts = np.fromiter(((*groups_of(cut), seconds_of(cut)) for cut in cuts_of(source)), columns)
-    if arguments.by == "speaker" and (unnamed := int((facts["speaker"] < 0).sum())):
-        raise DataError(f"--by speaker: {unnamed} of {len(facts)} cuts name no speaker; use --by recording")
-    groups = {by: facts[by] for by in GROUPS}
-    held, by = held_out(groups, facts["seconds"], arguments.share, by=arguments.by or "")
-    if held.all():
-        raise DataError(f"there is one {by} only, which cannot be split; give more")
-    with contextlib.ExitStack() as stack:
-        names = ("train", "valid")
-        files = {name: stack.enter_context(opened(arguments.out / f"{name}.jsonl")) for name in names}
-        totals = {name: Totals() for name in names}
-        for cut, is_held in zip(cuts_of(source), held.tolist(), strict=True):
-            name = names[is_held]
-            totals[name].add(cut)
-            files[name].write(line_of(cut))
-    for name in names:
-        print(f"{arguments.out / name}.jsonl: {totals[name].describe()}")
-    print(f"held out: {len(np.unique(groups[by][held]))} of {len(np.unique(groups[by]))} {by}s")
+    unnamed = int((facts["speaker"] < 0).sum())
+    if unnamed and arguments.by == "speaker":
+        raise DataError(f"--by speaker: {unnamed} of {len(facts)} cuts name no speaker. Use --by recording")
+    groups = {group: facts[group] for group in GROUPS}
+    is_held_out, unit = held_out(groups, facts["seconds"], arguments.share, by=arguments.by or "")
+    if is_held_out.all():
+        raise DataError(f"the sources have only one {unit}, which cannot be split. Give more")
+    _write_both(arguments.out, source, is_held_out.tolist())
+    keys = groups[unit]
+    print(f"held out: {len(np.unique(keys[is_held_out]))} of {len(np.unique(keys))} {unit}s")
     return 0
 
 
-def write_tsv(arguments: argparse.Namespace) -> int:
-    """Write ``train.tsv`` and ``valid.tsv`` by fairseq's rule; return 3 if a recording is bad, else 0.
+def _write_both(out: Path, source: Source, is_held_out: list[bool]) -> None:
+    """Write ``train.jsonl`` and ``valid.jsonl``, which gets the cuts that are held out."""
+    names = ("train", "valid")
+    totals = {name: Totals() for name in names}
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context(opened(out / f"{name}.jsonl")) for name in names}
+        for cut, is_valid in zip(cuts_of(source), is_held_out, strict=True):
+            name = names[is_valid]
+            totals[name].add(cut)
+            files[name].write(line_of(cut))
+    for name in names:
+        print(f"{out / name}.jsonl: {totals[name].describe()}")
 
-    Each file, in sorted order, gets a uniform draw and is for training if it is above
-    ``valid_percent``. A bad file uses its draw too, so the split of the other files is the same.
+
+def write_tsv(arguments: argparse.Namespace) -> int:
+    """Write ``train.tsv`` and ``valid.tsv`` by fairseq's rule. Return 3 if a recording is bad, otherwise 0.
+
+    Each file, in sorted order, gets a uniform draw and is for training if the draw is above
+    ``valid_percent``. A bad file also uses its draw, so the split of the other files is the same.
     """
     share = arguments.valid_percent
     if not 0 <= share <= 1:
         raise ConfigError(f"--valid-percent {share}: it must be a share from 0 to 1")
     folder = whole_path(arguments.folder).resolve()
     if not _fits_tsv(str(folder)):
-        raise DataError(f"{str(folder)!a}: a TSV cannot contain this path; rename the folder")
+        raise DataError(f"{str(folder)!a}: a TSV cannot contain this path. Rename the folder")
     suffix = f".{arguments.ext.lstrip('.')}"
     names = files_below(folder, (suffix.lower(),))
     if not names:
-        raise DataError(f"{folder} contains no *{suffix} file; set another suffix with --ext")
-    draw = random.Random(arguments.seed).random
-    splits: dict[str, list[tuple[str, Any]]] = {"train": [], "valid": []}
+        raise DataError(f"{folder} contains no *{suffix} file. Set another suffix with --ext")
     totals = Totals()
-    for name, found in parallel(lambda name: _header_of(folder, name), names, arguments.jobs):
-        split = "train" if draw() > share else "valid"
-        if isinstance(found, Unusable):
-            totals.refuse(name if _fits_tsv(name) else ascii(name), found)
-        else:
-            splits[split].append((name, found))
-    totals.utterances = sum(map(len, splits.values()))
+    headers = _read_headers(folder, names, arguments, totals)
     refuse_empty(totals, arguments.out)
-    for split, chosen in splits.items():
+    for split, headers_by_name in headers.items():
         if split == "train" or share > 0:
-            _write_split(arguments.out / f"{split}.tsv", folder, chosen)
+            _write_tsv_file(arguments.out / f"{split}.tsv", folder, headers_by_name)
     if totals.bad:
         print(f"{totals.bad.total()} of {len(names)} recordings are bad and are in neither file")
     return DataError.exit_code if totals.bad else 0
 
 
-def _write_split(path: Path, folder: Path, chosen: list[tuple[str, Any]]) -> None:
+def _read_headers(
+    folder: Path, names: list[str], arguments: argparse.Namespace, totals: Totals
+) -> dict[str, dict[str, Header]]:
+    """Return the headers of both splits by name. ``totals`` counts the recordings, and refuses bad ones."""
+    draw = random.Random(arguments.seed).random
+    headers: dict[str, dict[str, Header]] = {"train": {}, "valid": {}}
+    for name, header_or_problem in parallel(lambda name: _header_of(folder, name), names, arguments.jobs):
+        split = "train" if draw() > arguments.valid_percent else "valid"
+        if isinstance(header_or_problem, Unusable):
+            printed_name = name if _fits_tsv(name) else ascii(name)
+            totals.refuse(printed_name, header_or_problem)
+        else:
+            headers[split][name] = header_or_problem
+            totals.utterances += 1
+    return headers
+
+
+def _write_tsv_file(path: Path, folder: Path, headers: dict[str, Header]) -> None:
+    """Write fairseq's manifest of recordings in ``folder``. ``headers`` are by name."""
+    seconds = 0.0
     with opened(path) as file:
         file.write(f"{folder}\n".encode())
-        for name, info in chosen:
-            file.write(f"{name}\t{info.frames}\n".encode())
-    hours = sum(info.frames / info.samplerate for _, info in chosen) / 3600
-    more = "" if chosen else "; training refuses an empty set: change --valid-percent or --seed"
-    print(f"{path}: {len(chosen)} recordings, {hours:.2f} h{more}")
+        for name, recording in headers.items():
+            file.write(f"{name}\t{recording.frames}\n".encode())
+            seconds += recording.duration
+    line = f"{path}: {len(headers)} recordings, {seconds / 3600:.2f} h"
+    if not headers:
+        line += ". Training refuses an empty set: change --valid-percent or --seed"
+    print(line)
 
 
 def _fits_tsv(name: str) -> bool:
-    """Whether a TSV in UTF-8 can hold a path: no tab, no line break, no bytes of another encoding."""
+    """Return whether a TSV can hold a path.
+
+    The path must have no tab, no line break and no byte that is not UTF-8.
+    """
     try:
         return not any(byte in b"\t\r\n" for byte in name.encode())
     except UnicodeEncodeError:
@@ -329,7 +371,7 @@ def _fits_tsv(name: str) -> bool:
 def _header_of(folder: Path, name: str) -> Header:
     """Return a recording's header. Raises Unusable if it cannot be in a TSV."""
     if not _fits_tsv(name):
-        raise Unusable("unreadable", "a TSV cannot contain its name; rename it")
+        raise Unusable("unreadable", "a TSV cannot contain its name. Rename it")
     return read_header(str(folder / name))
 
 
@@ -337,13 +379,13 @@ def _header_of(folder: Path, name: str) -> Header:
 class Converter:
     """Decodes cuts to mono 16-bit files below ``folder``. Complete files that exist are kept.
 
-    A ``percent`` other than 100 changes the speed as in training. Ids then end with the factor.
+    If ``percent`` is not 100, the speed changes as in training, and ids end with its factor.
     """
 
     folder: Path
-    format: str
-    rate: int
-    percent: int = 100
+    format: str  # wav or flac
+    rate: int  # Hz
+    percent: int = 100  # of the original speed
 
     def name(self, cut: Record) -> str:
         """Return the id of a cut's copy."""
@@ -357,55 +399,69 @@ class Converter:
         safe = re.sub(r"[^\w.-]|^\.", "_", name)[:120]
         if safe != name:
             safe += f"-{key_of(name) & 0xFFFFFFFF:08x}"
-        # a folder of a million files is slow everywhere
+        # Each of 256 folders gets a share of the files, because a folder of a million files is slow.
         return self.folder / "audio" / f"{key_of(name) & 0xFF:02x}" / f"{safe}.{self.format}"
 
     def bytes(self, seconds: float) -> float:
-        """Return the largest size of a file."""
-        share = _FLAC_SHARE if self.format == "flac" else 1.0
+        """Return the largest size of the file of a cut."""
         samples = seconds * self.rate * 100 / self.percent
-        return samples * 2 * share + 4096
+        pcm_bytes = samples * 2
+        if self.format == "flac":
+            pcm_bytes *= _FLAC_SHARE
+        return pcm_bytes + 4096
 
     def __call__(self, cut: Record) -> Record:
-        """Write one file; return its cut. Raises Unusable for its audio, OSError if it cannot write."""
+        """Write the file of a cut, and return its copy's cut.
+
+        Raises Unusable for bad audio, and OSError if the file cannot be written.
+        """
         from speechtrain.data.audio import read_cut
         from speechtrain.data.speed import change_speed
 
         path = self.path(cut)
-        samples = self._done(cut, path)
+        samples = self._existing_samples(cut, path)
         if samples is None:
             audio = change_speed(read_cut(cut, self.rate), self.percent, self.rate)
             samples = self._write(audio, path)
-        first = (cut.get("supervisions") or [{}])[0]
-        told = {"speaker": first.get("speaker"), "language": first.get("language"), "text": text_of(cut)}
+        supervisions = cut.get("supervisions") or [{}]
+        labels = {key: supervisions[0].get(key) for key in ("speaker", "language")}
         seconds = samples / self.rate
-        return simple_cut(self.name(cut), str(path.absolute()), 0.0, duration=seconds, rate=self.rate, **told)
+        return simple_cut(
+            self.name(cut), str(path.absolute()), 0.0, seconds, text_of(cut), rate=self.rate, **labels
+        )
 
     def _write(self, audio: Samples, path: Path) -> int:
-        """Write audio (S,) to a file. Return S."""
+        """Write audio of shape (S,) to a file. Return S."""
         pcm = np.clip(np.rint(audio * 32768.0), -32768, 32767).astype(np.int16)
-        buffer = io.BytesIO()  # libsndfile does not report a full disk
+        buffer = io.BytesIO()  # libsndfile does not report a full disk, and a Path does.
         soundfile.write(buffer, pcm, self.rate, format=self.format.upper(), subtype="PCM_16")
-        with atomic(path, durable=False) as temporary:  # a sync for each of a million files takes hours
+        # A sync for each of a million files takes hours.
+        with atomic(path, durable=False) as temporary:
             temporary.write_bytes(buffer.getvalue())
         return len(pcm)
 
-    def _done(self, cut: Record, path: Path) -> int | None:
-        """Return the samples of a file from an earlier call, if it is newer than its sources."""
+    def _existing_samples(self, cut: Record, path: Path) -> int | None:
+        """Return the samples of the file of an earlier call, or None if it must be written.
+
+        The file must be newer than the files of the cut, and have the rate and one channel.
+        """
         from speechtrain.data.audio import files_of
 
         try:
-            written = path.stat().st_mtime_ns
-            if any(os.stat(file_of(path)).st_mtime_ns > written for path in files_of(cut)):
-                return None
+            written_at = path.stat().st_mtime_ns
+            for source in files_of(cut):
+                if Path(file_of(source)).stat().st_mtime_ns > written_at:
+                    return None
         except OSError:
             return None
-        info = header(str(path))
-        return int(info.frames) if info and (info.samplerate, info.channels) == (self.rate, 1) else None
+        stored = header(str(path))
+        if stored is None or (stored.samplerate, stored.channels) != (self.rate, 1):
+            return None
+        return stored.frames
 
 
 def perturb_speed(arguments: argparse.Namespace) -> int:
-    """Write a copy of the sources at each of the speeds; return 3 if a recording is bad, else 0."""
+    """Write a copy of the sources at each of the speeds. Return 3 if a recording is bad, otherwise 0."""
     texts = arguments.speeds.split(",")
     factors = [float(text) for text in texts if re.fullmatch(r"\d(\.\d\d?)?", text)]
     percents = {round(factor * 100) for factor in factors if 0.5 <= factor <= 2 and factor != 1}
@@ -416,9 +472,9 @@ def perturb_speed(arguments: argparse.Namespace) -> int:
 
 
 def convert_to_files(source: Source, arguments: argparse.Namespace, percents: Sequence[int] = (100,)) -> int:
-    """Convert a source at each speed (read twice: first for its size) and write ``cuts.jsonl``.
+    """Convert a source at each speed and write ``cuts.jsonl``. The source is first read for its size.
 
-    Returns 3 if a recording is bad, else 0.
+    Returns 3 if a recording is bad, otherwise 0.
     """
     if not 1_000 <= arguments.rate <= 768_000:
         raise ConfigError(f"--rate {arguments.rate}: it must be 1000 to 768000 Hz, such as 16000")
@@ -432,14 +488,14 @@ def convert_to_files(source: Source, arguments: argparse.Namespace, percents: Se
 
 def _check_room(converters: Sequence[Converter], source: Source) -> None:
     """Print the disk space that the conversion needs. Raises MachineError if less is free."""
-    need = 0.0
+    needed_bytes = 0.0
     for cut in cuts_of(source):
         seconds = seconds_of(cut)
         for converter in converters:
             if not converter.path(cut).exists():
-                need += converter.bytes(seconds)
+                needed_bytes += converter.bytes(seconds)
     fix = "use another --out, or use --format flac"
-    print(check_room(converters[0].folder, need, "up to ", fix), flush=True)
+    print(check_room(converters[0].folder, needed_bytes, "up to ", fix), flush=True)
 
 
 main = console(run)

@@ -1,12 +1,12 @@
-"""speechtrain prepare corpus=NAME: a public corpus on the disk as manifests that data.train reads."""
+"""speechtrain prepare corpus=NAME: writes a public corpus as manifests, which data.train reads."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,41 +23,57 @@ from speechtrain.files import read_json, say, whole_path, write_json, writing
 from speechtrain.runs.choices import corpora
 from speechtrain.runs.named_corpus import MANIFESTS, Corpus, build_part, corpus_by_name, with_pairs
 
-_KEPT = "corpus.json"
+_ORIGIN = "corpus.json"
 _FIX = "use another out="
 
 
 def prepare_corpus(argv: list[str]) -> int:
-    """Write a manifest for each part, after a download if asked; returns the exit code."""
-    given = _parser().parse_intermixed_args(argv)
-    pairs = dict(_pair(text) for text in given.pairs)
+    """Write a manifest for each part, after a download if asked. Return the exit code."""
+    arguments = _parser().parse_intermixed_args(argv)
+    pairs = dict(_pair(text) for text in arguments.pairs)
     name = pairs["corpus"]
     if name == "huggingface":
         return build_part(HuggingFace, with_pairs({}, pairs, HuggingFace)).write()
-    corpus = corpus_by_name(pairs, given.config_dir)
+    corpus = corpus_by_name(pairs, arguments.config_dir)
     if corpus.jobs < 1:
         raise ConfigError(f"jobs={corpus.jobs}: it must be at least 1")
-    if not (named := corpus.root or os.environ.get("DATASET_DIR", "")):
-        raise ConfigError("root is not set; set root=DIR, or the variable DATASET_DIR")
-    root = whole_path(named)
+    named_root = corpus.root or os.environ.get("DATASET_DIR", "")
+    if not named_root:
+        raise ConfigError("root is not set. Set root=DIR, or the variable DATASET_DIR")
+    root = whole_path(named_root)
     if corpus.download:
         _download(corpus, root)
-    folder = root / corpus.folder if (root / corpus.folder).is_dir() else root
+    folder = root / corpus.folder
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder; set root=DIR, or download=true")
-    names = {"root": str(root), "folder": str(folder), "language": corpus.language}
-    sets = _wanted(corpus, names)
-    out = whole_path(corpus.out or f"{os.environ.get('DATASET_DIR') or root}/{MANIFESTS}/{name}")
-    origin = {"corpus": name, **names, "arguments": corpus.arguments}
+        folder = root
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder. Set root=DIR, or download=true")
+    _write_manifests(corpus, {"root": str(root), "folder": str(folder), "language": corpus.language})
+    return 0
+
+
+def _write_manifests(corpus: Corpus, names: Mapping[str, str]) -> None:
+    """Write the manifests that are missing and the tokenizers, and print the next command.
+
+    ``names`` are the root, folder and language, which replace the placeholders of the recipe.
+    """
+    parent = f"{os.environ.get('DATASET_DIR') or names['root']}/{MANIFESTS}"
+    out = whole_path(corpus.out or f"{parent}/{corpus.corpus}")
+    origin = {"corpus": corpus.corpus, **names, "arguments": corpus.arguments}
+    sets = _sets_to_write(corpus, names)
     _check_origin(out, origin)
-    left = {part: one for part, one in sets.items() if not part or not _manifest(out, part).exists()}
-    for part in sets.keys() - left.keys():
-        say(f"{_manifest(out, part)} is there already; delete it to write it again")
-    for part, cuts in cuts_by_part(left, names, corpus.jobs):
+    missing_sets = {}
+    for part, part_set in sets.items():
+        # A recipe without parts in the YAML names its parts when it runs.
+        path = _manifest(out, part)
+        if part and path.exists():
+            say(f"{path} is there already. Delete it to write it again")
+        else:
+            missing_sets[part] = part_set
+    for part, cuts in cuts_by_part(missing_sets, names, corpus.jobs):
         _write_part(_manifest(out, part), iter(cuts), origin, is_optional="" in sets)
     _train_tokenizers(corpus, out)
-    say(_command(corpus, out, sets))
-    return 0
+    say(_next_command(corpus, out, has_named_parts="" not in sets))
 
 
 def _parser() -> Parser:
@@ -86,100 +102,124 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _download(corpus: Corpus, root: Path) -> None:
+    """Download and unpack the archives of the parts. Raises DataError if the corpus has no archives."""
     if not corpus.archives:
         if not corpus.sets:
-            told = f"lhotse download {corpus.corpus} {shlex.quote(str(root))} may know how"
-            raise DataError(f"download: corpus={corpus.corpus} has no archives; {told}")
+            command = f"lhotse download {corpus.corpus} {shlex.quote(str(root))}"
+            raise DataError(f"download: corpus={corpus.corpus} has no archives. Try {command}")
         raise DataError(
-            f"download: {corpus.corpus} is given to those who accept its licence, at {corpus.page}; "
-            f"unpack it below {root}, and type the command without download=true"
+            f"download: {corpus.corpus} is given to those who accept its licence, at {corpus.page}. "
+            f"Unpack it below {root}, and type the command without download=true"
         )
-    parts = _known(corpus.parts or [*corpus.sets], corpus.sets)
-    made_of = {name: build_part(Archive, node, f"archives.{name}") for name, node in corpus.archives.items()}
-    wanted = {name: archive for name, archive in made_of.items() if {*archive.parts} & {*parts}}
-    fetch(root, corpus.url, wanted, corpus.folder)
+    parts = _parts(corpus)
+    archives = {}
+    for name, node in corpus.archives.items():
+        archive = build_part(Archive, node, f"archives.{name}")
+        if any(part in parts for part in archive.parts):
+            archives[name] = archive
+    fetch(root, corpus.url, archives, corpus.folder)
 
 
-def _known(parts: Sequence[str], sets: Iterable[str]) -> list[str]:
-    for part in parts:
-        if part not in sets:
-            near = nearest(part, sets) or f"; there are {', '.join(sets)}"
-            raise ConfigError(f"parts: there is no {part!r}{near}")
-    return [*parts]
+def _parts(corpus: Corpus) -> Collection[str]:
+    """Return the names of the parts to write. Raises ConfigError for an unknown part."""
+    for part in corpus.parts or ():
+        if part not in corpus.sets:
+            hint = nearest(part, corpus.sets) or f". The parts are {', '.join(corpus.sets)}"
+            raise ConfigError(f"parts: there is no {part!r}{hint}")
+    return corpus.parts or corpus.sets.keys()
 
 
-def _wanted(corpus: Corpus, names: Mapping[str, str]) -> dict[str, Set]:
-    """The parts to write. Raises DataError for one that is asked for and not in the folder, or if none is."""
+def _sets_to_write(corpus: Corpus, names: Mapping[str, str]) -> dict[str, Set]:
+    """Return the parts that the folder has, or only the key "" if the YAML names no parts.
+
+    Raises DataError if the folder has none of the parts, or lacks one that the command asks for.
+    """
     if not corpus.sets:
         return {"": Set(corpus.recipe, corpus.arguments)}
-    common = {"recipe": corpus.recipe, "arguments": corpus.arguments, "place": corpus.place}
-    sets = {
-        part: build_part(Set, common | (node or {}), f"sets.{part}") for part, node in corpus.sets.items()
-    }
-    parts = _known(corpus.parts or [*sets], sets)
-    places = {
-        part: Path(names["folder"], filled(sets[part].place, {**names, "part": part})) for part in parts
-    }
-    there = [part for part in parts if places[part].exists()]
-    if not there or (corpus.parts and len(there) < len(parts)):
-        lost = next(place for part, place in places.items() if part not in there)
-        more = ", or download=true" if corpus.archives else f"; the corpus is at {corpus.page}"
-        raise DataError(f"{lost} does not exist; set root=DIR{more}")
-    return {part: sets[part] for part in there}
+    defaults = {"recipe": corpus.recipe, "arguments": corpus.arguments, "place": corpus.place}
+    known_sets = {}
+    for part, node in corpus.sets.items():
+        known_sets[part] = build_part(Set, {**defaults, **(node or {})}, f"sets.{part}")
+    sets, missing_paths = {}, []
+    for part in _parts(corpus):
+        path = Path(names["folder"], filled(known_sets[part].place, {**names, "part": part}))
+        if path.exists():
+            sets[part] = known_sets[part]
+        else:
+            missing_paths.append(path)
+    if missing_paths and (corpus.parts or not sets):
+        other_fix = f". The corpus is at {corpus.page}"
+        if corpus.archives:
+            other_fix = ", or download=true"
+        raise DataError(f"{missing_paths[0]} does not exist. Set root=DIR{other_fix}")
+    return sets
 
 
 def _write_part(path: Path, cuts: Iterator[Record], origin: dict[str, Any], *, is_optional: bool) -> None:
-    """Write a manifest and then its origin, so that a refused corpus leaves no file."""
-    first = next(cuts, None)
-    if first is None and is_optional:
+    """Write a manifest and then its origin, so that a refused corpus leaves no file.
+
+    A part without cuts is skipped if it ``is_optional``, and is otherwise an error.
+    """
+    first_cuts = list(islice(cuts, 1))
+    if not first_cuts and is_optional:
         return
-    write_cuts(path, ((cut, cut) for cut in chain([first] if first else [], cuts)))
+    write_cuts(path, ((cut, cut) for cut in chain(first_cuts, cuts)))
     with writing(path.parent, _FIX):
-        write_json(path.parent / _KEPT, origin)
+        write_json(path.parent / _ORIGIN, origin)
 
 
 def _train_tokenizers(corpus: Corpus, out: Path) -> None:
-    """Train the corpus's tokenizers on the training parts in ``out``. A tokenizer that exists stays."""
+    """Train the tokenizers of the corpus on the training parts in ``out``. A tokenizer that exists stays."""
     manifests = [_manifest(out, part) for part in corpus.train]
     sources = [str(manifest) for manifest in manifests if manifest.exists()]
     for name, options in corpus.tokenizers.items():
         path = out / name
         subwords = build_part(Subwords, {**options, "normaliser": corpus.normaliser}, f"tokenizers.{name}")
         if path.exists():
-            say(f"{path} is there already; delete it to make it again")
+            say(f"{path} is there already. Delete it to train it again")
         elif sources:
             try:
                 subwords.train(cuts_of(open_source(sources)), path)
-            except DataError as error:  # The manifests of a small corpus are of use without it.
-                say(f"{path} is not made: {error}")
+            except DataError as error:  # The manifests of a small corpus are useful without a tokenizer.
+                say(f"{path} is not written: {error}")
 
 
 def _check_origin(out: Path, origin: dict[str, Any]) -> None:
     """Raise ConfigError if ``out`` holds manifests of another corpus, or of other arguments."""
-    stored = read_json(out / _KEPT)
+    stored = read_json(out / _ORIGIN)
     if stored and stored != origin:
-        key = next(key for key in {**stored, **origin} if stored.get(key) != origin.get(key))
+        different_keys = [key for key in {**stored, **origin} if stored.get(key) != origin.get(key)]
+        key = different_keys[0]
         raise ConfigError(f"out={out}: it holds manifests with {key}={stored.get(key)}; {_FIX}")
 
 
 def _manifest(out: Path, part: str) -> Path:
     if Path(part).name != part or not part.isprintable():
-        raise ConfigError(f"sets.{part}: a set needs a name that a file can have")
+        raise ConfigError(f"sets.{part}: the name must be usable as the name of a file")
     return out / f"{part}.jsonl.gz"
 
 
-def _command(corpus: Corpus, out: Path, sets: Mapping[str, Set]) -> str:
-    """The command to type next."""
+def _next_command(corpus: Corpus, out: Path, *, has_named_parts: bool) -> str:
+    """Return a line with the command that trains on the manifests in ``out``, or else scores a run on them.
+
+    If the YAML names no parts, a part with "train" in its name trains, or else all parts do.
+    """
     files = {path.name.removesuffix(".jsonl.gz"): path for path in sorted(out.glob("*.jsonl.gz"))}
-    train = [p for p in corpus.train if p in files]
-    valid = [p for p in corpus.valid if p in files]
-    if "" in sets:
+    if has_named_parts:
+        train = [part for part in corpus.train if part in files]
+        valid = [part for part in corpus.valid if part in files]
+    else:
         train = [part for part in files if "train" in part] or [*files]
         valid = [part for part in files if part not in train and re.fullmatch(r"[\w-]+", part)]
     if not train:
-        typed = ["speechtrain evaluate RUN", *(f"--set {shlex.quote(f'{p}={files[p]}')}" for p in files)]
-        return " ".join(["score a run with:", *typed])
-    pairs = [f"recipe={corpus.training}", "data.train=" + ",".join(str(files[part]) for part in train)]
-    pairs += [f"data.valid.{part}={files[part]}" for part in valid]
-    pairs += [f"tokenizer.normaliser={corpus.normaliser}"] if corpus.normaliser else []
-    return " ".join(["train with: speechtrain train", *map(shlex.quote, pairs)])
+        words = ["speechtrain", "evaluate", "RUN"]
+        for part, path in files.items():
+            words += ["--set", f"{part}={path}"]
+        return f"score a run with: {shlex.join(words)}"
+    words = ["speechtrain", "train", f"recipe={corpus.training}"]
+    train_files = ",".join(str(files[part]) for part in train)
+    words.append(f"data.train={train_files}")
+    words += [f"data.valid.{part}={files[part]}" for part in valid]
+    if corpus.normaliser:
+        words.append(f"tokenizer.normaliser={corpus.normaliser}")
+    return f"train with: {shlex.join(words)}"

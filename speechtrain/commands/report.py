@@ -11,23 +11,28 @@ from speechtrain.files import write_text
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the page and print its path. Raises RunError; returns the exit code."""
+    """Write the page and print its path. Return the exit code. Raises RunError."""
     arguments = _parser().parse_with_run(argv)
     from speechtrain.report.page import page
     from speechtrain.report.run import hold_secrets, read_run, runs_in
 
-    runs = [read_run(folder) for given in arguments.runs for folder in runs_in(given)]
-    name = "report.html" if len(runs) == 1 else "comparison.html"
-    first = Path(arguments.runs[0]) if len(runs) > 1 else runs[0].folder
-    path = Path(arguments.out) if arguments.out else first / name
+    runs = []
+    for path in arguments.runs:
+        runs += [read_run(run_dir) for run_dir in runs_in(path)]
+    if arguments.out:
+        out = Path(arguments.out)
+    elif len(runs) == 1:
+        out = runs[0].folder / "report.html"
+    else:
+        out = Path(arguments.runs[0]) / "comparison.html"
     try:
-        if arguments.out:  # the user's own choice, such as /dev/stdout or a link
-            path.write_text(page(runs), encoding="utf-8", errors="backslashreplace")
+        if arguments.out:  # The user may name a device or a link, such as /dev/stdout.
+            out.write_text(page(runs), encoding="utf-8", errors="backslashreplace")
         else:
-            write_text(path, page(runs), private=hold_secrets(runs))
+            write_text(out, page(runs), private=hold_secrets(runs))
     except OSError as error:
-        raise RunError(f"{path}: {error.strerror or error}; name another file with --out FILE") from error
-    print(printable(str(path)))
+        raise RunError(f"{out}: {error.strerror or error}. Name another file with --out FILE") from error
+    print(printable(str(out)))
     return 0
 
 
@@ -45,7 +50,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="default: report.html in RUN; for several runs comparison.html in the first RUN",
+        help="default: report.html in RUN, or for several runs comparison.html in the first RUN",
     )
     return parser
 

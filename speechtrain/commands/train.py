@@ -25,22 +25,22 @@ options:
   --cfg job                  print the composed config, with every key that can be set, and exit
   --version                  print the version and exit
 
-groups, each with its choices and those of your --config-dir:
+groups, each with its choices and the choices of your --config-dir:
 {groups}
 
 keys:
-  world_size=N               processes of the run (launcher= starts them; hydra/launcher= runs a sweep's jobs)
+  world_size=N               processes of the run. launcher= starts them, hydra/launcher= runs a sweep's jobs
   device=NAME                auto (default): cuda if a GPU is usable, else hpu, else cpu
-  launcher=NAME              how the ranks are started; auto is local for one rank, torchrun for several
+  launcher=NAME              how the ranks are started. auto: local for one rank, torchrun for several
   seed=N                     seed of every random decision
-  run_dir=DIR                default runs/<model>-<data>-<hash>; run_dir=RUN alone continues the run RUN
-  resume=auto|never|must     auto: continue if there are checkpoints; never: refuse them; must: require them
-  dry_run=true               print what would be started, and what it needs; start nothing
-  trainer.max_steps=N        optimizer updates; also max_epochs, max_hours, target (a WER as a fraction)
-  trainer.max_hours=H        a limit; with max_steps and max_epochs null, the updates are planned to fill it
+  run_dir=DIR                default runs/<model>-<data>-<hash>. run_dir=RUN alone continues the run RUN
+  resume=auto|never|must     auto: continue if there are checkpoints, never: refuse them, must: require them
+  dry_run=true               start nothing. Print the command of the ranks and the needs of the run
+  trainer.max_steps=N        optimizer updates (also max_epochs, max_hours, and target, a WER as a fraction)
+  trainer.max_hours=H        a limit. If max_steps and max_epochs are null, the updates are planned to fill it
   trainer.accumulate=N       micro-batches per rank and update
-  trainer.simulate_world=N   micro-batches per update over all ranks: accumulate follows from world_size
-  data.train=FILE[,FILE]     with data=manifest: manifests, tables or folders, their union in order
+  trainer.simulate_world=N   micro-batches per update of all ranks. accumulate follows from world_size
+  data.train=FILE[,FILE]     with data=manifest: manifests, tables or folders, read in this order
   data.valid.NAME=FILE       with data=manifest: an evaluation set
   'data.train={a: {path: FILE, weight: 3}, b: FILE}'   sets with a weight, a normaliser, a language
   allow_targets=MODULE       let _target_ name classes of your own module (this line and the environment only)
@@ -50,7 +50,7 @@ environment:
   OUTPUT_DIR                 folder of run directories, instead of runs/
   NUM_STEPS                  trainer.max_steps, if the command line does not set it
   SPEECHTRAIN_CACHE          folder of indexes and joined corpora (default ~/.cache/speechtrain)
-  SPEECHTRAIN_DEVICE         the device that device=auto takes here
+  SPEECHTRAIN_DEVICE         the device that device=auto means here
   XDG_STATE_HOME             folder of the list of runs that you have started (default ~/.local/state)
   SPEECHTRAIN_ALLOW_TARGETS  like allow_targets=
 
@@ -66,15 +66,13 @@ exit codes: 0 done, 1 internal error, 2 config, 3 data, 4 machine, 5 run directo
 
 
 def run(argv: list[str]) -> int:
-    """Run the command; returns its exit code.
+    """Run the command. Return its exit code.
 
-    A run that exists continues with its own config; else Hydra composes one for each job. Both go to
-    ``start_run``, which checks, starts the ranks, follows them and reports how they ended.
+    A run that exists continues with its own config. Otherwise Hydra composes a config for each job. Both
+    call ``start_run``, which checks the config, starts the ranks, follows them and reports how they ended.
     """
-    if "--help" in argv or "-h" in argv:  # without Hydra, whose own help composes everything first
-        named = choices(config_dir(argv)).items()
-        groups = "\n".join(f"  {group:<12} {' | '.join(names)}" for group, names in named)
-        print(HELP.replace("{groups}", groups), end="")
+    if "--help" in argv or "-h" in argv:  # Hydra's help would compose the config first.
+        print(_help(argv), end="")
         return 0
     if "--version" in argv:
         print(f"speechtrain {__version__}")
@@ -85,10 +83,11 @@ def run(argv: list[str]) -> int:
     from speechtrain.runs.start import start_run
 
     command = read(argv)
-    together = command.together
-    if together and together.world.rank:  # rank 0 takes the steps that follow
-        return together.join()
-    with together.telling() if together else nullcontext():
+    ranks = command.together
+    if ranks and ranks.world.rank:  # Rank 0 takes the steps that follow.
+        return ranks.join()
+    context = ranks.telling() if ranks else nullcontext()
+    with context:
         check_flags(command.flags)
         names = RunNames(command.config_dir)
         run_dir = run_to_continue(command, names)
@@ -97,6 +96,13 @@ def run(argv: list[str]) -> int:
         else:
             start_run(command, continued(run_dir, command), {})
     return 0
+
+
+def _help(argv: list[str]) -> str:
+    lines = []
+    for group, names in choices(config_dir(argv)).items():
+        lines.append(f"  {group:<12} {' | '.join(names)}")
+    return HELP.replace("{groups}", "\n".join(lines))
 
 
 main = console(run)

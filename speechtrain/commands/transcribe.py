@@ -10,12 +10,11 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console
-from speechtrain.errors import ConfigError, DataError, MachineError, print_notice, printable
+from speechtrain.errors import ConfigError, DataError, print_notice, printable
 from speechtrain.files import atomic, writing
 from speechtrain.inference.transcript import FORMATS, ONE_RECORDING, Transcript, written
 
@@ -25,19 +24,19 @@ if TYPE_CHECKING:
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.\w+)*=")
 _FIX = "name a folder that can be written by --out DIR"
-_MMAP_THRESHOLD = -3  # of glibc's mallopt: larger blocks are the system's own again when they are freed
+# The parameter of glibc's mallopt for a size. A larger block returns to the system when it is freed.
+_MMAP_THRESHOLD = -3
 Output = Callable[[Transcript, str], None]
 """Writes a transcript in a format."""
-_SUFFIXES = {"text": ".txt"}  # The other formats are their own suffixes.
+_SUFFIXES = {"text": ".txt"}  # Files of the other formats are named after the format.
 
 
 def parser() -> Parser:
-    """The command line."""
     build = Parser(
         prog="speechtrain transcribe",
         description="Transcribe recordings (WAV, FLAC, MP3 and others of libsndfile; any rate, any channels, "
-        "any length), folders of them and manifests. Prints NAME<tab>TEXT in the order given; NAME is the "
-        "file, or the id in a manifest.",
+        "any length), folders of recordings, and manifests. Prints NAME<tab>TEXT in the order of the "
+        "arguments. NAME is the file, or the id in a manifest.",
         examples=[
             "speechtrain transcribe RUN talk.mp3 FOLDER",
             "speechtrain transcribe run_dir=RUN talk.mp3 --format srt",
@@ -51,7 +50,7 @@ def parser() -> Parser:
         "audio",
         nargs="+",
         metavar="AUDIO",
-        help="a file of audio, a folder or a manifest; KEY=VALUE sets a key of the run's config",
+        help="a file of audio, a folder or a manifest. KEY=VALUE sets a key of the run's config",
     )
     build.add_argument(
         "--batch", type=int, default=4, metavar="N", help="pieces decoded together (default 4)"
@@ -67,8 +66,8 @@ def parser() -> Parser:
         "--format",
         choices=FORMATS,
         default="text",
-        help="text (default); json: an object per line, with each word's times and confidence; srt, vtt: "
-        "captions (of several recordings, in a file beside each); ctm: a line per word",
+        help="text (default), json (an object per line, with the times and confidence of each word), srt or "
+        "vtt (captions, of several recordings in a file beside each), ctm (a line per word)",
     )
     build.add_argument(
         "--json", action="store_const", const="json", dest="format", help="the same as --format json"
@@ -78,9 +77,9 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Transcribe and print, in the order given. Returns the exit code. Raises a SpeechtrainError."""
+    """Transcribe and print, in the order of the arguments. Return the exit code."""
     arguments = parser().parse_with_run(argv)
-    overrides = [name for name in arguments.audio if _OVERRIDE.match(name) and not Path(name).exists()]
+    overrides = [text for text in arguments.audio if _OVERRIDE.match(text) and not Path(text).exists()]
     names = [name for name in arguments.audio if name not in overrides]
     _check(arguments, names)
     from speechtrain.inference.loaded_run import load
@@ -88,68 +87,85 @@ def run(argv: list[str]) -> int:
     _return_freed_memory()
     loaded = load(arguments.run, *overrides, checkpoint=arguments.checkpoint, config_dir=arguments.config_dir)
     recordings: Iterable[Recording | DataError] = loaded.recordings(names)
-    output = _to_console if arguments.out is None else _to_folder(arguments.out, set())
-    if arguments.format in ONE_RECORDING and arguments.out is None:
+    if arguments.out is not None:
+        output = _to_folder(arguments.out)
+    elif arguments.format in ONE_RECORDING:
         recordings = list(recordings)
-        if len(recordings) > 1 or os.path.isdir(names[0]):
-            output = _to_files_beside(recordings, arguments.format)
+        output = _captions_output(recordings, names, arguments.format)
+    else:
+        output = _to_console
+    with _progress() as count_audio:
+        recordings = map(count_audio, recordings)
+        outcomes = loaded.transcripts(recordings, arguments.batch, arguments.piece_seconds)
+        return _write_outcomes(outcomes, output, arguments.format)
+
+
+def _write_outcomes(outcomes: Iterable[Transcript | DataError], output: Output, form: str) -> int:
+    """Write each transcript and print each error. Return the exit code, which is 3 if there is an error."""
     exit_code = 0
-    with _progress() as show:
-        for result in loaded.transcripts(map(show, recordings), arguments.batch, arguments.piece_seconds):
-            if isinstance(result, DataError):
-                exit_code = result.exit_code
-                print_notice(f"error: {result}")
-            else:
-                output(result, arguments.format)
+    for outcome in outcomes:
+        if isinstance(outcome, DataError):
+            exit_code = outcome.exit_code
+            print_notice(f"error: {outcome}")
+        else:
+            output(outcome, form)
     return exit_code
 
 
 def _return_freed_memory() -> None:
-    """Give freed blocks back to the system, which saves 16 % of the memory after an hour."""
+    """Return freed blocks to the system. This saves 16 % of the memory after an hour."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**20)
 
 
 def _check(arguments: argparse.Namespace, names: list[str]) -> None:
-    """Raise ConfigError or MachineError before a model is loaded."""
+    """Raise ConfigError or MachineError for wrong arguments, before the model is loaded."""
     if arguments.batch < 1:
         raise ConfigError(f"--batch {arguments.batch}: it must be at least 1")
     if not arguments.piece_seconds >= 1:
         raise ConfigError(f"--piece-seconds {arguments.piece_seconds:g}: it must be at least 1")
     if not names:
-        raise ConfigError("name one or more recordings; speechtrain transcribe --help shows the usage")
+        raise ConfigError("name one or more recordings. speechtrain transcribe --help shows the usage")
     if arguments.out:
         with writing(f"--out {arguments.out}", _FIX):
             arguments.out.mkdir(parents=True, exist_ok=True)
-        if not os.access(arguments.out, os.W_OK):
-            raise MachineError(f"--out {arguments.out} cannot be written; {_FIX}")
+            if not os.access(arguments.out, os.W_OK):
+                raise PermissionError("no permission")
 
 
 def _to_console(transcript: Transcript, form: str) -> None:
     print(written(transcript, form), end="", flush=True)
 
 
-def _to_folder(folder: Path, used: set[str]) -> Output:
-    """Return an output to files in ``folder``, named after the recordings. Equal names are numbered."""
+def _to_folder(folder: Path) -> Output:
+    """Return an output to files in ``folder``, named after the recordings. Equal names get a number."""
+    stems: set[str] = set()
 
     def output(transcript: Transcript, form: str) -> None:
         name = transcript.name
-        stem = os.path.splitext(os.path.basename(name) if name == transcript.audio else name)[0]
-        stem = re.sub(r"[^\w.-]+", "_", stem).lstrip(".")[:200] or "recording"
-        numbered = (f"{stem}-{number}" for number in count(2))
-        name = next(name for name in chain([stem], numbered) if name not in used)
-        used.add(name)
-        _write(transcript, folder / (name + _SUFFIXES.get(form, f".{form}")), form)
+        if name == transcript.audio:
+            name = os.path.basename(name)
+        base = re.sub(r"[^\w.-]+", "_", os.path.splitext(name)[0])
+        base = base.lstrip(".")[:200] or "recording"
+        stem = base
+        number = 1
+        while stem in stems:
+            number += 1
+            stem = f"{base}-{number}"
+        stems.add(stem)
+        _write(transcript, folder / (stem + _SUFFIXES.get(form, f".{form}")), form)
 
     return output
 
 
-def _to_files_beside(recordings: Iterable[Recording | DataError], form: str) -> Output:
-    """Return an output to a file beside each recording.
+def _captions_output(recordings: list[Recording | DataError], names: list[str], form: str) -> Output:
+    """Return an output to a file beside each recording, or to the console for one recording by its name.
 
-    Raises ConfigError for a file that exists or would have the captions of two recordings, and for a
-    recording of a manifest, which may begin within its file.
+    Raises ConfigError for a file that exists, and for a file that would have the captions of two recordings.
+    It also raises it for a recording of a manifest, because this may begin in the middle of its file.
     """
+    if len(recordings) <= 1 and not os.path.isdir(names[0]):
+        return _to_console
     paths: dict[str, Path] = {}
     for recording in recordings:
         if isinstance(recording, DataError):
@@ -163,8 +179,8 @@ def _to_files_beside(recordings: Iterable[Recording | DataError], form: str) -> 
         elif os.path.lexists(path):
             problem = f"{path} exists"
         if problem:
-            fix = "name a folder for the captions by --out DIR"
-            raise ConfigError(f"--format {form}: {printable(problem)}; {fix}")
+            fix = "Name a folder for the captions by --out DIR"
+            raise ConfigError(f"--format {form}: {printable(problem)}. {fix}")
         paths[recording.audio] = path
 
     def output(transcript: Transcript, form: str) -> None:
@@ -182,40 +198,43 @@ def _write(transcript: Transcript, path: Path, form: str) -> None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[Recording | DataError], Recording | DataError]]:
-    """On a terminal, a bar with the audio read so far; what it is given, it counts."""
+    """A context that shows a bar with the seconds of audio read so far, if stderr is a terminal.
+
+    It yields a function that adds a recording to the bar. The bar moves when the returned recording is read.
+    """
     if not sys.stderr.isatty():
-        yield lambda found: found
+        yield lambda recording: recording
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    told = TextColumn("{task.completed:.0f} of {task.total:.0f} s of audio")
-    # what is printed passes above the bar only where both go to the terminal
-    shares = sys.stdout.isatty()
     with Progress(
         BarColumn(),
-        told,
+        TextColumn("{task.completed:.0f} of {task.total:.0f} s of audio"),
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
-        redirect_stdout=shares,
+        # A transcript is printed above the bar only if both streams are on the terminal.
+        redirect_stdout=sys.stdout.isatty(),
     ) as bar:
-        task, total = bar.add_task("", total=0.0), 0.0
+        task = bar.add_task("", total=0.0)
+        total = 0.0
 
-        def counted(found: Recording | DataError) -> Recording | DataError:
+        def count_audio(recording: Recording | DataError) -> Recording | DataError:
             nonlocal total
-            if isinstance(found, DataError):
-                return found
-            before, total = total, total + found.seconds
+            if isinstance(recording, DataError):
+                return recording
+            earlier_seconds = total
+            total += recording.seconds
             bar.update(task, total=total)
 
             def read(start: float, seconds: float) -> Samples:
-                bar.update(task, completed=before + start)
-                return found.read(start, seconds)
+                bar.update(task, completed=earlier_seconds + start)
+                return recording.read(start, seconds)
 
-            return replace(found, read=read)
+            return replace(recording, read=read)
 
-        yield counted
+        yield count_audio
 
 
 main = console(run)

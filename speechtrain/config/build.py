@@ -1,4 +1,4 @@
-"""Builds the parts of a checked config, each by a function with its interface as return type."""
+"""Builds the parts of a checked config. Each function returns the interface of its part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from speechtrain.config.check import check_part
 from speechtrain.config.targets import target_class
 from speechtrain.errors import ConfigError, SpeechtrainError, first_line
 
-if TYPE_CHECKING:  # a command that builds nothing must not import torch
+if TYPE_CHECKING:  # A command that builds nothing must not import torch.
     from torch.optim import Optimizer
 
     from speechtrain.data.base import DataModule
@@ -48,56 +48,68 @@ def build_encoder(config: DictConfig) -> Encoder:
 
 
 def build_model(config: DictConfig, tokenizer: Tokenizer, encoder: Encoder) -> Task:
-    """The model with its decoders. Raises ConfigError for a model that writes text but has no decoder."""
+    """Build the model with its decoders.
+
+    Raises ConfigError if the model writes text and has no decoder, or has no beam search for its decoder.
+    """
     task = cast("Task", build(config, "model", tokenizer=tokenizer, encoder=encoder))
-    task.decoder, task.final_decoder = build(config, "decoder"), build(config, "final_decoder")
-    if task.writes_text and not task.decoder.searches:
-        raise ConfigError("decoder=none: this model writes text; set decoder=greedy")
-    for name in ("decoder", "final_decoder"):
-        if task.writes_text and not task.beam and getattr(getattr(task, name), "sums_paths", False):
-            raise ConfigError(f"{name}: this model has no beam search; set {name}=greedy")
+    task.decoder = build(config, "decoder")
+    task.final_decoder = build(config, "final_decoder")
+    if not task.writes_text:
+        return task
+    if not task.decoder.searches:
+        raise ConfigError("decoder=none: this model writes text. Set decoder=greedy")
+    for name, decoder in {"decoder": task.decoder, "final_decoder": task.final_decoder}.items():
+        if not task.beam and getattr(decoder, "sums_paths", False):
+            raise ConfigError(f"{name}: this model has no beam search. Set {name}=greedy")
     return task
 
 
 def build_data(config: DictConfig, tokenizer: Tokenizer, task: Task | None = None) -> DataModule:
-    """The data module; ``task`` tells it what memory a batch needs and whether to normalise audio."""
-    offers = {} if task is None else {"footprint": task.footprint(), "normalise": task.normalise_audio}
-    return cast("DataModule", build(config, "data", tokenizer=tokenizer, **offers))
+    """Build the data module. ``task`` says the memory of a batch and whether audio is normalised."""
+    objects: dict[str, Any] = {"tokenizer": tokenizer}
+    if task is not None:
+        objects |= {"footprint": task.footprint(), "normalise": task.normalise_audio}
+    return cast("DataModule", build(config, "data", **objects))
 
 
 def build_optimizer(config: DictConfig, groups: Iterable[dict[str, Any]], **flags: Any) -> Optimizer:
-    """The optimizer of parameter ``groups``; a device's ``flags`` replace keys that the config has."""
-    taken = {name: value for name, value in flags.items() if name in config.optimizer}
-    return cast("Optimizer", build(config, "optimizer", params=list(groups), **taken))
+    """Build the optimizer of parameter ``groups``. A device's ``flags`` replace keys that the config has."""
+    known_flags = {name: flag for name, flag in flags.items() if name in config.optimizer}
+    return cast("Optimizer", build(config, "optimizer", params=list(groups), **known_flags))
 
 
 def build_schedule(config: DictConfig, steps_per_epoch: int, planned_steps: int | None) -> Schedule:
-    offers = {"steps_per_epoch": steps_per_epoch, "planned_steps": planned_steps}
-    return cast("Schedule", build(config, "schedule", **offers))
+    schedule = build(config, "schedule", steps_per_epoch=steps_per_epoch, planned_steps=planned_steps)
+    return cast("Schedule", schedule)
 
 
-def build(config: DictConfig, group: str, **offers: Any) -> Any:
-    """Construct the part of ``group``; those of ``offers`` that its constructor takes replace config values.
+def build(config: DictConfig, group: str, **objects: Any) -> Any:
+    """Construct the part of ``group``.
 
-    Not ``hydra.utils.instantiate``: every level is checked by ``check_part``, in the ranks too, and
-    ``offers`` (modules, parameters) are passed unchanged, never read as configuration.
-    Raises the part's own SpeechtrainError, or ConfigError if its constructor refuses a value.
+    ``objects``, such as modules and parameters, are injected: each one that the constructor has a parameter
+    for replaces the value of the config. They are never read as configuration, and ``check_part`` checks
+    every level of the config in the ranks too. ``hydra.utils.instantiate`` does neither.
+    Raises the SpeechtrainError of the part, or ConfigError if its constructor refuses a value.
     """
     try:
-        part = config[group]
-        node = OmegaConf.to_container(part, resolve=True) if OmegaConf.is_config(part) else part
+        node = config[group]
+        if OmegaConf.is_config(node):
+            node = OmegaConf.to_container(node, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or group}: {first_line(error)}") from None
     check_part(group, node)
-    return _construct(group, cast("dict[str, Any]", node), offers)
+    return _construct(group, cast("dict[str, Any]", node), objects)
 
 
-def _construct(path: str, node: Mapping[str, Any], offers: Mapping[str, Any]) -> Any:
-    found = target_class(str(node["_target_"]), path)
+def _construct(path: str, node: Mapping[str, Any], objects: Mapping[str, Any]) -> Any:
+    """Construct the part of a ``_target_`` node at ``path``, and the parts nested in it."""
+    part_class = target_class(str(node["_target_"]), path)
     arguments = {key: _construct_nested(f"{path}.{key}", v) for key, v in node.items() if key != "_target_"}
-    taken = {name: offer for name, offer in offers.items() if name in inspect.signature(found).parameters}
+    parameters = inspect.signature(part_class).parameters
+    injected_objects = {name: value for name, value in objects.items() if name in parameters}
     try:
-        return found(**{**arguments, **taken})
+        return part_class(**{**arguments, **injected_objects})
     except SpeechtrainError as error:
         raise type(error)(_with_path(path, str(error), arguments)) from error
     except (ValueError, TypeError, OverflowError, MemoryError) as error:
@@ -106,11 +118,13 @@ def _construct(path: str, node: Mapping[str, Any], offers: Mapping[str, Any]) ->
 
 
 def _with_path(path: str, message: str, keys: Container[str]) -> str:
-    """``message``, after the config path if it begins with a key: a class names its parameter only."""
-    return f"{path}.{message}" if re.split(r"[ =:\[]", message)[0] in keys else message
+    """Return ``message``, after the config path if it begins with a key. A class does not know the path."""
+    begin = re.split(r"[ =:\[]", message)[0]
+    return f"{path}.{message}" if begin in keys else message
 
 
 def _construct_nested(path: str, value: Any) -> Any:
+    """Return a value of the config with its ``_target_`` nodes replaced by parts."""
     if isinstance(value, dict):
         if "_target_" in value:
             return _construct(path, value, {})
@@ -121,40 +135,49 @@ def _construct_nested(path: str, value: Any) -> Any:
 
 
 def dry_build(config: DictConfig) -> int:
-    """Build every part that is cheap to build: a constructor's error is known before a process starts.
+    """Build every part that is cheap to build, so that its errors are raised before a process starts.
 
-    Networks are built on torch's meta device, without values; only the ranks build a network that
-    fails there, and trackers, which open files. Returns ``rank_bytes``; 0 for a network that fails. Raises
-    what ``build`` raises.
+    Networks are built on torch's meta device, without values. Two kinds of parts are built by the ranks only:
+    a network that fails on that device, and trackers, which open files. Returns ``rank_bytes``, or 0 for a
+    network that fails. Raises what ``build`` raises.
     """
     tokenizer = build_tokenizer(config)
-    rank_bytes(config, 0)  # the optimizer's error comes before the schedule's, which has its learning rate
+    # The optimizer's error must come before the error of the schedule, which gets its learning rate.
+    rank_bytes(config, 0)
     build_schedule(config, steps_per_epoch=1, planned_steps=1)
     data = build_data(config, tokenizer)
-    rate, values = size_of_network(config, tokenizer)
-    if rate and (given := getattr(data, "sample_rate", None)) and given != rate:
-        raise ConfigError(f"data.sample_rate={given}: the encoder expects {rate} Hz; set both to one rate")
-    return rank_bytes(config, values)
+    encoder_rate, weights = size_of_network(config, tokenizer)
+    data_rate = getattr(data, "sample_rate", None)
+    if encoder_rate and data_rate and data_rate != encoder_rate:
+        raise ConfigError(
+            f"data.sample_rate={data_rate}: the encoder expects {encoder_rate} Hz. Set both to one rate"
+        )
+    return rank_bytes(config, weights)
 
 
 def rank_bytes(config: DictConfig, values: int) -> int:
-    """The bytes of a rank's weights, gradients, optimizer state and average, of so many weights in fp32."""
+    """Return the bytes of a rank's weights, gradients, optimizer state and average.
+
+    ``values`` is the number of weights of the model, in fp32.
+    """
     import torch
 
-    probe = torch.nn.Parameter(torch.zeros(64, 64))  # of a size whose state an optimizer may narrow
+    # An optimizer may store the state of a parameter of this size in a narrow type.
+    probe = torch.nn.Parameter(torch.zeros(64, 64))
     probe.grad = torch.zeros(64, 64)
     optimizer = build_optimizer(config, [{"params": [probe]}])
-    optimizer.step()  # makes its state
-    state = [value.nbytes for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
+    optimizer.step()  # The first step allocates the state.
+    state = [tensor.nbytes for tensor in optimizer.state[probe].values() if isinstance(tensor, torch.Tensor)]
     copies = 2 + sum(state) / probe.nbytes + bool(config.trainer.ema)
     shards = 1 if config.trainer.shard == "none" else config.world_size
     return int(copies * values * 4) // int(shards)
 
 
 def size_of_network(config: DictConfig, tokenizer: Tokenizer) -> tuple[int, int]:
-    """The encoder's sample rate and the model's number of weights, of a network that has no values.
+    """Return the encoder's sample rate and the model's number of weights, without allocating the weights.
 
-    Zeros for one that cannot be built so. Raises ConfigError for one that no machine can hold.
+    Returns zeros for a network that cannot be built on the meta device. Raises ConfigError for a network
+    that no machine can hold.
     """
     import torch
 

@@ -3,7 +3,7 @@
 ``check`` runs once, in the parent, before any process starts. It checks every key of every part
 against the part's constructor, and every value against the parameter's annotation. Loading a config
 never runs foreign code: a ``_target_`` must resolve to a class that is *defined* in an allowed module
-and implements its group's interface.
+and implements the interface of its group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from omegaconf import DictConfig
@@ -24,20 +24,32 @@ from speechtrain.config.targets import import_class, parameter_types, target_cla
 from speechtrain.errors import ConfigError, nearest
 from speechtrain.trainer_config import TrainerConfig, profile_steps
 
+# Keys of ``trainer`` whose value is null or positive.
+_POSITIVE_LIMITS = (
+    *("max_steps", "max_epochs", "max_hours", "accumulate", "simulate_world", "log_every", "validate_every"),
+    *("save_every", "keep", "max_bad_updates", "timeout_seconds"),
+)
+# Keys of ``trainer`` with their possible values.
+_CHOICES = {
+    "on_save_error": ("continue", "stop"),
+    "on_collapse": ("stop", "warn"),
+    "shard": ("none", "parameters"),
+}
+
 
 def check(config: DictConfig) -> dict[str, Any]:
-    """Check every part against its constructor; return the resolved config as plain containers.
+    """Check every part against its constructor. Return the resolved config as plain containers.
 
     Raises ConfigError, which names the key and the nearest valid name.
     """
-    plain = resolved(config)
-    _check_root(plain)
-    if plain["resume"] not in ("auto", "never", "must"):
-        raise ConfigError(f"resume={plain['resume']}: choose auto, never or must")
-    _check_limits(plain)
+    values = resolved(config)
+    _check_root(values)
+    if values["resume"] not in ("auto", "never", "must"):
+        raise ConfigError(f"resume={values['resume']}: choose auto, never or must")
+    _check_limits(values)
     for group in INTERFACES:
-        check_part(group, plain[group])
-    return plain
+        check_part(group, values[group])
+    return values
 
 
 def check_part(group: str, node: Any) -> None:
@@ -47,37 +59,46 @@ def check_part(group: str, node: Any) -> None:
 
 
 def part_class(group: str, node: Any) -> type[Any]:
-    """The class of a part. Raises ConfigError if it has none, or one that is not of its group."""
+    """Return the class of a part. Raises ConfigError if there is none, or if it is not of the group."""
+    fix = f"Choose one with {group}=NAME"
     if not isinstance(node, Mapping | DictConfig) or "_target_" not in node:
-        raise ConfigError(f"{group} has no class; choose one with {group}=NAME")
-    found, wanted = target_class(str(node["_target_"]), group), import_class(INTERFACES[group], group)
-    if not issubclass(found, wanted) or inspect.isabstract(found):
-        fault = "is abstract" if inspect.isabstract(found) else f"does not implement {wanted.__name__}"
-        raise ConfigError(f"{group}._target_: {node['_target_']} {fault}; choose one with {group}=NAME")
-    return found
+        raise ConfigError(f"{group} has no class. {fix}")
+    target = str(node["_target_"])
+    node_class = target_class(target, group)
+    interface = import_class(INTERFACES[group], group)
+    if inspect.isabstract(node_class):
+        raise ConfigError(f"{group}._target_: {target} is abstract. {fix}")
+    if not issubclass(node_class, interface):
+        raise ConfigError(f"{group}._target_: {target} does not implement {interface.__name__}. {fix}")
+    return node_class
 
 
-def _check_root(plain: Mapping[str, Any]) -> None:
-    """Refuse keys that a + or a file added to the typed root, or that a ~ removed from it."""
-    for prefix, typed in (("", fields(Config)), ("trainer.", fields(TrainerConfig))):
-        node = plain["trainer"] if prefix else plain
-        if not isinstance(node, dict):
-            raise ConfigError(f"{prefix[:-1]} is {node!r}; set its keys, as in trainer.max_steps=100")
-        known = [entry.name for entry in typed]
-        for key in known:
-            if key not in node:
-                raise ConfigError(f"{prefix}{key} is missing; remove ~{prefix}{key}")
-        for key in node:
-            if key not in known:
-                names = [prefix + name for name in known]
-                near = nearest(f"{prefix}{key}", names) or "; --cfg job lists every key"
-                raise ConfigError(f"{prefix}{key}: there is no such key{near}")
+def _check_root(values: Mapping[str, Any]) -> None:
+    """Check the keys of the two typed nodes: the root and ``trainer``."""
+    _check_keys("", values, Config)
+    trainer = values["trainer"]
+    if not isinstance(trainer, dict):
+        raise ConfigError(f"trainer is {trainer!r}. Set its keys, as in trainer.max_steps=100")
+    _check_keys("trainer.", trainer, TrainerConfig)
 
 
-def _check_limits(plain: Mapping[str, Any]) -> None:
-    limits = plain["trainer"]
-    positive = ("max_steps", "max_epochs", "max_hours", "accumulate", "simulate_world", "log_every")
-    for key in (*positive, "validate_every", "save_every", "keep", "max_bad_updates", "timeout_seconds"):
+def _check_keys(prefix: str, node: Mapping[str, Any], schema: type[Config | TrainerConfig]) -> None:
+    """Refuse keys that a + or a file added to a typed node, and keys that a ~ removed from it."""
+    keys = [prefix + field.name for field in fields(schema)]
+    for key in keys:
+        if key.removeprefix(prefix) not in node:
+            raise ConfigError(f"{key} is missing. Remove ~{key}")
+    for name in node:
+        key = f"{prefix}{name}"
+        if key not in keys:
+            hint = nearest(key, keys) or ". The option --cfg job lists every key"
+            raise ConfigError(f"{key}: the config has no such key{hint}")
+
+
+def _check_limits(values: Mapping[str, Any]) -> None:
+    """Check the values of ``trainer``, the seed and the number of processes."""
+    limits = values["trainer"]
+    for key in _POSITIVE_LIMITS:
         if limits[key] is not None and not limits[key] > 0:
             raise ConfigError(f"trainer.{key}={limits[key]}: it must be above 0")
     if not 0 <= limits["ema"] < 1:
@@ -85,148 +106,195 @@ def _check_limits(plain: Mapping[str, Any]) -> None:
     for key in ("clip", "target"):
         if limits[key] is not None and not limits[key] >= 0:
             raise ConfigError(f"trainer.{key}={limits[key]}: it must be at least 0")
-    if not 0 <= plain["seed"] < 2**63:
-        raise ConfigError(f"seed={plain['seed']}: it must be at least 0 and below 2**63")
+    if not 0 <= values["seed"] < 2**63:
+        raise ConfigError(f"seed={values['seed']}: it must be at least 0 and below 2**63")
     profile_steps(limits["profile"])
-    choices = {"on_save_error": ("continue", "stop"), "on_collapse": ("stop", "warn")}
-    for key, known in (choices | {"shard": ("none", "parameters")}).items():
-        if limits[key] not in known:
-            raise ConfigError(f"trainer.{key}={limits[key]}: choose {' or '.join(known)}")
-    ranks, simulated = plain["world_size"], limits["simulate_world"]
-    if ranks < 1:
-        raise ConfigError(f"world_size={ranks}: it must be at least 1")
+    for key, choices in _CHOICES.items():
+        if limits[key] not in choices:
+            raise ConfigError(f"trainer.{key}={limits[key]}: choose {' or '.join(choices)}")
     if all(limits[key] is None for key in ("max_steps", "max_epochs", "max_hours", "target")):
-        raise ConfigError("nothing ends this run; set trainer.max_steps, max_epochs, max_hours or target")
-    if simulated is not None and simulated % ranks:
-        raise ConfigError(f"trainer.simulate_world={simulated} is not a multiple of world_size={ranks}")
-    if simulated is not None and limits["accumulate"] != 1 and ranks * limits["accumulate"] != simulated:
+        raise ConfigError("nothing ends this run. Set trainer.max_steps, max_epochs, max_hours or target")
+    _check_world(values["world_size"], limits["simulate_world"], limits["accumulate"])
+
+
+def _check_world(world_size: int, simulated: int | None, accumulate: int) -> None:
+    """Check the number of processes, and that ``simulated`` micro-batches can be divided among them."""
+    if world_size < 1:
+        raise ConfigError(f"world_size={world_size}: it must be at least 1")
+    if simulated is None:
+        return
+    if simulated % world_size:
+        raise ConfigError(f"trainer.simulate_world={simulated} is not a multiple of world_size={world_size}")
+    if accumulate not in (1, simulated // world_size):
         raise ConfigError(
-            f"trainer.simulate_world={simulated} and trainer.accumulate={limits['accumulate']} disagree; "
-            "remove trainer.accumulate"
+            f"trainer.simulate_world={simulated} and trainer.accumulate={accumulate} disagree. "
+            "Remove trainer.accumulate"
         )
 
 
 def check_node(path: str, node: Mapping[str, Any], offered: Collection[str] = ()) -> type:
-    """Check one ``_target_`` node and the nodes nested in it; return its class. Raises ConfigError."""
-    found = target_class(str(node["_target_"]), path)
-    every = inspect.signature(found).parameters.items()
-    parameters = {n: p for n, p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    known = [name for name in parameters if name not in offered]
-    hints = parameter_types(found)
+    """Check one ``_target_`` node and the nodes nested in it. Return its class.
+
+    ``offered`` are the parameters that the ranks fill in. Raises ConfigError.
+    """
+    node_class = target_class(str(node["_target_"]), path)
+    parameters = {}
+    for name, parameter in inspect.signature(node_class).parameters.items():
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and name not in offered:
+            parameters[name] = parameter
+    annotations = parameter_types(node_class)
     for key, value in node.items():
         if key == "_target_":
             continue
-        if key not in known:
-            takes = nearest(str(key), known) or f"; it takes {', '.join(known) or 'nothing'}"
-            raise ConfigError(f"{path}.{key}: {found.__name__} takes no {str(key)!r}{takes}")
-        for inner, child in _nested(f"{path}.{key}", value):
-            check_node(inner, child)
-        if problem := mismatch(value, hints.get(str(key), Any)) or _beyond(str(key), value):
-            raise ConfigError(f"{path}.{key}: {problem}")
+        name = str(key)
+        if name not in parameters:
+            hint = nearest(name, parameters) or f". It takes {', '.join(parameters) or 'nothing'}"
+            raise ConfigError(f"{path}.{name}: {node_class.__name__} takes no {name!r}{hint}")
+        for inner_path, inner_node in _nested_nodes(f"{path}.{name}", value):
+            check_node(inner_path, inner_node)
+        problem = mismatch(value, annotations.get(name, Any)) or _excess(name, value)
+        if problem:
+            raise ConfigError(f"{path}.{name}: {problem}")
     for name, parameter in parameters.items():
-        if parameter.default is parameter.empty and name not in node and name not in offered:
-            raise ConfigError(f"{path}: {found.__name__} needs {name!r}; set {path}.{name}")
-    return found
+        if parameter.default is parameter.empty and name not in node:
+            raise ConfigError(f"{path}: {node_class.__name__} needs {name!r}. Set {path}.{name}")
+    return node_class
 
 
-_MOST = dict.fromkeys(("layers", "pre_layers", "post_layers", "conv_layers", "context", "splice"), 1000)
-_MOST |= {"n_fft": 2**14, "mels": 4096, "sample_rate": 10**6, "length_multiple": 10**6, "threads": 4096}
-_MOST |= {"utterances": 10**6, "max_words": 50}
-"""Bounds of counts, and of lengths of lists, that cost time or memory before weights do; above them is a
-mistake or an attack. What weights cost is predicted from the network."""
+_LARGEST = dict.fromkeys(("layers", "pre_layers", "post_layers", "conv_layers", "context", "splice"), 1000)
+_LARGEST |= {"n_fft": 2**14, "mels": 4096, "sample_rate": 10**6, "length_multiple": 10**6, "threads": 4096}
+_LARGEST |= {"utterances": 10**6, "max_words": 50}
+"""Bounds of counts and of the lengths of lists. A larger one is a mistake or an attack.
+
+These counts cost time or memory before the weights do, and the cost of weights is predicted from the network.
+"""
 
 
-def _beyond(key: str, value: Any) -> str:
-    """Why a count is too large; empty if it is not."""
-    most, count = _MOST.get(key, 2**63 - 1), len(value) if isinstance(value, list) else value
-    return f"it must be at most {most}" if isinstance(count, int) and abs(count) > most else ""
+def _excess(key: str, value: Any) -> str:
+    """Return why a count is too large, or an empty text."""
+    largest = _LARGEST.get(key, 2**63 - 1)
+    count = len(value) if isinstance(value, list) else value
+    if isinstance(count, int) and abs(count) > largest:
+        return f"it must be at most {largest}"
+    return ""
 
 
-def _nested(path: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The outermost ``_target_`` nodes at or below ``value``."""
+def _nested_nodes(path: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the outermost ``_target_`` nodes at or below ``value``, each with its path."""
     if isinstance(value, dict):
         if "_target_" in value:
             yield path, value
             return
         for key, inner in value.items():
-            yield from _nested(f"{path}.{key}", inner)
+            yield from _nested_nodes(f"{path}.{key}", inner)
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            yield from _nested(f"{path}[{index}]", inner)
+            yield from _nested_nodes(f"{path}[{index}]", inner)
 
 
 def mismatch(value: Any, annotation: Any) -> str:
-    """Why a config value does not match a parameter's annotation; empty if it does.
+    """Return why a config value does not match a parameter's annotation, or an empty text.
 
-    Understands int, float, bool, str, None, unions, list[…] and dict[str, …]; a class accepts a
-    nested node of that class, ``object`` accepts what has no class, and anything else passes.
+    The check covers int, float, bool, str, None, unions, list[…] and dict[str, …]. A class accepts a
+    nested node of that class, and ``object`` accepts a value without such nodes. Any other annotation accepts
+    every value.
     """
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         return _union_mismatch(value, annotation)
+    if list in (origin, annotation) or tuple in (origin, annotation):
+        return _list_mismatch(value, annotation)
+    if dict in (origin, annotation):
+        return _mapping_mismatch(value, annotation)
     fits = True
-    if annotation in _SIMPLE:
-        _, is_one = _SIMPLE[annotation]
-        fits = is_one(value)
-    elif origin in (list, tuple) or annotation in (list, tuple):
-        fits = isinstance(value, list)
-        items = [a for a in typing.get_args(annotation) if a is not Ellipsis]
-        for index, inner in enumerate(value if fits else []):
-            if problem := mismatch(inner, _plain(items[min(index, len(items) - 1)] if items else Any)):
-                return f"item {index + 1}: {problem}"
-    elif dict in (origin, annotation):
-        fits, inner = isinstance(value, dict) and "_target_" not in value, typing.get_args(annotation)[1:]
-        for key, one in value.items() if fits else ():
-            if problem := mismatch(one, _plain(inner[0] if inner else Any)):
-                return f"{key}: {problem}"
+    if annotation in _SIMPLE_TYPES:
+        fits = _SIMPLE_TYPES[annotation].accepts(value)
     elif annotation is object:
-        fits = not any(_nested("", value))
+        fits = not any(_nested_nodes("", value))
     elif inspect.isclass(annotation) and annotation is not Any:
-        fits = isinstance(value, dict) and "_target_" in value
-        fits = fits and issubclass(target_class(str(value["_target_"]), "value"), annotation)
-    return "" if fits else _unfit(value, annotation)
+        fits = False
+        if isinstance(value, dict) and "_target_" in value:
+            node_class = target_class(str(value["_target_"]), "value")
+            fits = issubclass(node_class, annotation)
+    return "" if fits else _misfit(value, annotation)
+
+
+def _list_mismatch(value: Any, annotation: Any) -> str:
+    if not isinstance(value, list):
+        return _misfit(value, annotation)
+    annotations = [part for part in typing.get_args(annotation) if part is not Ellipsis] or [Any]
+    for index, item in enumerate(value):
+        position = min(index, len(annotations) - 1)
+        item_annotation = annotations[position]
+        problem = mismatch(item, _without_nodes(item_annotation))
+        if problem:
+            return f"item {index + 1}: {problem}"
+    return ""
+
+
+def _mapping_mismatch(value: Any, annotation: Any) -> str:
+    if not isinstance(value, dict) or "_target_" in value:
+        return _misfit(value, annotation)
+    _, value_annotation = typing.get_args(annotation) or (str, Any)
+    for key, inner in value.items():
+        problem = mismatch(inner, _without_nodes(value_annotation))
+        if problem:
+            return f"{key}: {problem}"
+    return ""
 
 
 def _union_mismatch(value: Any, annotation: Any) -> str:
-    """Why a value matches no part of a union: the message about an item, if there is one."""
-    message = _unfit(value, annotation)
+    """Return why a value matches no part of a union. A message about an item is preferred."""
+    message = _misfit(value, annotation)
     for option in typing.get_args(annotation):
         problem = mismatch(value, option)
         if not problem:
             return ""
-        if problem != _unfit(value, option):
+        if problem != _misfit(value, option):
             message = problem
     return message
 
 
-def _unfit(value: Any, annotation: Any) -> str:
-    """The message that ``value`` as a whole does not match ``annotation``."""
+def _misfit(value: Any, annotation: Any) -> str:
+    """Return the message that ``value`` as a whole does not match ``annotation``."""
     kind = _describe(annotation)
     quote = ", quote it" if "a string" in kind and isinstance(value, int | float) else ""
     return f"{repr(value)[:100]} is not {kind}{quote}"
 
 
-_MOST_FLOAT = sys.float_info.max
-# a type in words, and whether a value is of it: true and false are no numbers, and 10**400 is no float
-_SIMPLE: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    bool: ("true or false", lambda value: isinstance(value, bool)),
-    int: ("an integer", lambda value: type(value) is int),
-    float: ("a finite number", lambda value: type(value) in (int, float) and abs(value) <= _MOST_FLOAT),
-    str: ("a string", lambda value: isinstance(value, str)),
-    types.NoneType: ("null", lambda value: value is None),
+@dataclass(frozen=True)
+class _SimpleType:
+    """A type in words, and the test of a value."""
+
+    name: str
+    accepts: Callable[[Any], bool]
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether a float can hold a number. It cannot hold 10**400."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+# Python counts true and false as numbers, and a config does not.
+_SIMPLE_TYPES: dict[Any, _SimpleType] = {
+    bool: _SimpleType("true or false", lambda value: isinstance(value, bool)),
+    int: _SimpleType("an integer", lambda value: type(value) is int),
+    float: _SimpleType("a finite number", _is_finite),
+    str: _SimpleType("a string", lambda value: isinstance(value, str)),
+    types.NoneType: _SimpleType("null", lambda value: value is None),
 }
 
 
-def _plain(annotation: Any) -> Any:
-    """The annotation of an item: values of any kind in a list or a mapping have no class."""
+def _without_nodes(annotation: Any) -> Any:
+    """Return the annotation of an item. If the item has no annotation, it must not contain a ``_target_``."""
     return object if annotation is Any else annotation
 
 
 def _describe(annotation: Any) -> str:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return " or ".join(_describe(a) for a in typing.get_args(annotation))
-    if annotation in _SIMPLE:
-        return _SIMPLE[annotation][0]
+        return " or ".join(_describe(option) for option in typing.get_args(annotation))
+    if annotation in _SIMPLE_TYPES:
+        return _SIMPLE_TYPES[annotation].name
     if (typing.get_origin(annotation) or annotation) in (list, tuple):
         return "a list"
     if (typing.get_origin(annotation) or annotation) is dict:

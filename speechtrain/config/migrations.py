@@ -14,12 +14,12 @@ _STEPS: tuple[Callable[[dict[str, Any]], None], ...] = ()
 """Each function changes a config in place from one format to the next. The last one makes ``FORMAT``."""
 
 
-def migrate(plain: Mapping[str, Any], source: str) -> dict[str, Any]:
+def migrate(content: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the content of a config file in the current format, without its format number.
 
     Raises ConfigError, which names ``source``, for a format that is later, or from which no step leads here.
     """
-    migrated = {str(key): value for key, value in plain.items()}
+    migrated = {str(key): value for key, value in content.items()}
     number = migrated.pop("format", None)
     formats = range(FORMAT - len(_STEPS), FORMAT + 1)
     if type(number) is not int or number not in formats:

@@ -28,11 +28,12 @@ def load(path: Path) -> DictConfig:
     """
     text = read_stored_config(path).text
     try:
-        plain = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-        assert isinstance(plain, dict)
-        migrated = migrate(typing.cast("dict[str, Any]", plain), str(path))
+        content = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        assert isinstance(content, dict)
+        migrated = migrate(typing.cast("dict[str, Any]", content), str(path))
         merged = OmegaConf.merge(OmegaConf.structured(Config), migrated)
-        if missing := OmegaConf.missing_keys(merged):
+        missing = OmegaConf.missing_keys(merged)
+        if missing:
             raise ValueError(f"{min(missing)} is missing")
     except (OmegaConfBaseException, YAMLError, *MALFORMED) as error:
         raise damaged_config(path, error) from None
@@ -41,15 +42,15 @@ def load(path: Path) -> DictConfig:
 
 
 def dump(config: DictConfig) -> str:
-    """The config as YAML: values, and ``${oc.env:NAME,default}`` for those from the environment.
+    """Return the config as YAML. A value from the environment is stored as ``${oc.env:NAME,default}``.
 
-    The environment's values may be secrets, so they are not stored. Raises ConfigError for a value that is
-    derived from them in another way, or that does not resolve.
+    The values of the environment may be secrets, so they are not stored. Raises ConfigError for a value that
+    is derived from the environment in another way, or that does not resolve.
     """
-    plain = OmegaConf.to_container(config, resolve=False)
-    untyped = OmegaConf.create(typing.cast("dict[str, Any]", plain))  # A reference fits no typed key.
+    content = OmegaConf.to_container(config, resolve=False)
+    untyped = OmegaConf.create(typing.cast("dict[str, Any]", content))  # A reference fits no typed key.
     values = resolved(untyped)
-    # OmegaConf itself finds the values that read the environment, also by another key and however spelt.
+    # The replaced resolver marks each value that reads the environment, directly or through another key.
     OmegaConf.register_new_resolver("oc.env", _reference, replace=True)
     try:
         texts = resolved(untyped)
@@ -60,13 +61,16 @@ def dump(config: DictConfig) -> str:
 
 
 def _reference(name: Any, *default: Any) -> str:
-    """The text of a reference to the environment, in the form that is stored."""
+    """Return the text of a reference to the environment, in the form that is stored."""
     values = ["null" if value is None else f"'{value}'" for value in default]
     return f"${{{','.join([f'oc.env:{name}', *values])}}}"
 
 
 def _stored(value: Any, text: Any, key: str) -> Any:
-    """``value`` of ``key``, or its ``text`` if that has references to the environment."""
+    """Return the stored form of the value of ``key``: its ``text``, with references to the environment.
+
+    Without such a reference the text is equal to the value. Raises ConfigError if the value is not storable.
+    """
     if isinstance(value, dict) and isinstance(text, dict) and value.keys() == text.keys():
         return {name: _stored(value[name], text[name], f"{key}.{name}") for name in value}
     if isinstance(value, list) and isinstance(text, list) and len(value) == len(text):
@@ -74,48 +78,58 @@ def _stored(value: Any, text: Any, key: str) -> Any:
     is_reference = value != text and isinstance(text, str) and isinstance(value, str | None)
     if not is_storable(str(text)) or (value != text and not is_reference):
         raise ConfigError(
-            f"{key[1:]}: a run stores values and ${{oc.env:NAME,default}} only, so write one of them"
+            f"{key[1:]}: a run stores values and ${{oc.env:NAME,default}} only. Write one of them"
         )
     return text
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:
-    """The config as plain containers. Raises ConfigError for a key that is missing or does not resolve."""
+    """Return the config as plain containers. Raises ConfigError for a missing or unresolvable key."""
     try:
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
-            raise ConfigError(f"{missing[0]} is not set; add {missing[0]}=VALUE to the command line")
-        plain = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
+            raise ConfigError(f"{missing[0]} is not set. Add {missing[0]}=VALUE to the command line")
+        values = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
     except (OmegaConfBaseException, RecursionError) as error:
         key = getattr(error, "full_key", "") or "config"
         raise ConfigError(f"{key}: {first_line(error)}") from None
-    assert isinstance(plain, dict)
-    return typing.cast("dict[str, Any]", plain)
+    assert isinstance(values, dict)
+    return typing.cast("dict[str, Any]", values)
 
 
 def with_whole_paths(config: DictConfig, path: str = "") -> DictConfig:
-    """``config`` with absolute paths, in place: those of parameters that are annotated as ``FilePath``."""
-    found = target_class(str(config._target_), path) if "_target_" in config else None
-    hints = {"init_from": FilePath} if found is None else parameter_types(found, include_extras=True)
-    raw: Any = OmegaConf.to_container(config)
-    for key in [key for key in raw if not OmegaConf.is_missing(config, key)]:
-        if str(FilePath) in str(hints.get(key)):
-            config[key] = whole_value(raw[key])
+    """Make the paths in ``config`` absolute in place: the values of parameters of the type ``FilePath``."""
+    annotations: dict[str, Any] = {"init_from": FilePath}
+    if "_target_" in config:
+        annotations = parameter_types(target_class(str(config._target_), path), include_extras=True)
+    values: Any = OmegaConf.to_container(config)
+    for key, value in values.items():
+        if OmegaConf.is_missing(config, key):
+            continue
+        if str(FilePath) in str(annotations.get(key)):
+            config[key] = whole_value(value)
         if not OmegaConf.is_interpolation(config, key) and isinstance(config[key], DictConfig):
             with_whole_paths(config[key], f"{path}.{key}".lstrip("."))
     return config
 
 
 def whole_value(value: Any) -> Any:
-    """A path, or several, absolute; of one from the environment, the default (no null) is."""
+    """Return a value with its path, or its several paths, absolute.
+
+    Of a reference to the environment, the default becomes absolute unless it is null.
+    """
     if isinstance(value, dict):
-        paths = () if "_target_" in value else ("path",) if "path" in value else value
-        return {**value, **{key: whole_value(value[key]) for key in paths}}
+        if "_target_" in value:
+            return value
+        # the path of one source, or the paths of several sources by name
+        keys = ["path"] if "path" in value else [*value]
+        return value | {key: whole_value(value[key]) for key in keys}
     if isinstance(value, list):
-        return [whole_value(one) for one in value]
-    if found := re.fullmatch(r"(\$\{oc\.env:\w+,)(?!null)([^'\"{}]+)\}", str(value)):
-        return f"{found[1]}'{whole_path(found[2])}'}}"
+        return [whole_value(item) for item in value]
+    reference = re.fullmatch(r"(\$\{oc\.env:\w+,)(?!null)([^'\"{}]+)\}", str(value))
+    if reference:
+        return f"{reference[1]}'{whole_path(reference[2])}'}}"
     if not isinstance(value, str) or not value or "${" in value or "://" in value or value.startswith("hf:"):
         return value
-    parts = value.split(",") if not os.path.exists(os.path.expanduser(value)) else [value]
-    return ",".join(str(whole_path(part.strip())) for part in parts)
+    names = [value] if os.path.exists(os.path.expanduser(value)) else value.split(",")
+    return ",".join(str(whole_path(name.strip())) for name in names)

@@ -1,4 +1,4 @@
-"""Which keys of a config may change when a run continues, and which make it another run."""
+"""The keys of a config that may change when a run continues. A change of any other key makes another run."""
 
 from __future__ import annotations
 
@@ -23,32 +23,34 @@ _VOLATILE = (
 _VOLATILE_LIMITS = (
     *("max_steps", "max_epochs", "max_hours", "target", "log_every", "validate_every", "save_every"),
     *("keep", "on_save_error", "on_collapse", "max_bad_updates", "timeout_seconds", "profile", "shard"),
-    "checkpoint_layers",  # whose losses are bit-equal
+    "checkpoint_layers",  # It does not change the losses.
 )
 _PATH = re.compile(r"""[^][{},:'"\s][^][{},:'"]*""")  # in the value of an override
 _ALL_VOLATILE = (*_VOLATILE, *(f"trainer.{key}" for key in _VOLATILE_LIMITS))
 
 
 def is_volatile(key: str) -> bool:
-    """True if ``key``, dotted, may change when a run continues."""
-    # a part that writes files of its own repeats the run directory
-    return key.endswith(".run_dir") or any(key == v or key.startswith(v + ".") for v in _ALL_VOLATILE)
+    """Return whether the dotted ``key`` may change when a run continues."""
+    if key.endswith(".run_dir"):  # A part that writes files of its own repeats the run directory.
+        return True
+    return any(f"{key}.".startswith(f"{prefix}.") for prefix in _ALL_VOLATILE)
 
 
-def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one mapping of dotted keys; an empty mapping is a value."""
-    found: dict[str, Any] = {}
-    for key, value in plain.items():
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one mapping of dotted keys. An empty mapping counts as a value."""
+    flat_values: dict[str, Any] = {}
+    for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            flat_values |= flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat_values[f"{prefix}{key}"] = value
+    return flat_values
 
 
 def key_of(override: str) -> str:
-    """The key of a KEY=VALUE as typed, without Hydra's +, ++, ~ and package."""
-    return override.partition("=")[0].lstrip("+~").partition("@")[0]
+    """Return the key of an override KEY=VALUE, without Hydra's +, ++, ~ and package."""
+    key = override.partition("=")[0].lstrip("+~")
+    return key.partition("@")[0]
 
 
 def swept_volatile(swept: Collection[str]) -> list[str]:
@@ -86,7 +88,10 @@ def typed_fields(overrides: Sequence[str], swept: Collection[str] = (), folder: 
     return sorted(fields, key=key_of)
 
 
-def fingerprint(overrides: Sequence[str], written: Mapping[str, str], swept: Collection[str] = ()) -> str:
-    """Return eight hexadecimal digits: a hash of the overrides and of the user's own YAML files."""
-    text = json.dumps([typed_fields(overrides, swept, os.getcwd()), written], sort_keys=True)
+def fingerprint(overrides: Sequence[str], user_yaml: Mapping[str, str], swept: Collection[str] = ()) -> str:
+    """Return eight hexadecimal digits: a hash of the overrides and of the user's own YAML files.
+
+    ``user_yaml`` has the content of each file by the choice that it defines.
+    """
+    text = json.dumps([typed_fields(overrides, swept, os.getcwd()), user_yaml], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -13,7 +13,7 @@ from speechtrain.trainer_config import TrainerConfig
 
 @dataclass
 class Config:
-    """The config's root: typed keys, and groups whose keys are their class's constructor parameters."""
+    """The root of the config: typed keys, and groups with the constructor parameters of a class as keys."""
 
     world_size: int = 1
     seed: int = 1
@@ -21,7 +21,8 @@ class Config:
     resume: str = "auto"
     dry_run: bool = False
     init_from: str | None = None
-    from_data: str | None = None  # a table of config.sizing; in a run, what its keys are
+    # scratch or finetune (runs/sizing.py). In a run it is a text: the keys that follow from the data
+    from_data: str | None = None
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     model: Any = MISSING
     encoder: Any = MISSING
@@ -53,7 +54,7 @@ INTERFACES = {
     "decoder": "speechtrain.decoding.base.Decoder",
     "final_decoder": "speechtrain.decoding.base.Decoder",
 }
-"""What a group's class must implement; as strings, so that nothing is imported."""
+"""The interface that the class of each group implements. It is a text, so that nothing is imported."""
 
 OFFERED = {
     "model": {"tokenizer", "encoder"},
@@ -62,12 +63,12 @@ OFFERED = {
     "optimizer": {"params"},
     "schedule": {"steps_per_epoch", "planned_steps"},
 }
-"""Constructor parameters that the ranks fill in; no YAML file has them."""
+"""Constructor parameters that the ranks fill in. No YAML file has them."""
 
 NODES = {"prediction": "model.prediction"}
-"""Groups that compose a node inside another part, and its key."""
+"""Groups that compose a node inside another part, each with the key of this node."""
 
 PLACES = {"final_decoder": "decoder@final_decoder"}
-"""Parts that are chosen from another part's group, in Hydra's syntax."""
+"""Parts that are chosen from the group of another part, each with the choice in Hydra's syntax."""
 
 ConfigStore.instance().store(name="schema", node=Config)

@@ -12,8 +12,8 @@ from speechtrain.batch import Batch
 class DataModule(ABC):
     """Endless training batches, named validation sets, and a state of two integers.
 
-    The state is the address (epoch, position) of the next micro-batch in *global* order, so resume
-    costs nothing, and the order is the same for any number of ranks and workers.
+    The state is the address (epoch, position) of the next micro-batch in *global* order. So resume costs
+    nothing, and the order is the same for any number of ranks and workers.
     """
 
     train_is_optional: bool = False
@@ -28,14 +28,17 @@ class DataModule(ABC):
     def train(self, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> Iterator[Batch]:
         """Yield this rank's micro-batches from the current state, endlessly.
 
-        A global batch is ``world_size × accumulate`` consecutive micro-batches. Rank r takes the
-        ones at ``a × world_size + r``. An epoch's remainder starts the next global batch. Yielding the
-        last micro-batch of a global batch moves the state to the next global batch.
+        A global batch is ``world_size × accumulate`` consecutive micro-batches. Rank r gets the micro-batches
+        at ``a × world_size + r``. The micro-batches that are left at the end of an epoch begin the next
+        global batch. The state moves on when the last micro-batch of a global batch is yielded.
         """
 
     @abstractmethod
     def valid(self, rank: int = 0, world_size: int = 1) -> dict[str, Iterable[Batch]]:
-        """Return the named evaluation sets: each utterance is on one rank, batch counts are equal."""
+        """Return this rank's part of each named evaluation set.
+
+        Each utterance is on one rank, and all ranks have equal numbers of batches.
+        """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
@@ -46,11 +49,11 @@ class DataModule(ABC):
     def check(self) -> None:  # noqa: B027 - empty by default
         """Check for problems that would stop a run later: missing recordings, unknown symbols.
 
-        Raises DataError: one line that names the file or symbol and the fix.
+        Raises DataError with one line that names the file or symbol and the fix.
         """
 
     def warnings(self) -> Iterator[str]:
-        """Yield a line for each fact that the user may not expect: recordings that are not used."""
+        """Yield a line for each fact that the user may not expect, such as recordings that are not used."""
         return iter(())
 
     def crowded(self, frames: Callable[[int], int]) -> str:
@@ -69,39 +72,39 @@ class DataModule(ABC):
         return []
 
     def sample(self) -> Batch | None:
-        """Return a training batch of median size, to time steps with, or None if none is left.
+        """Return a training batch of median size, to time steps, or None if no recording is left.
 
-        It moves no state and counts no skipped recording.
+        The state does not move, and skipped recordings are not counted.
         """
         return None
 
     def recordings(self, normalise: Callable[[str], str]) -> Iterator[tuple[float, str]]:
         """Yield the seconds and the transcript of each training recording.
 
-        Transcripts go through ``normalise``, or a normaliser of their own set's.
+        ``normalise`` normalises the transcripts, except in sets that name a normaliser.
         """
         return iter(())
 
     def content(self) -> dict[str, str | int]:
-        """Return ``recordings``, a count, and a digest, by which a change of the training set is noticed.
+        """Return the number of training recordings as ``recordings``, and a digest of them as ``digest``.
 
-        Empty for a module that does not know them.
+        Another digest shows that the training set has changed. A module that knows neither returns nothing.
         """
         return {}
 
     def counts(self) -> dict[str, int]:
-        """Return ``train_samples`` and ``eval_samples``, the recordings of training and of the first set.
+        """Return the numbers of recordings: ``train_samples``, and ``eval_samples`` of the first set.
 
-        Empty for a module that does not know them.
+        A module that does not know them returns nothing.
         """
         return {}
 
     def report(self) -> dict[str, Any]:
-        """Return the skipped recordings by reason, shares of padded and cropped audio, the held-out part."""
+        """Return facts to log: skipped recordings, padded and cropped shares, held-out part."""
         return {}
 
     def obey(self, stop_requested: Callable[[], bool]) -> None:  # noqa: B027 - empty by default
-        """Let a stop request end a long wait for a batch, with Preempted."""
+        """Raise Preempted in a long wait for a batch if ``stop_requested`` returns true."""
 
     def close(self) -> None:  # noqa: B027 - empty by default
         """Stop worker processes."""

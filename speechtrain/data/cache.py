@@ -11,8 +11,7 @@ from speechtrain.files import whole_path
 def cache_folder() -> Path:
     """Return ``$SPEECHTRAIN_CACHE``, else ``$XDG_CACHE_HOME/speechtrain``, else ``~/.cache/speechtrain``.
 
-    Missing files in it are made again.
+    Missing files in the folder are made again.
     """
-    own = os.environ.get("SPEECHTRAIN_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return whole_path(own or f"{base}/speechtrain")
+    return whole_path(os.environ.get("SPEECHTRAIN_CACHE") or f"{base}/speechtrain")

@@ -1,4 +1,4 @@
-"""Finds recordings that are copies of one another."""
+"""Finds files with equal content."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from collections.abc import Callable, Hashable, Iterable
 from speechtrain.data.tar_members import file_of
 from speechtrain.files import open_regular
 
-_BEGINNING = 2**16  # bytes that are compared before the whole file is read
+_BEGINNING = 2**16  # bytes at the start of a file, which are compared before the whole file
 
 
 def equal_files(paths: Iterable[str]) -> list[list[str]]:
     """Return the groups of files with equal content, each sorted.
 
-    A file that cannot be read is in no group, and neither is a member of a tar.
-
-    Most files differ in size, and their content is not read. Of the others the first 64 KiB are compared, and
-    the whole content of those that agree.
+    Files that cannot be read and members of a tar are in no group. Files of different sizes are not read.
+    Files of equal size are compared by their first 64 KiB, and then, if these are equal, by a hash of the
+    whole content.
     """
     groups = [sorted({path for path in paths if file_of(path) == path})]
     for signature in (_size, _beginning, _content):
-        parts = []
+        smaller_groups = []
         for group in groups:
-            parts += _split(group, signature)
-        groups = parts
+            smaller_groups += _split(group, signature)
+        groups = smaller_groups
     return groups
 
 

@@ -1,4 +1,4 @@
-"""Evaluation sets: the recordings that validate a run, divided among its ranks."""
+"""Evaluation sets: the recordings that validate a run, divided among the ranks."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class EvaluationSet(NamedTuple):
 class EvaluationSets:
     """The evaluation sets by name, each opened at first use.
 
-    ``specs`` has the source of each set, and then ``training_set`` holds out nothing. Without ``specs``, its
-    held-out recordings are the only set. ``new_loader`` makes the loader of an index. Raises ValueError for
-    an invalid source.
+    ``specs`` maps the name of each set to its source, and then ``training_set`` holds out nothing. Without
+    ``specs``, the held-out recordings of ``training_set`` are the only set. ``new_loader`` makes the loader
+    of an index. Raises ValueError for an invalid source.
     """
 
     specs: dict[str, Any]
@@ -85,10 +85,13 @@ class EvaluationSets:
 
     def shapes(self) -> list[tuple[int, int, int]]:
         """Return the (batch, samples, labels) shapes of all sets if fixed, else an empty list."""
-        return sorted({(*shape,) for name in self.names for shape in self[name].plan.shapes})
+        shapes = set()
+        for name in self.names:
+            shapes |= {(*shape,) for shape in self[name].plan.shapes}
+        return sorted(shapes)
 
     def files(self, rank: int, world_size: int) -> Iterator[Paths]:
-        """Return a function for each of a rank's batches that finds its files, in any thread."""
+        """Yield a function for each of a rank's batches. It lists the batch's files, in any thread."""
         finders: list[Paths] = []
         for name in self.names:
             loader, plan = self[name]
@@ -100,10 +103,10 @@ class EvaluationSets:
 
 @dataclass
 class EvaluationBatches(Iterable[Batch]):
-    """A rank's part of an evaluation set, which can be iterated again.
+    """A rank's part of an evaluation set. It can be iterated several times.
 
-    Batch i is for rank i modulo the number of ranks. A rank that would have one batch fewer gets a
-    batch of padding rows, because all ranks must take part in the same collectives.
+    Batch i is for rank i modulo the number of ranks. A rank that would have one batch fewer gets a batch of
+    padding rows, because all ranks must take part in the same collectives.
     """
 
     loader: BatchLoader
@@ -115,7 +118,7 @@ class EvaluationBatches(Iterable[Batch]):
 
     @property
     def seconds(self) -> float:
-        """The audio of a rank's part, of which a plan by time may evaluate the beginning only."""
+        """The mean audio of a rank's part, in seconds."""
         return float(self.loader.index.seconds[self.plan.rows].sum(dtype=np.float64)) / self.world_size
 
     def __len__(self) -> int:

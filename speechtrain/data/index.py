@@ -1,8 +1,8 @@
-"""The index of a source's cuts: what the sampler needs of each cut, in memory-mapped arrays.
+"""The index of a source's cuts: the facts that the sampler needs of each cut, in memory-mapped arrays.
 
-A folder of the cache holds flat binary arrays with one element for each cut (duration, byte offset of
-its JSON line, key), and the cuts as JSON lines if the source is not such a file. Building streams the
-source with bounded memory; loading maps the arrays and reads nothing.
+A folder of the cache holds flat binary arrays with one element for each cut (duration, byte offset of its
+JSON line, key). It also holds the cuts as JSON lines, unless the source is such a file. The memory to build
+an index is bounded. An index is loaded by mapping the arrays, which reads nothing.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +34,12 @@ from speechtrain.files import atomic, flush, open_append, read_text, whole_path,
 from speechtrain.text.normalise import Normaliser, normaliser
 from speechtrain.text.vocabulary import Tokenizer
 
-FORMAT = 5  # of the folder: an older format is built again
+FORMAT = 5  # the format of the folder. A folder of another format is built again.
 _ARRAYS = {"seconds": "<f4", "offset": "<i8", "key": "<i8", "part": "<i2"}
 _ARRAYS |= {"speaker": "<i8", "recording": "<i8", "characters": "<i4"}
-_MOST_OPEN = 100  # files, of the 1,024 that a process may have
-_CHUNK = 65_536  # rows held in memory while building
-_TRIES = 100  # to lock an index in ten seconds
+_MOST_OPEN = 100  # open files of one index. A process may have 1,024.
+_CHUNK = 65_536  # rows that are in memory during a build
+_TRIES = 100  # attempts to lock an index within ten seconds
 
 
 class Index:
@@ -49,43 +48,43 @@ class Index:
     def __init__(self, folder: Path, facts: Sequence[Facts] = ()) -> None:
         self.folder = folder
         self.facts = facts
-        """Those of each part of the source, none of which are in the folder."""
+        """The facts of each part of the source. They are not stored in the folder."""
         meta = json.loads(read_text(folder / "meta.json"))
         self.content: str = meta["content"]
-        self.texts: str = meta["texts"]  # a digest of the transcripts, as content is one of ids and durations
-        """A hash of ids and durations: equal for equal cuts in any place."""
-        self.files = [Path(name) if os.path.isabs(name) else folder / name for name in meta["files"]]
+        """A hash of the ids and durations. Equal cuts in other files have the same hash."""
+        self.texts: str = meta["texts"]
+        """A hash of the transcripts."""
+        self.files = [folder / name for name in meta["files"]]  # An absolute name replaces the folder.
         self._size: int = meta["cuts"]
         self._open: dict[int, IO[bytes]] = {}
         self.seconds = self._map("seconds")
-        """Duration of each cut in its manifest (float32); 0 if that is not a positive number."""
+        """Duration of each cut in its manifest (float32), or 0 if the manifest has no positive number."""
         self.keys = self._map("key")
         """``key_of`` of each cut's id (int64)."""
         self.speakers = self._map("speaker")
-        """``key_of`` of each cut's speaker (int64); -1 if its source names none."""
+        """``key_of`` of each cut's speaker (int64), or -1 if its source names none."""
         self.recordings = self._map("recording")
-        """``key_of`` of each cut's recording (int64): its file's name and folder."""
+        """``key_of`` of each cut's recording (int64), which is the name and the folder of its file."""
         self.characters = self._map("characters")
-        """Length of each transcript as it is, without spaces at its ends (int32)."""
+        """Characters of each transcript before it is normalised, without spaces at its ends (int32)."""
         self.parts = self._map("part")
-        """The part of the source that each cut is of (int16)."""
+        """The number of the part of the source to which each cut belongs (int16)."""
         self._offsets = self._map("offset")
-        self._normalisers = {
-            number: normaliser(facts.normaliser) for number, facts in enumerate(facts) if facts.normaliser
-        }
+        self._normalisers: dict[int, Normaliser] = {}
+        for number, part_facts in enumerate(facts):
+            if part_facts.normaliser:
+                self._normalisers[number] = normaliser(part_facts.normaliser)
 
     def __len__(self) -> int:
         return self._size
 
     def __reduce__(self) -> tuple[type[Index], tuple[Path, Sequence[Facts]]]:
-        return Index, (
-            self.folder,
-            self.facts,
-        )  # arrays and open files are not pickled: a worker opens its own
+        # A worker opens arrays and files again, because they are not pickled.
+        return Index, (self.folder, self.facts)
 
     def _map(self, name: str) -> NDArray[Any]:
         dtype = _ARRAYS.get(name, "<i4")
-        if not self._size:  # an empty file cannot be mapped
+        if not self._size:  # An empty file cannot be mapped.
             return np.zeros(0, dtype)
         return np.memmap(self.folder / f"{name}.bin", dtype, mode="r", shape=(self._size,))
 
@@ -103,28 +102,30 @@ class Index:
         except DataError:
             cut = {}
         if key_of(str(cut.get("id", ""))) != self.keys[row]:
-            raise DataError(f"{self.files[part]} has changed since it was indexed; start the command again")
+            raise DataError(f"{self.files[part]} has changed since it was indexed. Start the command again")
         return cut
 
     def text(self, row: int, normalise: Normaliser, cut: Record | None = None) -> str:
-        """Return the transcript of a row, by its set's own normaliser if it has one.
+        """Return the normalised transcript of a row. A normaliser of its set replaces ``normalise``.
 
-        ``cut`` is the row's cut if it is read already.
+        ``cut`` is the cut of this row, if the caller has read it.
         """
-        return self._normalisers.get(int(self.parts[row]), normalise)(text_of(cut or self.cut(row)))
+        set_normalise = self._normalisers.get(int(self.parts[row]), normalise)
+        return set_normalise(text_of(cut or self.cut(row)))
 
     def labels(self, tokenizer: Tokenizer) -> NDArray[np.int32]:
-        """Return the number of labels of each transcript, -1 if it cannot be encoded.
+        """Return the number of labels of each transcript, or -1 if it cannot be encoded.
 
-        The first call for a tokenizer reads every transcript (20 s for a million); others map the result.
+        The first call for a tokenizer reads every transcript (20 s for a million) and stores the numbers.
+        Later calls map the stored numbers.
         """
-        own = [(number, self.facts[number].normaliser) for number in self._normalisers]
-        name = f"labels-{digest(tokenizer.state(), *own)}"
+        normalisers = [(number, self.facts[number].normaliser) for number in self._normalisers]
+        name = f"labels-{digest(tokenizer.state(), *normalisers)}"
         path = self.folder / f"{name}.bin"
         if not path.exists():
             with _writing(self.folder), atomic(path) as temporary, temporary.open("wb") as file:
-                for begin in range(0, self._size, _CHUNK):
-                    rows = range(begin, min(begin + _CHUNK, self._size))
+                for start in range(0, self._size, _CHUNK):
+                    rows = range(start, min(start + _CHUNK, self._size))
                     texts = (self.text(row, tokenizer.normalise) for row in rows)
                     counts = [label_count(text, tokenizer) for text in texts]
                     np.array(counts, "<i4").tofile(file)
@@ -132,7 +133,7 @@ class Index:
 
 
 def label_count(text: str, tokenizer: Tokenizer) -> int:
-    """Return the number of labels of a normalised text, -1 if it cannot be encoded."""
+    """Return the number of labels of a normalised text, or -1 if it cannot be encoded."""
     try:
         return len(tokenizer.encode(text))
     except (KeyError, ValueError):
@@ -156,11 +157,10 @@ def crowded(
     for row in rows:
         transcripts += 1
         labels = label_count(index.text(row, tokenizer.normalise), tokenizer)
-        samples = float(index.seconds[row]) * sample_rate
-        available = frames(round(samples))
-        if labels > available:
+        samples = round(float(index.seconds[row]) * sample_rate)
+        if labels > frames(samples):
             count += 1
-            example = example or f"{index.cut(row)['id']!r} has {labels} labels and {available} frames"
+            example = example or f"{index.cut(row)['id']!r} has {labels} labels and {frames(samples)} frames"
     if count <= tolerance * transcripts:
         return ""
     return (
@@ -171,21 +171,24 @@ def crowded(
 
 
 def open_index(source: Source, cache: str = "") -> Index:
-    """Return the index of ``source``; build it if the cache has none for its fingerprint.
+    """Return the index of ``source``. It is built if the cache has none for the source's fingerprint.
 
-    ``cache`` is a folder; empty means ``$SPEECHTRAIN_CACHE``, else ``$XDG_CACHE_HOME/speechtrain``,
-    else ``~/.cache/speechtrain``. If several processes need an index, one builds it and the others
-    wait; on a file system without locks each builds one, and one is kept. Raises DataError for
+    ``cache`` is a folder. Empty means ``$SPEECHTRAIN_CACHE``, else ``$XDG_CACHE_HOME/speechtrain``, else
+    ``~/.cache/speechtrain``. If several processes need an index, one builds it and the others wait. On a file
+    system without locks each of them builds an index, and one of these is kept. Raises DataError for
     malformed or repeated cuts, MachineError if the cache cannot be written.
     """
-    root = (whole_path(cache) if cache else cache_folder()) / "index"
+    root = whole_path(cache) if cache else cache_folder()
+    root /= "index"
     folder = root / digest(FORMAT, source.fingerprint())
     with _writing(root):
         root.mkdir(parents=True, exist_ok=True)
-    if (index := _load(folder, source)) is not None:
+    index = _load(folder, source)
+    if index is not None:
         return index
-    with _lock(folder.with_name(f"{folder.name}.lock")) as alone:
-        if (index := _load(folder, source)) is not None:
+    with _lock(folder.with_name(f"{folder.name}.lock")) as has_lock:
+        index = _load(folder, source)  # Another process may have built it.
+        if index is not None:
             return index
         temporary = root / f".{folder.name}.{secrets.token_hex(8)}"
         try:
@@ -197,7 +200,9 @@ def open_index(source: Source, cache: str = "") -> Index:
                     flush(path)
                 _replace(temporary, folder, source)
         finally:
-            for leftover in root.glob(f".{folder.name}.*") if alone else [temporary]:
+            # Under the lock, the folders of interrupted builds are removed, too.
+            leftovers = root.glob(f".{folder.name}.*") if has_lock else [temporary]
+            for leftover in leftovers:
                 shutil.rmtree(leftover, ignore_errors=True)
     return Index(folder, _facts_of(source))
 
@@ -207,10 +212,10 @@ def _facts_of(source: Source) -> list[Facts]:
 
 
 def _replace(temporary: Path, folder: Path, source: Source) -> None:
-    """Rename a new index to its final name, unless another process has already built one there."""
+    """Rename a new index to its final name, unless another process has built an index with this name."""
     if _load(folder, source) is not None:
         return
-    with contextlib.suppress(FileNotFoundError):  # stale or damaged
+    with contextlib.suppress(FileNotFoundError):  # An existing folder is stale or damaged.
         folder.rename(folder.with_name(f".{folder.name}.{secrets.token_hex(8)}"))
     with contextlib.suppress(FileExistsError):
         temporary.rename(folder)
@@ -229,35 +234,45 @@ def _load(folder: Path, source: Source) -> Index | None:
 
 
 def _is_current(index: Index, source: Source) -> bool:
-    """Whether the files that the index points to still have the indexed content.
+    """Return whether the files of the index exist and still have the indexed content.
 
-    A corpus that writes its audio into a cache writes it again when its first cut is read; that cut
-    also shows whether the audio is still at the same path.
+    A corpus that writes its audio into a cache writes it again when its first cut is read. That cut also
+    shows whether the audio still has the same path.
     """
     if not all(file.is_file() for file in index.files):
         return False
     for number, part in enumerate(parts_of(source)):
-        if not isinstance(part, Manifest):
-            row = int(np.searchsorted(index.parts, number))
-            first = next(iter(part.cuts()), None)
-            try:
-                if first is not None and json.loads(_line(first.to_dict())) != index.cut(row):
-                    return False
-            except (DataError, IndexError):
-                return False
+        if isinstance(part, Manifest):
+            continue
+        first_cut = next(iter(part.cuts()), None)
+        if first_cut is None:
+            continue
+        row = int(np.searchsorted(index.parts, number))
+        try:
+            is_equal = json.loads(_json_line(first_cut.to_dict())) == index.cut(row)
+        except (DataError, IndexError):
+            return False
+        if not is_equal:
+            return False
     return True
+
+
+class _Row(NamedTuple):
+    """The elements of one cut in the arrays, in the order of ``_ARRAYS``."""
+
+    seconds: float
+    offset: int
+    key: int
+    part: int
+    speaker: int
+    recording: int
+    characters: int
 
 
 def _build(source: Source, folder: Path) -> None:
     """Write the arrays, the converted cuts and ``meta.json`` into ``folder``."""
-    files, cuts = [], 0
+    files, count = list[str](), 0
     content, texts = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
-
-    def row_of(entry: Entry, number: int) -> tuple[float, int, int, int, int, int, int]:
-        text, (speaker, recording, key) = text_of(entry.cut), groups_of(entry.cut)
-        texts.update(text.encode() + b"\0")
-        return seconds_of(entry.cut), entry.offset, key, number, speaker, recording, len(text.strip())
-
     with contextlib.ExitStack() as stack:
         arrays = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in _ARRAYS}
         for number, part in enumerate(parts_of(source)):
@@ -265,41 +280,61 @@ def _build(source: Source, folder: Path) -> None:
                 files.append(str(part.path))
                 entries = part.entries()
             else:
-                files.append(f"cuts-{number}.jsonl")
-                entries = _stored(part, folder / files[-1])
-            rows = (row_of(entry, number) for entry in entries)
+                name = f"cuts-{number}.jsonl"
+                files.append(name)
+                entries = _convert(part, folder / name)
+            rows = _rows(entries, number, texts)
             while chunk := list(islice(rows, _CHUNK)):
-                values = dict(zip(_ARRAYS, zip(*chunk, strict=True), strict=True))
-                columns = {name: np.array(values[name], dtype) for name, dtype in _ARRAYS.items()}
-                for name, column in columns.items():
-                    column.tofile(arrays[name])
-                content.update(columns["key"].tobytes() + columns["seconds"].tobytes())
-                cuts += len(chunk)
-    digests = {"content": content.hexdigest(), "texts": texts.hexdigest()}
-    meta = {"format": FORMAT, "cuts": cuts, **digests, "files": files}
+                _append_rows(chunk, arrays, content)
+                count += len(chunk)
+    meta = {
+        "format": FORMAT,
+        "cuts": count,
+        "content": content.hexdigest(),
+        "texts": texts.hexdigest(),
+        "files": files,
+    }
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
-def _stored(part: Source, path: Path) -> Iterator[Entry]:
-    """Write each cut of ``part`` to ``path`` as a line, and yield its entry."""
+def _rows(entries: Iterable[Entry], part: int, texts: hashlib.blake2b) -> Iterator[_Row]:
+    """Yield the row of each cut, and add its transcript to the hash ``texts``."""
+    for entry in entries:
+        text = text_of(entry.cut)
+        texts.update(text.encode() + b"\0")
+        speaker, recording, key = groups_of(entry.cut)
+        characters = len(text.strip())
+        yield _Row(seconds_of(entry.cut), entry.offset, key, part, speaker, recording, characters)
+
+
+def _append_rows(rows: Sequence[_Row], arrays: Mapping[str, IO[bytes]], content: hashlib.blake2b) -> None:
+    """Append rows to the files of the arrays, and their keys and seconds to the hash ``content``."""
+    columns = {}
+    for name, column in zip(_ARRAYS, zip(*rows, strict=True), strict=True):
+        columns[name] = np.array(column, _ARRAYS[name])
+        columns[name].tofile(arrays[name])
+    content.update(columns["key"].tobytes() + columns["seconds"].tobytes())
+
+
+def _convert(part: Source, path: Path) -> Iterator[Entry]:
+    """Write each cut of ``part`` to ``path`` as a JSON line, and yield the entry of that line."""
     if isinstance(part, Manifest):
         cuts = (entry.cut for entry in part.entries())
     else:
         cuts = (cut.to_dict() for cut in part.cuts())
     with path.open("wb") as file:
-        for line, cut in enumerate(cuts, 1):
+        for number, cut in enumerate(cuts, 1):
             offset = file.tell()
-            file.write(_line(cut))
-            yield Entry(cut, line, offset)
+            file.write(_json_line(cut))
+            yield Entry(cut, number, offset)
 
 
-def _line(cut: Record) -> bytes:
+def _json_line(cut: Record) -> bytes:
     try:
         return json.dumps(cut).encode() + b"\n"
     except (TypeError, *MALFORMED) as error:
-        raise DataError(
-            f"cut {cut.get('id')!r} has audio in memory ({error}); save it as a file first"
-        ) from None
+        problem = f"cut {cut.get('id')!r} has audio in memory ({error})"
+        raise DataError(f"{problem}. Save it as a file first") from None
 
 
 def _check_unique(index: Index, parts: list[Source]) -> None:
@@ -309,22 +344,23 @@ def _check_unique(index: Index, parts: list[Source]) -> None:
     repeats = np.flatnonzero(ordered[1:] == ordered[:-1])
     if len(repeats):
         rows = order[repeats[0] : repeats[0] + 2].tolist()
-        first, second = (_place(index, row, parts) for row in rows)
+        first, second = (_position_of(index, row, parts) for row in rows)
         name = index.cut(rows[0])["id"]
         raise DataError(
-            f"{second}: cut id {name!r} is already at {first}; ids must be unique ({len(repeats)} repeated)"
+            f"{second}: cut id {name!r} is already at {first}. Ids must be unique ({len(repeats)} repeated)"
         )
 
 
-def _place(index: Index, row: int, parts: list[Source]) -> str:
+def _position_of(index: Index, row: int, parts: list[Source]) -> str:
     """Return the position of a cut: its manifest and line, or its corpus and number."""
     number = int(index.parts[row])
     part = parts[number]
-    line, left = 1, int(index._offsets[row])
+    line, bytes_left = 1, int(index._offsets[row])
     with index.files[number].open("rb") as file:
-        while left > 0:
-            block = file.read(min(left, 1 << 20))
-            line, left = line + block.count(b"\n"), left - len(block)
+        while bytes_left > 0:
+            block = file.read(min(bytes_left, 1 << 20))
+            line += block.count(b"\n")
+            bytes_left -= len(block)
     return part.at(line) if isinstance(part, Manifest) else f"{type(part).__name__}:{line}"
 
 
@@ -335,26 +371,26 @@ def _writing(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Hold the lock ``path`` if the file system can; yield whether it is held.
+    """Lock the file ``path`` and yield whether the file system can lock.
 
-    Without the lock, two builders are slower but safe.
+    Without locks, several processes may build an index at the same time. That is slower, but safe.
     """
-    held = False
+    has_lock = False
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             file = stack.enter_context(open_append(path))
             _wait_for(file, path)
-            held = True
-        yield held
+            has_lock = True
+        yield has_lock
 
 
 def _wait_for(lock: IO[bytes], path: Path) -> None:
-    """Lock an open file. Print a line after ten seconds: anyone who may read the file can hold its lock."""
+    """Lock an open file. Print a line after ten seconds, because any reader of the file can hold its lock."""
     for _ in range(_TRIES):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         time.sleep(0.1)
     cause = f"waiting for another process that holds {path}"
-    print_notice(f"{cause}; if none builds this index, stop, and delete the file")
+    print_notice(f"{cause}. If no process builds this index, stop, and delete the file")
     fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,7 +1,7 @@
-"""Audio that lhotse mixes and transforms, with files and changes of rate by functions of this package.
+"""Audio that lhotse mixes and transforms, with files and resampling by functions of this package.
 
-lhotse's own readers run a shell on some file names. Its filters for rates without a common divisor have
-gigabytes, and it keeps them all. So its recordings get the sources and transforms below.
+lhotse's own readers run a shell on some file names. Its filters for rates without a common divisor need
+gigabytes, and it keeps all of them. So its recordings get the sources and transforms of this module.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from scipy.signal import resample_poly
 from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, Samples, UnknownPart, growth, known_cut
 
 Decode = Callable[[str, float, float | None], tuple[Samples, int]]
-"""From a path, a start and a length in seconds (None: to the end) to samples (C, S) and their rate."""
+"""Returns samples (C, S) and their rate by a path, a start and a length in seconds (None: to the end)."""
 
 ChangeRate = Callable[[Samples, int, int], Samples]
-"""From samples (S,), their rate and the new rate to samples of the new rate."""
+"""Resamples: returns samples by samples (S,), their rate and the new rate."""
 
 
 def load_audio(cut: Mapping[str, Any], decode: Decode, change_rate: ChangeRate) -> tuple[Samples, int]:
     """Return audio (C, S) and rate of a cut that lhotse reads.
 
-    Raises UnknownPart, and whatever ``decode`` or lhotse raise.
+    Raises UnknownPart, and every error of ``decode`` and lhotse.
     """
     mixture: Any = deserialize_cut(known_cut(cut))
     parts = [track.cut for track in getattr(mixture, "tracks", ())] or [mixture]
@@ -36,15 +36,21 @@ def load_audio(cut: Mapping[str, Any], decode: Decode, change_rate: ChangeRate) 
     factor = max((growth(recording.to_dict()) for recording in recordings), default=1.0)
     read = _bounded(decode, factor)
     for recording in recordings:
-        recording.sources = [_Source(s.type, s.channels, s.source, read=read) for s in recording.sources]
-    for holder in (mixture, *recordings):
-        if transforms := getattr(holder, "transforms", None):
-            holder.transforms = [_Transform(transform, change_rate) for transform in transforms]
+        recording.sources = [
+            _Source(source.type, source.channels, source.source, read=read) for source in recording.sources
+        ]
+    for transformed in (mixture, *recordings):
+        transforms = getattr(transformed, "transforms", None)
+        if transforms:
+            transformed.transforms = [_Transform(transform, change_rate) for transform in transforms]
     return np.atleast_2d(mixture.load_audio()), int(mixture.sampling_rate)
 
 
 def _bounded(decode: Decode, factor: float) -> Callable[..., Samples]:
-    """``decode`` that counts ``factor`` times its samples, and refuses more than MOST_SAMPLES."""
+    """Return ``decode`` without its rate, and with a limit for all its calls together.
+
+    A sample counts ``factor`` times. More than MOST_SAMPLES raise UnknownPart.
+    """
     total = 0.0
 
     def read(*arguments: Any) -> Samples:

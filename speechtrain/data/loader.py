@@ -1,4 +1,4 @@
-"""Loads the batches of planned cuts: decode audio, change speed, encode transcripts, pad."""
+"""The loader of planned batches: it decodes audio, changes its speed, encodes transcripts and pads rows."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ REASONS = {
 }
 """Explanation of each ``Skip.reason``: why a recording is not used."""
 
-_MANY_LABELS = 10_000  # of an evaluation transcript: their losses take gigabytes
-_SHORTEST_SECONDS = 0.1  # rows are padded to it: a front end needs at least one frame
+_MANY_LABELS = 10_000  # The loss of an evaluation transcript of this size takes gigabytes.
+_SHORTEST_SECONDS = 0.1  # Shorter rows are padded to this length, because a front end needs a frame.
 
 
 @dataclass
@@ -58,23 +58,29 @@ class _Row:
     text: str = ""
     weight: float = 0.0
     seconds: float = 0.0  # 0 for a padding row
+    skip: Skip | None = None  # the unusable cut that a padding row replaces
 
 
 @dataclass(eq=False)
 class BatchLoader:
-    """Converts planned micro-batches of one set to batches; picklable, so that workers can use it.
+    """Converts planned micro-batches of one set to batches. Data workers receive it pickled.
 
-    In training, an unusable cut becomes a padding row and a ``Skip``. In an evaluation set
-    (``is_evaluation``), unreadable audio is a DataError that names the file, unless ``is_strict`` is false;
-    every other cut is kept.
-    If its transcript cannot be encoded, or has more than ``max_labels_per_second`` and 10,000 labels, it has
-    no labels and weight 0: it counts in the error rates but not in the loss. With a tokenizer that reads
-    no text, transcripts are not checked.
+    In training, an unusable cut becomes a padding row and a ``Skip``. An evaluation set (``is_evaluation``)
+    has two other rules:
 
-    ``normalise`` gives every recording zero mean and unit variance. With ``crop_seconds``, each row is
-    then cropped at an offset drawn from (``seed``, epoch, cut): to ``crop_seconds`` if the batch has a
-    fixed shape; else to the shortest row, if that is shorter, so that nothing is padded (as in
-    fairseq's collater without padding). A copy in the folder ``stage`` is read instead of its recording.
+    - Unreadable audio raises a DataError that names the file. Without ``is_strict``, training's rule applies.
+    - Every cut with readable audio is kept. It has no labels and weight 0 if its transcript cannot be
+      encoded, or exceeds both ``max_labels_per_second`` and 10,000 labels. Such a cut counts in the error
+      rates but not in the loss.
+
+    If the tokenizer reads no text, transcripts are not checked.
+
+    ``normalise`` gives every recording zero mean and unit variance. With ``crop_seconds``, each row is then
+    cropped at an offset drawn from (``seed``, epoch, cut). In a batch of a fixed shape, the crop has
+    ``crop_seconds``. In other batches, it is also at most as long as the shortest row, so that nothing is
+    padded (as in fairseq's collater without padding).
+
+    If the folder ``stage`` has a copy of a recording, the copy is read.
     """
 
     index: Index
@@ -90,17 +96,20 @@ class BatchLoader:
     is_strict: bool = True
     stage: str = ""
 
-    def __call__(self, planned: MicroBatch) -> Batch:
-        """Load one micro-batch. Raises DataError in an evaluation set, or if a manifest has changed."""
+    def __call__(self, micro_batch: MicroBatch) -> Batch:
+        """Load one micro-batch.
+
+        Raises DataError for unreadable audio of an evaluation set, or if a manifest has changed.
+        """
         with _one_thread(), reading_from(self.stage):
-            return self._load(planned)
+            return self._load(micro_batch)
 
     def for_thread(self) -> BatchLoader:
-        """Return this loader for another thread: an index has open files, each at one position."""
+        """Return a copy for another thread. Threads cannot share the open files of an index."""
         return replace(self, index=copy(self.index))
 
     def lengths(self, rows: Integers, with_labels: bool) -> PlannedLengths:
-        """Return the lengths of cuts by which their batches are planned, with label counts if necessary."""
+        """Return the lengths by which the batches of cuts are planned, ``with_labels`` or without."""
         seconds = self.index.seconds[rows]
         labels = None
         if with_labels and self.tokenizer.reads_text:
@@ -110,87 +119,103 @@ class BatchLoader:
                 labels = np.where(labels > self.max_labels_per_second * seconds, 0, labels)
         return PlannedLengths(seconds, labels, self.sample_rate, self.crop_seconds or math.inf)
 
-    def files(self, planned: MicroBatch) -> Iterator[str]:
-        """The paths of a micro-batch's recordings."""
-        return (path for row in planned.rows.tolist() for path in files_of(self.index.cut(row)))
+    def files(self, micro_batch: MicroBatch) -> Iterator[str]:
+        """Yield the paths of a micro-batch's recordings."""
+        for row in micro_batch.rows.tolist():
+            yield from files_of(self.index.cut(row))
 
-    def recordings(self, planned: MicroBatch) -> list[str]:
-        """The ids and files of a micro-batch's cuts."""
-        cuts = [self.index.cut(int(row)) for row in planned.rows]
+    def recordings(self, micro_batch: MicroBatch) -> list[str]:
+        """Return the ids and files of a micro-batch's cuts."""
+        cuts = [self.index.cut(row) for row in micro_batch.rows.tolist()]
         return [f"{cut['id']!r} ({', '.join(files_of(cut))})" for cut in cuts]
 
-    def _load(self, planned: MicroBatch) -> Batch:
-        lengths = planned_samples(self.index.seconds[planned.rows], planned.percents, self.sample_rate)
-        rows, skipped = [], []
-        for row, percent, length in zip(planned.rows, planned.percents, lengths, strict=True):
-            cut = self.index.cut(int(row))
-            try:
-                text = self.index.text(int(row), self.tokenizer.normalise, cut)
-                rows.append(self._row(cut, text, int(percent), shape=planned.shape))
-            except Unusable as problem:
-                if self.is_evaluation and self.is_strict:
-                    raise DataError(
-                        f"{problem.detail}: {REASONS[problem.reason]} (cut {cut['id']!r} of an evaluation "
-                        "set, which is never filtered); repair it or remove it from the manifest"
-                    ) from None
-                skipped.append(Skip(cut["id"], problem.reason, problem.detail))
-                rows.append(_Row(samples=np.zeros(int(length), np.float32)))
+    def _load(self, micro_batch: MicroBatch) -> Batch:
+        index_rows, percents, shape = micro_batch.rows, micro_batch.percents, micro_batch.shape
+        lengths = planned_samples(self.index.seconds[index_rows], percents, self.sample_rate)
+        rows = []
+        for index_row, percent, length in zip(index_rows.tolist(), percents.tolist(), lengths, strict=True):
+            rows.append(self._row_or_padding(index_row, percent, length, shape))
         if self.crop_seconds is not None:
-            self._crop(rows, planned)
-        batch = collate(rows, self.sample_rate, planned.shape)
-        return replace(batch, epoch=planned.epoch, index=planned.index, skipped=tuple(skipped))
+            self._crop(rows, micro_batch, self.crop_seconds)
+        batch = collate(rows, self.sample_rate, shape)
+        skipped = tuple(row.skip for row in rows if row.skip is not None)
+        return replace(batch, epoch=micro_batch.epoch, index=micro_batch.index, skipped=skipped)
 
-    def _row(self, cut: Record, text: str, percent: int, *, shape: Shape | None) -> _Row:
+    def _row_or_padding(self, index_row: int, percent: int, length: int, shape: Shape | None) -> _Row:
+        """Load a cut. A padding row of ``length`` samples replaces an unusable cut."""
+        cut = self.index.cut(index_row)
+        try:
+            text = self.index.text(index_row, self.tokenizer.normalise, cut)
+            return self._row(cut, text, percent, shape)
+        except Unusable as problem:
+            if self.is_evaluation and self.is_strict:
+                raise DataError(
+                    f"{problem.detail}: {REASONS[problem.reason]} (cut {cut['id']!r} of an evaluation set, "
+                    "which is never filtered). Repair it or remove it from the manifest"
+                ) from None
+            skip = Skip(cut["id"], problem.reason, problem.detail)
+            return _Row(samples=np.zeros(length, np.float32), skip=skip)
+
+    def _row(self, cut: Record, text: str, percent: int, shape: Shape | None) -> _Row:
+        """Load a cut at the speed of ``percent``. Raises Unusable."""
+        labels: list[int] | None
         if self.is_evaluation:
+            labels = self._evaluation_labels(cut, text)
             samples = read_cut(cut, self.sample_rate, self.max_decoded_seconds)
-            try:
-                labels, weight = self.tokenizer.encode(text), 1.0
-            except (KeyError, ValueError):
-                labels, weight = [], 0.0
-            if len(labels) > max(_MANY_LABELS, self.max_labels_per_second * seconds_of(cut)):
-                labels, weight = [], 0.0
         else:
-            labels, weight = self._labels(cut, text, shape), 1.0  # before the audio, which costs more
+            # The labels come first, because an unusable transcript saves the cost of the audio.
+            labels = self._training_labels(cut, text, shape)
             samples = read_cut(cut, self.sample_rate)
             if text and not samples.any():
                 raise Unusable("silent", next(iter(files_of(cut)), cut["id"]))
             samples = change_speed(samples, percent, self.sample_rate)
         if self.normalise:
             samples = standardise(samples)
-        return _Row(
-            cut["id"], samples, labels, text=text, weight=weight, seconds=len(samples) / self.sample_rate
-        )
+        weight = 0.0 if labels is None else 1.0
+        seconds = len(samples) / self.sample_rate
+        return _Row(cut["id"], samples, labels or [], text=text, weight=weight, seconds=seconds)
 
-    def _crop(self, rows: Sequence[_Row], planned: MicroBatch) -> None:
-        """Crop the rows of a batch; an unusable row counts with its planned length, so shapes are fixed."""
-        assert self.crop_seconds is not None
-        most = crop_samples(self.crop_seconds, self.sample_rate)
-        if planned.shape is None:
-            most = min(most, *(len(row.samples) for row in rows))
-        draws = uniform_at(self.seed, RunStream.CROPS, planned.passes, self.index.keys[planned.rows])
+    def _crop(self, rows: Sequence[_Row], micro_batch: MicroBatch, crop_seconds: float) -> None:
+        """Crop the rows of a batch. A row that replaces an unusable cut has the cut's planned length."""
+        length = crop_samples(crop_seconds, self.sample_rate)
+        if micro_batch.shape is None:
+            length = min(length, *(len(row.samples) for row in rows))
+        keys = self.index.keys[micro_batch.rows]
+        draws = uniform_at(self.seed, RunStream.CROPS, micro_batch.passes, keys)
         for row, draw in zip(rows, draws.tolist(), strict=True):
-            start = int(draw * (max(0, len(row.samples) - most) + 1))
-            row.samples = row.samples[start : start + most]
-            row.seconds = min(row.seconds, most / self.sample_rate)
+            last_start = max(0, len(row.samples) - length)
+            start = int(draw * (last_start + 1))
+            row.samples = row.samples[start : start + length]
+            row.seconds = min(row.seconds, length / self.sample_rate)
 
-    def _labels(self, cut: Record, text: str, shape: Shape | None) -> list[int]:
+    def _evaluation_labels(self, cut: Record, text: str) -> list[int] | None:
+        """Return the labels of a transcript, or None if the loss does not count it."""
+        try:
+            labels = self.tokenizer.encode(text)
+        except (KeyError, ValueError):
+            return None
+        limit = max(_MANY_LABELS, self.max_labels_per_second * seconds_of(cut))
+        return labels if len(labels) <= limit else None
+
+    def _training_labels(self, cut: Record, text: str, shape: Shape | None) -> list[int]:
+        """Return the labels of a transcript. Raises Unusable."""
         if not text.strip() and not self.allow_empty and self.tokenizer.reads_text:
             raise Unusable("empty_transcript", f"the manifest has {text_of(cut)!r}")
         try:
             labels = self.tokenizer.encode(text)
         except (KeyError, ValueError) as error:
             raise Unusable("unknown_symbol", one_line(str(error), 300)) from None
-        most = self.max_labels_per_second * seconds_of(cut)
+        limit = self.max_labels_per_second * seconds_of(cut)
         if shape is not None:
-            most = min(most, shape.labels)
-        if len(labels) > most:
-            detail = f"{len(labels)} labels for {seconds_of(cut):.2f} s; {most:.0f} at most"
+            limit = min(limit, shape.labels)
+        if len(labels) > limit:
+            detail = f"{len(labels)} labels for {seconds_of(cut):.2f} s, at most {limit:.0f} are allowed"
             raise Unusable("long_transcript", detail)
         return labels
 
 
 def check_audio(sample_rate: int, crop_seconds: float | None, tokenizer: Tokenizer) -> None:
-    """Raise ValueError for audio that no loader can make."""
+    """Raise ValueError for audio settings that are invalid or do not suit the tokenizer."""
     if sample_rate <= 0:
         raise ValueError(f"sample_rate={sample_rate}: it must be above 0")
     if crop_seconds is not None and crop_seconds <= 0:
@@ -203,26 +228,23 @@ def check_audio(sample_rate: int, crop_seconds: float | None, tokenizer: Tokeniz
 
 
 def collate(rows: Sequence[_Row], sample_rate: int, shape: Shape | None = None) -> Batch:
-    """Pad rows into a batch: to the longest row, or to ``shape`` with padding rows."""
+    """Pad rows into a batch: to the longest row, or to ``shape`` with padding rows at the end."""
     shortest = round(_SHORTEST_SECONDS * sample_rate)
     if shape is None:
         longest = max((len(row.samples) for row in rows), default=0)
-        most_labels = max((len(row.labels) for row in rows), default=0)
-        shape = Shape(len(rows), max(shortest, longest), most_labels)
-    padding_rows = shape.rows - len(rows)
+        label_counts = [len(row.labels) for row in rows]
+        shape = Shape(len(rows), max(shortest, longest), max(label_counts, default=0))
     lengths = [min(max(shortest, len(row.samples)), shape.samples) for row in rows]
-    lengths += [shape.samples] * padding_rows
-    rows = [*rows, *[_Row()] * padding_rows]
-    audio = torch.zeros(shape.rows, shape.samples, dtype=torch.float32)
-    labels = torch.zeros(shape.rows, shape.labels, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        samples = torch.from_numpy(row.samples[: shape.samples])
-        audio[i, : len(samples)] = samples
-        labels[i, : len(row.labels)] = _int64(row.labels)
+    padding_rows = shape.rows - len(rows)
+    return _batch([*rows, *[_Row()] * padding_rows], [*lengths, *[shape.samples] * padding_rows], shape)
+
+
+def _batch(rows: Sequence[_Row], lengths: list[int], shape: Shape) -> Batch:
+    """Return the batch of all rows of ``shape``, whose padded audio counts as ``lengths`` samples."""
     return Batch(
-        audio=audio,
+        audio=_padded([row.samples[: shape.samples] for row in rows], shape.samples, torch.float32),
         audio_lengths=_int64(lengths),
-        labels=labels,
+        labels=_padded([row.labels for row in rows], shape.labels, torch.int64),
         label_lengths=_int64([len(row.labels) for row in rows]),
         weight=torch.tensor([row.weight for row in rows], dtype=torch.float32),
         keys=_int64([dither_offset(row.samples) for row in rows]),
@@ -235,21 +257,30 @@ def collate(rows: Sequence[_Row], sample_rate: int, shape: Shape | None = None) 
 def audio_row(name: str, samples: Samples, sample_rate: int, normalise: bool = False) -> _Row:
     """Return samples (S,) as a row without a transcript, for ``collate``.
 
-    ``normalise`` gives it zero mean and unit variance, as in the task's training.
+    ``normalise`` gives the samples zero mean and unit variance, as in the task's training.
     """
-    samples = standardise(samples) if normalise else samples
+    if normalise:
+        samples = standardise(samples)
     return _Row(name, samples, weight=1.0, seconds=len(samples) / sample_rate)
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use one thread, as workers do: sums over more threads may round differently."""
+    """Use one thread, as workers do. Sums over several threads may round differently."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _padded(sequences: Sequence[Any], width: int, dtype: torch.dtype) -> Tensor:
+    """Return the sequences (N, width), with zeros beyond the end of each."""
+    padded = torch.zeros(len(sequences), width, dtype=dtype)
+    for row, sequence in enumerate(sequences):
+        padded[row, : len(sequence)] = torch.as_tensor(sequence, dtype=dtype)
+    return padded
 
 
 def _int64(values: Sequence[Any]) -> Tensor:

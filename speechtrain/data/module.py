@@ -29,25 +29,26 @@ _Set = FilePath | dict[str, Any] | list[FilePath | dict[str, Any]]
 class SpeechData(DataModule):
     """Endless training batches and named evaluation sets, from manifests, folders or corpora.
 
-    ``train`` and each of ``valid`` are a ``Source``, a path, a mapping of a path, columns and facts, a list
-    of them, or a mapping of named sets (see ``open_source``). If one of these has a weight, each set has its
-    share of the recordings of an epoch, by weight (1 by default). A ``valid`` without names
-    is the set ``valid``. They are opened at first use, so evaluation needs no training data.
+    ``train`` and each set of ``valid`` are a ``Source``, a path, a mapping of a path, columns and facts, a
+    list of these, or a mapping of named sets (see ``open_source``). If a set of ``train`` has a weight, each
+    set gets its share of the recordings of an epoch, by weight (1 by default). A ``valid`` without names is
+    the set ``valid``. Sets are opened at first use, so evaluation needs no training data.
 
     - ``hold_out``: without ``valid``, this share of the training recordings is the set ``held_out``.
     - ``batch`` limits the batches of training, and ``valid_batch`` the batches of evaluation.
-    - ``speed`` is the lowest and highest factor, null for none.
+    - ``speed`` is the lowest and highest factor of training recordings, or null for no change of speed.
     - ``min_seconds`` and ``max_seconds`` filter training recordings, before the speed change, and
-      ``skip_empty`` filters those recordings that lack a transcript. Evaluation sets are never filtered.
+      ``skip_empty`` filters recordings that lack a transcript. Evaluation sets are never filtered.
     - ``max_decoded_seconds``: a longer recording of an evaluation set is an error.
-    - ``max_labels_per_second``: a longer transcript is taken as wrong (people speak 15 to 25 characters per
-      second, and RNN-T itself has no limit).
+    - ``max_labels_per_second``: a longer training transcript counts as wrong, and its recording is bad
+      (people speak 15 to 25 characters per second, and RNN-T itself has no limit).
     - ``shapes`` above 0 is the largest number of fixed tensor shapes.
     - ``crop_seconds`` (null: no crop) crops training recordings at random, to the shortest of their batch or,
       with ``shapes``, to ``crop_seconds``. Evaluation is not cropped.
     - ``normalise``, set by the task, gives each recording zero mean and unit variance.
-    - ``workers`` load ahead: -1 is one fewer than the cores of this rank, at most 8. 0 loads in this process.
-    - ``stage`` is a folder for copies of the recordings, made ahead of their use (see ``data.stage``).
+    - ``workers`` is the number of processes that load batches ahead. -1 is one fewer than the cores of this
+      rank, but at most 8. With 0, this process loads.
+    - ``stage`` is a folder for copies of recordings, made before they are used (see ``data.stage``).
     - ``max_bad`` and ``max_bad_share``: a bad recording becomes a padding row and is listed in ``run_dir``.
       More than ``max_bad`` *and* more than ``max_bad_share`` of the set end the run.
 

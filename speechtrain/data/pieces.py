@@ -1,7 +1,7 @@
-"""Recordings to transcribe: whatever is named, each in pieces that a model can take.
+"""Recordings to transcribe, each in pieces of a length that the model can process.
 
-A piece ends where its recording is quietest, and only one is held at a time, so an hour needs the memory of
-a minute. Pieces do not depend on what is decoded together.
+A piece ends where its recording is quietest. Memory holds one piece at a time, so an hour needs the memory of
+a minute. Pieces do not depend on the other recordings of a batch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
 
 _HOP_SECONDS = 0.01
-_PAUSE_HOPS = 20  # over which loudness is summed: shorter ones lie within words
-_SHORT = 0.9  # of a piece: what a damaged file gives where its header promises more
+_PAUSE_HOPS = 20  # Loudness is summed over these hops, because shorter pauses lie within words.
+_SHORT = 0.9  # A damaged file ends early: its last piece is below this share of the expected length.
 
 Read = Callable[[float, float], Samples]
 """Reads samples (S,) from a start, for a duration, both in seconds."""
@@ -33,82 +33,95 @@ Read = Callable[[float, float], Samples]
 
 @dataclass(frozen=True)
 class Recording:
-    """Something to transcribe; ``read`` raises Unusable."""
+    """A recording to transcribe. ``read`` raises Unusable."""
 
-    name: str  # as it was named, or its id in a manifest
-    audio: str  # the file, if there is one
+    name: str  # the path as the user named it, or the id in a manifest
+    audio: str  # the audio file, or "" without one
     seconds: float
     read: Read
     sample_rate: int
 
-    def pieces(self, most_seconds: float) -> Iterator[tuple[float, Samples]]:
-        """Yield pieces of at most ``most_seconds`` with their starts in seconds. Raises DataError."""
-        at = 0.0
+    def pieces(self, max_seconds: float) -> Iterator[tuple[float, Samples]]:
+        """Yield pieces of at most ``max_seconds`` with their starts in seconds. Raises DataError."""
+        start = 0.0
         try:
-            while self.seconds - at > most_seconds:
-                samples = self.read(at, most_seconds)
-                if len(samples) < _SHORT * most_seconds * self.sample_rate:
-                    yield at, samples
+            while self.seconds - start > max_seconds:
+                samples = self.read(start, max_seconds)
+                if len(samples) < _SHORT * max_seconds * self.sample_rate:
+                    yield start, samples
                     return
-                end = quietest(samples, self.sample_rate)
-                yield at, samples[:end]
-                at += end / self.sample_rate
-            yield at, self.read(at, self.seconds - at)
+                end = piece_end(samples, self.sample_rate)
+                yield start, samples[:end]
+                start += end / self.sample_rate
+            yield start, self.read(start, self.seconds - start)
         except Unusable as problem:
-            raise DataError(f"{problem.detail}: {REASONS[problem.reason]}") from None
+            raise _data_error(problem) from None
 
 
-def quietest(samples: Samples, sample_rate: int) -> int:
-    """Where to end a piece: in the middle of the quietest 0.2 s of its second half, the last of equals."""
-    hop, half = round(_HOP_SECONDS * sample_rate), len(samples) // 2
-    hops = samples[half : half + (len(samples) - half) // hop * hop].reshape(-1, hop)
-    loudness = np.convolve(np.square(hops).sum(axis=1, dtype=np.float64), np.ones(_PAUSE_HOPS), "valid")
-    last = len(loudness) - 1 - int(loudness[::-1].argmin())
-    return half + (last + _PAUSE_HOPS // 2) * hop
+def piece_end(samples: Samples, sample_rate: int) -> int:
+    """Return the number of samples of a piece. ``samples`` (S,) are the longest possible piece.
+
+    The piece ends in the middle of the quietest 0.2 s of their second half, the latest of equally quiet ones.
+    """
+    hop, middle = round(_HOP_SECONDS * sample_rate), len(samples) // 2
+    count = (len(samples) - middle) // hop
+    hops = samples[middle : middle + count * hop].reshape(-1, hop)
+    energies = np.square(hops).sum(axis=1, dtype=np.float64)
+    loudness = np.convolve(energies, np.ones(_PAUSE_HOPS), "valid")
+    quietest = len(loudness) - 1 - int(loudness[::-1].argmin())
+    return middle + (quietest + _PAUSE_HOPS // 2) * hop
 
 
-def recordings(name: str, sample_rate: int, most_seconds: float) -> Iterator[Recording | DataError]:
-    """The recordings called ``name``: a file of audio, a folder or a manifest, in their order.
+def recordings(name: str, sample_rate: int, max_seconds: float) -> Iterator[Recording | DataError]:
+    """Yield the recordings at the path ``name``, an audio file, a folder or a manifest, in their order.
 
-    One that cannot be opened, or has more than ``most_seconds``, is an error in its place.
+    An error takes the place of a recording that cannot be opened or has more than ``max_seconds``.
     """
     is_folder = os.path.isdir(name)
     is_audio = os.path.splitext(name)[1].lower() in AUDIO_SUFFIXES or not os.path.exists(name)
     if not is_folder and (is_audio or header(name)):
-        yield _of_file(name, sample_rate, most_seconds)
+        yield _file_recording(name, sample_rate, max_seconds)
         return
     try:
         source = open_source(name)
         for cut in cuts_of(source):
-            yield _of_cut(cut, sample_rate, most_seconds, in_folder=is_folder)
+            yield _cut_recording(cut, sample_rate, max_seconds, in_folder=is_folder)
         yield from map(DataError, source.warnings())
     except DataError as error:
         yield error
 
 
-def _of_file(path: str, sample_rate: int, most_seconds: float) -> Recording | DataError:
+def _file_recording(path: str, sample_rate: int, max_seconds: float) -> Recording | DataError:
     try:
         seconds = read_header(path).duration
-        check_seconds(seconds, most_seconds, path)
+        check_seconds(seconds, max_seconds, path)
     except Unusable as problem:
-        return DataError(f"{problem.detail}: {REASONS[problem.reason]}")
+        return _data_error(problem)
     return Recording(path, path, seconds, partial(read_file, path, sample_rate), sample_rate)
 
 
-def _of_cut(cut: Record, sample_rate: int, most_seconds: float, *, in_folder: bool) -> Recording | DataError:
+def _cut_recording(
+    cut: Record, sample_rate: int, max_seconds: float, *, in_folder: bool
+) -> Recording | DataError:
     path, seconds = next(iter(files_of(cut)), ""), seconds_of(cut)
 
-    def part(start: float, wanted: float) -> Samples:
-        if (start, wanted) == (0.0, seconds) or not is_simple(cut):  # what transforms it is held whole
+    def read_part(start: float, part_seconds: float) -> Samples:
+        # lhotse reads mixtures and transforms as a whole.
+        if (start, part_seconds) == (0.0, seconds) or not is_simple(cut):
             first = round(start * sample_rate)
-            return read_cut(cut, sample_rate, most_seconds)[first : first + round(wanted * sample_rate)]
+            end = first + round(part_seconds * sample_rate)
+            return read_cut(cut, sample_rate, max_seconds)[first:end]
         custom = {**(cut.get("custom") or {}), SEGMENT: True}
-        return read_cut(
-            {**cut, "start": cut["start"] + start, "duration": wanted, "custom": custom}, sample_rate
-        )
+        part = {**cut, "start": cut["start"] + start, "duration": part_seconds, "custom": custom}
+        return read_cut(part, sample_rate)
 
     try:
-        check_seconds(seconds, most_seconds, path)
+        check_seconds(seconds, max_seconds, path)
     except Unusable as problem:
-        return DataError(f"{problem.detail}: {REASONS[problem.reason]}")
-    return Recording(path if in_folder else str(cut["id"]), path, seconds, part, sample_rate)
+        return _data_error(problem)
+    name = path if in_folder else str(cut["id"])
+    return Recording(name, path, seconds, read_part, sample_rate)
+
+
+def _data_error(problem: Unusable) -> DataError:
+    return DataError(f"{problem.detail}: {REASONS[problem.reason]}")

@@ -1,4 +1,4 @@
-"""The lengths of cuts as the plan of batches knows them, from their manifest: seconds, samples and labels."""
+"""The lengths of cuts by their manifest, for the plan of batches: seconds, samples and labels."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Integers = NDArray[Any]
 class PlannedLengths:
     """The lengths of cuts after the speed change and the crop.
 
-    ``seconds`` (N,) are the durations of the manifest, and ``labels`` (N,) the label counts of the
-    transcripts. None means that batches do not depend on labels. A negative count counts as 0, because its
-    transcript cannot be encoded. Speeds are percents: 110 is 10 % faster.
+    ``seconds`` (N,) are the durations of the manifest. ``labels`` (N,) are the label counts of the
+    transcripts, or None if batches do not depend on labels. A negative count stands for a transcript that
+    cannot be encoded, and counts as 0. Speeds are percents: 110 is 10 % faster.
     """
 
     seconds: Seconds
@@ -42,11 +42,11 @@ class PlannedLengths:
 
 
 def planned_samples(seconds: Seconds, percents: Integers | int, sample_rate: int) -> Integers:
-    """Return the samples of each cut after the speed change, within a few (float32 durations)."""
+    """Return the samples of each cut after the speed change, within a few, as durations are float32."""
     samples = np.rint(np.asarray(seconds, np.float64) * sample_rate)
     return np.ceil(samples * 100 / percents).astype(np.int64)
 
 
 def crop_samples(seconds: float, sample_rate: int) -> int:
-    """Return the most samples after a crop. Infinite seconds mean that nothing is cropped."""
+    """Return the maximum samples after a crop. Infinite seconds stand for no crop."""
     return int(np.iinfo(np.int64).max) if math.isinf(seconds) else max(1, round(seconds * sample_rate))

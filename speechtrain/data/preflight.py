@@ -1,4 +1,4 @@
-"""Checks before a run: problems of the recordings and transcripts that would end it later, or waste it."""
+"""Checks recordings and transcripts before a run, for problems that would end or waste the run."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from speechtrain.data.training_set import FILTERS, TrainingSet, hours, where_tra
 from speechtrain.data.training_stream import TrainingStream
 from speechtrain.errors import DataError, one_line
 
-_SAMPLED_RECORDINGS = 1_000  # of each set, whose files must exist
-_ALL_TRANSCRIPTS = (
-    100_000  # A set of up to this size is checked as a whole, in 2 s, and a sample of a larger.
-)
-_SAMPLED_TRANSCRIPTS = 10_000
-_SAMPLED_HEADERS = 20  # A file on a slow disk takes 10 ms to open.
-_CROWDED_SHARE = 0.01  # of transcripts with more labels than frames, which a run has without a warning
-_MOST_COMPARED = 100_000  # Each recording takes 30 µs for the line of the manifest.
+_SAMPLED_RECORDINGS = 1_000  # recordings of each set whose files must exist
+_ALL_TRANSCRIPTS = 100_000  # A set of up to this size is checked completely, which takes 2 s.
+_SAMPLED_TRANSCRIPTS = 10_000  # transcripts of a larger set that are checked
+_SAMPLED_HEADERS = 20  # recordings whose rate is read. A file on a slow disk takes 10 ms to open.
+_CROWDED_SHARE = 0.01  # the share of transcripts with more labels than frames up to which no warning appears
+_MOST_COMPARED = 100_000  # recordings that are compared. The line of each takes 30 µs to read.
 
 
 def check(stream: TrainingStream) -> None:
     """Check 1,000 recordings of each set and 10,000 transcripts (or all, if there are up to 100,000).
 
-    Raises DataError if
+    Too many are half of the checked ones, or more than ``max_bad`` and ``max_bad_share`` allow. Raises
+    DataError if
 
-    - more training recordings are missing or have no transcript, or more transcripts cannot be encoded, than
-      ``max_bad`` and ``max_bad_share`` allow, or half of them,
-    - or the set has up to ``max_bad`` recordings, and more of them cannot be loaded,
-    - or a checked recording of an evaluation set is missing, or none has a transcript.
+    - too many training recordings are missing,
+    - too many training recordings have no transcript,
+    - too many training transcripts cannot be encoded,
+    - the training set has up to ``max_bad`` recordings, and too many of them cannot be loaded,
+    - a checked recording of an evaluation set is missing, or no recording of the set has a transcript.
 
     An evaluation transcript may have unknown symbols.
     """
@@ -103,7 +103,7 @@ def _check_transcripts(stream: TrainingStream) -> None:
 
 
 def _check_all_if_few(stream: TrainingStream) -> None:
-    """Load every recording if there are so few that ``max_bad`` would allow to lose them all."""
+    """Load every recording of a training set with up to ``max_bad``, of which each could be skipped."""
     rows = stream.training_set.rows
     if len(rows) > stream.skips.max_bad:
         return
@@ -122,7 +122,7 @@ def _is_too_many(stream: TrainingStream, bad: int, total: int) -> bool:
 
 
 def sample_rows(rows: Integers, count: int, seed: int) -> Integers:
-    """Return ``count`` rows, drawn by the seed, ascending, or all rows if there are no more."""
+    """Return ``count`` rows in ascending order, drawn by the seed, or all rows if there are no more."""
     if len(rows) <= count:
         return rows
     draws = uniform_at(seed, RunStream.CHECKS, np.arange(len(rows)))
@@ -137,18 +137,18 @@ def warnings(stream: TrainingStream) -> Iterator[str]:
     too_short = f"are shorter than data.min_seconds={training_set.min_seconds:g}"
     facts = dict(zip(FILTERS[1:], (too_long, too_short, "have no transcript"), strict=True))
     for number, name in enumerate(facts, 1):
-        fact = f"{facts[name]}, so they are not used"
-        yield from _share("train", training_set.index, np.flatnonzero(training_set.filters == number), fact)
+        rows = np.flatnonzero(training_set.filters == number)
+        yield from _describe_rows("train", training_set.index, rows, f"{facts[name]}, so they are not used")
     for name in sets.specs:
         yield from sets.source(name).warnings()
         index = sets[name].loader.index
         rows = np.flatnonzero(index.seconds > np.float32(training_set.max_seconds))
-        yield from _share(f"valid.{name}", index, rows, f"{too_long}, as no training recording is")
+        yield from _describe_rows(f"valid.{name}", index, rows, f"{too_long}, as no training recording is")
     yield from _narrow_recordings(stream)
     yield from _copies(training_set)
 
 
-def _share(key: str, index: Index, rows: Integers, fact: str) -> Iterator[str]:
+def _describe_rows(key: str, index: Index, rows: Integers, fact: str) -> Iterator[str]:
     """Yield a line with the number and hours of ``rows``, if there are any."""
     if len(rows):
         share = f"{hours(index.seconds[rows]):.2f} of {hours(index.seconds):.2f} h"
@@ -156,10 +156,11 @@ def _share(key: str, index: Index, rows: Integers, fact: str) -> Iterator[str]:
 
 
 def _narrow_recordings(stream: TrainingStream) -> Iterator[str]:
-    """Yield a line if all recordings have a lower rate than ``sample_rate``, so high bands are empty."""
+    """Yield a line if each recording has a lower rate than ``sample_rate``, so that high bands are empty."""
     loader = stream.loader
     rows = sample_rows(stream.training_set.rows, _SAMPLED_HEADERS, loader.seed)
-    rates = [info.samplerate for info in map(header, _paths(loader.index, rows)) if info]
+    headers = filter(None, map(header, _paths(loader.index, rows)))
+    rates = [audio_header.samplerate for audio_header in headers]
     if rates and max(rates) < loader.sample_rate:
         yield (
             f"data.train: all of {len(rates)} recordings that were read have at most {max(rates)} Hz, "
@@ -169,7 +170,7 @@ def _narrow_recordings(stream: TrainingStream) -> Iterator[str]:
 
 
 def _copies(training_set: TrainingSet) -> Iterator[str]:
-    """Yield a line if recordings are copies of others: one may be held out, the other trained on."""
+    """Yield a line if recordings are copies of others, since one may be held out and the other trained on."""
     if not training_set.hold_out or len(training_set.usable) > _MOST_COMPARED:
         return
     groups = equal_files(_paths(training_set.index, training_set.usable))
@@ -183,6 +184,7 @@ def _copies(training_set: TrainingSet) -> Iterator[str]:
 
 
 def _paths(index: Index, rows: Integers) -> set[str]:
+    """Return the paths of the recordings of ``rows``."""
     paths = set[str]()
     for row in rows.tolist():
         paths.update(files_of(index.cut(row)))

@@ -1,8 +1,9 @@
-"""Opening of one recording from an untrusted file: its header, or the reason why it is unusable."""
+"""Opens one recording of an untrusted file and checks its header. Unusable has the reason of a failure."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import shlex
@@ -17,19 +18,20 @@ from speechtrain.errors import one_line
 if TYPE_CHECKING:
     from soundfile import SoundFile
 
+_START_BYTES = 1024  # the part of a file in which its format is recognised
 MOST_CHANNELS = 1_024
 RATES = (1_000, 768_000)
-"""Sampling rates in Hz; a header with any other is damaged, and a filter for it is too large."""
+"""The lowest and the highest sampling rate in Hz. A header with another rate is damaged, and a filter for
+that rate is too large."""
 
-
-_CUT_FILE = re.compile(r"^(?:data|SSND) : (\d+) \(should be (\d+)\)", re.MULTILINE)
+_SHORT_FILE = re.compile(r"^(?:data|SSND) : (\d+) \(should be (\d+)\)", re.MULTILINE)
 """The line of libsndfile's log on a WAV or AIFF file that is shorter than its header says."""
-_STREAMED = 2**31 - 2**16
-"""Bytes of audio from which on a header holds a placeholder: its program wrote to a pipe."""
+_PLACEHOLDER = 2**31 - 2**16
+"""A header with this number of bytes of audio, or more, holds a placeholder: its program wrote to a pipe."""
 
 
 class Unusable(Exception):
-    """Audio that cannot be used; ``reason`` is a key of ``data.loader.REASONS``."""
+    """A recording cannot be used. ``reason`` is a key of ``data.loader.REASONS``."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -39,10 +41,10 @@ class Unusable(Exception):
 
 @contextlib.contextmanager
 def open_recording(path: str) -> Iterator[SoundFile]:
-    """A context with an open recording, whose header has been checked.
+    """Open a recording and check its header. Raises Unusable.
 
-    libsndfile gets an open file, or the bytes of a tar's member, and no name: nothing reads the name as a
-    command, a URL or a device. Raises Unusable.
+    libsndfile gets an open file, or the bytes of a tar's member, and never a name. So nothing reads the name
+    as a command, a URL or a device.
     """
     from soundfile import LibsndfileError, SoundFile
 
@@ -58,14 +60,14 @@ def open_recording(path: str) -> Iterator[SoundFile]:
             member = open_member(file, path)
         except ValueError as error:
             raise Unusable("unreadable", f"{path}: {error}") from None
-        start = os.pread(file.fileno(), 1024, 0) if member is None else member.peek(1024)[:1024]
-        if not start:
-            raise Unusable("empty_file", path)
-        if start.startswith(b"NIST_1A") and b"embedded-shorten" in start:
-            remedy = f"convert it (sph2pipe -f wav {shlex.quote(path)} OUT.wav)"
-            raise Unusable("unreadable", f"{path}: compressed by Shorten; {remedy}")
+        audio: int | io.BufferedReader
+        if member is None:
+            audio, start = file.fileno(), os.pread(file.fileno(), _START_BYTES, 0)
+        else:
+            audio, start = member, member.peek(_START_BYTES)[:_START_BYTES]
+        _check_start(start, path)
         try:
-            recording = SoundFile(file.fileno() if member is None else member, closefd=False)
+            recording = SoundFile(audio, closefd=False)
         except LibsndfileError as error:
             raise Unusable("unreadable", f"{path}: {error.error_string}") from None
         with or_unusable(path), recording:
@@ -73,22 +75,31 @@ def open_recording(path: str) -> Iterator[SoundFile]:
             yield recording
 
 
+def _check_start(start: bytes, path: str) -> None:
+    """Raise Unusable for an empty file and for NIST audio that Shorten compressed."""
+    if not start:
+        raise Unusable("empty_file", path)
+    if start.startswith(b"NIST_1A") and b"embedded-shorten" in start:
+        remedy = f"Convert it (sph2pipe -f wav {shlex.quote(path)} OUT.wav)"
+        raise Unusable("unreadable", f"{path}: compressed by Shorten. {remedy}")
+
+
 def _check_header(recording: SoundFile, path: str) -> None:
-    """Raise Unusable for a rate that no recording has, and for a file shorter than its header says."""
+    """Raise Unusable for an impossible rate or number of channels, and if the header promises more audio."""
     rate, channels = recording.samplerate, recording.channels
     if not RATES[0] <= rate <= RATES[1] or not 1 <= channels <= MOST_CHANNELS:
         raise Unusable("unreadable", f"{path}: its sampling rate is {rate} Hz, of {channels} channels")
-    cut = _CUT_FILE.search(recording.extra_info)
-    if cut and int(cut[1]) < _STREAMED:
-        lengths = f"its header promises {cut[1]} bytes of audio, and {cut[2]} are there"
+    short = _SHORT_FILE.search(recording.extra_info)
+    if short and int(short[1]) < _PLACEHOLDER:
+        lengths = f"its header promises {short[1]} bytes of audio, and {short[2]} are there"
         raise Unusable("wrong_length", f"{path}: {lengths}. Copy it again")
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a recording says of itself."""
+    """The length and the format of a recording, from its header."""
 
-    frames: int
+    frames: int  # samples of each channel
     samplerate: int
     channels: int
 
@@ -99,7 +110,7 @@ class Header:
 
 
 def read_header(path: str) -> Header:
-    """The header of a recording. Raises Unusable, also where it has no samples."""
+    """Return the header of a recording. Raises Unusable, also if the recording has no samples."""
     with open_recording(path) as file:
         if file.frames < 1:
             raise Unusable("no_samples", path)
@@ -107,7 +118,7 @@ def read_header(path: str) -> Header:
 
 
 def header(path: str) -> Header | None:
-    """The header of a recording with samples, or None if there is none."""
+    """Return the header of a recording, or None if the recording cannot be used."""
     try:
         return read_header(path)
     except Unusable:
@@ -116,11 +127,13 @@ def header(path: str) -> Header | None:
 
 @contextlib.contextmanager
 def or_unusable(path: str) -> Iterator[None]:
-    """Convert any other error to Unusable: lhotse and libsndfile raise many kinds for a damaged file."""
+    """Convert each other error to Unusable. lhotse and libsndfile raise many kinds for a damaged file."""
     try:
         yield
     except Unusable:
         raise
     except Exception as error:
         message = one_line(str(error), 300) or type(error).__name__
-        raise Unusable("unreadable", message if path in message else f"{path}: {message}") from None
+        if path not in message:
+            message = f"{path}: {message}"
+        raise Unusable("unreadable", message) from None

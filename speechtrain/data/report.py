@@ -14,7 +14,7 @@ from speechtrain.data.training_stream import TrainingStream
 
 
 def report(stream: TrainingStream) -> dict[str, Any]:
-    """Return the recordings that are not used by reason, the padded and cropped shares, and each set's facts.
+    """Return the counts of unused recordings by reason, the padded and cropped shares, and facts of each set.
 
     The padded share is reported for fixed shapes only.
     """
@@ -36,21 +36,23 @@ def report(stream: TrainingStream) -> dict[str, Any]:
 
 
 def _named_sets(training_set: TrainingSet, draws: CutDraws) -> Iterator[tuple[str, str]]:
-    """Yield the key and the facts of each named set."""
+    """Yield the key and the description of each named set."""
     index, rows = training_set.index, training_set.rows
     names = [facts.name for facts in index.facts]
-    for number, name in enumerate(dict.fromkeys(filter(None, names))):
+    distinct_names = dict.fromkeys(filter(None, names))
+    for number, name in enumerate(distinct_names):
         parts = np.flatnonzero(np.array(names) == name)
-        members = rows[np.isin(index.parts[rows], parts)]
-        words = [f"{len(members)} recordings", f"{hours(index.seconds[members]):.2f} h"]
+        set_rows = rows[np.isin(index.parts[rows], parts)]
+        description = [f"{len(set_rows)} recordings", f"{hours(index.seconds[set_rows]):.2f} h"]
         if draws.sets:
-            words.append(f"{draws.sets[number].count / len(draws):.1%} of an epoch")
+            description.append(f"{draws.sets[number].count / len(draws):.1%} of an epoch")
         facts = index.facts[parts[0]]
-        words += filter(None, (facts.normaliser, facts.language))
-        yield f"set {name}", ", ".join(words)
+        description += filter(None, (facts.normaliser, facts.language))
+        yield f"set {name}", ", ".join(description)
 
 
 def _held_out(training_set: TrainingSet) -> str:
+    """Return the number, hours and speakers of the held-out recordings, as text."""
     index, usable, rows = training_set.index, training_set.usable, training_set.held_out
     if len(usable) == 1:
         return "nothing: the only recording is also what validates it"
@@ -64,8 +66,8 @@ def _held_out(training_set: TrainingSet) -> str:
 
 
 def counts(stream: TrainingStream) -> dict[str, int]:
-    """Return the recordings of training and of the first evaluation set."""
-    counts = {"train_samples": len(stream.training_set.rows)}
+    """Return the numbers of recordings of training and of the first evaluation set."""
+    samples = {"train_samples": len(stream.training_set.rows)}
     for name in stream.evaluation_sets.names[:1]:
-        counts["eval_samples"] = len(stream.evaluation_sets[name].plan.rows)
-    return counts
+        samples["eval_samples"] = len(stream.evaluation_sets[name].plan.rows)
+    return samples

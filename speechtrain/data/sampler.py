@@ -1,4 +1,4 @@
-"""Plans the batches of training: buckets by length, within limits, in an order that two integers address.
+"""The plan of the training batches: buckets by length, within limits, in an order that two integers address.
 
 The plan of an epoch is a pure function of (seed, epoch). Numpy makes it before the first batch of the epoch,
 in 0.5 s for a million cuts. So a resumed run replays nothing, with any number of ranks and workers.
@@ -16,14 +16,14 @@ from speechtrain.batch import Footprint
 from speechtrain.counter_rng import RunStream, addressed, uniform_at
 from speechtrain.data.planned_lengths import Integers, PlannedLengths, Seconds, planned_samples
 from speechtrain.data.speed import speed_grid
-from speechtrain.data.static_shapes import Shape, fill_shapes, fit, shape_table
+from speechtrain.data.static_shapes import Shape, fill_shapes, fitting_shapes, shape_table
 
 # --- limits -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Limits of a micro-batch: it is full if one more utterance would exceed any limit.
+    """Limits of a micro-batch. It is full if one more utterance would exceed any limit.
 
     The limits are ``count`` utterances, ``seconds`` of audio with padding, and ``memory_gib`` predicted
     by the model's footprint. Null means unlimited. A rank replaces ``auto`` by the free memory of its device.
@@ -47,7 +47,7 @@ class BatchLimits:
             if limit is not None and limit != "auto" and (isinstance(limit, str) or limit <= 0):
                 raise ValueError(f"{name}={limit}: it must be above 0, or null for no limit")
         if all(limit is None for limit in limits.values()):
-            raise ValueError("count, seconds and memory_gib are all null; set at least one")
+            raise ValueError("count, seconds and memory_gib are all null. Set at least one")
         if self.window < 1:
             raise ValueError(f"window={self.window}: it must be at least 1 (plain shuffling)")
         if self.multiple < 1:
@@ -58,7 +58,7 @@ class BatchLimits:
         """``memory_gib`` in bytes. It is infinite without a limit and until ``auto`` is replaced."""
         return math.inf if isinstance(self.memory_gib, str | None) else self.memory_gib * 2**30
 
-    def even(self, rows: int) -> int:
+    def round_down(self, rows: int) -> int:
         """Round ``rows`` down to a multiple of ``multiple``. Fewer than ``multiple`` rows are kept."""
         return rows // self.multiple * self.multiple if rows >= self.multiple else rows
 
@@ -88,12 +88,13 @@ class BatchSize:
         limits = self.limits
         if limits.count is None or limits.seconds or limits.memory_gib:
             return 0
-        return limits.even(limits.count)
+        return limits.round_down(limits.count)
 
     def rows(self, seconds: float, labels: float = 0.0) -> int:
-        """Return the most rows of one (padded) length and number of labels, at least 1.
+        """Return the maximum rows of a batch, at least 1.
 
-        Raises ValueError if memory is a limit and the model does not predict it.
+        Each row has ``seconds`` with padding, and ``labels`` labels. Raises ValueError if memory is a limit
+        and the model does not predict it.
         """
         limits, footprint = self.limits, self.footprint
         rows = 2.0**31
@@ -103,11 +104,12 @@ class BatchSize:
             rows = min(rows, limits.seconds / seconds)
         if limits.memory_gib is not None and seconds > 0:
             if footprint.per_second <= 0 and footprint.per_second_label <= 0:
-                raise ValueError("memory_gib: this model does not predict its memory; use count or seconds")
+                raise ValueError("memory_gib: this model does not predict its memory. Use count or seconds")
             row_bytes = max(footprint.bytes(1, seconds, math.ceil(labels)), 1.0)
             rows = min(rows, limits.bytes / row_bytes)
-        # 16 rows of 1.1 s are 17.6 s in spite of rounding.
-        return limits.even(max(1, int(rows * (1 + 1e-6))))
+        # The factor makes up for rounding: 17.6 s have room for 16 rows of 1.1 s.
+        whole_rows = int(rows * (1 + 1e-6))
+        return limits.round_down(max(1, whole_rows))
 
     def next_rows(self, longest: float, labels: Integers) -> int:
         """Return the rows of the batch that begins with a cut of ``longest`` seconds.
@@ -121,7 +123,7 @@ class BatchSize:
             row_bytes = longest * (footprint.per_second + most_labels * footprint.per_second_label)
             batch_bytes = np.arange(1, count + 1) * row_bytes
             count = max(1, int(np.searchsorted(batch_bytes, self.limits.bytes, side="right")))
-        return self.limits.even(count)
+        return self.limits.round_down(count)
 
 
 # --- plan ---------------------------------------------------------------------------------------
@@ -136,7 +138,7 @@ class MicroBatch:
     shape: Shape | None = None  # None: the size of the longest row
     epoch: int = 0
     index: int = 0
-    passes: int | Integers = 0  # how often each row has been used before
+    passes: int | Integers = 0  # how often the run has used each row before
 
 
 @dataclass(frozen=True)
@@ -147,18 +149,18 @@ class Plan:
     rows: Integers
     percents: Integers
     bounds: Integers  # micro-batch i is rows[bounds[i]:bounds[i + 1]]
-    shape_numbers: Integers  # in ``shapes``, one for each micro-batch; empty without shapes
+    shape_numbers: Integers  # index in ``shapes`` of each micro-batch, empty without shapes
     shapes: Sequence[Shape] = ()
-    passes: int | Integers = 0  # how often each row has been used before
+    passes: int | Integers = 0  # how often the run has used each row before
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
     def __getitem__(self, index: int) -> MicroBatch:
-        part = slice(int(self.bounds[index]), int(self.bounds[index + 1]))
+        span = slice(int(self.bounds[index]), int(self.bounds[index + 1]))
         shape = self.shapes[int(self.shape_numbers[index])] if self.shapes else None
-        passes = self.passes if isinstance(self.passes, int) else self.passes[part]
-        rows, percents = self.rows[part], self.percents[part]
+        passes = self.passes if isinstance(self.passes, int) else self.passes[span]
+        rows, percents = self.rows[span], self.percents[span]
         return MicroBatch(rows, percents, shape, epoch=self.epoch, index=index, passes=passes)
 
 
@@ -172,40 +174,42 @@ def _bucket(
 ) -> tuple[Integers, Integers, Integers]:
     """Divide ``cuts`` into micro-batches of similar lengths.
 
-    Returns their order, the bounds of the micro-batches and the number of the shape of each. Without shapes,
-    cuts are sorted within ``window`` batches, or all of them if that is 0.
+    Returns the order of the cuts, the bounds of the micro-batches and the shape number of each micro-batch.
+    Without ``shapes``, cuts are sorted within ``window`` batches. A window of 0 sorts all cuts.
     """
     labels = lengths.label_counts[cuts]
     if shapes:
-        return fill_shapes(fit(shapes, lengths.samples_of(cuts, percents), labels), shapes)
+        shape_numbers = fitting_shapes(shapes, lengths.samples_of(cuts, percents), labels)
+        return fill_shapes(shape_numbers, shapes)
     seconds = lengths.seconds_of(cuts, percents)
     width = max(1, len(cuts))
     if window:
         width = window * size.rows(float(seconds.mean()), float(labels.mean()))
-    order = np.lexsort((-seconds, np.arange(len(cuts)) // width))
+    windows = np.arange(len(cuts)) // width
+    order = np.lexsort((-seconds, windows))
     bounds = _bounds(seconds[order], labels[order], size, width)
     return order, bounds, np.zeros(0, np.int16)
 
 
 def _bounds(seconds: Seconds, labels: Integers, size: BatchSize, width: int) -> Integers:
-    """Return the bounds of micro-batches over cuts that are sorted, longest first, in windows of ``width``.
+    """Return the bounds of micro-batches. The cuts are sorted, longest first, in windows of ``width`` cuts.
 
-    The first row of a batch is its longest, so one division gives the size of a batch.
+    The first row of a batch is its longest, so one division gives the number of its rows.
     """
     total = len(seconds)
     if size.fixed_rows:
         return np.append(np.arange(0, total, size.fixed_rows), total)
-    longest = seconds.tolist()
+    cut_seconds = seconds.tolist()
     bounds = [0]
     while bounds[-1] < total:
         begin = bounds[-1]
-        end = (begin // width + 1) * width
-        bounds.append(begin + size.next_rows(longest[begin], labels[begin:end]))
+        window_end = (begin // width + 1) * width
+        bounds.append(begin + size.next_rows(cut_seconds[begin], labels[begin:window_end]))
     return np.array(bounds)
 
 
 def evaluation_plan(lengths: PlannedLengths, size: BatchSize) -> Plan:
-    """Plan every cut once, longest first: little padding, and a lack of memory shows at the start."""
+    """Plan every cut once, longest first. This order has little padding, and meets a lack of memory early."""
     cuts = np.argsort(-lengths.seconds, kind="stable")
     percents = np.full(len(cuts), 100, np.int16)
     table = shape_table(lengths, size.rows, size.shapes)
@@ -225,13 +229,14 @@ class WeightedSet:
 
 
 def weighted_sets(set_numbers: Integers, weights: Sequence[float]) -> list[WeightedSet]:
-    """Return the sets of cuts. An epoch has as many cuts as there are, and of each set its share by weight.
+    """Return the sets of cuts. An epoch has as many cuts as all sets together, shared out by the weights.
 
-    ``set_numbers`` (N,) has the number of each cut's set in ``weights``.
+    ``set_numbers`` (N,) are the indices in ``weights`` of the cuts' sets.
     """
-    counts = np.rint(len(set_numbers) * np.asarray(weights) / sum(weights)).astype(np.int64)
+    exact_counts = len(set_numbers) * np.asarray(weights) / sum(weights)
+    counts = np.maximum(np.rint(exact_counts), 1).astype(np.int64)
     sets = []
-    for number, count in enumerate(np.maximum(counts, 1).tolist()):
+    for number, count in enumerate(counts.tolist()):
         sets.append(WeightedSet(np.flatnonzero(set_numbers == number), count))
     return sets
 
@@ -241,8 +246,8 @@ class CutDraws:
     """Draws the cuts of an epoch, their order and their speeds from (seed, epoch, key of the cut).
 
     ``keys`` (N,) are the keys of the cuts. ``speed`` is the lowest and the highest factor, on a grid of 0.01.
-    An epoch has each cut once. With ``sets``, it has the next cuts of a shuffled pass through each set, then
-    of another pass.
+    Without ``sets``, an epoch has each cut once. With ``sets``, passes through each set follow each other,
+    each in its own random order. An epoch continues the pass of each set where the epoch before it ended.
     """
 
     seed: int
@@ -254,7 +259,10 @@ class CutDraws:
         return sum(members.count for members in self.sets) if self.sets else len(self.keys)
 
     def draw(self, epoch: int) -> tuple[Integers, Integers, int | Integers]:
-        """Return the cuts of an epoch in random order, their speeds, and the passes that each is in."""
+        """Return the cuts of an epoch in random order, their speeds in percents, and their passes.
+
+        The pass of a cut is the number of times that the run has used it before.
+        """
         cuts = np.arange(len(self.keys))
         passes: int | Integers = epoch
         if self.sets:
@@ -265,7 +273,8 @@ class CutDraws:
             passes = passes[order]
         slowest, fastest = speed_grid(self.speed)
         steps = uniform_at(self.seed, RunStream.SPEED, passes, self.keys[cuts]) * (fastest - slowest + 1)
-        return cuts, (slowest + steps.astype(np.int16)).astype(np.int16), passes
+        percents = (slowest + steps.astype(np.int16)).astype(np.int16)
+        return cuts, percents, passes
 
     def _draw_from_sets(self, epoch: int) -> tuple[Integers, Integers]:
         cuts, passes = [], []
@@ -273,12 +282,12 @@ class CutDraws:
             members, count = weighted.members, weighted.count
             # Both are positions in the endless sequence of draws from the set.
             start, end = epoch * count, (epoch + 1) * count
-            numbers = np.arange(start // len(members), -(-end // len(members)))[:, None]
-            draws = addressed(self.seed, RunStream.SHARES, numbers, self.keys[members])
+            pass_numbers = np.arange(start // len(members), -(-end // len(members)))[:, None]
+            draws = addressed(self.seed, RunStream.SHARES, pass_numbers, self.keys[members])
             sequence = members[draws.argsort(axis=1, kind="stable")].ravel()
-            begin = start % len(members)
-            cuts.append(sequence[begin : begin + count])
-            passes.append(np.repeat(numbers, len(members))[begin : begin + count])
+            offset = start % len(members)  # in the first of these passes
+            cuts.append(sequence[offset : offset + count])
+            passes.append(np.repeat(pass_numbers, len(members))[offset : offset + count])
         return np.concatenate(cuts), np.concatenate(passes)
 
 
@@ -297,15 +306,18 @@ class Sampler:
         self._plans: dict[int, Plan] = {}
 
     def plan(self, epoch: int) -> Plan:
-        """Return the plan of an epoch. The last two are kept, because a global batch may span both."""
+        """Return the plan of an epoch. The last two plans are kept, because a global batch may span both."""
         if epoch not in self._plans:
-            for old in sorted(self._plans)[:-1]:
-                del self._plans[old]
-            self._plans[epoch] = self._make(epoch)
+            for old_epoch in sorted(self._plans)[:-1]:
+                del self._plans[old_epoch]
+            self._plans[epoch] = self._make_plan(epoch)
         return self._plans[epoch]
 
     def advance(self, epoch: int, position: int, count: int) -> tuple[int, int]:
-        """Return the address ``count`` micro-batches after (epoch, position), never the end of an epoch."""
+        """Return the address ``count`` micro-batches after (epoch, position).
+
+        The end of an epoch is not an address. The start of the next epoch is.
+        """
         position += count
         while position >= self.length(epoch):
             position -= self.length(epoch)
@@ -313,7 +325,7 @@ class Sampler:
         return epoch, position
 
     def length(self, epoch: int) -> int:
-        """Return the micro-batches of an epoch. If batches have a fixed count, no plan is made."""
+        """Return the number of micro-batches of an epoch. Batches of a fixed size need no plan for it."""
         if self.shapes or not self.size.fixed_rows:
             return len(self.plan(epoch))
         return -(-len(self.draws) // self.size.fixed_rows)
@@ -321,9 +333,9 @@ class Sampler:
     def micro_batches(
         self, epoch: int, position: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of a rank from an address, over the ends of epochs, endlessly.
+        """Yield the micro-batches of a rank from an address on, endlessly, one epoch after the other.
 
-        Rank r has each ``world_size``-th micro-batch, from the r-th on.
+        Rank r has every ``world_size``-th micro-batch, beginning with the r-th.
         """
         epoch, position = self.advance(epoch, position, rank)
         while True:
@@ -334,13 +346,12 @@ class Sampler:
         """Return the planned samples of each micro-batch's audio tensor, with padding and padding rows."""
         plan = self.plan(epoch)
         if plan.shapes:
-            return np.array([shape.rows * shape.samples for shape in plan.shapes], np.int64)[
-                plan.shape_numbers
-            ]
+            shape_sizes = np.array([shape.rows * shape.samples for shape in plan.shapes], np.int64)
+            return shape_sizes[plan.shape_numbers]
         # A crop shortens all rows to the shortest of the batch. Otherwise they are padded to the longest.
-        ends = np.maximum if math.isinf(self.lengths.crop_seconds) else np.minimum
+        common_length = np.maximum if math.isinf(self.lengths.crop_seconds) else np.minimum
         samples = self.lengths.samples_of(self._cuts(plan), plan.percents)
-        lengths: Integers = ends.reduceat(samples, plan.bounds[:-1])
+        lengths: Integers = common_length.reduceat(samples, plan.bounds[:-1])
         return lengths * np.diff(plan.bounds)
 
     def waste(self, epoch: int) -> tuple[float, float]:
@@ -355,9 +366,10 @@ class Sampler:
         return 1.0 - used / size, 1.0 - used / uncropped
 
     def _cuts(self, plan: Plan) -> Integers:
+        """Return the positions in ``rows`` of the plan's cuts."""
         return np.searchsorted(self.rows, plan.rows)
 
-    def _make(self, epoch: int) -> Plan:
+    def _make_plan(self, epoch: int) -> Plan:
         cuts, percents, passes = self.draws.draw(epoch)
         window = self.size.limits.window
         order, bounds, shape_numbers = _bucket(self.lengths, cuts, percents, self.size, self.shapes, window)
@@ -374,7 +386,7 @@ class Sampler:
 
 
 def _reorder(bounds: Integers, batch_order: Integers) -> tuple[Integers, Integers]:
-    """Return the positions of the cuts and the new bounds, for micro-batches in another order."""
+    """Put micro-batches into another order. Returns the positions of their cuts, and their new bounds."""
     sizes = np.diff(bounds)[batch_order]
     ends = np.cumsum(sizes)
     starts = bounds[:-1][batch_order]

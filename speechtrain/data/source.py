@@ -7,26 +7,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # lhotse takes seconds to import: sources import it at first use
+if TYPE_CHECKING:  # The import of lhotse takes seconds, so sources import it at first use.
     from lhotse.cut import Cut
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The settings of a set in data.train or data.valid. Each of them is optional."""
+    """The settings of a set in ``data.train`` or ``data.valid``. Each of them is optional."""
 
-    name: str = ""  # the name of the set
-    normaliser: str = ""  # the normaliser of its transcripts, instead of the tokenizer's
+    name: str = ""
+    normaliser: str = ""  # the name of the transcripts' normaliser. Without it, the tokenizer normalises them
     weight: float | None = None  # the weight relative to the other sets
-    language: str = ""  # the language of its transcripts
+    language: str = ""
 
 
 class Source(ABC):
-    """A source of cuts: any format on the disk becomes lhotse cuts."""
+    """A source of cuts. It reads one format and converts it to lhotse cuts."""
 
     facts = Facts()
     is_example: bool = False
-    """Whether it shows that training works, and not how well."""
+    """Whether this is example data, which shows that training works, and not how well a model is."""
 
     @abstractmethod
     def cuts(self) -> Iterator[Cut]:
@@ -38,12 +38,12 @@ class Source(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return a short hash of arguments and content, equal on every machine. Other cuts change it."""
+        """Return a short hash of the arguments and the content. It is equal on every machine."""
 
     def warnings(self) -> Iterator[str]:
-        """Yield a line for files that seem to be recordings and are not read."""
+        """Yield a line on files that seem to be recordings and are not read."""
         return iter(())
 
     def text_hint(self) -> str:
-        """Return where transcripts may lie that are not read. It is empty if nobody knows."""
+        """Return where the transcripts may be, if none was read, or an empty text if that is unknown."""
         return ""

@@ -1,4 +1,4 @@
-"""Copies of recordings on a local disk, made ahead of their use; what is read does not depend on them."""
+"""Copies of recordings on a local disk, made ahead of their use. Results do not depend on them."""
 
 from __future__ import annotations
 
@@ -26,42 +26,47 @@ from speechtrain.files import atomic, open_append, open_regular, remove_temporar
 
 _log = logging.getLogger(__name__)
 
-AHEAD = 1_000
+MOST_AHEAD = 1_000
 """Most micro-batches between the one that is loaded and the one whose recordings are copied."""
 
-_ROOM = 2**30  # bytes of the disk that are left to others
-_BLOCK = 2**22  # bytes that are copied between two looks at the end
+_ROOM = 2**30  # bytes of the disk that stay free
+_BLOCK = 2**22  # bytes that are copied between two checks for the end
 _END_SECONDS = 10.0  # how long close() waits for a disk that does not answer
 
 Item = TypeVar("Item")
 Paths = Callable[[], Iterable[str]]
-"""Finds paths when it is called: reading the cuts of a micro-batch takes time."""
+"""A function that finds paths. It is called late, because reading the cuts of a micro-batch takes time."""
 
-_folder: ContextVar[str] = ContextVar("stage", default="")
+_stage_folder: ContextVar[str] = ContextVar("stage", default="")
 
 
 @contextlib.contextmanager
 def reading_from(folder: str) -> Iterator[None]:
-    """A context in which ``open_near`` prefers the copies in ``folder``."""
-    token = _folder.set(folder)
+    """Return a context in which ``open_near`` prefers the copies in ``folder``."""
+    token = _stage_folder.set(folder)
     try:
         yield
     finally:
-        _folder.reset(token)
+        _stage_folder.reset(token)
 
 
 def open_near(path: str) -> BufferedReader:
-    """Open a regular file: its copy if there is one of equal size and time. Raises as ``open_regular``."""
-    if folder := _folder.get():
+    """Open a regular file, or its copy if the copy has the same size and time.
+
+    Raises the errors of ``open_regular``.
+    """
+    folder = _stage_folder.get()
+    if folder:
         with contextlib.suppress(OSError, ValueError):
-            if _is_copy(copy := _copy_of(path, folder), os.stat(path)):
+            copy = _copy_of(path, folder)
+            if _is_copy(copy, os.stat(path)):
                 return open_regular(copy, follow=False)
     return open_regular(path)
 
 
 def _copy_of(path: str, folder: str) -> Path:
     name = hashlib.sha256(os.fsencode(os.path.abspath(path))).hexdigest()
-    return Path(folder, name[:2], name[2:42])  # a folder of a million files is slow
+    return Path(folder, name[:2], name[2:42])  # One folder of a million files would be slow.
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int]:
@@ -69,81 +74,93 @@ def _stamp(status: os.stat_result) -> tuple[int, int]:
 
 
 def _is_copy(copy: Path, status: os.stat_result) -> bool:
-    """Whether there is a copy of the size and time of ``status``."""
+    """Return whether ``copy`` is a file with the size and time of ``status``."""
     return copy.is_file() and _stamp(copy.stat()) == _stamp(status)
 
 
-class _NotNow(Exception):
-    """A file cannot be copied completely."""
+class _NotCopied(Exception):
+    """A file could not be copied completely, or changed during the copy."""
 
 
 class Stager:
-    """Copies recordings into ``folder`` in a thread: of micro-batches to come, else those of ``later``.
+    """Copies recordings into ``folder`` in a thread.
 
-    Several processes may use one folder: who copies locks a part of it, and the others pass. A copy gets its
-    name when it is complete and on the disk. A disk that is full ends the copying with one warning.
+    It copies the recordings of the next micro-batches. If they have copies, it copies the files that
+    ``later_finders`` find.
+
+    Several processes may use one folder. A process locks the part of the folder into which it copies, and the
+    others skip the files of that part. A copy gets its name when it is complete and on the disk. A full disk
+    ends the copying with one warning.
     """
 
-    def __init__(self, folder: str, later: Iterator[Paths]) -> None:
-        self.folder, self._later = folder, later
-        self._coming: SimpleQueue[tuple[int, Paths] | None] = SimpleQueue()
-        self._given = 0  # micro-batches that are loaded: too late for theirs
+    def __init__(self, folder: str, later_finders: Iterator[Paths]) -> None:
+        self.folder, self._later_finders = folder, later_finders
+        self._queue: SimpleQueue[tuple[int, Paths] | None] = SimpleQueue()  # batch numbers and finders
+        self._yielded = 0  # micro-batches whose loading has begun, so that a copy comes too late
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stage", daemon=True)
         self._thread.start()
 
-    def ahead(
-        self, planned: Iterator[Item], files: Callable[[Item], Iterable[str]], most: int
+    def copy_ahead(
+        self, planned: Iterator[Item], files: Callable[[Item], Iterable[str]], most_ahead: int
     ) -> Iterator[Item]:
-        """Yield ``planned`` as it is, and copy the ``files`` of up to ``most`` that follow."""
+        """Yield each of ``planned``, and copy the ``files`` of up to ``most_ahead`` that follow."""
         window = deque[Item]()
         try:
             for number in count():
-                for item in islice(planned, most - len(window)):
+                for item in islice(planned, most_ahead - len(window)):
                     if not self._ended.is_set():
-                        self._coming.put((number + len(window), partial(files, item)))
+                        self._queue.put((number + len(window), partial(files, item)))
                     window.append(item)
                 if not window:
                     return
-                self._given = number + 1
+                self._yielded = number + 1
                 yield window.popleft()
         finally:
             self.close()
 
     def close(self) -> None:
-        """End the copying; a file that is not complete is removed."""
+        """End the copying. An incomplete copy is removed."""
         self._ended.set()
-        self._coming.put(None)
+        self._queue.put(None)
         self._thread.join(_END_SECONDS)
 
     def _run(self) -> None:
         try:
-            for files in iter(self._next, None):
-                for path in files():
+            for finder in iter(self._next_finder, None):
+                for path in finder():
                     if self._ended.is_set():
                         return
                     self._copy(file_of(path))
-        except DataError:  # the manifest has changed, which the loader reports
+        except DataError:  # The manifest has changed, which the loader reports.
             return
         except OSError as error:
-            told = "data.stage: %s takes no more copies (%s); other recordings are read where they are"
-            _log.warning(told, self.folder, error.strerror or error)
+            message = "data.stage: %s takes no more copies (%s). Other recordings are read without copies"
+            _log.warning(message, self.folder, error.strerror or error)
         finally:
             self._ended.set()
 
-    def _next(self) -> Paths | None:
+    def _next_finder(self) -> Paths | None:
+        """Wait for the next finder of files to copy. Returns None at the end."""
         while True:
             try:
-                found = self._coming.get_nowait()
+                numbered_finder = self._queue.get_nowait()
             except Empty:
-                if files := next(self._later, None):
-                    return files
-                found = self._coming.get()
-            if found is None or found[0] >= self._given:
-                return found and found[1]
+                later_finder = next(self._later_finders, None)
+                if later_finder is not None:
+                    return later_finder
+                numbered_finder = self._queue.get()
+            if numbered_finder is None:
+                return None
+            number, finder = numbered_finder
+            if number >= self._yielded:
+                return finder
 
     def _copy(self, path: str) -> None:
-        """Copy a file that has no copy yet, and that nobody else copies. Raises OSError of the disk only."""
+        """Copy a file, unless it has a copy or another process copies it.
+
+        Raises OSError only if the disk of the copies fails.
+        """
         copy = _copy_of(path, self.folder)
         with contextlib.ExitStack() as stack:
             try:
@@ -151,11 +168,12 @@ class Stager:
                 if _is_copy(copy, status):
                     return
                 source = stack.enter_context(open_regular(path))
-            except (OSError, ValueError):  # the loader reports it
+            except (OSError, ValueError):  # The loader reports the error.
                 return
             copy.parent.mkdir(0o700, parents=True, exist_ok=True)
             lock = stack.enter_context(open_append(copy.parent / ".lock"))
-            stack.enter_context(contextlib.suppress(BlockingIOError, _NotNow))  # others may copy it
+            # BlockingIOError: another process holds the lock.
+            stack.enter_context(contextlib.suppress(BlockingIOError, _NotCopied))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_copy(copy, status):
                 return
@@ -164,21 +182,21 @@ class Stager:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             with atomic(copy, private=True) as temporary:
                 self._write(source, temporary, status)
-            if not _is_copy(copy, status):  # it would be copied again and again
+            if not _is_copy(copy, status):  # Every start would copy the file again.
                 raise OSError(errno.EINVAL, "it does not keep the time of a file")
 
     def _write(self, source: IO[bytes], temporary: Path, status: os.stat_result) -> None:
-        """Write all of ``source``, and its time. Raises _NotNow if that is not possible, or it changes."""
-        left = status.st_size
+        """Write all of ``source``, and its time. Raises _NotCopied if that fails or the file changes."""
+        missing_bytes = status.st_size
         with temporary.open("wb") as target:
-            while left and not self._ended.is_set():
+            while missing_bytes and not self._ended.is_set():
                 try:
-                    block = source.read(min(left, _BLOCK))
+                    block = source.read(min(missing_bytes, _BLOCK))
                 except OSError:
                     block = b""
                 if not block:
                     break
-                left -= target.write(block)
-        if left or _stamp(os.fstat(source.fileno())) != _stamp(status):
-            raise _NotNow
+                missing_bytes -= target.write(block)
+        if missing_bytes or _stamp(os.fstat(source.fileno())) != _stamp(status):
+            raise _NotCopied
         os.utime(temporary, ns=(status.st_atime_ns, status.st_mtime_ns))

@@ -1,6 +1,6 @@
-"""Members of a plain tar of a stranger, found and read where they are, and the names of their places.
+"""Lists the members of an untrusted, uncompressed tar, and reads them without unpacking.
 
-A place is ``TAR:OFFSET+SIZE//MEMBER``: it takes the place of a path wherever a recording has one.
+The path of a member is ``TAR:OFFSET+SIZE//NAME``. A recording can have it instead of the path of a file.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from typing import IO, Any
 
 from speechtrain.errors import DataError
 
-_BUFFER_BYTES = 2**18  # of a member that are read at once: eight seconds of 16 bits at 16 kHz
-_MOST_EXTENDED = 2**16  # bytes of a header that holds a long name
-_RECORD = re.compile(rb"([0-9]{1,6}) ([^=]{,100})=")
-_PLACE = re.compile(r"(.*?\.tar):([0-9]{1,15})\+([0-9]{1,15})//(.*)", re.DOTALL)
+_BUFFER_BYTES = 2**18  # One read from a member has eight seconds of 16 bits at 16 kHz.
+_MOST_EXTENDED = 2**16  # bytes that are read of an extended header, which holds a long name
+_HEADER_RECORD = re.compile(rb"([0-9]{1,6}) ([^=]{,100})=")  # its length and its key
+_MEMBER_PATH = re.compile(r"(.*?\.tar):([0-9]{1,15})\+([0-9]{1,15})//(.*)", re.DOTALL)
 
 
 def place(tar: Path, offset: int, size: int, member: str) -> str:
-    """The name of a member's place."""
+    """Return the path of a member."""
     return f"{tar}:{offset}+{size}//{member}"
 
 
 def file_of(path: str) -> str:
-    """The file that holds a recording: that of ``path``, or the tar of a place."""
-    return found[1] if (found := _place_in(path)) else path
+    """Return the file that holds a recording: ``path`` itself, or the tar of a member's path."""
+    match = _match_member(path)
+    return match[1] if match else path
 
 
-def _place_in(path: str) -> re.Match[str] | None:
-    return _PLACE.fullmatch(path) if ".tar:" in path else None
+def _match_member(path: str) -> re.Match[str] | None:
+    return _MEMBER_PATH.fullmatch(path) if ".tar:" in path else None
 
 
 class _Member(io.RawIOBase):
-    """The bytes of one member. They are read in parts: a large one may hold many cuts."""
+    """The bytes of one member. They are read in parts, because a large member may hold many cuts."""
 
     def __init__(self, handle: int, begin: int, size: int) -> None:
         super().__init__()
@@ -62,21 +63,23 @@ class _Member(io.RawIOBase):
 
 
 def open_member(file: IO[bytes], path: str) -> io.BufferedReader | None:
-    """Open the member whose place is ``path``; None if that is a file.
+    """Open the member that ``path`` names, in the open tar. Returns None if ``path`` is a file.
 
-    Raises ValueError for one that is not there: the tar has changed.
+    Raises ValueError if the tar has changed, so that the member is not at this offset.
     """
-    if (found := _place_in(path)) is None:
+    match = _match_member(path)
+    if match is None:
         return None
-    offset, size, name = int(found[2]), int(found[3]), found[4]
+    offset, size, name = int(match[2]), int(match[3]), match[4]
     try:
         header = _header(os.pread(file.fileno(), BLOCKSIZE, offset - BLOCKSIZE))
     except (HeaderError, OSError):
         header = TarInfo()
-    # a name in ASCII is in its header, cut to 100 characters
-    is_known = not name.isascii() or header.name in (name, name[:100])
-    if not is_known or header.size != size or offset + size > os.fstat(file.fileno()).st_size:
-        raise ValueError("the tar has changed since it was indexed; start the command again")
+    # A header holds the first 100 characters of a name in ASCII. Other names are not compared.
+    has_name = not name.isascii() or header.name in (name, name[:100])
+    tar_bytes = os.fstat(file.fileno()).st_size
+    if not has_name or header.size != size or offset + size > tar_bytes:
+        raise ValueError("the tar has changed since it was indexed. Start the command again")
     return io.BufferedReader(_Member(file.fileno(), offset, size), _BUFFER_BYTES)
 
 
@@ -85,38 +88,47 @@ def _header(block: bytes) -> TarInfo:
 
 
 def members(file: IO[bytes], path: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield name, offset and size of each member. Raises DataError for what is no regular file.
+    """Yield the name, offset and size of each member. Only headers are read.
 
-    Only headers are read. What extends a header may hold a name, and nothing else that matters.
+    An extended header may hold the name of the next member. Its other records are not used. Raises DataError
+    for a member that is not a regular file, and for a damaged tar.
     """
-    end, at, name = os.fstat(file.fileno()).st_size, 0, ""
-    while (block := os.pread(file.fileno(), BLOCKSIZE, at)).strip(b"\0"):
+    tar_bytes = os.fstat(file.fileno()).st_size
+    offset, name = 0, ""
+    while (block := os.pread(file.fileno(), BLOCKSIZE, offset)).strip(b"\0"):
         try:
-            info = _header(block)
+            header = _header(block)
         except HeaderError as error:
-            raise DataError(f"{path}: no plain tar at byte {at} ({error})") from None
-        at += BLOCKSIZE
-        if info.size < 0 or at + info.size > end:
-            raise DataError(f"{path}: cut off in {(name or info.name)[:100]!r}; write it again")
-        if info.type in (XHDTYPE, XGLTYPE, GNUTYPE_LONGNAME):
-            content = os.pread(file.fileno(), min(info.size, _MOST_EXTENDED), at)
-            if info.type == XHDTYPE:
-                name = _name_in(content)
-            elif info.type == GNUTYPE_LONGNAME:
-                name = content.rstrip(b"\0").decode(errors="surrogateescape")
-        elif info.type not in (REGTYPE, AREGTYPE):
-            raise DataError(f"{path}: {(name or info.name)[:100]!r} is not a regular file")
-        else:
-            yield name or info.name, at, info.size
+            raise DataError(f"{path}: no plain tar at byte {offset} ({error})") from None
+        offset += BLOCKSIZE
+        shown_name = (name or header.name)[:100]
+        if header.size < 0 or offset + header.size > tar_bytes:
+            raise DataError(f"{path}: cut off in {shown_name!r}. Write it again")
+        if header.type in (XHDTYPE, XGLTYPE, GNUTYPE_LONGNAME):
+            content = os.pread(file.fileno(), min(header.size, _MOST_EXTENDED), offset)
+            name = _extended_name(header, content, name)
+        elif header.type in (REGTYPE, AREGTYPE):
+            yield name or header.name, offset, header.size
             name = ""
-        at += -(-info.size // BLOCKSIZE) * BLOCKSIZE
+        else:
+            raise DataError(f"{path}: {shown_name!r} is not a regular file")
+        offset += -(-header.size // BLOCKSIZE) * BLOCKSIZE
 
 
-def _name_in(content: bytes) -> str:
-    """The ``path`` among the records ``LENGTH KEY=VALUE`` of an extended header; empty if it has none."""
-    at = 0
-    while (found := _RECORD.match(content, at)) and int(found[1]):
-        at += int(found[1])
-        if found[2] == b"path":
-            return content[found.end() : at].removesuffix(b"\n").decode(errors="surrogateescape")
+def _extended_name(header: TarInfo, content: bytes, name: str) -> str:
+    """Return the name of the next member after an extended header, which is ``name`` if it has none."""
+    if header.type == GNUTYPE_LONGNAME:
+        return content.rstrip(b"\0").decode(errors="surrogateescape")
+    if header.type == XHDTYPE:
+        return _path_record(content)
+    return name
+
+
+def _path_record(content: bytes) -> str:
+    """Return the ``path`` among the records ``LENGTH KEY=VALUE`` of an extended header, or ""."""
+    start = 0
+    while (record := _HEADER_RECORD.match(content, start)) and int(record[1]):
+        start += int(record[1])
+        if record[2] == b"path":
+            return content[record.end() : start].removesuffix(b"\n").decode(errors="surrogateescape")
     return ""

@@ -1,4 +1,4 @@
-"""The recordings of training: some are filtered, some are held out for evaluation, the others are used."""
+"""The recordings of training. Some are filtered, some are held out for evaluation, the others are used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WHERE_TRANSCRIPTS_ARE = (
     "text, a table in a column ({path: FILE, text: COLUMN} names it)"
 )
 FILTERS = ("", "too_long", "too_short", "untranscribed")
-"""The reasons why a recording is filtered. The first one is of recordings that are not."""
+"""The reasons why a recording is filtered. The empty one means that it is not filtered."""
 
 
 @dataclass
@@ -32,9 +32,9 @@ class TrainingSet:
     """The recordings of ``data.train``, opened at first use.
 
     A recording is filtered if it is shorter than ``min_seconds`` or longer than ``max_seconds`` (before the
-    speed change), or if ``skip_empty`` is true and it has no transcript. The share ``hold_out`` of the others
-    is held out, of recordings with a transcript if ``needs_text`` is true. Raises ValueError for invalid
-    arguments.
+    speed change), or if ``skip_empty`` is true and it has no transcript. The share ``hold_out`` of the other
+    recordings is held out. If ``needs_text`` is true, only recordings with a transcript can be held out.
+    Raises ValueError for invalid arguments.
     """
 
     spec: Any
@@ -117,12 +117,13 @@ class TrainingSet:
 
         Raises DataError if a set has no recording.
         """
-        parts = self.index.facts
-        if all(facts.weight is None for facts in parts):
+        facts_of_parts = self.index.facts
+        if all(facts.weight is None for facts in facts_of_parts):
             return []
-        weights = {facts.name: facts.weight or 1.0 for facts in parts}
+        weights = {facts.name: facts.weight or 1.0 for facts in facts_of_parts}
         names = list(weights)
-        set_numbers = np.array([names.index(facts.name) for facts in parts])
+        # A set can have several parts.
+        set_numbers = np.array([names.index(facts.name) for facts in facts_of_parts])
         sets = weighted_sets(set_numbers[self.index.parts[self.rows]], list(weights.values()))
         for name, weighted in zip(names, sets, strict=True):
             if not len(weighted.members):
@@ -135,11 +136,11 @@ class TrainingSet:
             yield float(self.index.seconds[row]), self.index.text(row, normalise)
 
     def content(self) -> dict[str, str | int]:
-        """Return the number of recordings and a digest of them."""
+        """Return the number of all recordings and a digest of their ids, durations and transcripts."""
         return {"recordings": len(self.index), "digest": digest(self.index.content, self.index.texts)}
 
     def filtered(self) -> Iterator[Skip]:
-        """Yield each recording that is filtered."""
+        """Yield each filtered recording, with the reason."""
         for row in np.flatnonzero(self.filters).tolist():
             seconds = f"{self.index.seconds[row]:.2f} s"
             yield Skip(self.index.cut(row)["id"], FILTERS[self.filters[row]], seconds)
@@ -153,7 +154,7 @@ def check_source(name: str, spec: object, is_valid: bool = False) -> None:
 
 
 def where_transcripts_are(source: Source) -> str:
-    """Return where a source may have transcripts, for a message that it has none."""
+    """Return where a source may have transcripts, for the message of an error that it has none."""
     return source.text_hint() or _WHERE_TRANSCRIPTS_ARE
 
 

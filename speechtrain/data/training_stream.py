@@ -13,7 +13,7 @@ from speechtrain.data.evaluation_sets import EvaluationSets
 from speechtrain.data.loader import BatchLoader
 from speechtrain.data.sampler import BatchSize, CutDraws, MicroBatch, Sampler
 from speechtrain.data.speed import speed_grid
-from speechtrain.data.stage import AHEAD, Stager
+from speechtrain.data.stage import MOST_AHEAD, Stager
 from speechtrain.errors import DataError
 
 
@@ -21,8 +21,8 @@ from speechtrain.errors import DataError
 class TrainingStream:
     """The training batches of one rank.
 
-    ``evaluation_sets`` are the run's. ``new_loader`` makes the loader of an index. ``speed`` is the lowest
-    and the highest factor. Raises ValueError for an invalid speed.
+    ``new_loader`` makes the loader of an index. ``speed`` is the lowest and the highest factor. Raises
+    ValueError for an invalid speed.
     """
 
     evaluation_sets: EvaluationSets
@@ -42,7 +42,7 @@ class TrainingStream:
 
     @cached_property
     def sampler(self) -> Sampler:
-        """The order of training."""
+        """The plan of the training batches."""
         loader, rows = self.loader, self.training_set.rows
         sets = self.training_set.weighted_sets()
         draws = CutDraws(loader.seed, loader.index.keys[rows], self.speed, sets)
@@ -59,7 +59,7 @@ class TrainingStream:
     def _batches(self, rank: int, world_size: int, accumulate: int) -> Iterator[Batch]:
         planned = self.sampler.micro_batches(*self._address, rank, world_size)
         if self.loader.stage:
-            planned = self._staged(planned, rank, world_size)
+            planned = self._copy_ahead(planned, rank, world_size)
         for number, batch in enumerate(self.evaluation_sets.workers.map(self.loader, planned), 1):
             for skip in batch.skipped:
                 self.skips.add(skip, len(self.training_set.rows))
@@ -68,19 +68,20 @@ class TrainingStream:
                 self._address = self.sampler.advance(*self._address, world_size * accumulate)
             yield batch
 
-    def _staged(self, planned: Iterator[MicroBatch], rank: int, world_size: int) -> Iterator[MicroBatch]:
-        """Yield ``planned``, and copy the recordings of this rank ahead of their use."""
+    def _copy_ahead(self, planned: Iterator[MicroBatch], rank: int, world_size: int) -> Iterator[MicroBatch]:
+        """Yield each of ``planned``, and copy the recordings of this rank ahead of their use."""
         self.close()
         # More batches would need the plans of more than two epochs.
-        ahead = min(AHEAD, self.sampler.length(self._address[0]) // world_size)
+        most_ahead = min(MOST_AHEAD, self.sampler.length(self._address[0]) // world_size)
         stager = Stager(self.loader.stage, self.evaluation_sets.files(rank, world_size))
         self._staging.callback(stager.close)
-        return stager.ahead(planned, self.loader.for_thread().files, max(1, ahead))
+        return stager.copy_ahead(planned, self.loader.for_thread().files, max(1, most_ahead))
 
     def middle_batch(self) -> Batch:
-        """Return the batch of median size of the first epoch, without a change of the state."""
+        """Return the batch of median size of the first epoch. The state does not change."""
         order = self.sampler.sizes(0).argsort()
-        return self.loader(self.sampler.plan(0)[int(order[len(order) // 2])])
+        middle = int(order[len(order) // 2])
+        return self.loader(self.sampler.plan(0)[middle])
 
     def state_dict(self) -> dict[str, Any]:
         epoch, position = self._address
@@ -104,8 +105,10 @@ class TrainingStream:
                 "Restore it, or use another run_dir"
             )
         if state["texts"] != index.texts:
-            changed = "the transcripts of data.train have changed since the checkpoint"
-            raise DataError(f"{changed}. Restore them, or use another run_dir")
+            raise DataError(
+                "the transcripts of data.train have changed since the checkpoint. Restore them, or use "
+                "another run_dir"
+            )
         if training_set.hold_out and state["held_out"] != training_set.held_out_digest:
             raise DataError(
                 "the run was begun by a release that holds out other recordings, so it would validate on "

@@ -7,8 +7,8 @@ import warnings
 import speechtrain.data.lhotse_audio
 import speechtrain.data.loader  # noqa: F401 - The workers inherit both imports.
 
-# multiprocessing runs the program's module again in each worker, under another name. The server has
-# already imported it, so this costs nothing, but runpy warns about it.
+# multiprocessing runs the program's module again in each worker, under another name. This costs nothing,
+# because the server has already imported the module. But runpy warns about it.
 warnings.filterwarnings(
     "ignore", message=".* found in sys.modules after import of package", category=RuntimeWarning
 )

@@ -12,7 +12,7 @@ import logging
 import math
 import multiprocessing
 import multiprocessing.forkserver
-import multiprocessing.util  # its exit handler must be registered before ours
+import multiprocessing.util  # Its exit handler must be registered before the handler of this module.
 import os
 import shutil
 import signal
@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from types import FrameType
@@ -47,24 +48,27 @@ Loader = Callable[[MicroBatch], Batch]
 
 _log = logging.getLogger(__name__)
 
-_AHEAD = 2  # most micro-batches in flight per worker
-_FOR_ALL = 0  # instead of a ticket
-_SMALL_BYTES = 2**20  # a smaller tensor is sent through the pipe
+_AHEAD = 2  # the most micro-batches in flight for each worker
+_NO_TICKET = 0  # the ticket of an error that belongs to no micro-batch
+_SMALL_BYTES = 2**20  # tensors below this size are sent through the pipe
 _GRACE_SECONDS = 60  # how long a worker runs after a SIGTERM to its process group
 _STOP_SECONDS = 10.0  # how long a stop request waits for the batch that ends the step
-_SLICE_SECONDS = 0.5  # between two looks at a stop request
-_NAMED = 3  # most recordings in a message
+_SLICE_SECONDS = 0.5  # the time between two checks for a stop request
+_MOST_NAMES = 3  # the most recordings in a message
 
 
 class Workers(ABC):
-    """Loads planned micro-batches, in this process or in others."""
+    """Loads planned micro-batches, in this process or in other processes."""
 
     stop_requested: Callable[[], bool] = staticmethod(lambda: False)
     """Whether the run has been asked to stop."""
 
     @abstractmethod
     def map(self, loader: Loader, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
-        """Yield ``loader`` of each planned micro-batch, in order. Raises what ``loader`` raises."""
+        """Yield the batch that ``loader`` returns for each planned micro-batch, in order.
+
+        Raises every error of ``loader``.
+        """
 
     def close(self) -> None:  # noqa: B027 - empty by default
         """Stop the workers."""
@@ -79,50 +83,78 @@ class InProcess(Workers):
 
 @dataclass
 class _Worker:
-    """A process and its link. Threads send and receive: the trainer never waits for half a message."""
+    """A worker process and the link to it.
+
+    Two threads send and receive, so that the trainer never waits for the rest of a message.
+    """
 
     process: Any  # BaseProcess of the start method
     link: Connection
-    known: set[int] = field(default_factory=set)  # numbers of the loaders that it has received
+    loader_numbers: set[int] = field(default_factory=set)  # loaders that the worker has received
     requests: SimpleQueue[Any] = field(default_factory=SimpleQueue)
-    answers: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    answers: SimpleQueue[tuple[int, Any]] = field(default_factory=SimpleQueue)
 
-    def connect(self) -> None:
-        """Start the two threads; they end with the link."""
-        for work in (self._send, self._receive):
-            threading.Thread(target=work, daemon=True).start()
+    def start_threads(self) -> None:
+        """Start the two threads. They end with the link."""
+        for function in (self._send_requests, self._receive_answers):
+            threading.Thread(target=function, daemon=True).start()
 
-    def _send(self) -> None:
+    def _send_requests(self) -> None:
         while True:
             try:
                 self.link.send(self.requests.get())
-            except OSError:  # the worker is dead, which the other thread reports
+            except OSError:  # The worker is dead, which the other thread reports.
                 return
-            except Exception as error:  # the loader cannot be pickled
-                self.answers.put((_FOR_ALL, error))
+            except Exception as error:  # The loader cannot be pickled.
+                self.answers.put((_NO_TICKET, error))
 
-    def _receive(self) -> None:
+    def _receive_answers(self) -> None:
         try:
             while True:
                 self.answers.put(self.link.recv())
-        except Exception as error:  # the worker is dead, also while its shared memory is opened
-            self.answers.put((_FOR_ALL, error))
+        except Exception as error:  # The worker is dead. Its shared memory may fail to open, too.
+            self.answers.put((_NO_TICKET, error))
 
-    def hang_up(self) -> None:
-        """End the link, which the worker and both threads notice; close() would not wake a thread."""
+    def shut_down_link(self) -> None:
+        """Shut down the link. The worker and both threads notice it. ``close`` would not wake a thread."""
         with socket.socket(fileno=os.dup(self.link.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
         self.requests.put(None)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A micro-batch in flight: a worker loads it."""
+
+    ticket: int  # the number of the request, from 1
+    worker: _Worker
+    loader: Loader
+    micro_batch: MicroBatch
+
+    def position(self) -> str:
+        """Return the position of the micro-batch in the run, and its first recordings."""
+        parts = [f"at micro-batch {self.micro_batch.index} of epoch {self.micro_batch.epoch}"]
+        if isinstance(self.loader, BatchLoader):
+            recordings = self.loader.recordings(self.micro_batch)
+            parts += recordings[:_MOST_NAMES]
+            if len(recordings) > _MOST_NAMES:
+                parts.append(f"and {len(recordings) - _MOST_NAMES} more")
+        return ", ".join(parts)
 
 
 class Processes(Workers):
     """Loads ahead in ``count`` processes.
 
     A fork server starts them in the background. It has no threads, and the workers inherit no
-    threads, devices or sockets of this process. Until they are ready, this process loads. Each
-    worker uses one thread, ignores Ctrl-C, ends when this process ends for any reason, and after a
-    SIGTERM runs long enough for a last checkpoint. ``map`` raises MachineError if a worker has died
-    or has not answered for ``timeout_seconds``, Preempted if it has not for 10 s after a stop request.
+    threads, devices or sockets of this process. Until they are ready, this process loads. A worker
+
+    - uses one thread,
+    - ignores Ctrl-C,
+    - ends when this process ends for any reason,
+    - runs for another 60 s after a SIGTERM, long enough for a last checkpoint.
+
+    ``map`` raises MachineError if a worker has died or has not answered for ``timeout_seconds``. It raises
+    Preempted if a worker has not answered for 10 s after a stop request.
     """
 
     def __init__(self, count: int, timeout_seconds: float) -> None:
@@ -130,9 +162,9 @@ class Processes(Workers):
         self.timeout_seconds = timeout_seconds
         self._workers: list[_Worker] = []
         self._loaders: list[Loader] = []
-        self._results: dict[int, Batch | Exception] = {}  # by ticket, for other streams
-        self._dropped: set[int] = set()
-        self._tickets = 0
+        self._results: dict[int, Batch | Exception] = {}  # by ticket, until their stream needs them
+        self._dropped_tickets: set[int] = set()  # of streams that have ended
+        self._last_ticket = 0
         self._is_closed = False
         self._starter = threading.Thread(target=self._start, daemon=True)
         self._is_started = False
@@ -156,114 +188,121 @@ class Processes(Workers):
         self._starter.join()
 
     def map(self, loader: Loader, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
-        flight: deque[tuple[int, _Worker, MicroBatch]] = deque()
+        requests: deque[_Request] = deque()
         try:
             while True:
-                workers = self._ready()
-                while workers and len(flight) < _AHEAD * len(workers):
-                    item = next(planned, None)
-                    if item is None:
-                        break
-                    flight.append(self._send(workers, loader, item))
-                if flight:
-                    result = self._receive(loader, *flight[0])
-                    flight.popleft()
+                workers = self._ready_workers()
+                room = max(0, _AHEAD * len(workers) - len(requests))
+                for micro_batch in islice(planned, room):
+                    requests.append(self._send(workers, loader, micro_batch))
+                if requests:
+                    result = self._receive(requests[0])
+                    requests.popleft()
                     if isinstance(result, Exception):
                         raise result
                     yield result
                     continue
-                item = next(planned, None)
-                if item is None:
+                next_micro_batch = next(planned, None)
+                if next_micro_batch is None:
                     return
-                batch = loader(item)
-                self.start()  # after the first batch: the start does not slow it down
+                batch = loader(next_micro_batch)
+                self.start()  # The start follows the first batch, so that it does not slow that batch down.
                 yield batch
         finally:
-            for ticket, _, _ in flight:
-                if self._results.pop(ticket, None) is None:
-                    self._dropped.add(ticket)
+            for request in requests:
+                if self._results.pop(request.ticket, None) is None:
+                    self._dropped_tickets.add(request.ticket)
 
-    def _ready(self) -> list[_Worker]:
+    def _ready_workers(self) -> list[_Worker]:
         if not self._is_started or self._starter.is_alive() or self._is_closed:
             return []
         return self._workers
 
-    def _send(
-        self, workers: list[_Worker], loader: Loader, item: MicroBatch
-    ) -> tuple[int, _Worker, MicroBatch]:
-        worker = workers[self._tickets % len(workers)]
-        ticket = self._tickets = self._tickets + 1
+    def _send(self, workers: list[_Worker], loader: Loader, micro_batch: MicroBatch) -> _Request:
+        """Send a micro-batch to the next worker. A worker receives each loader once."""
+        worker = workers[self._last_ticket % len(workers)]
+        self._last_ticket += 1
         if loader not in self._loaders:
             self._loaders.append(loader)
         number = self._loaders.index(loader)
-        worker.requests.put((ticket, number, None if number in worker.known else loader, item))
-        worker.known.add(number)
-        return ticket, worker, item
+        new_loader = None if number in worker.loader_numbers else loader
+        worker.requests.put((self._last_ticket, number, new_loader, micro_batch))
+        worker.loader_numbers.add(number)
+        return _Request(self._last_ticket, worker, loader, micro_batch)
 
-    def _receive(self, loader: Loader, ticket: int, worker: _Worker, item: MicroBatch) -> Batch | Exception:
-        """Return the result of a ticket; results of other streams may arrive first and are kept."""
-        while ticket not in self._results:
-            got, answer = self._answer(loader, worker, item)
-            if got == _FOR_ALL:
-                raise self._end_of(worker, answer, _place(loader, item))
-            if got in self._dropped:
-                self._dropped.remove(got)
+    def _receive(self, request: _Request) -> Batch | Exception:
+        """Return the result of a request. Results of other streams may arrive first, and are kept."""
+        while request.ticket not in self._results:
+            ticket, answer = self._next_answer(request)
+            if ticket == _NO_TICKET:
+                raise self._worker_error(request, answer)
+            if ticket in self._dropped_tickets:
+                self._dropped_tickets.remove(ticket)
             else:
-                self._results[got] = answer if isinstance(answer, Exception) else _unpack(answer)
-        return self._results.pop(ticket)
+                self._results[ticket] = answer if isinstance(answer, Exception) else _unpack(answer)
+        return self._results.pop(request.ticket)
 
-    def _answer(self, loader: Loader, worker: _Worker, item: MicroBatch) -> tuple[int, Any]:
-        """The worker's next answer. Raises MachineError after the time-out, Preempted after a stop."""
-        begun, stopped = time.monotonic(), math.inf
+    def _next_answer(self, request: _Request) -> tuple[int, Any]:
+        """Return the next answer of the request's worker: a ticket, and the fields of a batch or an error.
+
+        Raises MachineError after the time-out, Preempted if a stop request has waited for 10 s.
+        """
+        slice_seconds = min(_SLICE_SECONDS, self.timeout_seconds)
+        no_answer = f"data worker {request.worker.process.pid} gave no answer for"
+        start_time = time.monotonic()
+        stop_time = math.inf  # when the stop request was noticed
         while True:
-            try:
-                answer: tuple[int, Any] = worker.answers.get(
-                    timeout=min(_SLICE_SECONDS, self.timeout_seconds)
+            with suppress(Empty):
+                return request.worker.answers.get(timeout=slice_seconds)
+            clock = time.monotonic()
+            stop_time = min(stop_time, clock) if self.stop_requested() else math.inf
+            if clock - stop_time >= _STOP_SECONDS:
+                raise Preempted(
+                    f"{no_answer} {_STOP_SECONDS:g} s after a stop request ({request.position()})"
                 )
-                return answer
-            except Empty:
-                now = time.monotonic()
-            stopped = min(stopped, now) if self.stop_requested() else math.inf
-            silent, place = f"data worker {worker.process.pid} gave no answer for", _place(loader, item)
-            if now - stopped >= _STOP_SECONDS:
-                raise Preempted(f"{silent} {_STOP_SECONDS:g} s after a stop request ({place})")
-            if now - begun >= self.timeout_seconds:
+            if clock - start_time >= self.timeout_seconds:
                 raise MachineError(
-                    f"{silent} {self.timeout_seconds:g} s ({place}); "
-                    "check the storage, or raise data.timeout_seconds"
+                    f"{no_answer} {self.timeout_seconds:g} s ({request.position()}). "
+                    "Check the storage, or raise data.timeout_seconds"
                 )
 
     @staticmethod
-    def _end_of(worker: _Worker, error: Exception, place: str) -> Exception:
-        """The error of a broken link: a MachineError with the worker's exit code or signal."""
+    def _worker_error(request: _Request, error: Exception) -> Exception:
+        """Return the error to raise for an answer without a ticket.
+
+        For a broken link it is a MachineError with the worker's exit code or signal.
+        """
         if not isinstance(error, EOFError | OSError):
             return error
-        worker.answers.put((_FOR_ALL, error))  # for whoever asks next
+        worker = request.worker
+        worker.answers.put((_NO_TICKET, error))  # Other streams get the error, too.
         worker.process.join(5)
         code = worker.process.exitcode
-        how = f"was killed by signal {-code}" if (code or 0) < 0 else f"ended with code {code}"
+        end = f"ended with code {code}"
+        if code is not None and code < 0:
+            end = f"was killed by signal {-code}"
         return MachineError(
-            f"data worker {worker.process.pid} {how} ({place}); if memory or /dev/shm is full, "
-            "lower data.workers (0 decodes in this process) or data.batch"
+            f"data worker {worker.process.pid} {end} ({request.position()}). If memory or /dev/shm is full, "
+            "lower data.workers (0 loads in this process) or data.batch"
         )
 
     def _start(self) -> None:
         started: list[_Worker] = []
         try:
             context = multiprocessing.get_context("forkserver")
-            folder = multiprocessing.util.get_temp_dir()  # of the server's socket
+            folder = multiprocessing.util.get_temp_dir()  # It holds the server's socket.
             for _ in range(self.count):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_work, args=(theirs, folder), daemon=True)
+                link, worker_link = context.Pipe()
+                process = context.Process(target=_run_worker, args=(worker_link, folder), daemon=True)
                 process.start()
-                theirs.close()  # then the link breaks when the worker dies
-                started.append(_Worker(process, ours))
+                worker_link.close()  # Only the worker has this end now, so the link breaks when it dies.
+                started.append(_Worker(process, link))
             for worker in started:
                 self._connect(worker)
-        except Exception as error:  # this process loads instead, more slowly
+        except Exception as error:  # This process loads instead, more slowly.
             if not self._is_closed:
                 kind = type(error).__name__
-                _log.warning("data workers cannot start (%s: %s); this process decodes", kind, error)
+                _log.warning("data workers cannot start (%s: %s). This process loads instead", kind, error)
             for worker in started:
                 worker.link.close()
                 worker.process.kill()
@@ -277,16 +316,16 @@ class Processes(Workers):
             if self._is_closed or time.monotonic() >= deadline:
                 raise TimeoutError(f"no answer for {self.timeout_seconds:g} s")
         worker.link.recv()
-        worker.connect()
+        worker.start_threads()
 
     def close(self) -> None:
-        """Stop the workers; micro-batches in flight are lost."""
+        """Stop the workers. Micro-batches in flight are lost."""
         self._is_closed = True
         atexit.unregister(self.close)
         if self._is_started:
             self._starter.join()
         for worker in self._workers:
-            worker.hang_up()
+            worker.shut_down_link()
         for worker in self._workers:
             worker.process.join(5)
             worker.process.kill()
@@ -295,9 +334,9 @@ class Processes(Workers):
 
 
 def open_workers(count: int, timeout_seconds: float) -> Workers:
-    """Return ``count`` workers, not started yet, or by ``automatic_workers`` if it is -1. 0 is this process.
+    """Return ``count`` workers that are not started yet. A count of 0 loads in this process.
 
-    Raises ValueError for invalid arguments.
+    A count of -1 stands for ``automatic_workers()``. Raises ValueError for invalid arguments.
     """
     if timeout_seconds <= 0:
         raise ValueError(f"timeout_seconds={timeout_seconds}: it must be above 0")
@@ -320,15 +359,17 @@ def automatic_workers() -> int:
 def _start_server() -> None:
     """Start the fork server. Like a rank, it imports nothing from the current folder.
 
-    It imports once what every worker needs, including the program's own module, which multiprocessing
-    otherwise imports again in each worker.
+    The server imports the modules that every worker needs. The program's module is one of them, because
+    multiprocessing otherwise imports it again in each worker.
     """
+    preload = ["speechtrain.data.worker_preload"]
     program = getattr(sys.modules["__main__"], "__spec__", None)
-    own = [program.name] if program is not None and not program.name.endswith("__main__") else []
-    multiprocessing.forkserver.set_forkserver_preload(["speechtrain.data.worker_preload", *own])
+    if program is not None and not program.name.endswith("__main__"):
+        preload.append(program.name)
+    multiprocessing.forkserver.set_forkserver_preload(preload)
     is_set = "PYTHONSAFEPATH" in os.environ
-    os.environ.setdefault("PYTHONSAFEPATH", "1")  # Python's -P, which only ranks have and pass on
-    with suppress(OSError):  # the first worker meets it, too, and reports it
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # Python's -P. A rank has it and passes it on.
+    with suppress(OSError):  # The start of the first worker fails, too, and reports the error.
         multiprocessing.forkserver.ensure_running()
     if not is_set:
         del os.environ["PYTHONSAFEPATH"]
@@ -336,83 +377,79 @@ def _start_server() -> None:
 
 def _pack(batch: Batch) -> dict[str, Any]:
     """Return a batch's fields, with small tensors as arrays: shared memory costs 0.5 ms per tensor."""
-    return {
-        name: value.numpy() if isinstance(value, Tensor) and value.nbytes < _SMALL_BYTES else value
-        for name, value in vars(batch).items()
-    }
+    fields = dict(vars(batch))
+    for name, content in fields.items():
+        if isinstance(content, Tensor) and content.nbytes < _SMALL_BYTES:
+            fields[name] = content.numpy()
+    return fields
 
 
 def _unpack(fields: dict[str, Any]) -> Batch:
-    for name, value in fields.items():
-        if isinstance(value, np.ndarray):
-            fields[name] = torch.from_numpy(value)
+    for name, content in fields.items():
+        if isinstance(content, np.ndarray):
+            fields[name] = torch.from_numpy(content)
     return Batch(**fields)
 
 
-def _place(loader: Loader, item: MicroBatch) -> str:
-    """Where the run is, and which recordings are in the batch."""
-    names = loader.recordings(item) if isinstance(loader, BatchLoader) else []
-    more = [f"and {len(names) - _NAMED} more"] if len(names) > _NAMED else []
-    listed = "".join(f", {name}" for name in [*names[:_NAMED], *more])
-    return f"at micro-batch {item.index} of epoch {item.epoch}{listed}"
+def _run_worker(link: Connection, folder: str) -> None:
+    """Load each micro-batch from the link until the link closes.
 
-
-def _work(link: Connection, folder: str) -> None:
-    """Run a worker: load each micro-batch from the link until it closes.
-
-    If the program was killed, remove the fork server's ``folder``, as the program itself does otherwise.
+    If the program was killed, remove the fork server's ``folder``. Otherwise the program removes it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _leave_soon)
+    signal.signal(signal.SIGTERM, _end_after_grace)
     torch.set_num_threads(1)
     # The worker is ready: signals to the group no longer end it. If the program has ended already, the first
     # ``recv`` below fails.
     with suppress(OSError):
         link.send(None)
     answers: SimpleQueue[tuple[int, Batch | Exception]] = SimpleQueue()
-    # a thread sends answers, and this one always reads: the two ends cannot deadlock
-    threading.Thread(target=_answer, args=(link, answers), daemon=True).start()
+    # A thread sends answers, and this thread always reads, so the two ends cannot deadlock.
+    threading.Thread(target=_send_answers, args=(link, answers), daemon=True).start()
     loaders: dict[int, Loader] = {}
     while True:
         try:
-            ticket, number, loader, item = link.recv()
+            ticket, loader_number, new_loader, micro_batch = link.recv()
         except (EOFError, OSError):
-            if (program := multiprocessing.parent_process()) is not None and not program.is_alive():
+            program = multiprocessing.parent_process()
+            if program is not None and not program.is_alive():
                 shutil.rmtree(folder, ignore_errors=True)
             return
-        except Exception as error:  # e.g. this process cannot import the tokenizer's module
+        except Exception as error:  # For example, this process cannot import the tokenizer's module.
             problem = f"a data worker cannot import its loader ({type(error).__name__}: {error})"
-            answers.put((_FOR_ALL, MachineError(f"{problem}; use data.workers=0 to decode without workers")))
+            fix = "Use data.workers=0 to load without workers"
+            answers.put((_NO_TICKET, MachineError(f"{problem}. {fix}")))
             continue
-        if loader is not None:
-            loaders[number] = loader
-        answers.put((ticket, _load(loaders[number], item)))
+        if new_loader is not None:
+            loaders[loader_number] = new_loader
+        answers.put((ticket, _load(loaders[loader_number], micro_batch)))
 
 
-def _leave_soon(number: int, frame: FrameType | None) -> None:
+def _end_after_grace(signal_number: int, frame: FrameType | None) -> None:
     # The default action of SIGALRM ends the process, even while C code decodes audio.
     signal.alarm(_GRACE_SECONDS)
 
 
-def _load(loader: Loader, item: MicroBatch) -> Batch | Exception:
+def _load(loader: Loader, micro_batch: MicroBatch) -> Batch | Exception:
     try:
-        return loader(item)
+        return loader(micro_batch)
     except SpeechtrainError as error:
         return error
-    except Exception as error:  # a bug: its name and line, because a trace cannot be pickled
-        place = traceback.extract_tb(error.__traceback__)[-1]
+    except Exception as error:  # The message of a bug names its line, because a trace cannot be pickled.
+        frame = traceback.extract_tb(error.__traceback__)[-1]
         return RuntimeError(
-            f"data worker {os.getpid()}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+            f"data worker {os.getpid()}: {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
         )
 
 
-def _answer(link: Connection, answers: SimpleQueue[tuple[int, Batch | Exception]]) -> None:
+def _send_answers(link: Connection, answers: SimpleQueue[tuple[int, Batch | Exception]]) -> None:
     while True:
-        ticket, answer = answers.get()
+        ticket, result = answers.get()
         try:
             try:
-                link.send((ticket, _pack(answer) if isinstance(answer, Batch) else answer))
-            except RuntimeError as error:  # from torch, before it writes: shared memory is full
-                link.send((ticket, MachineError(f"a batch does not fit into /dev/shm ({error}); enlarge it")))
-        except OSError:  # the other end is closed; the reading thread exits too
+                content = _pack(result) if isinstance(result, Batch) else result
+                link.send((ticket, content))
+            except RuntimeError as error:  # torch raises it before it writes, if shared memory is full.
+                link.send((ticket, MachineError(f"a batch does not fit into /dev/shm ({error}). Enlarge it")))
+        except OSError:  # The other end is closed. The reading thread exits, too.
             return

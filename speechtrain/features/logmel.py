@@ -1,7 +1,8 @@
-"""LogMel: waveforms to normalised log-mel frames, on the waveforms' device.
+"""LogMel converts waveforms to normalised log-mel frames, on the waveforms' device.
 
-Two published front ends in one module (MLPerf RNN-T v1.0, and its torch fall-back, also Intel's and NeMo's).
-Form ``parakeet`` is ``torch`` with floor(n/hop) frames (Hugging Face's ``ParakeetFeatureExtractor``):
+One module has two published front ends: form ``dali`` (MLPerf RNN-T v1.0) and form ``torch`` (MLPerf's
+alternative in torch, also Intel's and NeMo's). Form ``parakeet`` is ``torch`` with floor(n/hop) frames
+(Hugging Face's ``ParakeetFeatureExtractor``):
 
 =================  ===================================  ====================================
 detail             form ``dali``                        form ``torch``
@@ -13,9 +14,9 @@ logarithm          ln max(x, floor)                     ln(x + floor)
 deviation          population                           sample, plus 1e-5
 =================  ===================================  ====================================
 
-No result depends on a row's padding: the borders reflect at the row's own end, statistics cover its own
-frames, and the dither of evaluation is a function of the samples. Output shapes depend on input shapes
-only, and the host reads nothing back.
+The result of a row does not depend on its padding. The borders reflect at the first and last sample of the
+row, statistics cover the frames of the row, and the dither of evaluation is a function of the samples. Output
+shapes depend on input shapes only, and the host does not read any tensor.
 
 Legend: B rows, S samples, T frames, K frequency bins, M mel bins, F features of an output frame.
 """
@@ -42,35 +43,37 @@ _DITHER_SEED = 0xD17E
 
 
 def slaney_hertz(mel: Tensor) -> Tensor:
-    """Convert mel to hertz, Slaney's scale: linear up to 1000 Hz (15 mel), then 27 mel per factor of 6.4."""
+    """Convert mel to hertz on Slaney's scale: linear to 1000 Hz (15 mel), then 27 mel per factor of 6.4."""
     linear = mel.clamp(max=15.0) * (200.0 / 3.0)
-    return linear * torch.exp((mel - 15.0).clamp(min=0.0) * (math.log(6.4) / 27.0))
+    exponent = (mel - 15.0).clamp(min=0.0) * (math.log(6.4) / 27.0)
+    return linear * torch.exp(exponent)
 
 
 def slaney_mel(hertz: float) -> float:
-    """Convert hertz to mel, Slaney's scale (Auditory Toolbox, 1998); the inverse of ``slaney_hertz``."""
+    """Convert hertz to mel on Slaney's scale (Auditory Toolbox, 1998), the inverse of ``slaney_hertz``."""
     if hertz < 1000.0:
         return hertz * 3.0 / 200.0
-    return 15.0 + math.log(hertz / 1000.0) * 27.0 / math.log(6.4)
+    mel_above_15 = math.log(hertz / 1000.0) * 27.0 / math.log(6.4)
+    return 15.0 + mel_above_15
 
 
 def mel_bank(edges: Tensor, frequencies: Tensor) -> Tensor:
     """Compute triangular filters of unit area over hertz.
 
-    ``edges`` (..., M+2) are the ascending corner frequencies; a filter is 0 at its neighbours' peaks.
-    ``frequencies`` (K,) are those of the spectrum's bins. Returns (..., K, M).
+    ``edges`` (..., M+2) are the ascending corner frequencies. A filter is 0 at the peaks of its neighbours.
+    ``frequencies`` (K,) are the frequencies of the spectrum's bins. Returns (..., K, M).
     """
-    low, peak, high = (edges[..., None, i : edges.shape[-1] - 2 + i] for i in range(3))
-    f = frequencies[:, None]
-    rising, falling = (f - low) / (peak - low), (high - f) / (high - peak)
+    low, peak, high = edges[..., None, :-2], edges[..., None, 1:-1], edges[..., None, 2:]
+    column = frequencies[:, None]
+    rising, falling = (column - low) / (peak - low), (high - column) / (high - peak)
     return torch.minimum(rising, falling).clamp(min=0.0) * (2.0 / (high - low))
 
 
 def warp_frequencies(hertz: Tensor, warp: Tensor, nyquist: float) -> Tensor:
     """Warp frequencies (N,) by each row's factor (B,) -> (B, N), for vocal tract length perturbation.
 
-    Piecewise linear (Jaitly and Hinton, 2013, equation 1): factor ``warp`` up to a pivot of
-    0.6·nyquist·min(warp, 1)/warp (4800 Hz at 16 kHz), then linear to the fixed point at nyquist.
+    The warp is piecewise linear (Jaitly and Hinton, 2013, equation 1). Its factor is ``warp`` up to a pivot
+    of 0.6·nyquist·min(warp, 1)/warp (4800 Hz at 16 kHz). From there it is linear to nyquist, which is fixed.
     """
     factor = warp.to(hertz.dtype)[:, None]
     pivot = 0.6 * nyquist * factor.clamp(max=1.0) / factor
@@ -83,45 +86,63 @@ def trim_silence(
 ) -> tuple[Tensor, Tensor]:
     """Cut leading and trailing silence from each row: (B, S), (B,) -> (B, S), (B,), padded with zeros.
 
-    A position is silent where the mean power of the last ``window`` samples is more than ``-decibels``
-    below the row's maximum of this power. The kept part starts one window before the first position that
-    is not silent; a row of zeros does not change (NVIDIA DALI, NonsilentRegion with its defaults).
+    A position is silent if the mean power of the last ``window`` samples is more than ``-decibels`` below the
+    row's maximum of this power. The result starts one window before the first position that is not silent. A
+    row of zeros does not change (NVIDIA DALI, NonsilentRegion with its defaults).
     """
     samples = audio.shape[1]
     position = torch.arange(samples, device=audio.device)
     valid = position < lengths[:, None]
-    # A moving sum by doubling: eleven additions of positive numbers, so fp32 is precise enough at
-    # -60 dB; a difference of cumulative sums would not be.
-    run = (audio.float() * valid).square()
-    power, width = torch.zeros_like(run), 0
+    loud = _is_loud(audio, valid, decibels, window)
+    first_loud = samples - (loud * (samples - position)).max(1).values
+    end = (loud * (position + 1)).max(1).values
+    start = (first_loud - (window - 1)).clamp(min=0)
+    new_lengths = (end - start).clamp(min=0)
+    source = (position + start[:, None]).clamp(max=samples - 1)
+    return audio.gather(1, source) * (position < new_lengths[:, None]), new_lengths
+
+
+def _is_loud(audio: Tensor, valid: Tensor, decibels: float, window: int) -> Tensor:
+    """Return whether the power of the last ``window`` samples reaches ``decibels`` below its maximum."""
+    squares = (audio.float() * valid).square()
+    power = _moving_sum(squares, window) * valid
+    threshold = power.max(1, keepdim=True).values * 10.0 ** (decibels / 10.0)
+    is_loud: Tensor = (power >= threshold) & valid
+    return is_loud
+
+
+def _moving_sum(values: Tensor, window: int) -> Tensor:
+    """Return the sum of the last ``window`` values at each position of (B, S).
+
+    Sums of 1, 2, 4, … values are added, so 2048 values take eleven additions. fp32 is precise enough for sums
+    of positive numbers at -60 dB. It would not be for a difference of cumulative sums.
+    """
+    samples = values.shape[1]
+    total, width = torch.zeros_like(values), 0
     for bit in range(window.bit_length()):
         if window >> bit & 1:
-            power = power + F.pad(run, (width, 0))[:, :samples]
+            total = total + F.pad(values, (width, 0))[:, :samples]
             width += 1 << bit
-        run = run + F.pad(run, (1 << bit, 0))[:, :samples]
-    power = power * valid
-    threshold = power.max(1, keepdim=True).values * 10.0 ** (decibels / 10.0)
-    loud = (power >= threshold) & valid
-    begin = (samples - (loud * (samples - position)).max(1).values - (window - 1)).clamp(min=0)
-    kept = ((loud * (position + 1)).max(1).values - begin).clamp(min=0)
-    source = (position + begin[:, None]).clamp(max=samples - 1)
-    return audio.gather(1, source) * (position < kept[:, None]), kept
+        values = values + F.pad(values, (1 << bit, 0))[:, :samples]
+    return total
 
 
 @functools.cache
 def _dither_table() -> Tensor:
-    """Standard normal samples (P,), the same on every machine: Box-Muller in float64 on the host."""
+    """Return standard normal samples (P,), equal on every machine: Box-Muller in float64 on the host."""
     index = np.arange(DITHER_PERIOD)
     radius = np.sqrt(-2.0 * np.log1p(-uniform_at(_DITHER_SEED, 0, index)))
-    return torch.from_numpy((radius * np.cos(2.0 * np.pi * uniform_at(_DITHER_SEED, 1, index))).astype("f4"))
+    angle = 2.0 * np.pi * uniform_at(_DITHER_SEED, 1, index)
+    samples = radius * np.cos(angle)
+    return torch.from_numpy(samples.astype("f4"))
 
 
 class LogMel(MovedModule, PolicyAware):
-    """Normalised, spliced log-mel features of a batch of waveforms, in fp32 for every precision.
+    """Computes normalised, spliced log-mel features of a batch of waveforms, in fp32 for every precision.
 
-    Order: trim silence, dither, pre-emphasis, power spectrum, mel, logarithm, normalise per
-    utterance and bin, mask (SpecAugment), splice, pad the feature axis. ``splice_first`` splices
-    before normalising and masks the spliced frames (Intel's older model).
+    The order is: trim silence, dither, pre-emphasis, power spectrum, mel, logarithm, normalise per utterance
+    and bin, mask (SpecAugment), splice, pad the feature axis. ``splice_first`` splices before it normalises
+    and masks the spliced frames (Intel's older model).
 
     ``log_floor`` is the floor of the logarithm in the table above (MLPerf 1e-20, NeMo 2^-24).
     ``padding`` is the content before and after a waveform: ``reflect`` (its reflection) or ``constant``
@@ -162,21 +183,29 @@ class LogMel(MovedModule, PolicyAware):
         self.sample_rate, self.n_fft, self.mels = sample_rate, n_fft, mels
         self.hop = round(hop_seconds * sample_rate)
         self.width = round(window_seconds * sample_rate)
-        self.f_min, self.f_max = f_min, sample_rate / 2 if f_max is None else f_max
+        self.f_min = f_min
+        self.f_max = sample_rate / 2 if f_max is None else f_max
         self.preemphasis, self.dither, self.log_floor = preemphasis, dither, log_floor
         self.form, self.padding = form, padding
         self.normalise, self.splice, self.splice_first = normalise, splice, splice_first
         self.trim_silence_db = trim_silence_db
         self._spectrum, self._block_frames = ComputePolicy().spectrum, ComputePolicy().feature_frames
         self._check()
-        self._dali = form == "dali"
-        # Samples of a frame before its centre; dali and torch differ for windows of odd width.
-        self._left = self.width // 2 if self._dali else (self.width + 1) // 2
-        spliced = splice * mels
-        self.features = -(-spliced // pad_features_to) * pad_features_to if pad_features_to else spliced
+        self.features = splice * mels
         """F, the width of an output frame, in features."""
-        for name, value in self._constants().items():
-            self.register_buffer(name, value, persistent=False)
+        if pad_features_to:
+            self.features = math.ceil(self.features / pad_features_to) * pad_features_to
+        for name, constant in self._constants().items():
+            self.register_buffer(name, constant, persistent=False)
+
+    @property
+    def _is_dali(self) -> bool:
+        return self.form == "dali"
+
+    @property
+    def _left(self) -> int:
+        """The samples of a frame before its centre. The forms differ for windows of odd width."""
+        return self.width // 2 if self._is_dali else (self.width + 1) // 2
 
     @property
     def frame_seconds(self) -> float:
@@ -184,7 +213,7 @@ class LogMel(MovedModule, PolicyAware):
         return self.hop * self.splice / self.sample_rate
 
     def frames(self, samples: int) -> int:
-        """The output frames of a waveform of ``samples`` (an upper bound where silence is trimmed)."""
+        """Return the output frames of a waveform of ``samples``, an upper bound if silence is trimmed."""
         return -(-self._columns(samples) // self.splice)
 
     def forward(
@@ -198,11 +227,11 @@ class LogMel(MovedModule, PolicyAware):
     ) -> tuple[Tensor, Tensor]:
         """Map waveforms (B, S) and samples (B,) to features (B, T, F) and frames (B,).
 
-        T is ``frames(S)``, and zeros follow each row's end. Dither comes from the global generator in
-        training. In evaluation it comes from ``keys`` (B,) int64 (``dither_offset``); without keys
-        there is no dither. ``warp`` (B,) holds each row's vocal tract length factor. ``mask`` is called
-        as ``mask(frames, lengths)`` with the input of SpecAugment: normalised frames (B, T, M) before
-        splicing, or the spliced frames with ``splice_first``.
+        T is ``frames(S)``, and zeros follow each row's end. In training, the global generator draws the
+        dither. In evaluation it is addressed by ``keys`` (B,) int64 (``dither_offset``), and without keys
+        nothing is added. ``warp`` (B,) holds each row's vocal tract length factor. ``mask`` is called as
+        ``mask(frames, lengths)`` with the input of SpecAugment: normalised frames (B, T, M) before they are
+        spliced, or the spliced frames with ``splice_first``.
         """
         with full_precision(audio.device):
             audio = audio.float()
@@ -210,92 +239,107 @@ class LogMel(MovedModule, PolicyAware):
                 audio, lengths = trim_silence(audio, lengths, self.trim_silence_db)
             signal = self._surround(self._emphasise(self._dithered(audio, keys), lengths), lengths)
             columns = self._columns(audio.shape[1])
-            start = torch.arange(columns, device=audio.device) * self.hop
-            past = self.hop - 1 if self.form == "parakeet" else 0  # it has whole hops only
-            last = lengths[:, None] - past
-            valid = (start <= last) if self._dali else (start < last)
+            valid = self._valid_columns(columns, lengths)
             return self._finish(self._log_mel(signal, columns, warp), valid, mask)
 
     def _columns(self, samples: int) -> int:
         if self.form == "parakeet":
             return max(1, samples // self.hop)
-        return samples // self.hop + 1 if self._dali else -(-samples // self.hop)
+        return samples // self.hop + 1 if self._is_dali else -(-samples // self.hop)
+
+    def _valid_columns(self, columns: int, lengths: Tensor) -> Tensor:
+        """Return whether each column (B, T) belongs to its row, by the samples (B,)."""
+        starts = torch.arange(columns, device=lengths.device) * self.hop
+        margin = self.hop - 1 if self.form == "parakeet" else 0  # Form parakeet has whole hops only.
+        ends = lengths[:, None] - margin
+        return starts <= ends if self._is_dali else starts < ends
 
     def _dithered(self, audio: Tensor, keys: Tensor | None) -> Tensor:
         if self.dither == 0.0 or (keys is None and not self.training):
             return audio
         if self.training or keys is None:
             return audio + self.dither * torch.randn_like(audio)
-        # A counter-based draw: sample s of an utterance is entry (key + s) of one fixed table. It costs
-        # one read; a hash and Box-Muller on the device would cost twenty operations.
-        index = (torch.arange(audio.shape[1], device=audio.device) + keys[:, None]) & (DITHER_PERIOD - 1)
-        return audio + self.dither * self.noise.gather(0, index.flatten()).view_as(audio)
+        # The dither of sample s is entry (key + s) of a fixed table, which costs one read. A hash and
+        # Box-Muller on the device would cost twenty operations.
+        entries = torch.arange(audio.shape[1], device=audio.device) + keys[:, None]
+        entries = entries & (DITHER_PERIOD - 1)
+        noise = self.noise.gather(0, entries.flatten())
+        return audio + self.dither * noise.view_as(audio)
 
     def _emphasise(self, audio: Tensor, lengths: Tensor) -> Tensor:
-        first = audio[:, :1] if self._dali else torch.zeros_like(audio[:, :1])
-        emphasised = audio - self.preemphasis * torch.cat([first, audio[:, :-1]], dim=1)
-        return emphasised * (torch.arange(audio.shape[1], device=audio.device) < lengths[:, None])
+        before_first = audio[:, :1] if self._is_dali else torch.zeros_like(audio[:, :1])
+        emphasised = audio - self.preemphasis * torch.cat([before_first, audio[:, :-1]], dim=1)
+        valid = torch.arange(audio.shape[1], device=audio.device) < lengths[:, None]
+        return emphasised * valid
 
     def _surround(self, audio: Tensor, lengths: Tensor) -> Tensor:
-        """Extend each row at both ends for the border windows: (B, S) -> (B, left + S + n_fft − left)."""
-        right = self.n_fft - self._left
+        """Extend each row at both ends for the windows at its borders: (B, S) -> (B, S + n_fft)."""
+        left, right = self._left, self.n_fft - self._left
         if self.padding == "constant":
-            return F.pad(audio, (self._left, right))
-        # Reflect at the row's first and last sample, repeatedly where the row is short.
-        last = (lengths[:, None] - 1).clamp(min=0)
-        period = (2 * last).clamp(min=1)
-        before = torch.arange(self._left, 0, -1, device=audio.device) % period
-        reach = torch.arange(self.width - self._left, device=audio.device)
-        after = (lengths[:, None] + reach) % period
+            return F.pad(audio, (left, right))
+        # Reflect at the row's first and last sample, several times if the row is short.
+        ends = lengths[:, None]
+        period = (2 * (ends - 1).clamp(min=0)).clamp(min=1)
+        before = torch.arange(left, 0, -1, device=audio.device) % period
+        overhang = torch.arange(self.width - left, device=audio.device)
+        after = (ends + overhang) % period
         head = audio.gather(1, torch.minimum(before, period - before))
         tail = audio.gather(1, torch.minimum(after, period - after))
         signal = F.pad(torch.cat([head, audio], dim=1), (0, right))
-        return signal.scatter_add(1, self._left + lengths[:, None] + reach, tail)
+        return signal.scatter_add(1, left + ends + overhang, tail)
 
     def _log_mel(self, signal: Tensor, columns: int, warp: Tensor | None) -> Tensor:
-        """Compute log-mel columns (B, T, M) of the extended signal, block by block, to stay in cache."""
-        rows = signal.shape[0]
-        bank = self.bank.expand(rows, -1, -1)
+        """Compute log-mel columns (B, T, M) of the extended signal. ``warp`` (B,) changes the mel filters."""
+        bank = self.bank.expand(signal.shape[0], -1, -1)
         if warp is not None:
             warped = warp_frequencies(self.edges, warp, self.sample_rate / 2)
             bank = mel_bank(warped, self.frequencies)
-        if self._spectrum == "conv":  # no frames, no blocks: the transform is a strided convolution
+        if self._spectrum == "conv":  # A strided convolution needs neither frames nor blocks.
             parts = F.conv1d(signal[:, None], self.basis.t()[:, None], stride=self.hop)
             return self._mel(self._power(parts.transpose(1, 2)[:, :columns]), bank)
-        frames = signal.unfold(1, self.n_fft, self.hop)[:, :columns]
+        frames = signal.unfold(1, self.n_fft, self.hop)
+        return self._log_mel_of_frames(frames[:, :columns], bank)
+
+    def _log_mel_of_frames(self, frames: Tensor, bank: Tensor) -> Tensor:
+        """Compute log-mel columns (B, T, M) of frames (B, T, n_fft) in blocks that stay in the cache."""
+        rows, columns, _ = frames.shape
         block = self._block_frames or rows * columns
-        high, wide = max(1, block // max(columns, 1)), min(block, max(columns, 1))
-        lines = []
-        for r in range(0, rows, high):
-            spans = (frames[r : r + high, t : t + wide] for t in range(0, columns, wide))
-            line = [self._block(span, bank[r : r + high]) for span in spans]
-            lines.append(torch.cat(line, dim=1))
-        return torch.cat(lines)
+        block_rows, block_columns = max(1, block // max(columns, 1)), min(block, max(columns, 1))
+        strips = []
+        for row in range(0, rows, block_rows):
+            strip, strip_bank = frames[row : row + block_rows], bank[row : row + block_rows]
+            blocks = []
+            for column in range(0, columns, block_columns):
+                blocks.append(self._block(strip[:, column : column + block_columns], strip_bank))
+            strips.append(torch.cat(blocks, dim=1))
+        return torch.cat(strips)
 
     def _block(self, frames: Tensor, bank: Tensor) -> Tensor:
         if self._spectrum == "fft":
-            parts = torch.view_as_real(torch.fft.rfft(frames * self.window)).square()
-            return self._mel(parts[..., 0] + parts[..., 1], bank)
-        return self._mel(self._power(torch.matmul(frames[..., : self.width], self.basis)), bank)
+            squares = torch.view_as_real(torch.fft.rfft(frames * self.window)).square()
+            return self._mel(squares[..., 0] + squares[..., 1], bank)
+        parts = torch.matmul(frames[..., : self.width], self.basis)
+        return self._mel(self._power(parts), bank)
 
     def _power(self, parts: Tensor) -> Tensor:
-        """Power (B, T, bins) from the real parts, then the imaginary parts, in (B, T, 2 bins)."""
+        """Return the power (B, T, K) of a spectrum (B, T, 2·K): real parts, then imaginary parts."""
         squares, bins = parts.square(), self.frequencies.numel()
         return squares[..., :bins] + squares[..., bins:]
 
     def _mel(self, power: Tensor, bank: Tensor) -> Tensor:
         mel = torch.matmul(power, bank)
-        return (mel.clamp(min=self.log_floor) if self._dali else mel + self.log_floor).log()
+        mel = mel.clamp(min=self.log_floor) if self._is_dali else mel + self.log_floor
+        return mel.log()
 
     def _finish(
         self, x: Tensor, valid: Tensor, mask: Callable[[Tensor, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Normalise, mask, splice and pad: (B, T', M), valid frames (B, T') -> (B, T, F), (B,)."""
+        """Normalise, mask, splice and pad columns: (B, T', M), valid (B, T') -> (B, T, F), (B,)."""
         present = valid[:, :, None].to(x.dtype)
-        spliced = stack_time(present, self.splice)  # (B, T, k), which parts of a spliced frame are valid
+        spliced = stack_time(present, self.splice)  # (B, T, splice): 1 for each valid part of an output frame
         counts = (spliced[:, :, 0] > 0).sum(1)
         if self.splice_first:
-            # Parts beyond the row's last frame do not enter the statistics, and are 0.
+            # Parts beyond the row's end are 0 and do not enter the statistics.
             x = stack_time(x, self.splice).view(*spliced.shape, self.mels)
             x = mask(self._normalised(x, spliced[..., None]).flatten(2), counts)
         else:
@@ -304,27 +348,27 @@ class LogMel(MovedModule, PolicyAware):
         return F.pad(x, (0, self.features - x.shape[2])), counts
 
     def _normalised(self, x: Tensor, present: Tensor) -> Tensor:
-        """Give dim 1 mean 0 and deviation 1 where ``present``; 0 elsewhere and in constant bins."""
+        """Give dim 1 mean 0 and deviation 1 if ``present``. Other elements and constant bins become 0."""
         if not self.normalise:
             return x * present
-        # Relative to the first frame, a constant bin is exactly 0 for any rounding of its mean.
+        # Without this subtraction, the rounded mean of a constant bin could differ from its values.
         x = (x - x[:, :1]) * present
         count = present.sum(1, keepdim=True).clamp(min=1.0)
         x = (x - x.sum(1, keepdim=True) / count) * present
         squares = x.square().sum(1, keepdim=True)
-        if self._dali:
+        if self._is_dali:
             return x * (squares / count).clamp(min=1e-30).rsqrt()
-        return x / ((squares / (count - 1.0).clamp(min=1.0)).sqrt() + 1e-5)
+        variance = squares / (count - 1.0).clamp(min=1.0)
+        return x / (variance.sqrt() + 1e-5)
 
     def _constants(self) -> dict[str, Tensor]:
-        """Window, filters and tables, computed in float64 and stored in fp32."""
-        n = torch.arange(self.width, dtype=torch.float64)
-        phase = (n + 0.5) / self.width if self._dali else n / max(self.width - 1, 1)
-        window = 0.5 - 0.5 * torch.cos(2.0 * math.pi * phase)
+        """Return the window, filters and tables. They are computed in float64 and stored in fp32."""
+        window = self._hann_window()
         bins = torch.arange(self.n_fft // 2 + 1, dtype=torch.float64)
         frequencies = bins * (self.sample_rate / self.n_fft)
         low, high = slaney_mel(self.f_min), slaney_mel(self.f_max)
-        edges = slaney_hertz(torch.linspace(low, high, self.mels + 2, dtype=torch.float64))
+        mels = torch.linspace(low, high, self.mels + 2, dtype=torch.float64)
+        edges = slaney_hertz(mels)
         constants = {
             "window": F.pad(window, (0, self.n_fft - self.width)),
             "bank": mel_bank(edges, frequencies),
@@ -332,42 +376,55 @@ class LogMel(MovedModule, PolicyAware):
             "frequencies": frequencies,
         }
         if self._spectrum != "fft":
-            angle = n[:, None] * bins * (2.0 * math.pi / self.n_fft)
-            constants["basis"] = window[:, None] * torch.cat([angle.cos(), angle.sin()], dim=1)
+            constants["basis"] = window[:, None] * self._fourier_basis(bins)
         if self.dither != 0.0:
             constants["noise"] = _dither_table()
-        return {name: value.float().contiguous() for name, value in constants.items()}
+        return {name: constant.float().contiguous() for name, constant in constants.items()}
+
+    def _hann_window(self) -> Tensor:
+        samples = torch.arange(self.width, dtype=torch.float64)
+        phase = (samples + 0.5) / self.width if self._is_dali else samples / max(self.width - 1, 1)
+        cosine = torch.cos(2.0 * math.pi * phase)
+        return 0.5 - 0.5 * cosine
+
+    def _fourier_basis(self, bins: Tensor) -> Tensor:
+        """Return the cosines and then the sines of the bins (K,) at each sample of a window (N, 2·K)."""
+        samples = torch.arange(self.width, dtype=torch.float64)
+        angle = samples[:, None] * bins * (2.0 * math.pi / self.n_fft)
+        return torch.cat([angle.cos(), angle.sin()], dim=1)
 
     def after_move(self) -> None:
         if self.window.dtype != torch.float32:  # Module.to(dtype) has rounded the constants.
-            for name, value in self._constants().items():
-                setattr(self, name, value.to(self.window.device))
+            for name, constant in self._constants().items():
+                setattr(self, name, constant.to(self.window.device))
 
     def apply_policy(self, policy: ComputePolicy) -> None:
         self._spectrum, self._block_frames = policy.spectrum, policy.feature_frames
         if policy.spectrum != "fft":
-            self.register_buffer("basis", self._constants()["basis"].to(self.window.device), persistent=False)
+            basis = self._constants()["basis"].to(self.window.device)
+            self.register_buffer("basis", basis, persistent=False)
 
     def _check(self) -> None:
-        def demand(fits: bool, line: str) -> None:
-            if not fits:
-                raise ConfigError(line)
+        def require(is_valid: bool, problem: str) -> None:
+            if not is_valid:
+                raise ConfigError(problem)
 
         choices = {"form": ("dali", "torch", "parakeet"), "padding": ("reflect", "constant")}
-        for name, known in choices.items():
-            value, (*others, last) = getattr(self, name), map(repr, known)
-            demand(value in known, f"{name} is {value!r}; it must be {', '.join(others)} or {last}")
-        demand(self.hop > 0, "hop_seconds is shorter than one sample; raise it")
-        demand(
+        for name, names in choices.items():
+            choice, quoted = getattr(self, name), list(map(repr, names))
+            listing = f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+            require(choice in names, f"{name} is {choice!r}. It must be {listing}")
+        require(self.hop > 0, "hop_seconds is shorter than one sample. Raise it")
+        require(
             0 < self.width <= self.n_fft,
-            f"n_fft is {self.n_fft}, and window_seconds covers {self.width} samples; it must be 1 to n_fft",
+            f"n_fft is {self.n_fft}, and window_seconds covers {self.width} samples. It must be 1 to n_fft",
         )
-        demand(self.n_fft % 2 == 0, f"n_fft is {self.n_fft}; it must be even")
-        demand(
+        require(self.n_fft % 2 == 0, f"n_fft is {self.n_fft}. It must be even")
+        require(
             0.0 <= self.f_min < self.f_max <= self.sample_rate / 2,
-            f"f_min and f_max are {self.f_min} and {self.f_max} Hz; f_min must be below f_max, both from "
+            f"f_min and f_max are {self.f_min} and {self.f_max} Hz. f_min must be below f_max, both from "
             f"0 to {self.sample_rate / 2} Hz, half the sample rate",
         )
-        demand(self.log_floor > 0.0, f"log_floor is {self.log_floor}; it must be above 0")
-        demand(self.splice >= 1, f"splice is {self.splice}; it must be 1 or more")
-        demand(self.mels >= 1, f"mels is {self.mels}; it must be 1 or more")
+        require(self.log_floor > 0.0, f"log_floor is {self.log_floor}. It must be above 0")
+        require(self.splice >= 1, f"splice is {self.splice}. It must be 1 or more")
+        require(self.mels >= 1, f"mels is {self.mels}. It must be 1 or more")

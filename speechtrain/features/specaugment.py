@@ -1,4 +1,4 @@
-"""SpecAugment: bands of frequency and time set to zero in training.
+"""SpecAugment sets bands of frequency and time to zero in training.
 
 Legend: B rows, T frames, F features of a frame, N masks of an axis.
 """
@@ -16,16 +16,18 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 class SpecAugment(nn.Module):
-    """Zero random bands of frequency and time, drawn for each utterance, in training only.
+    """Sets random bands of frequency and time to zero, drawn for each utterance, in training only.
 
-    Park et al. (2019), as in two reference systems. Adaptive (MLPerf RNN-T: 2 frequency masks of 0 to
-    20 bins, 10 time masks of 0 to 3 % of the utterance's own frames): a ``time_width`` below 1 is a
-    fraction of the utterance, and with ``time_masks`` below 1 the number of time masks is
-    ``round(time_masks × frames)``. Fixed (Intel: 2 masks of 6 features, 2 of 6 frames): widths and
-    their minima are equal. Widths are uniform from minimum to maximum, both included; starts are
-    uniform over all positions where the mask fits, with the last row and column.
+    The masks are as in Park et al. (2019) and in two reference systems:
 
-    Draws use the device's global generator, and the host reads nothing back.
+    - Adaptive (MLPerf RNN-T): 2 frequency masks of 0 to 20 bins, and 10 time masks of 0 to 3 % of the
+      utterance's frames. A ``time_width`` below 1 is a fraction of the utterance. If ``time_masks`` is below
+      1, the number of time masks is ``round(time_masks × frames)``.
+    - Fixed (Intel): 2 masks of 6 features and 2 masks of 6 frames. Widths and their minima are equal.
+
+    Widths are uniform from the minimum to the maximum, both included. Starts are uniform over all positions
+    at which the mask fits before the end of the utterance. Draws use the device's global generator, and the
+    host does not read any tensor.
     """
 
     def __init__(
@@ -38,16 +40,16 @@ class SpecAugment(nn.Module):
         time_width_min: int = 0,
     ) -> None:
         super().__init__()
-        of_freq = {"freq_masks": freq_masks, "freq_width": freq_width, "freq_width_min": freq_width_min}
-        of_time = {"time_masks": time_masks, "time_width": time_width, "time_width_min": time_width_min}
-        for name, value in (of_freq | of_time).items():
-            if value < 0:
-                raise ConfigError(f"{name} is {value}; it must be 0 or more")
-        for name, value in (("time_masks", time_masks), ("time_width", time_width)):
-            if value > 1 and value != int(value):
-                raise ConfigError(f"{name} is {value}; it must be a whole number or below 1")
+        freq_settings = {"freq_masks": freq_masks, "freq_width": freq_width, "freq_width_min": freq_width_min}
+        time_settings = {"time_masks": time_masks, "time_width": time_width, "time_width_min": time_width_min}
+        for name, number in (freq_settings | time_settings).items():
+            if number < 0:
+                raise ConfigError(f"{name} is {number}. It must be 0 or more")
+        for name, number in (("time_masks", time_masks), ("time_width", time_width)):
+            if number > 1 and number != int(number):
+                raise ConfigError(f"{name} is {number}. It must be a whole number or below 1")
         if freq_width_min > freq_width or (time_width >= 1 and time_width_min > time_width):
-            raise ConfigError("freq_width_min or time_width_min exceeds its maximum; lower it")
+            raise ConfigError("freq_width_min or time_width_min exceeds its maximum. Lower it")
         self.freq_masks, self.freq_width, self.freq_width_min = freq_masks, freq_width, freq_width_min
         self.time_masks, self.time_width, self.time_width_min = time_masks, time_width, time_width_min
 
@@ -55,34 +57,49 @@ class SpecAugment(nn.Module):
         """Set the masked features of (B, T, F) with frames (B,) to 0."""
         if not self.training:
             return x
-        rows, frames, width = x.shape
         if self.freq_masks:
-            sizes = torch.full((rows, 1), float(width), device=x.device)
-            limits = sizes.clamp(max=float(self.freq_width))
-            keep = self._keep(width, self.freq_masks, sizes, limits=limits, minimum=self.freq_width_min)
+            keep = self._keep_features(x)
             x = x * keep[:, None, :].to(x.dtype)
         if self.time_masks:
-            sizes = lengths[:, None].float()
-            adaptive = _rounded(sizes * self.time_width)
-            limits = adaptive if self.time_width < 1 else sizes.clamp(max=float(self.time_width))
-            if self.time_masks < 1:
-                count = int(frames * self.time_masks + 0.5)  # of the widest row; the others use fewer
-                used = torch.arange(count, device=x.device) < _rounded(sizes * self.time_masks)
-                limits = limits * used
-            else:
-                count = int(self.time_masks)
-            keep = self._keep(frames, count, sizes, limits=limits, minimum=self.time_width_min)
+            keep = self._keep_frames(x.shape[1], lengths)
             x = x * keep[:, :, None].to(x.dtype)
         return x
 
+    def _keep_features(self, x: Tensor) -> Tensor:
+        """Return True (B, F) for each feature of (B, T, F) that no frequency mask covers."""
+        rows, _, width = x.shape
+        sizes = torch.full((rows, 1), float(width), device=x.device)
+        limits = sizes.clamp(max=float(self.freq_width))
+        return self._keep(width, self.freq_masks, sizes, limits=limits, minimum=self.freq_width_min)
+
+    def _keep_frames(self, frames: int, lengths: Tensor) -> Tensor:
+        """Return True (B, T) for each frame that no time mask covers. Rows have ``lengths`` (B,) frames."""
+        sizes = lengths[:, None].float()
+        if self.time_width < 1:
+            limits = _rounded(sizes * self.time_width)
+        else:
+            limits = sizes.clamp(max=float(self.time_width))
+        count = int(self.time_masks)
+        if self.time_masks < 1:
+            count = int(frames * self.time_masks + 0.5)  # The longest row uses all masks.
+            used = torch.arange(count, device=lengths.device) < _rounded(sizes * self.time_masks)
+            limits = limits * used
+        return self._keep(frames, count, sizes, limits=limits, minimum=self.time_width_min)
+
     def _keep(self, axis: int, masks: int, sizes: Tensor, limits: Tensor, minimum: int) -> Tensor:
-        """True (B, axis) outside of all masks. Sizes (B, 1) are the rows', limits (B, 1 or N) the masks'."""
+        """Draw masks and return True (B, axis) for each position that none of them covers.
+
+        ``sizes`` (B, 1) are the lengths of the rows. ``limits`` (B, 1 or N) are the largest widths of masks.
+        """
         draws = torch.rand(2, sizes.shape[0], masks, device=sizes.device)
-        least = limits.clamp(max=float(minimum))
-        # rand < 1, but its product can round up to the bound.
-        widths = torch.minimum(least + (draws[0] * (limits - least + 1.0)).floor(), limits)
+        least_widths = limits.clamp(max=float(minimum))
+        # The draws are below 1, but a rounded product can reach the bound.
+        extra_widths = (draws[0] * (limits - least_widths + 1.0)).floor()
+        widths = torch.minimum(least_widths + extra_widths, limits)
         room = sizes - widths
-        starts = torch.minimum((draws[1] * (room + 1.0)).floor(), room)[..., None]
+        starts = (draws[1] * (room + 1.0)).floor()
+        starts = torch.minimum(starts, room)[..., None]
+        ends = starts + widths[..., None]
         position = torch.arange(axis, device=sizes.device)
-        inside = (position >= starts) & (position < starts + widths[..., None])
+        inside = (position >= starts) & (position < ends)
         return inside.sum(1) == 0

@@ -1,4 +1,4 @@
-"""The page: what a reader asks of a run, from its outcome down to its config. ``page.html`` lays it out."""
+"""The page of one run or several, from the outcome down to the config. ``page.html`` is its layout."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import shlex
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
@@ -22,9 +22,9 @@ from speechtrain.run_directory import is_error_rate, number
 from speechtrain.tracking.console import duration
 
 KINDS = {"replace": "substituted", "delete": "deleted", "insert": "inserted"}
-"""The kinds of word errors that ``align`` finds, and what is said of such a word."""
+"""The kinds of word errors in an alignment, and the word for each on the page."""
 
-_TRAIN_CHARTS = {  # title, unit
+_TRAIN_CHARTS = {  # title and unit of each metric
     "lr": ("Learning rate", ""),
     "grad_norm": ("Gradient norm", ""),
     "utterances_per_s": ("Throughput", "utt/s"),
@@ -32,13 +32,13 @@ _TRAIN_CHARTS = {  # title, unit
     "data_wait": ("Waiting for data", "%"),
     "memory_mib": ("Memory", "MiB"),
 }
-_SMOOTHED_FROM = 10  # values
-_MOST_CHARTS = 200  # a task has up to 30; each takes 5 ms
+_MIN_SMOOTHED = 10  # the fewest values of a curve that is smoothed
+_MAX_CHARTS = 200  # A task has up to 30, and each takes 5 ms.
 _CODE = Markup("<code>{}</code>")
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The whole HTML document of one run, or of several that share their charts."""
+    """Return the HTML document of one run, or of several runs with common charts."""
     environment = Environment(
         loader=PackageLoader("speechtrain.report", ""), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -46,13 +46,12 @@ def page(runs: Sequence[Run]) -> str:
     environment.filters |= {filter_.__name__[1:]: filter_ for filter_ in filters}
     environment.filters |= {"duration": duration, "number": number, "short": short}
     names, metric = names_of(runs), _headline(runs)
-    sets = dict.fromkeys(name for run in runs for name in run.valid.get(metric, {}))
     return environment.get_template("page.html").render(
         runs=runs,
         names=names,
         charts=_charts(runs, names),
         metric=metric,
-        scores={s: [run.valid.get(metric, {}).get(s, Curve()).at(run.kept) for run in runs] for s in sets},
+        scores=_scores(runs, metric),
         differences=differing(runs),
         palette=PALETTE,
         dashes=DASHES,
@@ -63,42 +62,78 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def _headline(runs: Sequence[Run]) -> str:
-    """The metric that matters: the word error rate where there is one, else the loss."""
-    return next((name for name in ("wer", "cer", "loss") if any(name in run.valid for run in runs)), "")
+    """Return the most important metric that a run has: WER, otherwise CER, otherwise the loss."""
+    for metric in ("wer", "cer", "loss"):
+        if any(metric in run.valid for run in runs):
+            return metric
+    return ""
+
+
+def _scores(runs: Sequence[Run], metric: str) -> dict[str, list[float | None]]:
+    """Return the metric of each run's best checkpoint, by set."""
+    sets = _union(run.valid.get(metric, {}) for run in runs)
+    scores: dict[str, list[float | None]] = {name: [] for name in sets}
+    for run in runs:
+        for name, values in scores.items():
+            curve = run.valid.get(metric, {}).get(name, Curve())
+            values.append(curve.value_at(run.best_step))
+    return scores
+
+
+def _union(groups: Iterable[Iterable[str]]) -> list[str]:
+    """Return the distinct names of all groups, in the order of their first appearance."""
+    return list(dict.fromkeys(chain.from_iterable(groups)))
 
 
 def _charts(runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
-    """The charts that hold a finite value."""
-    last = max(1.0, 1.012 * max(run.steps[0] or 0 for run in runs))  # room for the last dot
+    """Return the charts with a finite value."""
+    steps = max(run.steps[0] or 0 for run in runs)
+    last_step = max(1.0, 1.012 * steps)  # leaves room for the last dot
     marks = runs[0].numbers("step", "resume") if len(runs) == 1 else []
-    charts = (replace(chart, last=last, marks=marks) for chart in _all_charts(runs, names))
-    return list(islice((chart for chart in charts if chart.drawn), _MOST_CHARTS))
+    charts = []
+    for chart in _all_charts(runs, names):
+        if chart.visible:
+            charts.append(replace(chart, last_step=last_step, marks=marks))
+        if len(charts) == _MAX_CHARTS:
+            break
+    return charts
 
 
 def _all_charts(runs: Sequence[Run], names: Sequence[str]) -> Iterable[Chart]:
     losses = _train_lines(runs, names, "loss", smooth=True) + _valid_lines(runs, names, "loss")
     yield Chart("Loss", losses, maybe_log=True)
-    metrics = dict.fromkeys(name for run in runs for name in run.valid if name != "loss")
-    for name in sorted(metrics, key=lambda name: (not is_error_rate(name), name != "wer")):
-        rate = is_error_rate(name)
-        lines = _valid_lines(runs, names, name)
-        yield Chart(_heading(name), lines, "%" * rate, from_zero=rate, maybe_log=rate)
-    for name, (title, unit) in _TRAIN_CHARTS.items():
-        is_noisy = name == "grad_norm"
-        lines = _train_lines(runs, names, name, smooth=is_noisy)
+    yield from _valid_charts(runs, names)
+    for metric, (title, unit) in _TRAIN_CHARTS.items():
+        is_noisy = metric == "grad_norm"
+        lines = _train_lines(runs, names, metric, smooth=is_noisy)
         yield Chart(title, lines, unit, from_zero=True, maybe_log=is_noisy)
-    for name in dict.fromkeys(name for run in runs for name in run.train):
-        if name != "loss" and name not in _TRAIN_CHARTS:
-            lines = _train_lines(runs, names, name, smooth=True)
-            yield Chart(f"{_heading(name)} in training", lines, "%" * is_error_rate(name))
+    for metric in _union(run.train for run in runs):
+        if metric != "loss" and metric not in _TRAIN_CHARTS:
+            lines = _train_lines(runs, names, metric, smooth=True)
+            yield Chart(f"{_heading(metric)} in training", lines, _unit(metric))
 
 
-def _train_lines(runs: Sequence[Run], names: Sequence[str], figure: str, smooth: bool) -> list[Line]:
-    """A colour for each run; of one run, the raw curve below the smoothed one."""
+def _valid_charts(runs: Sequence[Run], names: Sequence[str]) -> Iterable[Chart]:
+    """Yield the charts of validation except the loss: WER, then other error rates, then the rest."""
+    metrics = _union(run.valid for run in runs)
+    for metric in sorted(metrics, key=lambda metric: (not is_error_rate(metric), metric != "wer")):
+        if metric != "loss":
+            is_rate = is_error_rate(metric)
+            lines = _valid_lines(runs, names, metric)
+            yield Chart(_heading(metric), lines, _unit(metric), from_zero=is_rate, maybe_log=is_rate)
+
+
+def _unit(metric: str) -> str:
+    return "%" if is_error_rate(metric) else ""
+
+
+def _train_lines(runs: Sequence[Run], names: Sequence[str], metric: str, smooth: bool) -> list[Line]:
+    """Return a line of another colour for each run. One run alone also has its curve before smoothing."""
     lines = []
-    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
-        line = Line("train" if len(runs) == 1 else name, run.train.get(figure, Curve()), index)
-        if smooth and len(line.curve.x) >= _SMOOTHED_FROM:
+    labels = ["train"] if len(runs) == 1 else names
+    for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
+        line = Line(label, run.train.get(metric, Curve()), index)
+        if smooth and len(line.curve.x) >= _MIN_SMOOTHED:
             if len(runs) == 1:
                 lines.append(replace(line, is_faint=True))
             line = replace(line, curve=smoothed(line.curve))
@@ -107,62 +142,75 @@ def _train_lines(runs: Sequence[Run], names: Sequence[str], figure: str, smooth:
 
 
 def _valid_lines(runs: Sequence[Run], names: Sequence[str], metric: str) -> list[Line]:
-    """Of one run, a colour for each set; of several, the run's colour and a pattern for each set."""
-    sets = list(dict.fromkeys(name for run in runs for curves in run.valid.values() for name in curves))
-    found = [
-        (i, name, curve) for i, run in enumerate(runs) for name, curve in run.valid.get(metric, {}).items()
-    ]
-    if len(runs) == 1:
-        return [Line(name, curve, sets.index(name) + 1) for _, name, curve in found]
-    beside_training = metric == "loss"
-    return [
-        Line(f"{names[i]}, {name}", curve, i, dash=sets.index(name) + beside_training)
-        for i, name, curve in found
-    ]
+    """Return a line for each run and set.
+
+    The lines of one run have a colour for each set. The lines of several runs have the colour of the run and
+    a pattern for each set.
+    """
+    sets = _union(_union(run.valid.values()) for run in runs)
+    first_dash = 1 if metric == "loss" else 0  # the loss of training has pattern 0
+    lines = []
+    for index, run in enumerate(runs):
+        for name, curve in run.valid.get(metric, {}).items():
+            if len(runs) == 1:
+                lines.append(Line(name, curve, 1 + sets.index(name)))
+            else:
+                dash = first_dash + sets.index(name)
+                lines.append(Line(f"{names[index]}, {name}", curve, index, dash=dash))
+    return lines
 
 
 def align(reference: str, hypothesis: str) -> list[tuple[str, str, str]]:
-    """Word by word: (equal, replace, delete or insert; the reference's word; the hypothesis's word).
+    """Return the word alignment with the fewest errors, as the word error rate counts them.
 
-    The alignment has the fewest errors, as the word error rate counts them.
+    A row is the kind (equal, replace, delete or insert), the reference's word and the hypothesis's word.
 
     >>> align("the cat sat", "cat sit")
     [('delete', 'the', ''), ('equal', 'cat', 'cat'), ('replace', 'sat', 'sit')]
     """
-    said, heard = reference.split(), hypothesis.split()
+    reference_words, hypothesis_words = reference.split(), hypothesis.split()
     pairs: list[tuple[str, str, str]] = []
-    for step in Levenshtein.opcodes(said, heard):
-        left, right = said[step.src_start : step.src_end], heard[step.dest_start : step.dest_end]
+    for step in Levenshtein.opcodes(reference_words, hypothesis_words):
+        left = reference_words[step.src_start : step.src_end]
+        right = hypothesis_words[step.dest_start : step.dest_end]
         pairs += [(step.tag, *words) for words in zip_longest(left, right, fillvalue="")]
     return pairs
 
 
 def _verdict(pairs: Sequence[tuple[str, str, str]]) -> tuple[int, int, str]:
-    """Errors, words of the reference, and the kinds of the errors."""
+    """Return the number of errors, the number of words of the reference, and the kinds of errors in words."""
     counts = Counter(tag for tag, _, _ in pairs)
     detail = ", ".join(f"{counts[tag]} {name}" for tag, name in KINDS.items() if counts[tag])
     return len(pairs) - counts["equal"], len(pairs) - counts["insert"], detail or "all right"
 
 
 def _facts(run: Run) -> dict[str, str]:
-    """How the run was made, by name; ``Markup`` escapes what it formats."""
+    """Return facts on how the run was made, by name. ``Markup`` escapes the values that it formats."""
     about = run.about
-    argv, overrides = about.argv, about.overrides or []
-    commit = str(about.git.get("commit", "")) + (
-        " with uncommitted changes" if about.git.get("dirty") else ""
-    )
+    facts: dict[str, str] = {}
+    if about.argv is not None:
+        facts["command"] = _CODE.format(f"speechtrain train {shlex.join(about.argv)}")
+    if about.overrides and about.overrides != about.argv:
+        facts["overrides"] = Markup(" ").join(map(_CODE.format, about.overrides))
     seed = run.config.get("seed") if about.seed is None else about.seed
-    metrics = ((run.result and run.result.metrics) or {}).items()
-    return {
-        "command": _CODE.format(f"speechtrain train {shlex.join(argv)}") if argv is not None else "",
-        "overrides": "" if overrides == argv else Markup(" ").join(map(_CODE.format, overrides)),
-        "seed": "" if seed is None else str(seed),
-        "commit": _CODE.format(commit) if commit else "",
-        "versions": ", ".join(f"{name} {version}" for name, version in about.versions.items()),
-        "platform": about.platform,
-        "result": Markup(", ").join(Markup("{} <b>{}</b>").format(k, _figure(v, k)) for k, v in metrics),
-        "directory": _CODE.format(run.folder),
-    }
+    if seed is not None:
+        facts["seed"] = str(seed)
+    commit = str(about.git.get("commit", ""))
+    if about.git.get("dirty"):
+        commit += " with uncommitted changes"
+    if commit:
+        facts["commit"] = _CODE.format(commit)
+    facts["versions"] = ", ".join(f"{name} {version}" for name, version in about.versions.items())
+    facts["platform"] = about.platform
+    if run.result and run.result.metrics:
+        facts["result"] = _metrics(run.result.metrics)
+    facts["directory"] = _CODE.format(run.folder)
+    return facts
+
+
+def _metrics(metrics: Mapping[str, Any]) -> Markup:
+    texts = [Markup("{} <b>{}</b>").format(name, _figure(value, name)) for name, value in metrics.items()]
+    return Markup(", ").join(texts)
 
 
 def _heading(metric: str) -> str:
@@ -177,12 +225,14 @@ def _figure(value: Any, metric: str) -> str:
 
 
 def _three(value: float) -> str:
-    """Three significant digits: what a throughput is worth."""
+    """Return a throughput, which is known to three significant digits."""
     return short(float(f"{value:.3g}"))
 
 
 def _setting(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _count(value: int) -> str:
@@ -199,5 +249,5 @@ def _median(run: Run, name: str) -> float | None:
 def _date(seconds: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
-    except (OverflowError, OSError, ValueError):  # beyond what the C library can count
+    except (OverflowError, OSError, ValueError):  # outside the range of the C library
         return "at an unknown time"

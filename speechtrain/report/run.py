@@ -1,4 +1,4 @@
-"""What a run directory says, read with patience: any file may be absent, torn or still growing."""
+"""The content of a run directory for a report. Any file may be missing, damaged or still growing."""
 
 from __future__ import annotations
 
@@ -34,19 +34,17 @@ from speechtrain.run_directory import (
     read_stored_config,
 )
 
-_MOST_SETS = 30  # of a page's charts, and of its examples
-_MOST_EXAMPLES = 30  # of one set
-_MOST_WORDS = (
-    10_000,
-    100_000,
-)  # of a pair of transcripts and of all: the alignment's time grows with its square
+_MAX_SETS = 30  # the most sets in a page's charts and examples
+_MAX_EXAMPLES = 30  # the most examples of one set
+# The most words of a pair of transcripts, and of all pairs. The time of an alignment grows with their square.
+_MAX_PAIR_WORDS, _MAX_WORDS = 10_000, 100_000
 _LONGEST_NAME = 60  # characters of a run's name in a legend
 _NO_CURVES = {"event", "time", "step", "steps", "epoch", "eta_s", "set", "seconds"}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One figure against the step; ``y`` is None where the value was not finite."""
+    """One metric against the step. ``y`` is None at a step whose value was not finite."""
 
     x: list[float] = field(default_factory=list)
     y: list[float | None] = field(default_factory=list)
@@ -56,70 +54,82 @@ class Curve:
         self.y.append(y)
 
     @property
-    def last(self) -> float | None:
+    def last_value(self) -> float | None:
+        """The last finite value."""
         return next((y for y in reversed(self.y) if y is not None), None)
 
-    def at(self, x: float | None) -> float | None:
-        """The value at ``x``; the last finite one where there is no such step, or none is given."""
-        return dict(zip(self.x, self.y, strict=True)).get(x, self.last) if x is not None else self.last
+    def value_at(self, x: float | None) -> float | None:
+        """Return the value at ``x``, or the last finite value if the curve has no such step."""
+        if x in self.x:
+            values = dict(zip(self.x, self.y, strict=True))
+            return values[x]
+        return self.last_value
 
 
 @dataclass(frozen=True)
 class Run:
+    """The content of one run directory."""
+
     folder: Path
     events: list[dict[str, Any]]
     result: RunResult | None
     about: About
     stored: StoredConfig
     skipped: dict[str, list[dict[str, Any]]]
-    notes: tuple[str, ...] = ()  # what the page leaves out
+    notes: tuple[str, ...] = ()  # on content that the page leaves out
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The stored config by dotted key; empty if it is missing or damaged."""
+        """The stored config by dotted key. It is empty if the file is missing or damaged."""
         return flat(self.stored.values)
 
     @cached_property
     def train(self) -> dict[str, Curve]:
-        """The curves of training, by name; of the task's own metrics too."""
-        return {name: next(iter(curves.values())) for name, curves in self._curves("train").items()}
+        """The curves of training by metric, with the metrics of the task."""
+        curves_by_metric = self._curves("train")
+        return {metric: next(iter(curves.values())) for metric, curves in curves_by_metric.items()}
 
     @cached_property
     def valid(self) -> dict[str, dict[str, Curve]]:
-        """The curves of validation: metric, then set."""
+        """The curves of validation by metric and set."""
         return self._curves("valid")
 
     def _curves(self, event: str) -> dict[str, dict[str, Curve]]:
-        found: dict[str, dict[str, Curve]] = {}
-        for values in self.of(event):
-            step, of_set = number(values.get("step")), str(values.get("set", ""))
-            for name, value in values.items():
-                is_figure = value is None or isinstance(value, int | float)
-                if step is not None and is_figure and name not in _NO_CURVES:
-                    found.setdefault(name, {}).setdefault(of_set, Curve()).append(step, number(value))
-        return found
+        """Return the curves of an event's numbers, by metric and set."""
+        curves: dict[str, dict[str, Curve]] = {}
+        for values in self.events_of(event):
+            step, set_name = number(values.get("step")), str(values.get("set", ""))
+            if step is None:
+                continue
+            for metric, value in values.items():
+                is_number = value is None or isinstance(value, int | float)
+                if is_number and metric not in _NO_CURVES:
+                    curves_by_set = curves.setdefault(metric, {})
+                    curves_by_set.setdefault(set_name, Curve()).append(step, number(value))
+        return curves
 
     @cached_property
-    def kept(self) -> float | None:
-        """The step of the best checkpoint, which the other commands use; None where there is none."""
+    def best_step(self) -> float | None:
+        """The step of the best checkpoint, which the other commands use. None without a checkpoint."""
         best = read_best(self.folder)
         name = (self.result and self.result.checkpoint) or (best and best.name)
-        named = re.fullmatch(r"step-([0-9]{1,15})", str(name))
-        return float(named[1]) if named else None
+        match = re.fullmatch(r"step-([0-9]{1,15})", str(name))
+        return float(match[1]) if match else None
 
     @cached_property
     def examples(self) -> dict[str, tuple[Any, list[dict[str, Any]], int]]:
         """For each set, the step, the first rows that are short enough, and the number of all rows."""
-        latest = {str(values.get("set", "")): values for values in self.of("examples")}
+        latest = {str(values.get("set", "")): values for values in self.events_of("examples")}
         examples = {}
         words = 0
         for name, values in latest.items():
             rows = [row for row in listing(values.get("rows")) if isinstance(row, dict)]
             short_rows = []
-            for row in rows[:_MOST_EXAMPLES]:
-                length = len(f"{row.get('reference')} {row.get('hypothesis')}".split())
-                if length <= _MOST_WORDS[0] and words + length <= _MOST_WORDS[1]:
-                    words += length
+            for row in rows[:_MAX_EXAMPLES]:
+                texts = f"{row.get('reference')} {row.get('hypothesis')}"
+                row_words = len(texts.split())
+                if row_words <= _MAX_PAIR_WORDS and words + row_words <= _MAX_WORDS:
+                    words += row_words
                     short_rows.append(row)
             examples[name] = (values.get("step"), short_rows, len(rows))
         return examples
@@ -127,54 +137,63 @@ class Run:
     @property
     def warnings(self) -> list[tuple[str, int]]:
         """Distinct warnings with their counts, in the order of their first appearance."""
-        return list(Counter(str(values.get("message", "")) for values in self.of("warning")).items())
+        messages = [str(values.get("message", "")) for values in self.events_of("warning")]
+        return list(Counter(messages).items())
 
     @property
     def advice(self) -> list[str]:
-        """The lines that the end of the run has printed."""
+        """The lines of advice that the run printed at its end."""
         return list(advice(self.result, self.events)) if self.result else []
 
     @property
     def steps(self) -> tuple[int | None, int | None]:
-        """Updates done, and planned."""
-        done: float | None = self.result.steps if self.result else None
-        if done is None:
-            done = max(self.numbers("step"), default=None)
-        planned = self.numbers("steps", "start", "train")
-        return None if done is None else int(done), int(planned[-1]) if planned else None
+        """The number of updates so far, and the planned number. Each is None if it is not known."""
+        steps: float | None = self.result.steps if self.result else None
+        if steps is None:
+            steps = max(self.numbers("step"), default=None)
+        plans = self.numbers("steps", "start", "train")
+        planned_steps = int(plans[-1]) if plans else None
+        done_steps = int(steps) if steps is not None else None
+        return done_steps, planned_steps
 
     @property
     def wall_s(self) -> float | None:
-        """Seconds of work: as the result says, else from the log (pauses between attempts left out)."""
+        """Seconds of work from the result, otherwise from the log without the pauses between attempts."""
         if self.result and self.result.wall_s is not None:
             return self.result.wall_s
-        spans: list[list[float]] = []
+        attempts: list[list[float]] = []  # the times of each attempt's events
         for values in self.events:
-            at = number(values.get("time"))
-            if at is not None:
-                if values["event"] == "start" or not spans:
-                    spans.append([at, at])
-                spans[-1][1] = max(at, spans[-1][1])
-        return sum(end - begin for begin, end in spans) if spans else None
+            event_time = number(values.get("time"))
+            if event_time is None:
+                continue
+            if values["event"] == "start" or not attempts:
+                attempts.append([])
+            attempts[-1].append(event_time)
+        if not attempts:
+            return None
+        return sum(max(times) - times[0] for times in attempts)
 
     @property
     def parameters(self) -> int | None:
-        """Trainable and other parameters of the network."""
-        told = self.numbers("parameters", "start")
-        return int(told[-1]) if told else None
+        """The number of parameters of the network, with those that are not trained."""
+        counts = self.numbers("parameters", "start")
+        return int(counts[-1]) if counts else None
 
     @property
     def device(self) -> str:
         """Device, precision and number of processes in words, as far as they are known."""
         targets = (str(self.config.get(f"{part}._target_", "")) for part in ("device", "precision"))
         device, precision = (target.rpartition(".")[2].lower() for target in targets)
-        processes = self.config.get("world_size")
-        several = f"× {processes}" if isinstance(processes, int) and processes > 1 else ""
-        return " ".join(filter(None, (self.about.device or device, precision, several)))
+        world_size = self.config.get("world_size")
+        processes = f"× {world_size}" if isinstance(world_size, int) and world_size > 1 else ""
+        return " ".join(filter(None, (self.about.device or device, precision, processes)))
 
     @property
     def status(self) -> str:
-        """As the result says; without one, ``running`` or ``killed`` by its lock, else ``unfinished``."""
+        """The status of the result. Without a result, it is ``running``, ``killed`` or ``unfinished``.
+
+        The first two follow from the lock, if it is of this host. Otherwise the run is ``unfinished``.
+        """
         if self.result:
             return self.result.status
         try:
@@ -186,39 +205,43 @@ class Run:
             return "unfinished"
         return "running" if psutil.pid_exists(int(holder[1])) else "killed"
 
-    def of(self, *names: str) -> list[dict[str, Any]]:
+    def events_of(self, *names: str) -> list[dict[str, Any]]:
         return [values for values in self.events if values["event"] in names]
 
-    def numbers(self, figure: str, *names: str) -> list[float]:
-        """The finite values of a figure in the events of these names; of all where none is given."""
-        events = self.of(*names) if names else self.events
-        return [value for values in events if (value := number(values.get(figure))) is not None]
+    def numbers(self, key: str, *names: str) -> list[float]:
+        """Return the finite values of a key in the events of these names, or in all events without a name."""
+        events = self.events_of(*names) if names else self.events
+        numbers = (number(values.get(key)) for values in events)
+        return [value for value in numbers if value is not None]
 
 
 def runs_in(folder: str) -> list[Path]:
-    """The run directories in a folder, such as a sweep's; the folder itself where it is one, or has none.
+    """Return the run directories in a folder, such as a sweep's.
 
-    A link that leads out of the folder is left out: a page would show, or change, what lies there.
+    If the folder is itself a run directory, or has none, it is the only element. A link that leads out of the
+    folder is left out, because a page would show or change the run at its target.
     """
+    if Path(folder, CONFIG).is_file():
+        return [Path(folder)]
     base = Path(folder).resolve()
-    paths = sorted(Path(folder).glob(f"*/{CONFIG}"))
-    inside = [path.parent for path in paths if path.parent.resolve().is_relative_to(base)]
-    return inside if inside and not Path(folder, CONFIG).is_file() else [Path(folder)]
+    run_dirs = [path.parent for path in sorted(Path(folder).glob(f"*/{CONFIG}"))]
+    run_dirs = [run_dir for run_dir in run_dirs if run_dir.resolve().is_relative_to(base)]
+    return run_dirs or [Path(folder)]
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read a run directory. Raises RunError where there is none."""
+    """Read a run directory. Raises RunError if the directory is missing, or if it is not of a run."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise RunError(f"{folder}: no such directory; give a run directory, as speechtrain train printed it")
+        raise RunError(f"{folder}: no such directory. Give a run directory, as speechtrain train printed it")
     if not any((folder / name).is_file() for name in (METRICS, RESULT, CONFIG)):
         raise RunError(f"{folder}: no run in it ({METRICS}, {RESULT} and {CONFIG} are all missing)")
     try:
         metrics, skipped = read_metrics(folder), read_skipped(folder)
     except OSError as error:
         cause = error.strerror or error
-        raise RunError(f"{error.filename or folder}: {cause}; it must be readable") from error
-    events, omitted_sets = _of_first_sets(metrics.rows)
+        raise RunError(f"{error.filename or folder}: {cause}. It must be readable") from error
+    events, omitted_sets = _events_of_first_sets(metrics.rows)
     notes = []
     for count, name in ((metrics.omitted + skipped.omitted, "lines of logs"), (omitted_sets, "sets")):
         if count:
@@ -232,59 +255,80 @@ def read_run(folder: str | Path) -> Run:
     return Run(folder, events, read_result(folder), read_about(folder), stored, reasons, tuple(notes))
 
 
-def _of_first_sets(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """The events of the first sets or of no set, and the number of sets that are left out."""
+def _events_of_first_sets(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """Return the events of the first sets and of no set, and the number of sets that are left out."""
     names = dict.fromkeys(str(values["set"]) for values in events if "set" in values)
-    omitted = list(names)[_MOST_SETS:]
-    if omitted:
-        shown = {*names} - {*omitted}
-        events = [values for values in events if "set" not in values or str(values["set"]) in shown]
-    return events, len(omitted)
+    omitted = set(list(names)[_MAX_SETS:])
+    shown_events = []
+    for values in events:
+        if "set" not in values or str(values["set"]) not in omitted:
+            shown_events.append(values)
+    return shown_events, len(omitted)
 
 
 def hold_secrets(runs: Sequence[Run]) -> bool:
-    """Whether a page of these runs is for their owner only: it shows their configs and command lines."""
+    """Return whether only the owner may read a page of these runs. It shows configs and command lines."""
     return any(holds_secret(f"{run.stored.text}\n{asdict(run.about)}") for run in runs)
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """A short name for each run: what was typed for it alone, if that tells the runs apart.
+    """Return a short name for each run: its overrides that other runs do not have.
 
-    Else it is the last parts of its path. A bare number (a job of a sweep) takes the sweep's name with it.
+    If some are empty, equal or too long, the names are the last parts of the paths. With a path that ends in
+    a number (a job of a sweep), the names have at least two parts, so that the sweep's name is in them.
     """
-    typed = [[o for o in run.about.overrides or () if not o.startswith("run_dir=")] for run in runs]
-    own = [" ".join(o for o in one if not all(o in other for other in typed)) for one in typed]
-    if len(set(own)) == len(own) > 1 and all(0 < len(name) <= _LONGEST_NAME for name in own):
-        return own
+    names = _distinct_overrides(runs)
+    are_distinct = len(set(names)) == len(names) > 1
+    if are_distinct and all(0 < len(name) <= _LONGEST_NAME for name in names):
+        return names
     paths = [run.folder.resolve().parts for run in runs]
-    shortest = 2 if any(parts[-1].isdigit() for parts in paths) else 1
-    for count in range(shortest, max(map(len, paths)) + 1):
+    has_number = any(parts[-1].isdigit() for parts in paths)
+    min_parts = 2 if has_number else 1
+    for count in range(min_parts, max(map(len, paths)) + 1):
         names = ["/".join(parts[-count:]) for parts in paths]
         if len(set(names)) == len(set(paths)):
             return names
     return [str(run.folder) for run in runs]
 
 
-def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The config keys whose values are not the same in all runs, with each run's value.
+def _distinct_overrides(runs: Sequence[Run]) -> list[str]:
+    """Return the overrides of each run that not all runs have, without the run directory."""
+    all_overrides = [run.about.overrides or [] for run in runs]
+    shared = set(all_overrides[0]).intersection(*all_overrides)
+    names = []
+    for overrides in all_overrides:
+        distinct = [text for text in overrides if text not in shared and not text.startswith("run_dir=")]
+        names.append(" ".join(distinct))
+    return names
 
-    Paths that only repeat the run directory are left out.
+
+def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Return the config keys whose values are not the same in all runs, with each run's value.
+
+    Keys with the run directory are left out.
     """
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    kept = [key for key in keys if key.rpartition(".")[2] != "run_dir"]
-    values = {key: [run.config.get(key) for run in runs] for key in kept}
-    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+    keys: dict[str, None] = {}  # in the order of their first appearance
+    for run in runs:
+        keys |= dict.fromkeys(run.config)
+    differences = {}
+    for key in keys:
+        values = [run.config.get(key) for run in runs]
+        are_equal = all(value == values[0] for value in values)
+        if not are_equal and key.rpartition(".")[2] != "run_dir":
+            differences[key] = values
+    return differences
 
 
 def listing(value: Any) -> list[Any]:
-    """``value`` if it is a list, else an empty one."""
+    """Return ``value`` if it is a list, otherwise an empty list."""
     return value if isinstance(value, list) else []
 
 
 def _by_reason(skipped: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The skipped recordings, each once, by reason, the most frequent one first."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    """Return the skipped recordings by reason. The most frequent reason is first, and an id occurs once."""
+    rows_by_reason: dict[str, dict[str, dict[str, Any]]] = {}
     for row in skipped:
-        found.setdefault(str(row.get("reason", "")), {}).setdefault(str(row.get("id", "")), row)
-    by_count = sorted(found.items(), key=lambda item: -len(item[1]))
-    return {reason: list(rows.values()) for reason, rows in by_count}
+        rows_by_id = rows_by_reason.setdefault(str(row.get("reason", "")), {})
+        rows_by_id.setdefault(str(row.get("id", "")), row)
+    reasons = sorted(rows_by_reason, key=lambda reason: -len(rows_by_reason[reason]))
+    return {reason: list(rows_by_reason[reason].values()) for reason in reasons}

@@ -22,12 +22,12 @@ from speechtrain.runs.choices import choices
 
 AUTO = "auto"
 VARIABLE = "SPEECHTRAIN_DEVICE"
-"""Environment variable: the device that ``auto`` means, in place of the rule."""
+"""Environment variable: the device that ``auto`` means. Without it, the first usable device is chosen."""
 
 
 @dataclass(frozen=True)
 class AutoDevice:
-    """The device that ``auto`` means here, and the reason in few words."""
+    """The device that ``auto`` means on this host, and the reason in few words."""
 
     name: str
     reason: str
@@ -70,7 +70,7 @@ def offer_auto(overrides: Sequence[str], config_dir: str | None) -> None:
     """
     device_overrides = [text for text in overrides if key_of(text) == "device"]
     if device_overrides and AUTO not in device_overrides[-1]:
-        return  # No driver is asked.
+        return  # The driver of no device has to be loaded.
     choice, names = auto_device().name, choices(config_dir)["device"]
     if choice not in names:
         raise ConfigError(f"{VARIABLE}={choice}: the devices are {', '.join(names)}")
@@ -78,7 +78,7 @@ def offer_auto(overrides: Sequence[str], config_dir: str | None) -> None:
 
 
 def check_launcher(group_choices: Mapping[str, Any], config: DictConfig) -> None:
-    """Raise ConfigError if ``auto`` meets a launcher of other hosts, whose devices this host does not know.
+    """Raise ConfigError for ``auto`` with a launcher of other hosts, because their devices are unknown here.
 
     ``group_choices`` holds the choice of each group.
     """
@@ -86,15 +86,15 @@ def check_launcher(group_choices: Mapping[str, Any], config: DictConfig) -> None
         return
     launcher = build_launcher(config)
     if not launcher.is_here(Job(Path(), Path(), world_size=config.world_size)):
-        line = f"launcher={launcher.choice} may start ranks on other hosts"
-        raise ConfigError(f"{line}, whose devices are unknown here. Add device=cpu, cuda or hpu")
+        problem = f"launcher={launcher.choice} may start ranks on other hosts, whose devices are unknown here"
+        raise ConfigError(f"{problem}. Add device=cpu, cuda or hpu")
 
 
 def announce_auto(group_choices: Mapping[str, Any], config: DictConfig, ranks: Launcher | None) -> None:
-    """Print which device ``auto`` means, if the rule chooses. Raise what ``check_launcher`` raises.
+    """Print the device that ``auto`` means, unless the user has set it. Raises as ``check_launcher``.
 
-    ``ranks`` are those that run already. No launcher starts them. The stdout of a dry run is lines for a
-    shell, so its line is on stderr.
+    ``ranks`` are the ranks that another program has started. Then no launcher starts any. A dry run prints
+    shell lines on stdout, so its line is on stderr.
     """
     device = auto_device()
     if group_choices.get("device") != AUTO or device.is_explicit:
@@ -108,8 +108,8 @@ def announce_auto(group_choices: Mapping[str, Any], config: DictConfig, ranks: L
 
 
 def check_same_device(group_choices: Mapping[str, Any], name: str) -> None:
-    """Raise ConfigError if ``auto`` is another device than ``name``, its meaning where the sweep started."""
-    meaning = auto_device()
-    if group_choices.get("device") == AUTO and meaning.name != name:
-        line = f"device=auto is {name} where the sweep started, and not on this host ({meaning})"
-        raise ConfigError(f"{line}. Add device=NAME")
+    """Raise ConfigError if ``auto`` is another device here than ``name``, the one where the sweep started."""
+    auto = auto_device()
+    if group_choices.get("device") == AUTO and auto.name != name:
+        problem = f"device=auto is {name} where the sweep started, and not on this host ({auto})"
+        raise ConfigError(f"{problem}. Add device=NAME")

@@ -10,34 +10,50 @@ from pathlib import Path
 from speechtrain.config.resume_fields import key_of
 from speechtrain.errors import ConfigError
 
+CORPUS = "corpus"
+"""The folder with the choices of speechtrain prepare. It is not a group of a run."""
+
 
 def config_dir(argv: Sequence[str]) -> str | None:
-    """The folder of ``--config-dir``, the last one if there are several."""
-    line = "\0".join(["", *argv])  # no argument holds a null character
-    found = re.findall(r"(?<=\0)(?:--config-dir|-cd)[=\0]([^\0]*)", line)
-    return found[-1] if found else None
+    """Return the folder of ``--config-dir``, the last one if there are several."""
+    line = "\0".join(["", *argv])  # No argument has a null character.
+    folders = re.findall(r"(?<=\0)(?:--config-dir|-cd)[=\0]([^\0]*)", line)
+    return folders[-1] if folders else None
 
 
 def choices(folder: str | None) -> dict[str, list[str]]:
-    """The sorted names of each group's choices, with those in ``folder``; a base YAML is not a choice."""
-    roots = [Path(str(resources.files("speechtrain.conf"))), *([Path(folder)] if folder else [])]
-    found = sorted({(path.parent.name, path.stem) for root in roots for path in root.glob("*/[!_]*.yaml")})
-    return {group: [name for other, name in found if other == group] for group, _ in found if group != CORPUS}
-
-
-CORPUS = "corpus"
-"""The folder of choices that are speechtrain prepare's, and no group of a run."""
+    """Return the sorted names of each group's choices, with those in ``folder``, without base YAMLs."""
+    names: dict[str, set[str]] = {}
+    for config_folder in _config_folders(folder):
+        for path in config_folder.glob("*/[!_]*.yaml"):
+            names.setdefault(path.parent.name, set()).add(path.stem)
+    return {group: sorted(names[group]) for group in sorted(names) if group != CORPUS}
 
 
 def corpora(folder: str | None) -> dict[str, Path]:
-    """The file of each corpus, of the package and of ``folder``; the package's names are its own."""
-    roots = [*([Path(folder)] if folder else []), Path(str(resources.files("speechtrain.conf")))]
-    return {path.stem: path for root in roots for path in sorted(root.glob(f"{CORPUS}/[!_]*.yaml"))}
+    """Return the file of each corpus by name. A file of the package wins over one in ``folder``."""
+    paths = {}
+    for config_folder in reversed(_config_folders(folder)):
+        for path in sorted(config_folder.glob(f"{CORPUS}/[!_]*.yaml")):
+            paths[path.stem] = path
+    return paths
+
+
+def _config_folders(folder: str | None) -> list[Path]:
+    """Return the config folder of the package, and ``folder`` if it is set."""
+    folders = [Path(str(resources.files("speechtrain.conf")))]
+    if folder:
+        folders.append(Path(folder))
+    return folders
 
 
 def refuse_bases(overrides: Sequence[str], folder: str | None) -> None:
     """Raise ConfigError for an override that chooses a base YAML, also as one choice of a sweep."""
     for text in overrides:
-        group, base = key_of(text), re.search(r"(?<![\w.*?-])_\w+", text.partition("=")[2])
-        if base and (names := choices(folder).get(group)):
-            raise ConfigError(f"{group}={base[0]}: a base YAML is not a choice; choose {', '.join(names)}")
+        base = re.search(r"(?<![\w.*?-])_\w+", text.partition("=")[2])
+        if base is None:
+            continue
+        group = key_of(text)
+        names = choices(folder).get(group)
+        if names:
+            raise ConfigError(f"{group}={base[0]}: a base YAML is not a choice, choose {', '.join(names)}")

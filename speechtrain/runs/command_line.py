@@ -1,4 +1,4 @@
-"""The command line of speechtrain train, read once: options, overrides, run directory and rank."""
+"""The command line of speechtrain train: options, overrides, run directory and rank. It is read once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from speechtrain.run_directory import ABOUT
 from speechtrain.runs.choices import config_dir
 from speechtrain.runs.external_launch import ExternalLaunch, started_together
 
-# Hydra's options: the values that may follow, none if any may; None for an option without a value
+# Hydra's options with the values that each accepts. An empty tuple accepts any value, None accepts no value.
 _FLAGS: dict[str, tuple[str, ...] | None] = {
     **dict.fromkeys(("--multirun", "-m", "--resolve", "--run", "-r", "--shell-completion", "-sc")),
     **dict.fromkeys(("--config-dir", "-cd", "--package", "-p"), ()),
@@ -26,35 +26,42 @@ _FLAGS: dict[str, tuple[str, ...] | None] = {
 }
 
 
+_OPENING = ("[", "{", "'", '"')  # A value that starts with one of them is in Hydra's syntax already.
+
+
 @dataclass(frozen=True)
 class Command:
-    """What was typed, and whether the ranks were started together."""
+    """The command that the user has given, and the ranks if another program has started them."""
 
-    argv: list[str]  # as typed
+    argv: list[str]  # the arguments as the user gave them
     flags: list[str]  # Hydra's options with their values
     overrides: list[str]  # KEY=VALUE pairs in Hydra's syntax
     is_sweep: bool
     config_dir: str | None  # the last one if there are several
-    run_dir: Path | None  # None for a sweep, which has several
-    together: ExternalLaunch | None  # the ranks that run already, if no launcher is to start them
-    swept: tuple[str, ...] = ()  # of a sweep's job: the keys that differ between the jobs
+    run_dir: Path | None  # None for a sweep, whose jobs have a directory each
+    together: ExternalLaunch | None  # the ranks that another program has started, which no launcher starts
+    swept: tuple[str, ...] = ()  # the keys that differ between the jobs of a sweep
 
     def identity(self, user_files: Mapping[str, str]) -> dict[str, Any]:
         """Return the fields of ``run.json`` by which the same command finds its run."""
-        texts = {"overrides": self.overrides, "folder": os.getcwd(), "swept": swept_volatile(self.swept)}
-        return {**texts, "written": dict(user_files)}
+        return {
+            "overrides": self.overrides,
+            "folder": os.getcwd(),
+            "swept": swept_volatile(self.swept),
+            "written": dict(user_files),
+        }
 
 
 def read(argv: Sequence[str]) -> Command:
-    """Read the arguments and how this process was started; ``allow_targets=`` moves to the environment.
+    """Read the arguments, and the rank of this process from the environment.
 
-    Raises ConfigError if several ranks were started together and ``argv`` does not name the run directory.
+    ``allow_targets=`` moves to the environment. Raises ConfigError if another program has started several
+    ranks and ``argv`` does not name the run directory.
     """
     flags, texts = split(rewrite(argv))
     overrides = [_with_run_dir(text) for text in texts]
     is_sweep = bool({"-m", "--multirun"} & {*flags})
-    run_dir = None if is_sweep else _typed_run_dir(overrides)
-    together = started_together(run_dir)
+    run_dir = None if is_sweep else _explicit_run_dir(overrides)
     return Command(
         argv=list(argv),
         flags=flags,
@@ -62,14 +69,14 @@ def read(argv: Sequence[str]) -> Command:
         is_sweep=is_sweep,
         config_dir=config_dir(flags),
         run_dir=run_dir,
-        together=together,
+        together=started_together(run_dir),
     )
 
 
 def _with_run_dir(text: str) -> str:
-    """Return ``run_dir=RUN`` for a bare run directory, and each other text as it is.
+    """Return ``run_dir=RUN`` if ``text`` is a run directory, else ``text``.
 
-    Raises ConfigError for another path.
+    Raises ConfigError if it is another path.
     """
     if "=" in text or text.startswith("~"):
         return text
@@ -80,21 +87,24 @@ def _with_run_dir(text: str) -> str:
     return text
 
 
-def _typed_run_dir(overrides: Sequence[str]) -> Path | None:
-    named = [value for key, _, value in (o.partition("=") for o in overrides) if key == "run_dir"]
-    if not named:
-        return None
-    return Path(unquoted(named[-1])).resolve()
+def _explicit_run_dir(overrides: Sequence[str]) -> Path | None:
+    """Return the absolute path of the last ``run_dir=``, or None without one."""
+    for override in reversed(overrides):
+        key, _, value = override.partition("=")
+        if key == "run_dir":
+            return Path(unquoted(value)).resolve()
+    return None
 
 
 def rewrite(argv: Sequence[str]) -> list[str]:
-    """Translate arguments as users of other toolkits type them into Hydra's syntax.
+    """Translate arguments in the syntax of other toolkits into Hydra's syntax.
 
-    ``glob(*)`` leaves out base YAMLs. ``data.train=a.jsonl,b.jsonl`` becomes a list, because Hydra would
-    read it as a sweep. ``data.valid.NAME=…`` and ``data.valid={NAME: …}`` may add names, and
-    ``data.valid=FILE`` replaces the sets by one.
-    ``final_decoder=`` chooses from the group of decoders.
-    ``allow_targets=`` moves to the environment, so that no file can set it.
+    - ``data.train=a.jsonl,b.jsonl`` becomes a list, because Hydra would read it as a sweep.
+    - ``data.valid.NAME=…`` and ``data.valid={NAME: …}`` may add names. ``data.valid=FILE`` replaces all sets.
+    - A value with letters beyond ASCII is quoted, because Hydra cannot read them otherwise.
+    - ``glob(*)`` leaves out base YAMLs.
+    - ``final_decoder=`` chooses from the group of decoders.
+    - ``allow_targets=`` moves to the environment, so that no file can set it.
     """
     from speechtrain.config.schema import PLACES
     from speechtrain.config.targets import ALLOW_TARGETS
@@ -106,22 +116,26 @@ def rewrite(argv: Sequence[str]) -> list[str]:
             os.environ[ALLOW_TARGETS] = value.strip("[]")
             continue
         if equals and re.fullmatch(r"\+{0,2}data\.(train|valid(\.[\w-]+)?)", key):
-            if "," in value and not value.lstrip().startswith(("[", "{", "'", '"')):
-                names = ",".join(_quoted(part) for part in value.split(","))
-                # Hydra does not merge a list with the mapping of named sets.
-                value = _quoted(value) if key.endswith("data.valid") else f"[{names}]"
-            if key.startswith("data.valid") and value != "{}":
-                key = "++" + key
-            argument = f"{key}={value}"
-        if re.fullmatch(r"glob\([^()]*\)", value) and "exclude" not in value:
-            argument = f"{key}={value[:-1]},exclude=_*)"
-        is_bare = not value.startswith(("[", "{", "'", '"')) and "${" not in value
-        if is_bare and not value.isascii() and key[0] != "-":  # Hydra reads other letters in quotes only
-            argument = f"{key}={','.join(_quoted(part) for part in value.split(','))}"
-        if equals and key in PLACES:
-            argument = f"{PLACES[key]}={value}"
-        rewritten.append(argument)
+            key, value = _rewrite_sources(key, value)
+        is_bare = not value.startswith(_OPENING) and "${" not in value
+        if is_bare and not value.isascii() and not key.startswith("-"):
+            value = _quoted_parts(value)
+        elif re.fullmatch(r"glob\([^()]*\)", value) and "exclude" not in value:
+            value = f"{value[:-1]},exclude=_*)"
+        if equals:
+            key = PLACES.get(key, key)
+        rewritten.append(f"{key}{equals}{value}")
     return rewritten
+
+
+def _rewrite_sources(key: str, value: str) -> tuple[str, str]:
+    """Return key and value of ``data.train=`` or ``data.valid=`` in Hydra's syntax."""
+    if "," in value and not value.lstrip().startswith(_OPENING):
+        # Hydra does not merge a list with the mapping of named sets.
+        value = _quoted(value) if key.endswith("data.valid") else f"[{_quoted_parts(value)}]"
+    if key.startswith("data.valid") and value != "{}":
+        key = f"++{key}"
+    return key, value
 
 
 def unquoted(text: str) -> str:
@@ -133,42 +147,59 @@ def unquoted(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    return "'" + text.strip().replace("\\", "\\\\").replace("'", "\\'") + "'"
+    """Return a text in the quotes of Hydra's syntax."""
+    escaped = text.strip().replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def _quoted_parts(value: str) -> str:
+    """Return a value with each of its parts, which commas separate, in quotes."""
+    return ",".join(_quoted(part) for part in value.split(","))
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into Hydra's options with values, and overrides: its parser refuses a mixture."""
-    found: tuple[list[str], list[str]] = ([], [])
-    takes_next = False
+    """Return Hydra's options with their values, and the overrides. Hydra's parser refuses a mixture."""
+    options = []
+    overrides = []
+    is_value = False
     for argument in argv:
-        is_option = takes_next or argument.startswith("-")
-        found[not is_option].append(argument)
-        takes_next = not takes_next and _FLAGS.get(argument) is not None
-    return found
+        if is_value or argument.startswith("-"):
+            options.append(argument)
+        else:
+            overrides.append(argument)
+        is_value = not is_value and _FLAGS.get(argument) is not None
+    return options, overrides
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Refuse options for which Hydra would print its usage, or which replace the config."""
+    """Raise ConfigError for options that replace the config, and for which Hydra would print its usage."""
     remaining = iter(flags)
     for flag in remaining:
         name, equals, value = flag.partition("=")
         if name in ("--config-name", "-cn", "--config-path", "-cp"):
             raise ConfigError(f"{name}: write a recipe, DIR/recipe/NAME.yaml: --config-dir DIR recipe=NAME")
         if name not in _FLAGS:
-            from speechtrain.runs.compose import key_for_option
-
-            if key := key_for_option(name):
-                raise ConfigError(f"unknown option {name}: write {key}={value or 'VALUE'}")
-            hint = nearest(name, [*_FLAGS, "--help", "--version"])
-            raise ConfigError(f"unknown option {name}{hint}; speechtrain train --help shows the usage")
+            raise _unknown_option(name, value)
         choices = _FLAGS[name]
         if choices is None:
             if equals:
-                raise ConfigError(f"{flag}: {name} takes no value; write {name}")
+                raise ConfigError(f"{flag}: {name} takes no value. Write {name}")
             continue
-        value = value if equals else next(remaining, "")
-        listed = f"; it takes {', '.join(choices)}" if choices else ""
+        if not equals:
+            value = next(remaining, "")
+        options = f". It takes {', '.join(choices)}" if choices else ""
         if not value:
-            raise ConfigError(f"{name} needs a value{listed}")
+            raise ConfigError(f"{name} needs a value{options}")
         if choices and value not in choices:
-            raise ConfigError(f"{name} {value}: there is no such choice{listed}")
+            raise ConfigError(f"{name} {value}: the value is unknown{options}")
+
+
+def _unknown_option(name: str, value: str) -> ConfigError:
+    """Return the error of an option that Hydra lacks, with the key or the option that resembles it."""
+    from speechtrain.runs.compose import key_for_option
+
+    key = key_for_option(name)
+    if key:
+        return ConfigError(f"unknown option {name}: write {key}={value or 'VALUE'}")
+    hint = nearest(name, [*_FLAGS, "--help", "--version"])
+    return ConfigError(f"unknown option {name}{hint}; speechtrain train --help shows the usage")

@@ -1,4 +1,4 @@
-"""Hydra's composition of one config, and Hydra's errors in one line."""
+"""Composing of one config by Hydra. Each error of Hydra becomes one line."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def compose_with_choices(
 
 
 def _compose(overrides: list[str], config_dir: str | None) -> tuple[DictConfig, dict[str, Any]]:
+    """Compose as ``compose_with_choices``, with the errors of Hydra."""
     offer_choices(overrides, config_dir)
     GlobalHydra.instance().clear()
     search = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
@@ -53,7 +54,7 @@ def _compose(overrides: list[str], config_dir: str | None) -> tuple[DictConfig, 
 
 
 def offer_choices(overrides: Sequence[str], config_dir: str | None) -> None:
-    """Set Hydra's choices that no file has. Raises ConfigError for an override that chooses a base YAML."""
+    """Add the choices ``finetuned`` and ``auto``. Raises ConfigError if an override chooses a base YAML."""
     refuse_bases(overrides, config_dir)
     offer_finetuned(overrides)
     offer_auto(overrides, config_dir)
@@ -73,110 +74,141 @@ def override_value(text: str) -> Any:
 
 
 def explain(error: Exception, overrides: Sequence[str], config_dir: str | None = None) -> ConfigError:
-    """An error of composing ``overrides`` as one line that names the key and the nearest valid key."""
-    message = str(error).strip()
+    """Return an error of composing ``overrides`` as one line with the key, and the nearest valid key."""
     if isinstance(error, OverrideParseException):
         return _explain_syntax(error)
-    if found := re.search(r"Could not find '([^']*)/([^'/]*)'", message):
-        group, choice = found.groups()
-        options = re.findall(r"^\t([^\s_]\S*)$", message, flags=re.MULTILINE)
-        close = nearest(choice, options)
-        listed = f" ({group} is one of {', '.join(options)})" if options else ""
-        return ConfigError(f"{group}={choice}: there is no such choice{close}{listed}")
-    if found := re.search(r"Could not (?:override|delete.*) '([^']+)'", message):
-        return _explain_key(found.group(1), message, _known_keys(overrides, config_dir))
-    if found := re.search(r"Ambiguous value for argument '([^']+)'", message):
-        key, _, value = found.group(1).partition("=")
-        return ConfigError(f"{found.group(1)}: several values are a sweep: add -m; a list is {key}=[{value}]")
-    if found := re.search(r"Could not append to config. An item is already at '([^']+)'", message):
-        return ConfigError(f"+{found.group(1)}: the key exists already; write it without the +")
-    if found := re.search(r"Multiple values for ([^\s.]+)", message):
-        return ConfigError(f"{found.group(1)}: chosen twice; write {found.group(1)}=NAME, without a +")
-    if "Config group override must be a string or a list" in message:
-        wrong = [
-            o for o in overrides if re.fullmatch(r"[\w/@]*=(null|[\d.]+|true|false)", o, flags=re.IGNORECASE)
-        ]
-        names = choices(config_dir).get(key_of(wrong[0]) if wrong else "", ["model=rnnt"])
-        return ConfigError(f"{(wrong or ['the command line'])[0]}: a group takes a name: {', '.join(names)}")
+    message = str(error).strip()
+    line = _explain_choice(message, overrides, config_dir) or _explain_key(message, overrides, config_dir)
+    if line:
+        return ConfigError(line)
     cause = error.__cause__ or error
     if isinstance(cause, OmegaConfBaseException):
-        found = re.search(r"(?:merging|override) '?([\w.+@/~]+)=", message)
-        key = cause.full_key or (found.group(1) if found else "")
-        return ConfigError(f"{key + ': ' if key else ''}{_type_message(cause)}")
-    line = one_line(message)[:300] or type(error).__name__  # for unreadable YAML, its position
-    where = "" if isinstance(error, HydraException) else "the command line or a config file: "
-    return ConfigError(where + line)
+        match = re.search(r"(?:merging|override) '?([\w.+@/~]+)=", message)
+        key = cause.full_key or (match and match[1])
+        line = _type_message(cause)
+        return ConfigError(f"{key}: {line}" if key else line)
+    line = one_line(message)[:300] or type(error).__name__  # For unreadable YAML, the line has the position.
+    if not isinstance(error, HydraException):
+        line = f"the command line or a config file: {line}"
+    return ConfigError(line)
 
 
 def _type_message(error: OmegaConfBaseException) -> str:
-    """OmegaConf's message, in the words of ``config.check`` if it is about a number."""
+    """Return OmegaConf's message. If it is about a number, it has the words of ``config.check``."""
     line = first_line(error)
     if line == "Cannot merge DictConfig with ListConfig":
-        return "the config has a list here; write one, such as [{path: FILE, weight: 3}, FILE]"
+        return "the config has a list here. Write one, such as [{path: FILE, weight: 3}, FILE]"
     match = re.match(_CONVERSION, line)
     return f"{match[1]} is not {_KINDS[match[2]]}" if match else line
 
 
 def _explain_syntax(error: OverrideParseException) -> ConfigError:
+    """Return the error of an override that Hydra's parser cannot read."""
     text = error.override
     if re.fullmatch(r"[\w./@]+", text):
-        return ConfigError(f"{text!r} is not KEY=VALUE; write {text}=VALUE")
+        return ConfigError(f"{text!r} is not KEY=VALUE. Write {text}=VALUE")
     if not text or text.startswith("="):
-        return ConfigError(f"{text!r} has no key; write KEY=VALUE")
+        return ConfigError(f"{text!r} has no key. Write KEY=VALUE")
     line = first_line(error)
     cause = "" if line.startswith("Lexer") else f" ({line})"
-    return ConfigError(
-        f"{text!r} cannot be read{cause}; close brackets and quotes, or quote the value for Hydra: "
-        "KEY='\"VALUE\"' in a shell"
-    )
+    fix = "Close brackets and quotes, or quote the value for Hydra: KEY='\"VALUE\"' in a shell"
+    return ConfigError(f"{text!r} cannot be read{cause}. {fix}")
 
 
-def _explain_key(key: str, message: str, known: set[str]) -> ConfigError:
-    groups = sorted({k.split(".")[0] for k in known})
-    if key in known and key in groups:
-        return ConfigError(f"{key} is a group; choose with {key}=NAME, and set its values as {key}.KEY=VALUE")
+def _explain_choice(message: str, overrides: Sequence[str], config_dir: str | None) -> str:
+    """Return the explanation of Hydra's ``message`` about the choice of a group, else an empty text."""
+    match = re.search(r"Could not find '([^']*)/([^'/]*)'", message)
+    if match:
+        group, choice = match.groups()
+        options = re.findall(r"^\t([^\s_]\S*)$", message, flags=re.MULTILINE)
+        hint = nearest(choice, options)
+        if options:
+            hint += f" ({group} is one of {', '.join(options)})"
+        return f"{group}={choice}: there is no such choice{hint}"
+    match = re.search(r"Multiple values for ([^\s.]+)", message)
+    if match:
+        return f"{match[1]}: it has two choices. Write {match[1]}=NAME, without a +"
+    if "Config group override must be a string or a list" not in message:
+        return ""
+    for text in overrides:
+        if re.fullmatch(r"[\w/@]*=(null|[\d.]+|true|false)", text, flags=re.IGNORECASE):
+            names = choices(config_dir).get(key_of(text), ["model=rnnt"])
+            return f"{text}: a group takes a name: {', '.join(names)}"
+    return "the command line: a group takes a name: model=rnnt"
+
+
+def _explain_key(message: str, overrides: Sequence[str], config_dir: str | None) -> str:
+    """Return the explanation of Hydra's ``message`` about a key, else an empty text."""
+    match = re.search(r"Ambiguous value for argument '([^']+)'", message)
+    if match:
+        key, _, value = match[1].partition("=")
+        return f"{match[1]}: several values are a sweep, add -m. A list is {key}=[{value}]"
+    match = re.search(r"Could not append to config. An item is already at '([^']+)'", message)
+    if match:
+        return f"+{match[1]}: the key exists already. Write it without the +"
+    match = re.search(r"Could not (?:override|delete.*) '([^']+)'", message)
+    if match is None:
+        return ""
+    key = match[1]
+    keys = _config_keys(overrides, config_dir)
+    groups = {name.split(".")[0] for name in keys}
+    if key in keys and key in groups:
+        return f"{key} is a group. Choose with {key}=NAME, and set its values as {key}.KEY=VALUE"
     if "No match in the defaults list" in message:
-        return ConfigError(f"{key}: there is no such group{nearest(key, {*groups, *choices(None)})}")
-    return ConfigError(f"{key}: there is no such key{_near_key(key, known | {*choices(None)})}")
+        return f"{key}: there is no such group{nearest(key, {*groups, *choices(None)})}"
+    return f"{key}: there is no such key{_nearest_key(key, keys | {*choices(None)})}"
 
 
-def _near_key(key: str, known: set[str]) -> str:
-    """The nearest full key; else the nearest among the keys of the same parent."""
-    if full := nearest(key, known):
-        return full
+def _nearest_key(key: str, keys: set[str]) -> str:
+    """Return a hint with the nearest of all ``keys``, else with the nearest key of the same parent."""
+    hint = nearest(key, keys)
+    if hint:
+        return hint
     parent, _, leaf = key.rpartition(".")
-    siblings = {k[len(parent) + 1 :].split(".")[0] for k in known if parent and k.startswith(parent + ".")}
+    siblings = set()
+    namesakes = set()
+    for name in keys:
+        if parent and name.startswith(f"{parent}."):
+            siblings.add(name.removeprefix(f"{parent}.").split(".")[0])
+        if name.rpartition(".")[2] == leaf:
+            namesakes.add(name)
     if siblings:
-        return nearest(leaf, siblings) or f"; {parent} has {', '.join(sorted(siblings))}"
-    homes = sorted(k for k in known if k.rpartition(".")[2] == leaf)
-    return f"; did you mean {homes[0]!r}?" if homes else "; --cfg job lists every key"
+        return nearest(leaf, siblings) or f", {parent} has {', '.join(sorted(siblings))}"
+    if namesakes:
+        return f", did you mean {min(namesakes)!r}?"
+    return ", --cfg job lists every key"
 
 
 def key_for_option(option: str) -> str:
     """Return the key that an option such as ``--max-steps`` names, or an empty text."""
     name = option.lstrip("-").replace("-", "_")
-    keys = [key for key in sorted(_known_keys(["device=cpu"], None)) if f".{key}".endswith(f".{name}")]
+    keys = [key for key in sorted(_config_keys(["device=cpu"], None)) if f".{key}".endswith(f".{name}")]
     return min(keys, key=len, default="")
 
 
 @lru_cache(maxsize=64)
 def _composed_keys(choices: tuple[str, ...], config_dir: str | None) -> set[str]:
-    plain = OmegaConf.to_container(_compose(list(choices), config_dir)[0], resolve=False)
-    paths = (key.split(".") for key in flat(cast("dict[str, Any]", plain)))
-    keys = {".".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1)}
+    """Return the keys and groups of the config that ``choices`` compose."""
+    config, _ = _compose(list(choices), config_dir)
+    values = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
+    keys = set()
+    for key in flat(values):
+        path = key.split(".")
+        for depth in range(1, len(path) + 1):
+            keys.add(".".join(path[:depth]))
     return {key for key in keys if not key.endswith("_target_")}
 
 
-def _known_keys(overrides: Sequence[str], config_dir: str | None) -> set[str]:
-    """Every key of the config that the group choices among ``overrides`` compose."""
+def _config_keys(overrides: Sequence[str], config_dir: str | None) -> set[str]:
+    """Return every key of the config that the group choices among ``overrides`` compose."""
     choices = []
     for override in overrides:
-        key, equals, value = override.partition("=")
-        if equals and "." not in key and value and not key.startswith(("+", "~")) and "," not in value:
+        key, _, value = override.partition("=")
+        if value and "," not in value and "." not in key and not key.startswith(("+", "~")):
             choices.append(override)
-    for attempt in (tuple(choices), ()):
+    for known_choices in (tuple(choices), ()):
         try:
-            return _composed_keys(attempt, config_dir)
-        except Exception:  # this explains another error and must not add one
+            return _composed_keys(known_choices, config_dir)
+        except Exception:  # The keys explain another error, which this one must not replace.
             continue
     return set()

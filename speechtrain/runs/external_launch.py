@@ -1,4 +1,4 @@
-"""A command that another program has started several times: rank 0 composes, the others wait and join."""
+"""Ranks that another program has started, such as mpirun: rank 0 composes, and the others wait and join."""
 
 from __future__ import annotations
 
@@ -21,29 +21,33 @@ from speechtrain.supervision.rendezvous import rendezvous_port
 from speechtrain.supervision.supervise import supervise
 
 RENDEZVOUS = "rendezvous.json"
-"""File in the run directory: what rank 0 passes to the other ranks of this start."""
+"""File in the run directory: the message of rank 0 to the other ranks of this start."""
 
 _PASSED = ("MASTER_ADDR", "MASTER_PORT", RANK_MEMORY)
-"""The variables that rank 0 passes on. Another one in the file is of somebody who can write there."""
+"""The variables that rank 0 passes on. If the file has another one, someone else wrote the file."""
 _POLL_SECONDS = 0.1
 _WAIT_SECONDS = 600.0
-# variables that differ between two starts, if the starter sets them
+# Variables that differ between two starts, if the starting program sets them.
 _STARTS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID")
 
 
 @dataclass
 class ExternalLaunch(Launcher):
-    """Ranks that run already: the launcher of rank 0, for whose file in ``run_dir`` the others wait."""
+    """The launcher of ranks that run already. Each rank has one.
+
+    Rank 0 composes the config and trains in ``launch``. The others wait in ``join`` for its message in
+    ``run_dir``, and train.
+    """
 
     world: World
     run_dir: Path
     files = (RENDEZVOUS,)
-    told: bool = field(default=False, init=False)
+    is_sent: bool = field(default=False, init=False)  # Rank 0 has written its message.
 
     def check(self, job: Job) -> None:
         if job.world_size != self.world.size:
             raise ConfigError(
-                f"world_size={job.world_size}, but {self.world.size} processes were started together; remove "
+                f"world_size={job.world_size}, but {self.world.size} processes were started together. Remove "
                 "world_size, or start as many processes"
             )
 
@@ -54,16 +58,20 @@ class ExternalLaunch(Launcher):
             environment["MASTER_ADDR"] = "127.0.0.1" if is_here else socket.gethostname()
         if "MASTER_PORT" not in os.environ:
             environment["MASTER_PORT"] = str(rendezvous_port(job.run_dir))
-        self._tell({"environment": {n: v for n, v in environment.items() if n in _PASSED}})
-        own = replace(job, environment=environment)
-        return Result(supervise(own.on_host(own.command, _sharing(self.world)), own.environ()))
+        self._send({"environment": {name: environment[name] for name in _PASSED if name in environment}})
+        return Result(self._train(replace(job, environment=environment)))
 
     def render(self, job: Job) -> str:
-        return f"# {self.world.size} processes were started together; each runs\n" + " ".join(job.command)
+        return f"# {self.world.size} processes were started together. Each runs\n" + " ".join(job.command)
+
+    def _train(self, job: Job) -> int:
+        """Run the rank of this process and return its exit code."""
+        command = job.on_host(job.command, _ranks_on_these_cpus(self.world))
+        return supervise(command, job.environ())
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """A context in which rank 0 works: if it starts no rank in it, the others learn its exit code."""
+        """Return the context of rank 0. If it ends before rank 0 trains, the others get its exit code."""
         (self.run_dir / RENDEZVOUS).unlink(missing_ok=True)
         code = 1
         try:
@@ -73,45 +81,49 @@ class ExternalLaunch(Launcher):
             code = error.exit_code
             raise
         finally:
-            if not self.told:
+            if not self.is_sent:
                 with suppress(OSError):
-                    self._tell({"code": code})
+                    self._send({"code": code})
 
-    def _tell(self, content: dict[str, Any]) -> None:
-        self.told = True
-        write_json(self.run_dir / RENDEZVOUS, {"start": _start(self.world), **content})
+    def _send(self, content: dict[str, Any]) -> None:
+        """Write the message of rank 0 to the other ranks."""
+        self.is_sent = True
+        write_json(self.run_dir / RENDEZVOUS, {"start": _start_identity(self.world), **content})
 
     def join(self) -> int:
-        """Run a rank other than 0: wait for rank 0's file, train, and return the exit code."""
-        content = self._heard()
-        if "code" in content:
-            return int(content["code"])
-        size, environment = self.world.size, content["environment"]
-        if unknown := {*environment} - {*_PASSED}:
+        """Wait for the message of rank 0, train a rank other than 0, and return the exit code."""
+        message = self._receive()
+        if "code" in message:
+            return int(message["code"])
+        environment = message["environment"]
+        unknown = {*environment} - {*_PASSED}
+        if unknown:
             path = self.run_dir / RENDEZVOUS
-            raise RunError(f"{path} sets {min(unknown)}, which rank 0 never does: somebody else writes there")
-        job = Job(self.run_dir / CONFIG, self.run_dir, world_size=size, environment=environment)
-        code = supervise(job.on_host(job.command, _sharing(self.world)), job.environ())
+            raise RunError(f"{path} sets {min(unknown)}, which rank 0 never sets. Someone else writes there")
+        job = Job(self.run_dir / CONFIG, self.run_dir, world_size=self.world.size, environment=environment)
+        code = self._train(job)
         result = read_result(rank_folder(self.run_dir, self.world.rank))
         return Preempted.exit_code if result and result.status == "preempted" else code
 
-    def _heard(self) -> dict[str, Any]:
-        begun, path = time.monotonic(), self.run_dir / RENDEZVOUS
-        while time.monotonic() - begun < _WAIT_SECONDS:
-            content = read_json(path)
-            if content.get("start") == _start(self.world):
-                return content
+    def _receive(self) -> dict[str, Any]:
+        """Wait for the message of rank 0 and return it. Raises MachineError after ten minutes."""
+        start_time = time.monotonic()
+        path = self.run_dir / RENDEZVOUS
+        while time.monotonic() - start_time < _WAIT_SECONDS:
+            message = read_json(path)
+            if message.get("start") == _start_identity(self.world):
+                return message
             time.sleep(_POLL_SECONDS)
         raise MachineError(
             f"rank {self.world.rank} ({socket.gethostname()}, {sys.executable}) found no {path} of rank 0 "
-            f"within {_WAIT_SECONDS:.0f} s; set run_dir to a folder that all hosts share"
+            f"within {_WAIT_SECONDS:.0f} s. Set run_dir to a folder that all hosts share"
         )
 
 
 def started_together(run_dir: Path | None) -> ExternalLaunch | None:
-    """The ranks that were started together with this process; None if it is alone.
+    """Return the launcher of the ranks that were started together, or None if this process is alone.
 
-    Raises ConfigError if there are several and the command line does not name the run directory.
+    Raises ConfigError if there are several ranks and the command line does not name the run directory.
     """
     world = World.from_environment(os.environ)
     if world.size == 1:
@@ -119,25 +131,29 @@ def started_together(run_dir: Path | None) -> ExternalLaunch | None:
     if run_dir is None:
         raise ConfigError(
             f"run_dir is not set, and this is rank {world.rank} of {world.size} processes that were started "
-            "together; set run_dir=, so that all use the same run directory"
+            "together. Set run_dir=, so that all use the same run directory"
         )
     return ExternalLaunch(world, run_dir)
 
 
-def _sharing(world: World) -> int:
-    """The ranks of this host that share this process's CPUs: a starter may bind each rank to its own."""
-    peers = []
-    with suppress(MachineError, OSError, AttributeError):  # the last where there is no affinity
+def _ranks_on_these_cpus(world: World) -> int:
+    """Return the number of ranks of this host that share CPUs with this process.
+
+    The starting program may bind each rank to other CPUs. All ranks of the host count if not all are visible.
+    """
+    shares_cpus = []
+    with suppress(MachineError, OSError, AttributeError):  # Python lacks the affinity on some systems.
         for pid, environment in siblings_of(os.getpid()).items():
             if World.from_environment(environment).size > 1:
-                peers.append(bool(os.sched_getaffinity(pid) & os.sched_getaffinity(0)))
-    is_known = len(peers) == world.local_size - 1  # all were started by one process, and none has ended
-    return 1 + sum(peers) if is_known else world.local_size
+                shares_cpus.append(bool(os.sched_getaffinity(pid) & os.sched_getaffinity(0)))
+    # A rank is not visible if another process has started it, or if it has ended.
+    are_all_visible = len(shares_cpus) == world.local_size - 1
+    return 1 + sum(shares_cpus) if are_all_visible else world.local_size
 
 
-def _start(world: World) -> list[str]:
-    """Values that all processes of this start share, and processes of another start do not."""
-    known = [os.environ.get(name, "") for name in _STARTS]
+def _start_identity(world: World) -> list[str]:
+    """Return values that all processes of this start share, and processes of another start do not."""
+    values = [os.environ.get(name, "") for name in _STARTS]
     if world.local_size == world.size:
-        known.append(str(os.getppid()))  # MPICH sets none of these variables
-    return [*known, str(world.size)]
+        values.append(str(os.getppid()))  # MPICH sets none of these variables.
+    return [*values, str(world.size)]

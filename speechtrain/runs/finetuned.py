@@ -1,4 +1,4 @@
-"""The choice ``finetuned`` of model, encoder and tokenizer: what the run at ``init_from`` has."""
+"""The choice ``finetuned`` of model, encoder and tokenizer. It has the values of the run at ``init_from``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from speechtrain.errors import ConfigError
 from speechtrain.files import whole_path, yaml_text
 from speechtrain.run_directory import CONFIG, run_of
 
-_USUAL = {"model": "ctc", "encoder": "wav2vec2", "tokenizer": "auto"}  # for weights that come without a run
+_DEFAULTS = {"model": "ctc", "encoder": "wav2vec2", "tokenizer": "auto"}  # for weights without a run
 FINETUNED = "finetuned"
 _IMPORTED = Path("encoder", "imported.yaml")  # in a folder that speechtrain export --from has written
 
@@ -25,52 +25,68 @@ _IMPORTED = Path("encoder", "imported.yaml")  # in a folder that speechtrain exp
 def offer_finetuned(overrides: Sequence[str]) -> None:
     """Set Hydra's choice ``finetuned`` from the ``init_from`` among ``overrides``.
 
-    Pretraining has no labels, so only its encoder is used. Weights without a run give the sizes that they
-    name. If ``init_from`` is swept, its first value counts. Each job then composes with its own value.
-    Raises RunError, ConfigError or DataError for a damaged file.
+    If ``init_from`` is swept, its first value counts. Each job then composes with its own value. Raises
+    RunError, ConfigError or DataError for a damaged file.
     """
-    parts: dict[str, Any] = {group: {"defaults": [choice]} for group, choice in _USUAL.items()}
-    typed = next((text for text in reversed(overrides) if key_of(text) == "init_from"), "init_from=null")
-    parser = OverridesParser.create()
-    override = parser.parse_override(typed)
-    if override.is_sweep_override():
-        override = parser.parse_override(f"init_from={next(iter(override.sweep_string_iterator()))}")
-    name = override.value()
-    place: Path | None
-    if str(name).startswith("hf:"):
-        from speechtrain.interop.hub import folder_of
-
-        place = folder_of(str(name), weights=False)
-    else:
-        place = whole_path(str(name)) if name else None
-    if place is not None and (run := run_of(place)) is not None:
-        from speechtrain.config.stored import read_config  # torch
-
-        config = read_config(run)
-        has_labels = cast("Any", part_class("tokenizer", config.tokenizer)).reads_text
-        taken = _USUAL if has_labels else ["encoder"]
-        parts |= {group: _values(config[group], run / CONFIG) for group in taken}
-    elif place is not None and (place / _IMPORTED).is_file():
-        parts["encoder"] = _imported_encoder(place / _IMPORTED)
-    elif place is not None and place.exists() and "encoder" not in map(key_of, overrides):
-        from speechtrain.interop.weights import read_nodes  # torch
-
-        parts |= read_nodes(place)
-    for group, node in parts.items():
+    nodes: dict[str, Any] = {group: {"defaults": [choice]} for group, choice in _DEFAULTS.items()}
+    weights = _initial_weights(overrides)
+    if weights is not None:
+        nodes |= _nodes_of(weights, is_encoder_set="encoder" in map(key_of, overrides))
+    for group, node in nodes.items():
         ConfigStore.instance().store(group=group, name=FINETUNED, node=node)
 
 
+def _initial_weights(overrides: Sequence[str]) -> Path | None:
+    """Return the path of the last ``init_from`` among ``overrides``, or None without one."""
+    texts = [text for text in overrides if key_of(text) == "init_from"]
+    if not texts:
+        return None
+    parser = OverridesParser.create()
+    override = parser.parse_override(texts[-1])
+    if override.is_sweep_override():
+        override = parser.parse_override(f"init_from={next(iter(override.sweep_string_iterator()))}")
+    name = override.value()
+    if str(name).startswith("hf:"):
+        from speechtrain.interop.hub import folder_of
+
+        return folder_of(str(name), weights=False)
+    return whole_path(str(name)) if name else None
+
+
+def _nodes_of(weights: Path, *, is_encoder_set: bool) -> dict[str, Any]:
+    """Return the nodes of the groups that the weights decide.
+
+    A run without labels, which is pretraining, decides only the encoder. Weights without a run give the sizes
+    that they name, unless the command sets the encoder.
+    """
+    run = run_of(weights)
+    if run is not None:
+        from speechtrain.config.stored import read_config  # imports torch
+
+        config = read_config(run)
+        has_labels = cast("Any", part_class("tokenizer", config.tokenizer)).reads_text
+        groups = _DEFAULTS if has_labels else ["encoder"]
+        return {group: _checked_node(config[group], run / CONFIG) for group in groups}
+    if (weights / _IMPORTED).is_file():
+        return {"encoder": _imported_encoder(weights / _IMPORTED)}
+    if is_encoder_set or not weights.exists():
+        return {}
+    from speechtrain.interop.weights import read_nodes  # imports torch
+
+    return read_nodes(weights)
+
+
 def _imported_encoder(path: Path) -> Any:
-    """Return the encoder's keys, which ``speechtrain export --from`` has written to ``path``."""
+    """Return the node of the encoder that ``speechtrain export --from`` has written to ``path``."""
     try:
         node = yaml.safe_load(yaml_text(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    return _values(node, path)
+    return _checked_node(node, path)
 
 
-def _values(node: Any, source: Path) -> Any:
-    """A part of another run, or of imported weights. Raises ConfigError unless it consists of values."""
+def _checked_node(node: Any, source: Path) -> Any:
+    """Return a node of another run or of imported weights. Raises ConfigError if it refers to other keys."""
     if OmegaConf.is_config(node):
         node = OmegaConf.to_container(node)
     if not isinstance(node, dict) or "${" in str(node):

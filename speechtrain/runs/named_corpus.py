@@ -1,4 +1,4 @@
-"""The corpora of conf/corpus: the keys of each, with the keys that a command sets."""
+"""The corpora of conf/corpus: the keys of each YAML file, and the keys that a command sets."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class Corpus:
 
 
 def corpus_by_name(pairs: Mapping[str, str], folder: str | None = None) -> Corpus:
-    """Return the corpus that ``pairs`` name, of the package or of ``folder``, with their other keys.
+    """Return the corpus whose name is ``pairs["corpus"]``, with the other keys of ``pairs``.
 
-    Raises ConfigError for an unknown corpus and for a key that it lacks.
+    Its YAML file is in the package or in ``folder``. Raises ConfigError for an unknown corpus or key.
     """
     return build_part(Corpus, with_pairs(_yaml_keys(pairs["corpus"], folder), pairs, Corpus))
 
@@ -71,8 +71,8 @@ def _yaml_keys(name: str, folder: str | None) -> dict[str, Any]:
             return {"recipe": name}
         hint = nearest(name, [*paths, "huggingface", *recipes])
         if not hint:
-            hint = f"; there are {', '.join(paths)}, huggingface, and lhotse's recipes"
-        raise ConfigError(f"corpus={name}: there is no such corpus{hint}")
+            hint = f". The corpora are {', '.join(paths)}, huggingface, and lhotse's recipes"
+        raise ConfigError(f"corpus={name}: the corpus is unknown{hint}")
     try:
         node = yaml.safe_load(yaml_text(paths[name]))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -83,7 +83,7 @@ def _yaml_keys(name: str, folder: str | None) -> dict[str, Any]:
 
 
 def with_pairs(node: Mapping[str, Any], pairs: Mapping[str, str], kind: type) -> dict[str, Any]:
-    """Return ``node`` with the values of ``pairs``, KEY=VALUE, read by the types of ``kind``'s fields.
+    """Return ``node`` with the KEY=VALUE ``pairs``. The types of ``kind``'s fields say how a value is read.
 
     Texts and lists need no quotes. ``OUTER.INNER=VALUE`` sets one key of a mapping. Raises ConfigError for a
     value that YAML cannot read.
@@ -93,10 +93,7 @@ def with_pairs(node: Mapping[str, Any], pairs: Mapping[str, str], kind: type) ->
     for key, text in pairs.items():
         value: Any = text
         if types.get(key) not in (str, None) or "." in key:
-            try:
-                value = yaml.safe_load(small_yaml(text))
-            except (ValueError, yaml.YAMLError):
-                raise ConfigError(f"{key}={text[:200]} cannot be read. Put its text in quotes") from None
+            value = _yaml_value(key, text)
         if "list" in str(types.get(key)) and isinstance(value, str):
             value = [part.strip() for part in text.split(",")]
         outer, _, inner = key.partition(".")
@@ -104,6 +101,13 @@ def with_pairs(node: Mapping[str, Any], pairs: Mapping[str, str], kind: type) ->
             value = {**(keys.get(outer) or {}), inner: value}
         keys[outer] = value
     return keys
+
+
+def _yaml_value(key: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(small_yaml(text))
+    except (ValueError, yaml.YAMLError):
+        raise ConfigError(f"{key}={text[:200]} cannot be read. Put its text in quotes") from None
 
 
 def build_part(kind: type[Node], node: Mapping[str, Any], key: str = "corpus") -> Node:

@@ -1,8 +1,8 @@
-"""What runs first on each host of a run over several hosts: it sets what the device needs there.
+"""The program that runs first on each host of a run, and sets the environment variables of the device there.
 
-``python -m speechtrain.runs.on_host RUN/config.yaml RANKS COMMAND …`` refuses a host that cannot hold
-RANKS ranks, else becomes COMMAND. RANKS is 0 where the starter's variables say it. A refusal is a result in
-the run directory, which the command reports.
+``python -m speechtrain.runs.on_host RUN/config.yaml RANKS COMMAND …`` becomes COMMAND if the host can hold
+RANKS ranks. Otherwise it writes a failure into the run directory, which the user's command reports. If RANKS
+is 0, the number is in the variables of the program that has started this one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from speechtrain.run_directory import RANKS, write_result
 def host_environment(
     device: Device, processes: int, memory: int, *, run_dir: Path, is_dry: bool = False
 ) -> dict[str, str]:
-    """The variables of ``processes`` ranks on this host, each with ``memory`` bytes for its model.
+    """Return the variables of ``processes`` ranks on this host, each with ``memory`` bytes for its model.
 
-    Raises MachineError if they are too many for it; a dry run and a run with a checkpoint are warned only.
+    If the host cannot hold them, a dry run or a run with a checkpoint prints a warning. Any other run raises
+    MachineError.
     """
     reason = "" if device.oversubscribe else host.oversubscription(processes, memory)
     refuse(reason, is_warning=is_dry or bool(Checkpointer(run_dir).folders()))
@@ -39,9 +40,8 @@ def host_environment(
 def restart_for(device: Device, *, is_training: bool = False) -> None:
     """Start this command again with the variables that the device's libraries read before Python starts.
 
-    The device's ``evaluation_variables`` replace their namesakes unless the command trains.
-
-    Returns if all variables are set, or if this process is a user's Python and not a command. A restart costs
+    Unless the command trains, the device's ``evaluation_variables`` replace variables of the same name. This
+    returns if all variables are set, or if this process is a user's Python and not a command. A restart costs
     a second import of torch, 1.5 s of processor time. Raises MachineError if the device is missing.
     """
     if not re.fullmatch("speechtrain(-.+)?", Path(sys.argv[0]).name):
@@ -57,7 +57,7 @@ def restart_for(device: Device, *, is_training: bool = False) -> None:
 
 
 def refuse(reason: str, is_warning: bool) -> None:
-    """Raise MachineError, or print a warning, if there is a ``reason``."""
+    """Raise MachineError with ``reason``, or print it as a warning. Do nothing if it is empty."""
     if reason and not is_warning:
         raise MachineError(reason)
     if reason:
@@ -65,16 +65,23 @@ def refuse(reason: str, is_warning: bool) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Become the command in ``argv``; returns, with an exit code, only after a refusal."""
-    config, ranks, *command = argv
-    run_dir, memory = Path(config).parent, int(os.environ.get(RANK_MEMORY, "0"))
+    """Become the command in ``argv``. If the host cannot run it, return the exit code of the failure."""
+    config_path, ranks, *command = argv
+    run_dir = Path(config_path).parent
+    memory = int(os.environ.get(RANK_MEMORY, "0"))
     try:
         processes = int(ranks) or World.from_environment(os.environ).local_size
-        variables = host_environment(build_device(load(Path(config))), processes, memory, run_dir=run_dir)
+        device = build_device(load(Path(config_path)))
+        variables = host_environment(device, processes, memory, run_dir=run_dir)
         os.execvpe(command[0], command, {**variables, **os.environ})
     except SpeechtrainError as error:
-        failure = {"error": str(error), "exit_code": error.exit_code, "failed_at": time.time()}
-        write_result(run_dir / RANKS / platform.node(), {"status": "failed", **failure})
+        failure = {
+            "status": "failed",
+            "error": str(error),
+            "exit_code": error.exit_code,
+            "failed_at": time.time(),
+        }
+        write_result(run_dir / RANKS / platform.node(), failure)
         return error.exit_code
 
 

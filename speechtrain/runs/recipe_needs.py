@@ -41,7 +41,7 @@ class Need:
 
 
 def settle_needs(config: DictConfig) -> bool:
-    """Print the missing parts of ``config``. Return True if there are some, and only its plan is printed.
+    """Print the missing parts of ``config``. Return True if a dry run has some, and prints only a plan.
 
     Keys without a value get a placeholder. Raises DataError for a run that cannot start.
     """
@@ -55,7 +55,7 @@ def settle_needs(config: DictConfig) -> bool:
         warning = "" if need in missing else "warning: "
         print_notice(f"{warning}{need}")
     if missing and not config.dry_run:
-        raise DataError("the lines above name what this run needs; get it, and type the command again")
+        raise DataError("the lines above name the missing parts. Get them, and start the command again")
     return bool(config.dry_run)
 
 
@@ -65,7 +65,7 @@ def needs_of(config: DictConfig) -> list[Need]:
         values: Any = OmegaConf.to_container(config, resolve=True)
         data, tokenizer = dict(values["data"]), dict(values["tokenizer"])
         is_dry, _ = values["dry_run"], values["world_size"]
-    except (OmegaConfBaseException, KeyError, *MALFORMED):  # check() names the key.
+    except (OmegaConfBaseException, KeyError, *MALFORMED):  # A key is missing or wrong. check() names it.
         return []
     needs = []
     if data.get("train") == _UNSET:
@@ -86,7 +86,10 @@ def needs_of(config: DictConfig) -> list[Need]:
 
 
 def plannable(config: DictConfig) -> DictConfig:
-    """Return ``config`` with parts of the same size in place of a missing tokenizer, and of a plan's data."""
+    """Return a copy of ``config`` that can be built without the missing parts.
+
+    A missing tokenizer is replaced by one of the same size, and the missing data of a plan by a placeholder.
+    """
     plan = copy.deepcopy(config)
     subwords = _missing_subwords(config.tokenizer)
     if subwords:
@@ -99,7 +102,7 @@ def plannable(config: DictConfig) -> DictConfig:
 
 
 def _data_error(config: DictConfig) -> str:
-    """Return why a plan's corpus, which is a class, cannot be opened. It is empty if it can."""
+    """Return the reason why the corpus of a dry run, if it is a class, cannot be opened, or an empty text."""
     if config.dry_run and isinstance(config.data.get("train"), DictConfig):
         try:
             build(config, "data", tokenizer=NoText())
@@ -109,7 +112,7 @@ def _data_error(config: DictConfig) -> str:
 
 
 def _paths(spec: Any) -> Iterator[str]:
-    """Yield the paths of data.train or data.valid. A corpus that is a class has none."""
+    """Yield the paths of data.train or data.valid. A corpus that is a class has no paths."""
     if isinstance(spec, str):
         yield from spec.split(",")
     elif isinstance(spec, list):
@@ -120,7 +123,7 @@ def _paths(spec: Any) -> Iterator[str]:
 
 
 def _corpus_needs(data: dict[str, Any]) -> dict[str, Need]:
-    """Return the line of each corpus whose manifests are missing, by the name of the corpus."""
+    """Return the corpora whose manifests are missing, by name."""
     files: dict[str, list[str]] = {}
     for path in _paths([data.get("train"), data.get("valid")]):
         if name := _corpus_of(path):
@@ -142,7 +145,10 @@ def _corpus_needs(data: dict[str, Any]) -> dict[str, Need]:
 
 
 def _corpus_of(path: str) -> str:
-    """Return the corpus whose command writes ``path``. It is empty if none does, or if the file exists."""
+    """Return the name of the corpus whose command writes ``path``, or an empty text if the file exists.
+
+    It is also empty if no corpus has the file.
+    """
     file = whole_path(path)
     name = file.parent.name
     folder = whole_path(f"{os.environ.get('DATASET_DIR', '')}/{MANIFESTS}/{name}")
@@ -158,25 +164,27 @@ def _folder() -> str:
 
 
 def _command(corpus: Corpus, parts: list[str]) -> str:
-    """Return the command that writes the manifests of parts. It downloads parts that are not unpacked."""
+    """Return the command that writes the manifests of ``parts``. It downloads them if one is missing."""
     folder = Path(os.environ.get("DATASET_DIR", ""), corpus.folder)
-    places = [filled(corpus.place, {"part": part}) for part in parts]
-    is_unpacked = all(Path(folder, name).exists() for name in places)
+    paths = [filled(corpus.place, {"part": part}) for part in parts]
+    is_unpacked = all(Path(folder, path).exists() for path in paths)
     download = " download=true" if corpus.archives and not is_unpacked else ""
     return f"speechtrain prepare corpus={corpus.corpus}{download} parts={','.join(parts)}"
 
 
 def _missing_subwords(tokenizer: Any) -> dict[str, Any]:
-    """Return kind and size of a SentencePiece model that does not exist. Else it is empty."""
+    """Return the kind and size of a SentencePiece model that does not exist, or an empty mapping."""
     model = str(tokenizer.get("model"))
     if model in (_UNSET, _MODEL) and part_class("tokenizer", tokenizer).is_preparable:
         return _SUBWORDS
     name = _corpus_of(model)
-    return corpus_by_name({"corpus": name}).tokenizers.get(Path(model).name, {}) if name else {}
+    if not name:
+        return {}
+    return corpus_by_name({"corpus": name}).tokenizers.get(Path(model).name, {})
 
 
 def _tokenizer_need(tokenizer: dict[str, Any], sources: list[str], corpus_needs: dict[str, Need]) -> Need:
-    """Return the line of a missing tokenizer. The command that writes its corpus makes it, too."""
+    """Return the need of a tokenizer. If its corpus is missing, too, the command of the corpus makes both."""
     model = whole_path(tokenizer["model"])
     name = _corpus_of(str(model))
     is_of_corpus = name and {whole_path(source).parent for source in sources} == {model.parent}

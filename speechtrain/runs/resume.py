@@ -1,10 +1,10 @@
-"""The run that a command continues, and its config with the changes of this start."""
+"""The run that a command continues, and the config of that run with the changes of this start."""
 
 from __future__ import annotations
 
 import copy
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +28,28 @@ _ONLY_PRINTS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 _GROUPS = (*INTERFACES, *NODES, "recipe")
 _BATCH_KEYS = ("world_size", "trainer.accumulate", "trainer.simulate_world")
 _WEIGHTS_FIT = {"optimizer", "schedule", "augment", "data", "trainer", "seed", "precision"}
-"""Keys and groups of which another value leaves the shape of each tensor as it is."""
-_LENGTHS = ("trainer.max_steps", "trainer.max_epochs")
+"""Keys and groups whose values do not change the shape of a tensor."""
+_LENGTH_KEYS = ("trainer.max_steps", "trainer.max_epochs")
 _SHOWN = 3  # keys in a message
 
 
 def run_to_continue(command: Command, names: RunNames) -> Path | None:
-    """The existing run that a command continues; None for a new run, a sweep and for no training.
+    """Return the run that a command continues. It is None for a new run, a sweep, or without training.
 
-    Raises RunError for a run that the command finds by itself and that this user has not started, and if
-    the command only names a directory without a run.
+    Raises RunError if the command names a directory without a run and no key of a new run, or if another user
+    has started the run that the command finds by its keys.
     """
     flags = {flag.partition("=")[0] for flag in command.flags}
-    if command.is_sweep or flags & _ONLY_PRINTS or any(o[:5] == "hydra" for o in command.overrides):
+    sets_hydra = any(override.startswith("hydra") for override in command.overrides)
+    if command.is_sweep or flags & _ONLY_PRINTS or sets_hydra:
         return None
     if command.run_dir is None:
         run_dir = names.existing_run(command.overrides)
-        if run_dir is not None:
-            require_started(run_dir)
-            print_notice(f"the same keys started {run_dir}, which continues; run_dir=NEW starts another")
-        return run_dir and run_dir.resolve()
+        if run_dir is None:
+            return None
+        require_started(run_dir)
+        print_notice(f"the same keys started {run_dir}, which continues. run_dir=NEW starts another run")
+        return run_dir.resolve()
     if (command.run_dir / CONFIG).is_file():
         return command.run_dir
     keys = {*map(key_of, command.overrides)} - {"run_dir", *PER_START}
@@ -60,44 +62,56 @@ def run_to_continue(command: Command, names: RunNames) -> Path | None:
 
 
 def continued(run_dir: Path, command: Command) -> DictConfig:
-    """The config of the run in ``run_dir`` for this start, on as many ranks as were started together.
+    """Return the config of the run in ``run_dir`` with the changes of this start.
 
-    An override with the same text in the run's ``run.json`` changes nothing: the stored value is used.
-    Another override is applied if its key may change. Raises RunError, which names the key, if it may
-    not, and ConfigError for a world size that does not divide the micro-batches of an update.
+    An override with the same text in the run's ``run.json`` changes nothing, so the stored value is used.
+    Another override is applied if its key may change. If another program has started the ranks, their number
+    is the world size. Raises RunError if a key may not change, and ConfigError for a world size that does not
+    divide the micro-batches of an update.
     """
-    config, about = config_at(run_dir), read_about(run_dir)
+    config = config_at(run_dir)
+    about = read_about(run_dir)
     config.resume, config.dry_run = "auto", False
-    new = _new_overrides(about, command)
-    changes = dict([*_rewritten(command.config_dir, about.written), *_parsed(new)])
+    new_overrides = _new_overrides(about, command)
+    changes = {**_file_changes(command.config_dir, about.written), **_parse(new_overrides)}
     changes.pop("run_dir", None)
-    shares = {key: changes.pop(key) for key in _BATCH_KEYS if key in changes}
+    batch_changes = {key: changes.pop(key) for key in _BATCH_KEYS if key in changes}
     if command.together:
-        shares["world_size"] = command.together.world.size
-    refused = _share_out(config, shares, run_dir)
-    for key, value in changes.items():
-        if key in _GROUPS:
-            if is_volatile(key):
-                choose(config, key, str(value), command.config_dir)
-            else:
-                refused.append(f"{key}={value} was not typed when the run started")
-        elif is_volatile(key):
-            set_key(config, key, value)
-        elif (before := stored_value(config, key)) not in (value, whole_value(value)):
-            refused.append(f"{key}: {before} in the run, {value} now")
-    if refused:
-        raise _refusal(run_dir, about, command, refused)
+        batch_changes["world_size"] = command.together.world.size
+    conflicts = _apply_batch_changes(config, batch_changes, run_dir)
+    conflicts += _apply_changes(config, changes, command.config_dir)
+    if conflicts:
+        raise _refusal(run_dir, about, command, conflicts)
     announce_auto(changes, config, command.together)
-    _settle_limits(config, command.overrides, about.overrides, new)
+    _settle_limits(config, command.overrides, about.overrides, new_overrides)
     return config
 
 
-def _refusal(run_dir: Path, about: About, command: Command, refused: Sequence[str]) -> RunError:
+def _apply_changes(config: DictConfig, changes: Mapping[str, Any], config_dir: str | None) -> list[str]:
+    """Set the changed keys and groups that a run can change. Return one text for each other change."""
+    conflicts = []
+    for key, value in changes.items():
+        if key in _GROUPS and is_volatile(key):
+            choose(config, key, str(value), config_dir)
+        elif key in _GROUPS:
+            conflicts.append(f"{key}={value} was not an override when the run started")
+        elif is_volatile(key):
+            set_key(config, key, value)
+        elif stored_value(config, key) not in (value, whole_value(value)):
+            conflicts.append(_conflict(config, key, value))
+    return conflicts
+
+
+def _conflict(config: DictConfig, key: str, value: Any) -> str:
+    return f"{key}: {stored_value(config, key)} in the run, {value} now"
+
+
+def _refusal(run_dir: Path, about: About, command: Command, conflicts: Sequence[str]) -> RunError:
     """Return the error of a command with keys that the run in ``run_dir`` cannot change."""
-    if about == About([]) and "was not typed" in str(refused):
-        return RunError(f"{run_dir / ABOUT} is damaged or missing; run_dir={run_dir} alone continues the run")
+    if about == About([]) and "was not an override" in str(conflicts):
+        return RunError(f"{run_dir / ABOUT} is damaged or missing. run_dir={run_dir} alone continues the run")
     advice = _other_run(run_dir, about, command)
-    return RunError(f"{run_dir} belongs to another config ({_shown(refused)}); {advice}")
+    return RunError(f"{run_dir} belongs to another config ({_abridged(conflicts)}), {advice}")
 
 
 def _new_overrides(about: About, command: Command) -> list[str]:
@@ -112,92 +126,110 @@ def _new_overrides(about: About, command: Command) -> list[str]:
 
 
 def new_run_line(about: About, command: Command, *overrides: str) -> str:
-    """Return the command of a new run with all overrides of a run, of ``command`` and ``overrides``."""
-    by_key = {}
+    """Return the line that starts a new run with the overrides of a run, of ``command``, and ``overrides``.
+
+    The last override of a key counts.
+    """
+    texts = {}
     for text in (*about.overrides, *command.overrides, "run_dir=NEW", *overrides):
         if key_of(text) not in PER_START:
-            by_key[key_of(text)] = text
+            texts[key_of(text)] = text
     flags = command.flags or split(about.argv or [])[0]
-    return shlex.join(["speechtrain", "train", *flags, *by_key.values()])
+    return shlex.join(["speechtrain", "train", *flags, *texts.values()])
 
 
 def _other_run(run_dir: Path, about: About, command: Command) -> str:
-    """Return the advice on a run with other values, which begins with the weights of this run if they fit."""
+    """Return the advice to start another run. It starts from the weights of this run if they fit."""
     if about.argv is None:
         return "set another run_dir"
     groups = {key_of(text).partition(".")[0] for text in command.overrides if text not in about.overrides}
     if groups - {"run_dir"} <= _WEIGHTS_FIT:
-        return f"this begins with its weights: {new_run_line(about, command, f'init_from={run_dir}')}"
-    return f"this is a new run: {new_run_line(about, command)}"
+        return f"this command starts from its weights: {new_run_line(about, command, f'init_from={run_dir}')}"
+    return f"this command starts a new run: {new_run_line(about, command)}"
 
 
 def drop_recipe_hours(config: DictConfig, keys: Collection[str]) -> None:
-    """Set a recipe's ``trainer.max_hours`` to null if the user's ``keys`` set another length of the run."""
-    lengths = [key for key in _LENGTHS if key in keys and OmegaConf.select(config, key) is not None]
+    """Set a recipe's ``trainer.max_hours`` to null if ``keys`` set the number of steps or epochs.
+
+    ``keys`` are those that the user sets. If ``trainer.max_hours`` is among them, it stays.
+    """
+    length_keys = [key for key in _LENGTH_KEYS if key in keys and OmegaConf.select(config, key) is not None]
     hours = OmegaConf.select(config, "trainer.max_hours")
-    if lengths and hours is not None and "trainer.max_hours" not in keys:
+    if length_keys and hours is not None and "trainer.max_hours" not in keys:
         config.trainer.max_hours = None
-        say(f"{lengths[0]} replaces the recipe's trainer.max_hours={hours}; type both to have both")
+        say(f"{length_keys[0]} replaces the recipe's trainer.max_hours={hours}. Set both to keep both")
 
 
-def _shown(items: Sequence[str]) -> str:
-    return "; ".join(items[:_SHOWN]) + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
+def _abridged(texts: Sequence[str]) -> str:
+    """Join texts, and count those that do not fit into a message."""
+    joined = "; ".join(texts[:_SHOWN])
+    if len(texts) > _SHOWN:
+        joined += f" and {len(texts) - _SHOWN} more"
+    return joined
 
 
-def _parsed(overrides: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Key and value of each KEY=VALUE. Raises ConfigError."""
-    for text in overrides:
-        yield key_of(text), override_value(text)
+def _parse(overrides: Iterable[str]) -> dict[str, Any]:
+    """Return the values of KEY=VALUE texts by key. Raises ConfigError."""
+    return {key_of(text): override_value(text) for text in overrides}
 
 
-def _rewritten(folder: str | None, before: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """The keys whose values the user has changed in his own YAML files since the run started."""
-    for name, old in before.items():
-        new = text_of(folder, name) or old
+def _file_changes(config_dir: str | None, user_files: Mapping[str, str]) -> dict[str, Any]:
+    """Return the keys that the user has changed in YAML files since the run started, with the new values.
+
+    ``user_files`` holds the texts of these files at the start.
+    """
+    changes = {}
+    for name, first_text in user_files.items():
         try:
-            was, now = (values_of(name, text) for text in (old, new))
+            first_values = values_of(name, first_text)
+            values = values_of(name, text_of(config_dir, name) or first_text)
         except ValueError as error:
             raise ConfigError(f"{name}.yaml cannot be read: {first_line(error)}") from None
-        yield from ((key, now.get(key)) for key in {**was, **now} if was.get(key) != now.get(key))
+        for key in {**first_values, **values}:
+            if first_values.get(key) != values.get(key):
+                changes[key] = values.get(key)
+    return changes
 
 
-def _share_out(config: DictConfig, changes: Mapping[str, Any], run_dir: Path) -> list[str]:
-    """Keep the micro-batches per update on another world size; returns the typed keys that contradict."""
-    typed_config = copy.deepcopy(config)
+def _apply_batch_changes(config: DictConfig, changes: Mapping[str, Any], run_dir: Path) -> list[str]:
+    """Set another world size, with the same number of micro-batches per update.
+
+    Return one text for each other key in ``changes`` if they ask for another number of micro-batches.
+    """
+    changed_config = copy.deepcopy(config)
     for key, value in changes.items():
-        set_key(typed_config, key, value)  # raises ConfigError for a value of another type
-    trainer, world = config.trainer, typed_config.world_size
-    if world < 1:
-        raise ConfigError(f"world_size={world}: it must be at least 1")
-    total = int(trainer.simulate_world or config.world_size * trainer.accumulate)
-    typed = {key: value for key, value in changes.items() if key != "world_size"}
-    wanted = typed.get("trainer.simulate_world") or world * typed.get("trainer.accumulate", 0)
-    if typed and wanted != total:
-        return [f"{key}: {stored_value(config, key)} in the run, {value} now" for key, value in typed.items()]
-    if total % world:
-        raise ConfigError(
-            f"{run_dir} has {total} micro-batches per update, which world_size={world} does not divide; "
-            "set another world_size or run_dir"
-        )
-    if world != config.world_size:
-        config.world_size, trainer.simulate_world, trainer.accumulate = world, total, total // world
+        set_key(changed_config, key, value)  # This checks the type of the value.
+    trainer, world_size = config.trainer, changed_config.world_size
+    if world_size < 1:
+        raise ConfigError(f"world_size={world_size}: it must be at least 1")
+    micro_batches = int(trainer.simulate_world or config.world_size * trainer.accumulate)
+    shares = {key: value for key, value in changes.items() if key != "world_size"}
+    requested = shares.get("trainer.simulate_world") or world_size * shares.get("trainer.accumulate", 0)
+    if shares and requested != micro_batches:
+        return [_conflict(config, key, value) for key, value in shares.items()]
+    if micro_batches % world_size:
+        problem = f"{micro_batches} micro-batches per update, which world_size={world_size} does not divide"
+        raise ConfigError(f"{run_dir} has {problem}. Set another world_size or run_dir")
+    if world_size != config.world_size:
+        config.world_size, trainer.simulate_world = world_size, micro_batches
+        trainer.accumulate = micro_batches // world_size
     return []
 
 
 def _settle_limits(
-    config: DictConfig, overrides: Sequence[str], first: Sequence[str], new: Sequence[str]
+    config: DictConfig, overrides: Sequence[str], first_overrides: Sequence[str], new_overrides: Sequence[str]
 ) -> None:
-    """Let a length among ``new`` replace a recipe's hours, unless the ``first`` start has typed hours.
+    """Let new steps or epochs replace a recipe's hours, unless the first start has set the hours.
 
-    Print one line if a limit of the first start is repeated, and a later start has changed it since.
+    Print one line if the command repeats a limit of the first start that a later start has changed.
     """
-    if "trainer.max_hours" not in map(key_of, first):
-        drop_recipe_hours(config, {*map(key_of, new)})
-    changed = []
-    for key, value in _parsed(text for text in overrides if text not in new):
+    if "trainer.max_hours" not in map(key_of, first_overrides):
+        drop_recipe_hours(config, {*map(key_of, new_overrides)})
+    limits = []
+    for key, value in _parse(text for text in overrides if text not in new_overrides).items():
         if key.startswith("trainer.") and is_volatile(key):
             stored = stored_value(config, key)
             if stored != value:
-                changed.append(f"{key}={stored}")
-    if changed:
-        say(f"{config.run_dir}: the run keeps its {_shown(changed)}")
+                limits.append(f"{key}={stored}")
+    if limits:
+        say(f"{config.run_dir}: the run keeps its {_abridged(limits)}")

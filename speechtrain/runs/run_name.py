@@ -1,4 +1,4 @@
-"""The name of a command's run: the name of the run that the same command has started, or a new one."""
+"""The name of a command's run: the name of the run that the same command has started, or a new name."""
 
 from __future__ import annotations
 

@@ -1,117 +1,158 @@
-"""The table of ``recipe=scratch`` and ``recipe=finetune``: what follows from the data and the time there is.
+"""The tables of ``recipe=scratch`` and ``recipe=finetune``: config keys that follow from data and time.
 
-Frames, the small network and its batch are as measured on four hours of field recordings (decision 12).
+Frames, small network and its batch size were measured on four hours of field recordings (decision 12).
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Speech:
-    """What is known of a training set, and of the time to learn it in."""
+    """The size of a training set, and the time to train on it."""
 
     recordings: int
     hours: float
-    labels_per_second: float  # of the fast speakers (95 %); a doubled label counts twice, as CTC needs frames
+    labels_per_second: float  # 95 % of the recordings have fewer. A doubled label counts twice, as in CTC
     core_hours: float  # of the plan, over all ranks (Device.equivalent_cores)
-    width: int = 0  # of a pretrained Transformer; 0 for another encoder
+    width: int = 0  # of a pretrained Transformer. 0: another encoder
 
     @property
-    def passes(self) -> float:
-        """How often the plan's time suffices to train the small network on the speech."""
+    def epochs(self) -> float:
+        """Return the epochs that the small network can train in the time of the plan."""
         return _SPEED * self.core_hours / max(self.hours, 1e-9)
 
 
-_SPEED = 40.0  # hours of speech that a core trains the small network on in an hour
-# milliseconds between windows, and how many of them are a frame: 80, 60, 40, 30 and 20 ms
+@dataclass(frozen=True)
+class _Network:
+    """The size of a network, and the least hours of speech and epochs for which it is worth its cost."""
+
+    min_hours: float
+    min_epochs: float
+    width: int
+    layers: int
+    feed_forward: int
+    channels: int
+    joint: int
+    lr: float
+
+
+@dataclass(frozen=True)
+class _Freezing:
+    """The training of a pretrained Transformer on at least ``min_hours`` of speech."""
+
+    min_hours: float
+    frozen_share: float  # of the updates, before the encoder is trained
+    masked_share: float  # of the frames
+
+
+_SPEED = 40.0  # hours of speech that one core trains the small network on in an hour
+# Milliseconds between windows, and windows per frame. Frames are 80, 60, 40, 30 and 20 ms apart.
 _FRAMES = ((10, 8), (15, 4), (10, 4), (15, 2), (10, 2))
-_SPARE = 2.0  # frames for each label of fast speech: at 1.8 the loss fell slower, at 1.2 CTC could not align
-_CTC = 1.0  # weight of the auxiliary CTC: at 0.3 the encoder was the last to learn, 3 gave no more
-# hours of speech and passes from which a network is worth its cost
-_NETWORKS: tuple[tuple[float, float, dict[str, Any]], ...] = (
-    (
-        200.0,
-        200.0,
-        {"width": 256, "layers": 16, "feed_forward": 1024, "channels": 256, "joint": 512, "lr": 7e-4},
-    ),
-    (
-        20.0,
-        75.0,
-        {"width": 176, "layers": 16, "feed_forward": 704, "channels": 176, "joint": 384, "lr": 1e-3},
-    ),
-    (0.0, 0.0, {"width": 128, "layers": 5, "feed_forward": 256, "channels": 32, "joint": 256, "lr": 1.5e-3}),
+# Frames for each label of fast speech. At 1.8 the loss fell more slowly, at 1.2 CTC could not align.
+_FRAMES_PER_LABEL = 2.0
+# The weight of the auxiliary CTC loss. At 0.3 the encoder learnt last, and 3 brought no gain.
+_CTC_WEIGHT = 1.0
+_NETWORKS = (
+    _Network(200.0, 200.0, width=256, layers=16, feed_forward=1024, channels=256, joint=512, lr=7e-4),
+    _Network(20.0, 75.0, width=176, layers=16, feed_forward=704, channels=176, joint=384, lr=1e-3),
+    _Network(0.0, 0.0, width=128, layers=5, feed_forward=256, channels=32, joint=256, lr=1.5e-3),
 )
-_BATCHES = ((20_000, 32), (1_000, 16), (100, 8), (0, 4))  # recordings, and those of a batch
+_BATCHES = ((20_000, 32), (1_000, 16), (100, 8), (0, 4))  # recordings of the set, recordings of a batch
 _SPAN_MASK = "speechtrain.nn.masking.SpanMask"
-_PIECES = ((500.0, 1000), (50.0, 300))  # hours, and pieces of SentencePiece; below: characters
-_MOST_CHARACTERS = 100  # of an alphabet that pieces may replace
-_MASKED_PASSES = 24.0  # SpecAugment costs more than it gives in fewer
-_HELD_OUT = (0.05, 0.5, 0.1)  # a share, at most so many hours; the share of fewer than 200 recordings
-# of a pretrained Transformer: hours, the share of the updates before it learns, and that of masked frames
-_FREEZING = ((10.0, 0.1, 0.65), (1.0, 0.2, 0.5), (0.2, 0.3, 0.25), (0.0, 0.3, 0.0))
+_PIECES = ((500.0, 1000), (50.0, 300))  # hours, pieces of SentencePiece
+_MAX_CHARACTERS = 100  # of an alphabet that pieces may replace
+_MIN_MASKED_EPOCHS = 24.0  # In fewer epochs, SpecAugment costs more than it gains.
+_HOLD_OUT_SHARE, _HOLD_OUT_HOURS = 0.05, 0.5  # The smaller of the two validates.
+_FEW_RECORDINGS, _HOLD_OUT_OF_FEW = 200, 0.1
+_FREEZING = (
+    _Freezing(10.0, frozen_share=0.1, masked_share=0.65),
+    _Freezing(1.0, frozen_share=0.2, masked_share=0.5),
+    _Freezing(0.2, frozen_share=0.3, masked_share=0.25),
+    _Freezing(0.0, frozen_share=0.3, masked_share=0.0),
+)
 _MASKED_CHANNELS = 0.25  # share of the units of a frame, in spans of a twelfth of them
-_RATES = ((1024, 3e-5), (512, 1e-4), (1, 1e-3), (0, 5e-4))  # width: a higher rate undoes what was learnt
+# Width of the encoder, learning rate. A higher rate destroys the pretrained weights.
+_RATES = ((1024, 3e-5), (512, 1e-4), (1, 1e-3), (0, 5e-4))
 
 
 def pieces(hours: float, characters: int) -> int:
-    """The number of SentencePiece's pieces for so much speech; 0: characters are the labels."""
-    enough = (size for least, size in _PIECES if hours >= least)
-    return next(enough, 0) if characters <= _MOST_CHARACTERS else 0
+    """Return the number of SentencePiece's pieces. With 0 the labels are characters."""
+    return int(_look_up(_PIECES, hours)) if characters <= _MAX_CHARACTERS else 0
 
 
 def frame(labels_per_second: float) -> tuple[int, int]:
-    """Milliseconds between windows and ``subsampling`` of the longest frame that fits the labels."""
-    fits = (one for one in _FRAMES if _SPARE * labels_per_second * math.prod(one) <= 1000)
-    return next(fits, _FRAMES[-1])
+    """Return the longest frame that fits the labels: milliseconds between windows, and ``subsampling``."""
+    for hop, subsampling in _FRAMES:
+        if _FRAMES_PER_LABEL * labels_per_second * (hop * subsampling) <= 1000:
+            return hop, subsampling
+    return _FRAMES[-1]
 
 
 def hold_out(speech: Speech) -> float:
-    """The share of the recordings that validates."""
-    share, hours, small = _HELD_OUT
-    return small if speech.recordings < 200 else round(min(share, hours / max(speech.hours, 1e-9)), 4)
+    """Return the share of the recordings that validates."""
+    if speech.recordings < _FEW_RECORDINGS:
+        return _HOLD_OUT_OF_FEW
+    return round(min(_HOLD_OUT_SHARE, _HOLD_OUT_HOURS / max(speech.hours, 1e-9)), 4)
 
 
 def scratch(speech: Speech) -> dict[str, Any]:
-    """Keys and values of ``recipe=scratch``."""
+    """Return the keys and values of ``recipe=scratch``."""
     hop, subsampling = frame(speech.labels_per_second)
-    rows = (row for hours, passes, row in _NETWORKS if speech.hours >= hours and speech.passes >= passes)
-    network = next(rows)
-    masks = 2 if speech.passes >= _MASKED_PASSES else 0
+    network = _network(speech)
+    masks = 2 if speech.epochs >= _MIN_MASKED_EPOCHS else 0
     return {
-        **{f"encoder.{key}": network[key] for key in ("width", "layers", "feed_forward", "channels")},
+        "encoder.width": network.width,
+        "encoder.layers": network.layers,
+        "encoder.feed_forward": network.feed_forward,
+        "encoder.channels": network.channels,
         "encoder.features.hop_seconds": hop / 1000,
         "encoder.subsampling": subsampling,
-        "model.prediction.hidden": network["joint"],
-        "model.joint.hidden": network["joint"],
-        "model.ctc_weight": _CTC,
-        "optimizer.lr": network["lr"],
+        "model.prediction.hidden": network.joint,
+        "model.joint.hidden": network.joint,
+        "model.ctc_weight": _CTC_WEIGHT,
+        "optimizer.lr": network.lr,
         "augment.freq_masks": masks,
         "augment.time_masks": masks,
-        "data.batch.count": next(count for least, count in _BATCHES if speech.recordings >= least),
+        "data.batch.count": _look_up(_BATCHES, speech.recordings),
         "data.hold_out": hold_out(speech),
     }
 
 
 def finetune(speech: Speech) -> dict[str, Any]:
-    """Keys and values of ``recipe=finetune``; the masks are those of a pretrained Transformer's encoder."""
-    found: dict[str, Any] = {
-        "optimizer.lr": next(rate for least, rate in _RATES if speech.width >= least),
-        "data.batch.count": next(count for least, count in _BATCHES if speech.recordings >= least),
+    """Return the keys and values of ``recipe=finetune``. Only a pretrained Transformer has masks."""
+    settings: dict[str, Any] = {
+        "optimizer.lr": _look_up(_RATES, speech.width),
+        "data.batch.count": _look_up(_BATCHES, speech.recordings),
         "data.hold_out": hold_out(speech),
     }
     if speech.width:
-        frozen, masked = next(row[1:] for row in _FREEZING if speech.hours >= row[0])
-        found["model.freeze_encoder_steps"] = frozen
-        found["encoder.mask"] = _mask(masked, 10)
-        found["encoder.channel_mask"] = _mask(_MASKED_CHANNELS if masked else 0.0, max(1, speech.width // 12))
-    return found
+        freezing = next(row for row in _FREEZING if speech.hours >= row.min_hours)
+        masked_channels = _MASKED_CHANNELS if freezing.masked_share else 0.0
+        settings["model.freeze_encoder_steps"] = freezing.frozen_share
+        settings["encoder.mask"] = _mask(freezing.masked_share, 10)
+        settings["encoder.channel_mask"] = _mask(masked_channels, max(1, speech.width // 12))
+    return settings
+
+
+def _network(speech: Speech) -> _Network:
+    """Return the largest network that is worth its cost."""
+    for network in _NETWORKS:
+        if speech.hours >= network.min_hours and speech.epochs >= network.min_epochs:
+            return network
+    return _NETWORKS[-1]
+
+
+def _look_up(table: Sequence[tuple[float, float]], size: float) -> float:
+    """Return the number of the first row of ``table`` whose lower bound is at most ``size``, else 0."""
+    return next((number for bound, number in table if size >= bound), 0)
 
 
 def _mask(share: float, length: int) -> dict[str, Any] | None:
+    """Return the node of a mask of spans of ``length``, or None for a share of 0."""
     return {"_target_": _SPAN_MASK, "probability": share, "length": length} if share else None
 
 

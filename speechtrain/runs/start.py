@@ -1,4 +1,4 @@
-"""From a composed config to a finished run: check, run directory, ranks, outcome."""
+"""Starting of a run from its composed config: checks, run directory, ranks and result."""
 
 from __future__ import annotations
 
@@ -48,101 +48,127 @@ from speechtrain.runs.started_runs import remember, start_id
 from speechtrain.text.vocabulary import NoText
 
 _FIXABLE = (ConfigError, DataError, MachineError)
-"""Errors that the user corrects: the files of a new run that ends with one at its start are removed."""
+"""Errors that the user corrects. If a new run ends with one before its first step, its files are removed."""
 
-_BEGUN = (CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", RANKS, "tokenizer.model", "tokenizer.json")
-"""What a run writes before its first step, beside its launcher's files."""
-_ENDED = ("finished", "target", "time")
+_FIRST_FILES = (CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", RANKS, "tokenizer.model", "tokenizer.json")
+"""The files that a run writes before its first step. Its launcher's files are not among them."""
+_COMPLETE = ("finished", "target", "time")
+"""The statuses of a run that has ended by itself."""
 _MIN_FREE = 256 * 2**20  # bytes that a run needs on its disk
 
 
-def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) -> RunResult:
-    """Start the run whose directory ``config`` names, or continue it; return its result when it has ended.
+def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str]) -> RunResult:
+    """Start the run whose directory ``config`` names, or continue it. Return its result when it has ended.
 
-    A new run keeps ``written``, the user's own YAML files. A finished run returns its result at once, unless
-    other limits are set now.
-    Raises the SpeechtrainError that stopped the run, here or in a rank.
+    A new run stores ``user_files``, the user's own YAML files. A finished run returns its result at once if
+    its limits have not changed. Raises the SpeechtrainError that stopped the run, here or in a rank.
     """
-    run_dir = Path(config.run_dir)
-    plain = check(config)
+    values = check(config)
     _settle_resume(config)
-    _warn_of_unused_folder(plain["data"])
+    _warn_of_unused_folder(values["data"])
     memory = dry_build(plannable(config))
-    device, launcher = build_device(config), command.together or build_launcher(config)
-    device.check_precision(build_precision(config))
-    if config.data.get("shapes") == 0:
-        device.validate_shapes([])
-    job = _job(config, device, memory)
-    launcher.check(job)
-    _check_place(run_dir, launcher.files)
-    is_dry = config.dry_run
-    if launcher.is_here(job):
-        refuse(device.absence(job.world_size), is_warning=is_dry)
-        here = host_environment(device, job.world_size, memory, run_dir=run_dir, is_dry=is_dry)
-        job = replace(job, environment={**job.environment, **here})
-    refuse(launcher.lacking(job), is_warning=is_dry)
-    if is_dry:
+    device = build_device(config)
+    launcher = command.together or build_launcher(config)
+    job = _checked_job(config, device, launcher, memory)
+    if config.dry_run:
         _print_start(config, job, launcher)
         return RunResult("dry run")
-    earlier_result = _finished(config, command)
+    earlier_result = _earlier_result(config, command)
     if earlier_result:
         return earlier_result
 
-    is_new = not (run_dir / CONFIG).exists()
-    start = {**run_directory.origin(command.argv), "seed": config.seed, "device": device.name}
-    about = _about(run_dir, start, command, written)
-    _write(config, job, about, is_named=command.run_dir is not None)
+    run_dir = job.run_dir
+    is_new = not job.config.exists()
+    about = _about(config, device, command, user_files)
+    _write_files(config, job, about, is_named=command.run_dir is not None)
     remember(run_dir)
-    try:
-        ended = launcher.launch(job)
-    except SpeechtrainError:  # no process was started
-        if is_new:
-            _discard(run_dir, launcher)
-        raise
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(_continues(run_dir)) from None
-    if ended.submitted:
-        say(ended.submitted)
-        return RunResult("submitted")
-
-    result = _outcome(ended, run_dir)
-    if result.status == "failed":
-        error = _error_of(result, run_dir, ended.log)
-        if is_new and result.is_cause and isinstance(error, _FIXABLE):
-            _discard(run_dir, launcher)
-        raise error
-    result = replace(result, limits=plain["trainer"])
+    result = _launch(job, launcher, is_new=is_new)
+    if result.status == "submitted":
+        return result
+    result = replace(result, limits=values["trainer"])
     run_directory.write_result(run_dir, asdict(result))
     if result.status == "preempted":
-        raise Preempted(f"saved at step {result.steps} in {run_dir}; the same command continues")
+        raise Preempted(f"saved at step {result.steps} in {run_dir}. The same command continues")
     say(f"{run_dir}: {_describe(result)}")
     _conclude(config, command, result)
     return result
 
 
+def _checked_job(config: DictConfig, device: Device, launcher: Launcher, memory: int) -> Job:
+    """Return the job of a run in which a rank needs ``memory`` bytes for its model.
+
+    If all ranks run on this host, the job has the environment of the device. Raises the SpeechtrainError of
+    the first check of device, launcher or run directory that fails.
+    """
+    device.check_precision(build_precision(config))
+    if config.data.get("shapes") == 0:
+        device.validate_shapes([])
+    job = _job(config, device, memory)
+    launcher.check(job)
+    _check_run_dir(job.run_dir, launcher.files)
+    is_dry = config.dry_run
+    if launcher.is_here(job):
+        refuse(device.absence(job.world_size), is_warning=is_dry)
+        variables = host_environment(device, job.world_size, memory, run_dir=job.run_dir, is_dry=is_dry)
+        job = replace(job, environment={**job.environment, **variables})
+    refuse(launcher.lacking(job), is_warning=is_dry)
+    return job
+
+
+def _launch(job: Job, launcher: Launcher, *, is_new: bool) -> RunResult:
+    """Start the ranks of ``job`` and return the result of the run when they have ended.
+
+    The status is ``submitted`` if the ranks run without this command. Raises the SpeechtrainError of a
+    failure. The files of a new run are removed if no process was started, or if the user must correct an
+    error.
+    """
+    run_dir = job.run_dir
+    try:
+        end = launcher.launch(job)
+    except SpeechtrainError:  # No process was started.
+        if is_new:
+            _discard_files(run_dir, launcher)
+        raise
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"the same command continues from {_last_saved(run_dir)}") from None
+    if end.submitted:
+        say(end.submitted)
+        return RunResult("submitted")
+    result = _run_result(end, run_dir)
+    if result.status == "failed":
+        error = _error_of(result, run_dir, end.log)
+        if is_new and result.is_cause and isinstance(error, _FIXABLE):
+            _discard_files(run_dir, launcher)
+        raise error
+    return result
+
+
 def _print_start(config: DictConfig, job: Job, launcher: Launcher) -> None:
-    """Print the lines that start a run. Warn of too few encoder frames, if its data can be read here."""
+    """Print the shell lines that start a run.
+
+    Warn if recordings have too few encoder frames for their labels. This needs data that can be read here.
+    """
     with contextlib.suppress(SpeechtrainError, RuntimeError):
         with torch.device("meta"):
             encoder = build_encoder(config)
         data = build_data(config, build_tokenizer(config))
         refuse(data.crowded(encoder.frames), is_warning=True)
     lines = f"{_config_lines(config, job)}{launcher.render(job)}\n"
-    print(errors.printable(lines, keep=f"\n\t{errors.SPELLING}"), end="", flush=True)  # one write
+    print(errors.printable(lines, keep=f"\n\t{errors.SPELLING}"), end="", flush=True)
 
 
 def _warn_of_unused_folder(data: Any) -> None:
-    """Warn if ``DATASET_DIR`` is set, and ``data``, a resolved node, does not have it."""
+    """Warn if ``DATASET_DIR`` is set and does not occur in ``data``, the resolved group of the config."""
     folder = os.environ.get("DATASET_DIR", "").rstrip("/")
     if folder not in str(data):
         choice = f"data=fsdd, or data=manifest data.train={folder}"
-        refuse(f"DATASET_DIR={folder} is set, but this run reads other data; add {choice}", is_warning=True)
+        refuse(f"DATASET_DIR={folder} is set, but this run reads other data. Add {choice}", is_warning=True)
 
 
 def _settle_resume(config: DictConfig) -> None:
-    """Replace ``resume=never`` by ``auto``, because a restart of the ranks by their launcher continues.
+    """Replace ``resume=never`` by ``auto``, because ranks that their launcher restarts continue the run.
 
-    Raises RunError if ``resume`` does not allow to begin, or to continue, the run.
+    Raises RunError if ``resume=never`` meets a run with checkpoints, or ``resume=must`` one without.
     """
     checkpointer = Checkpointer(Path(config.run_dir))
     count = len(checkpointer.folders())
@@ -153,10 +179,10 @@ def _settle_resume(config: DictConfig) -> None:
         config.resume = "auto"
 
 
-def _finished(config: DictConfig, command: Command) -> RunResult | None:
-    """Return the result of a run to which ``config`` adds no update, and print it, else None.
+def _earlier_result(config: DictConfig, command: Command) -> RunResult | None:
+    """Return and print the result of a run that is complete. It is None if ``config`` adds updates to it.
 
-    Raises DataError if its training set has changed since. A set that cannot be read here is not compared.
+    Raises DataError if the training set has changed since. It is not compared if it cannot be read here.
     """
     run_dir = Path(config.run_dir)
     result = run_directory.read_result(run_dir)
@@ -168,21 +194,22 @@ def _finished(config: DictConfig, command: Command) -> RunResult | None:
         reason = f" with {result.steps} updates, so trainer.max_steps={max_steps} adds none"
     elif result.limits != resolved(config)["trainer"]:
         return None
-    before: Mapping[str, Any] = result.data or {}
-    after = before
+    former_content: Mapping[str, Any] = result.data or {}
+    content = former_content
     with contextlib.suppress(SpeechtrainError):
         data: DataModule = build(config, "data", tokenizer=NoText())
-        after = data.content()
-    if before and after != before:
+        content = data.content()
+    if former_content and content != former_content:
         line = new_run_line(run_directory.read_about(run_dir), command)
-        counts = f"{before['recordings']} recordings then, {after['recordings']} now"
-        raise DataError(f"data.train has changed since {run_dir} ended ({counts}). This is a new run: {line}")
+        counts = f"{former_content['recordings']} recordings then, {content['recordings']} now"
+        cause = f"data.train has changed since {run_dir} ended ({counts})"
+        raise DataError(f"{cause}. This command starts a new run: {line}")
     say(f"{run_dir} is done{reason}: {_describe(result)}")
     return result
 
 
 def _config_lines(config: DictConfig, job: Job) -> str:
-    """Return the lines for a shell that write the ranks' config. They are empty if it is there."""
+    """Return shell lines that write the config of the ranks, or an empty text if the file has it already."""
     config = copy.deepcopy(config)
     config.dry_run = False
     text = dump(config)
@@ -195,8 +222,10 @@ def _config_lines(config: DictConfig, job: Job) -> str:
     return f"mkdir -p {folder} && cat > {path} <<'{end}'\n{text}{end}\n"
 
 
-def _about(run_dir: Path, start: dict[str, Any], command: Command, user_files: Mapping[str, str]) -> About:
-    """Return the content of ``run.json``: the first start of a run, and the latest start if it continues."""
+def _about(config: DictConfig, device: Device, command: Command, user_files: Mapping[str, str]) -> About:
+    """Return the content of ``run.json``. This start is the first one of a new run, else the latest one."""
+    run_dir = Path(config.run_dir)
+    start = {**run_directory.origin(command.argv), "seed": config.seed, "device": device.name}
     if (run_dir / CONFIG).exists():
         about = replace(run_directory.read_about(run_dir), latest=start)
     else:
@@ -205,7 +234,7 @@ def _about(run_dir: Path, start: dict[str, Any], command: Command, user_files: M
 
 
 def _job(config: DictConfig, device: Device, memory: int) -> Job:
-    """What the launcher starts; a rank needs ``memory`` bytes."""
+    """Return the job of the launcher, in which a rank needs ``memory`` bytes for its model."""
     run_dir = Path(config.run_dir)
     environment = {name: value for name, value in os.environ.items() if name == ALLOW_TARGETS}
     environment |= {NETWORK_VARIABLES: " ".join(device.facts.network_variables), RANK_MEMORY: str(memory)}
@@ -214,42 +243,52 @@ def _job(config: DictConfig, device: Device, memory: int) -> Job:
 
 
 def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
-    """Write the report of a finished run; print its path, and what may be done next."""
-    for line in advice(result, run_directory.read_metrics(Path(config.run_dir)).rows):
-        say(line)
-    if "console" in (config.tracking.get("trackers") or {}):  # people follow this run
-        from speechtrain.report import page, run  # half a second of imports
+    """Print advice on a complete run. Write its report if the console tracks it, which a person follows.
 
-        path = Path(config.run_dir) / "report.html"
-        try:
-            runs = [run.read_run(path.parent)]
-            write_text(path, page.page(runs), private=run.hold_secrets(runs))
-            print(errors.printable(f"report: {path}"))
-        except Exception as error:  # the run itself has ended well
-            print(f"no report: {type(error).__name__}: {errors.one_line(str(error))}")
+    After a run on example data, print the command that trains on the user's recordings.
+    """
+    run_dir = Path(config.run_dir)
+    for line in advice(result, run_directory.read_metrics(run_dir).rows):
+        say(line)
+    if "console" in (config.tracking.get("trackers") or {}):
+        _write_report(run_dir)
     if _is_example(config.data.get("train")) and not command.is_sweep:
-        machine = ("device", "precision", "launcher", "world_size")
-        kept = [o for o in command.overrides if key_of(o).partition(".")[0] in machine]
-        own = ["recipe=scratch", "data.train=FOLDER_OR_MANIFEST", "trainer.max_hours=0.5"]
-        line = f"your own recordings: {shlex.join(['speechtrain', 'train', *own, *kept])}"
-        print(errors.printable(line))
+        words = ["speechtrain", "train", "recipe=scratch", "data.train=FOLDER_OR_MANIFEST"]
+        words.append("trainer.max_hours=0.5")
+        for override in command.overrides:
+            if key_of(override).partition(".")[0] in ("device", "precision", "launcher", "world_size"):
+                words.append(override)
+        print(errors.printable(f"your own recordings: {shlex.join(words)}"))
+
+
+def _write_report(run_dir: Path) -> None:
+    """Write ``report.html`` and print its path. A failure is one line, because the run has ended well."""
+    from speechtrain.report import page, run  # The import takes half a second.
+
+    path = run_dir / "report.html"
+    try:
+        runs = [run.read_run(run_dir)]
+        write_text(path, page.page(runs), private=run.hold_secrets(runs))
+        print(errors.printable(f"report: {path}"))
+    except Exception as error:
+        print(f"no report: {type(error).__name__}: {errors.one_line(str(error))}")
 
 
 def _is_example(train: Any) -> bool:
-    """True for a source that shows that training works, and not how well."""
+    """Return whether ``data.train`` is example data, which only shows that training works."""
     if not OmegaConf.is_dict(train) or "_target_" not in train:
         return False
     return bool(getattr(target_class(train._target_, "data.train"), "is_example", False))
 
 
 def _is_complete(result: RunResult, run_dir: Path) -> bool:
-    """True for the whole result of a run that has ended, if its last checkpoint is there."""
-    saved = {folder.name for folder in Checkpointer(run_dir).folders()}
-    is_saved = f"step-{str(result.steps).zfill(8)}" in saved
-    return result.metrics is not None and is_saved and result.status in _ENDED
+    """Return whether a run has ended by itself, with metrics and with a checkpoint of its last step."""
+    checkpoints = {folder.name for folder in Checkpointer(run_dir).folders()}
+    is_saved = f"step-{str(result.steps).zfill(8)}" in checkpoints
+    return result.metrics is not None and is_saved and result.status in _COMPLETE
 
 
-def _write(config: DictConfig, job: Job, about: About, *, is_named: bool) -> None:
+def _write_files(config: DictConfig, job: Job, about: About, *, is_named: bool) -> None:
     """Write the files that the ranks of a start read, and remove earlier results.
 
     Raises RunError if another user owns the folder and the command does not name it.
@@ -261,89 +300,107 @@ def _write(config: DictConfig, job: Job, about: About, *, is_named: bool) -> Non
         if owner is not None:
             line = f"{job.run_dir} belongs to user {owner}, who can change what it executes"
             if not is_named:
-                raise RunError(f"{line}; run_dir={job.run_dir} uses it all the same")
+                raise RunError(f"{line}. run_dir={job.run_dir} uses it all the same")
             say(line)
         tokenizer = build_tokenizer(config)
-        tokenizer.save(str(job.run_dir))  # ranks on other hosts may not see where it was
+        tokenizer.save(str(job.run_dir))  # Ranks on other hosts may not see its source.
         config.tokenizer.update(tokenizer.saved(str(job.run_dir)))
         text = dump(config)
         content = asdict(about)
         private = holds_secret(f"{text}\n{content}")
-        # first: without its overrides, the same command would be refused as another config
+        # run.json comes first. With a config but without run.json, the same command would be refused, because
+        # its overrides would seem to be new.
         write_json(job.run_dir / ABOUT, content, private=private)
         write_text(job.config, text, private=private)
         run_directory.remove_results(job.run_dir)
     finally:
-        lock.release()  # rank 0 takes it over
-    if simulated := config.trainer.simulate_world:
-        share = f"world_size {job.world_size} × accumulate {simulated // job.world_size}"
-        say(f"trainer.simulate_world={simulated}: {share}")
+        lock.release()  # Rank 0 acquires it next.
+    simulated = config.trainer.simulate_world
+    if simulated:
+        shares = f"world_size {job.world_size} × accumulate {simulated // job.world_size}"
+        say(f"trainer.simulate_world={simulated}: {shares}")
 
 
-def _outcome(ended: Result, run_dir: Path) -> RunResult:
-    """The result of a run whose processes have ended.
+def _run_result(end: Result, run_dir: Path) -> RunResult:
+    """Return the result of a run whose processes have ended.
 
-    Raises MachineError if something outside ended them, RunError if no rank wrote a result.
+    Raises MachineError if they were ended from outside, and RunError if no rank wrote a result.
     """
     result = run_directory.read_result(run_dir)
     if result is None or result.status == "failed":
         result = run_directory.read_failure(run_dir)
-    if ended.cause and (result is None or result.status == "failed"):
-        raise MachineError(ended.cause)
-    if result is None and ended.returncode == Preempted.exit_code:
-        raise Preempted("stopped before the ranks had started; the same command continues")
-    if result is None and ended.returncode < 0:
-        name = signal.Signals(-ended.returncode).name
-        memory = " (out of memory? dmesg tells)" if name == "SIGKILL" else ""
-        raise MachineError(f"the run was ended by {name}{memory}; {_continues(run_dir)}")
-    if result is None:
-        message = f"the ranks ended with code {ended.returncode} and wrote no {run_dir / RESULT}"
-        log = run_dir / ended.log
-        if log.exists():  # launcher=local has none
-            message = f"{message}; see {log}"
-        with atomic(run_dir / RESULT) as temporary:  # a full disk explains it: then this raises OSError
-            temporary.write_text(message)
-            raise RunError(message)
-    return result
+    if end.cause and (result is None or result.status == "failed"):
+        raise MachineError(end.cause)
+    if result is not None:
+        return result
+    if end.returncode == Preempted.exit_code:
+        raise Preempted("stopped before the ranks had started. The same command continues")
+    if end.returncode < 0:
+        name = signal.Signals(-end.returncode).name
+        memory = " (out of memory? dmesg shows it)" if name == "SIGKILL" else ""
+        continuation = f"The same command continues from {_last_saved(run_dir)}"
+        raise MachineError(f"the run was ended by {name}{memory}. {continuation}")
+    message = f"the ranks ended with code {end.returncode} and wrote no {run_dir / RESULT}"
+    log = run_dir / end.log
+    if log.exists():  # launcher=local has none.
+        message = f"{message}. See {log}"
+    with atomic(run_dir / RESULT) as temporary:  # A full disk may be the cause. Then this raises OSError.
+        temporary.write_text(message)
+        raise RunError(message)
 
 
-def _continues(run_dir: Path) -> str:
-    saved = Checkpointer(run_dir).folders()
-    return f"the same command continues from {saved[-1].name if saved else 'its beginning'}"
+def _last_saved(run_dir: Path) -> str:
+    """Return the name of the last checkpoint, or ``its beginning``, as a part of a message."""
+    checkpoints = Checkpointer(run_dir).folders()
+    return checkpoints[-1].name if checkpoints else "its beginning"
 
 
-def _check_place(run_dir: Path, files: Iterable[str]) -> None:
-    folder = next(p for p in (run_dir, *run_dir.parents) if p.exists())
+def _check_run_dir(run_dir: Path, launcher_files: Iterable[str]) -> None:
+    """Raise MachineError or RunError if a run cannot write to ``run_dir``, or if it holds other files.
+
+    Logs and texts are not other files, because a batch system may write them there before the run.
+    """
+    folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if not os.access(folder, os.W_OK):
-        raise MachineError(f"{folder} is not writable; set run_dir or OUTPUT_DIR to a folder that is")
-    found = {p.name for p in run_dir.glob("[!.]*") if p.suffix not in (".log", ".txt", ".out", ".err")}
-    if found and not found & {*_BEGUN, *files, "checkpoints", "metrics.jsonl"}:
-        raise RunError(f"{run_dir} holds other files ({min(found)}, …); set run_dir to a folder of its own")
-    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+        raise MachineError(f"{folder} is not writable. Set run_dir or OUTPUT_DIR to a folder that is")
+    names = set()
+    for path in run_dir.glob("[!.]*"):
+        if path.suffix not in (".log", ".txt", ".out", ".err"):
+            names.add(path.name)
+    if names and not names & {*_FIRST_FILES, *launcher_files, "checkpoints", "metrics.jsonl"}:
+        raise RunError(f"{run_dir} holds other files ({min(names)}, …). Set run_dir to another folder")
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
     if free < _MIN_FREE:
-        raise MachineError(
-            f"{folder} has {free >> 20} MiB free, a run needs {_MIN_FREE >> 20}; free some or set run_dir"
-        )
+        need = f"{folder} has {free >> 20} MiB free, and a run needs {_MIN_FREE >> 20}"
+        raise MachineError(f"{need}. Delete files or set run_dir")
 
 
-def _discard(run_dir: Path, launcher: Launcher) -> None:
-    """Empty the folder of a run that a user's error ended before its first step, if all in it is our own."""
-    found = list(run_dir.iterdir())
-    if all(any(fnmatchcase(path.name, pattern) for pattern in (*_BEGUN, *launcher.files)) for path in found):
-        shutil.rmtree(run_dir / RANKS, ignore_errors=True)
-        for path in {*found} - {run_dir / RANKS}:
+def _discard_files(run_dir: Path, launcher: Launcher) -> None:
+    """Empty the folder of a run that ended before its first step, unless it holds a file of someone else."""
+    patterns = (*_FIRST_FILES, *launcher.files)
+    paths = list(run_dir.iterdir())
+    for path in paths:
+        if not any(fnmatchcase(path.name, pattern) for pattern in patterns):
+            return
+    for path in paths:
+        if path.name == RANKS:
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             path.unlink()
 
 
 def _error_of(result: RunResult, run_dir: Path, log: str = AGENT) -> SpeechtrainError:
+    """Return the error that the rank which failed first has written into ``result``."""
     error_class = errors.class_of(result.exit_code or 1)
     folder = run_directory.rank_folder(run_dir, result.rank)
-    trace = f" (trace in {folder / ERROR})" if error_class is SpeechtrainError else ""
-    if not result.is_cause:  # killed, or its host was lost: it wrote no error
-        trace = f" (which one, and how it ended: {run_dir / log}; the same command continues)"
-    return error_class(f"{result.error}{trace}")
+    source = f" (trace in {folder / ERROR})" if error_class is SpeechtrainError else ""
+    if not result.is_cause:  # The rank was killed, or its host was lost, so it wrote no error.
+        source = f" (which one, and how it ended: {run_dir / log}. The same command continues)"
+    return error_class(f"{result.error}{source}")
 
 
 def _describe(result: RunResult) -> str:
-    figures = (result.metrics, result.last_metrics, result.checkpoint, result.speed)
-    return f"{result.status} at step {result.steps}, {run_directory.outcome(*figures)}".rstrip(", ")
+    """Return status, last step, metrics and speed as a line."""
+    metrics = run_directory.outcome(result.metrics, result.last_metrics, result.checkpoint, result.speed)
+    return f"{result.status} at step {result.steps}, {metrics}".rstrip(", ")

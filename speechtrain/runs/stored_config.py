@@ -53,7 +53,7 @@ def apply_overrides(config: DictConfig, overrides: Sequence[str], config_dir: st
 
 
 def choose(config: DictConfig, group: str, choice: str, config_dir: str | None = None) -> None:
-    """Replace a group of a run's config by another choice, whose interpolations that config resolves."""
+    """Replace a group of a run's config by another choice. Its interpolations refer to the run's config."""
     node = compose([f"{PLACES.get(group, group)}={choice}"], config_dir)[group]
     config[group] = OmegaConf.create(OmegaConf.to_container(node, resolve=False))
 
@@ -98,7 +98,7 @@ def _parent(config: DictConfig, key: str) -> tuple[DictConfig, str]:
 
 
 def _has_key(node: DictConfig, key: str) -> bool:
-    """Return whether a node has the key, also if its value is ``???``, which ``in`` takes as absent."""
+    """Return whether a node has the key. ``in`` alone would miss a key whose value is ``???``."""
     return OmegaConf.is_missing(node, key) or key in node
 
 

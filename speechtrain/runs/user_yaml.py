@@ -36,9 +36,9 @@ def text_of(folder: str | None, name: str) -> str:
 
 
 def values_of(name: str, text: str) -> dict[str, Any]:
-    """Return the values of the file ``group/choice`` by their keys in the config, with references as written.
+    """Return the values of the file ``group/choice`` by their keys in the config, with references unresolved.
 
-    Raises ValueError for a text of another kind or size.
+    Raises ValueError if the text is not a mapping, or too large.
     """
     try:
         values = OmegaConf.to_container(OmegaConf.create(small_yaml(text)), resolve=False)

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face's format, ``tokenizer.json``, as published recognisers have them."""
+"""Tokenizers in Hugging Face's format, ``tokenizer.json``, which published recognisers have."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from speechtrain.errors import DataError, MachineError, one_line
 from speechtrain.files import FilePath, json_of
 from speechtrain.text.vocabulary import FileTokenizer, cannot_spell, check_ids
 
-_MOST_GROWTH = 4_000
+_MOST_GROWTH = 4_000  # the most characters that all steps may make of one
 _GROWTH = {"ByteLevel": 4.0, "NFKC": 18.0, "NFKD": 18.0, "Precompiled": 18.0}
-"""Characters that a step of this type makes of one. ``Precompiled`` usually holds the table of NFKC."""
-_EACH_STEP = 1.1  # as a factor of growth: it bounds the number of steps
+"""The most characters that a step of this type makes of one. ``Precompiled`` usually is the table of NFKC."""
+_LEAST_GROWTH = 1.1  # the factor of each other step. It limits the number of steps.
 
 
 class HuggingFace(FileTokenizer):
     """A tokenizer of the library ``tokenizers``, read from the file ``model``.
 
-    Its ids keep their numbers. ``labels`` is the number of those that are labels, for models whose
-    vocabulary continues with the blank and special symbols; null: all. The file's padding and truncation are
-    not used. Raises DataError if the file is missing or damaged, or if its steps make a text more than 4,000
-    times as long, and MachineError without the library. ``encode`` and ``decode`` raise DataError if the
-    library fails.
+    The ids of the file stay the same. The first ``labels`` ids are labels, for models whose vocabulary
+    continues with the blank and special symbols. With null, all ids are labels. The file's padding and
+    truncation are not used. Raises DataError if the file is missing or damaged, or if its steps make a text
+    more than 4,000 times as long, and MachineError without the library. ``encode`` and ``decode`` raise
+    DataError if the library fails.
     """
 
     saved_name = "tokenizer.json"
@@ -33,25 +33,26 @@ class HuggingFace(FileTokenizer):
             from tokenizers import Tokenizer as Library
         except ImportError:
             raise MachineError(
-                "tokenizer=huggingface needs the library tokenizers; pip install -e '.[interop]'"
+                "tokenizer=huggingface needs the library tokenizers: pip install -e '.[interop]'"
             ) from None
         super().__init__(model, normaliser, "copy it from the published model")
         self._path = model
         self._library = self._call(_library_of, Library, self._content)
         size = self._library.get_vocab_size(with_added_tokens=True)
         if labels is not None and not 0 < labels <= size + 1:
-            raise ValueError(f"labels is {labels}; {model} has {size}")
-        ids = range(size if labels is None else labels)
+            raise ValueError(f"labels is {labels}, and {model} has {size}")
+        self._label_count = labels
+        ids = range(size) if labels is None else range(labels)
         self.labels = [str(self._library.id_to_token(label)) for label in ids]
-        self._kept = labels
         unknown = getattr(self._library.model, "unk_token", None)
         unknown_id = getattr(self._library.model, "unk_id", None)
         self._unknown_id = self._library.token_to_id(unknown) if unknown else unknown_id
 
     def encode(self, text: str) -> list[int]:
-        if unknown := self.unknown(text):
-            raise cannot_spell(unknown)
-        return list(self._encoded(text).ids)
+        unknown_symbols = self.unknown(text)
+        if unknown_symbols:
+            raise cannot_spell(unknown_symbols)
+        return list(self._encoding(text).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         check_ids(ids, self.blank)
@@ -73,24 +74,29 @@ class HuggingFace(FileTokenizer):
         return texts
 
     def unknown(self, text: str) -> set[str]:
-        found = self._encoded(text)
-        spans = zip(found.ids, found.offsets, strict=True)
-        unknown = {text[a:b] for label, (a, b) in spans if label == self._unknown_id or label >= self.blank}
-        covered = {place for a, b in found.offsets for place in range(a, b)}  # without an unknown symbol,
-        missed = {symbol for place, symbol in enumerate(text) if place not in covered}  # some are left out
-        return unknown | {symbol for symbol in missed if not symbol.isspace()}
+        encoding = self._encoding(text)
+        symbols, covered = set[str](), set[int]()
+        for label, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            covered.update(range(start, end))
+            if label == self._unknown_id or label >= self.blank:
+                symbols.add(text[start:end])
+        # A tokenizer without an unknown symbol omits symbols.
+        for position, symbol in enumerate(text):
+            if position not in covered and not symbol.isspace():
+                symbols.add(symbol)
+        return symbols
 
     def library(self) -> Any:
-        """A copy of the library's tokenizer."""
+        """Return a copy of the library's tokenizer."""
         return _library_of(type(self._library), self._content)
 
-    def _encoded(self, text: str) -> Any:
+    def _encoding(self, text: str) -> Any:
         return self._call(self._library.encode, text, add_special_tokens=False)
 
     def _call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call the library, and turn each of its errors into a DataError.
+        """Call the library and convert each of its errors to a DataError.
 
-        The library raises ``Exception`` itself, and a panic of its Rust code is not even that.
+        The library raises ``Exception``. A panic of its Rust code is a BaseException.
         """
         try:
             return function(*arguments, **options)
@@ -101,13 +107,14 @@ class HuggingFace(FileTokenizer):
             raise DataError(f"model: {self._path} is not a usable tokenizer.json ({cause})") from None
 
     def state(self) -> dict[str, Any]:
-        return {"kind": "huggingface", "labels": self._kept, **self._identity()}
+        return {"kind": "huggingface", "labels": self._label_count, **self._identity()}
 
 
 def _library_of(kind: Any, content: bytes) -> Any:
     text = content.decode()
     parts = json_of(text)
-    if _growth([parts.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]) > _MOST_GROWTH:
+    steps = [parts.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]
+    if _growth(steps) > _MOST_GROWTH:
         raise ValueError(f"its steps make a text more than {_MOST_GROWTH} times as long")
     library = kind.from_str(text)
     library.no_padding()
@@ -121,8 +128,10 @@ def _growth(step: Any) -> float:
         return math.prod(map(_growth, step))
     if not isinstance(step, dict):
         return 1.0
-    inner = _growth([value for value in step.values() if isinstance(value, list)])
+    nested_growth = _growth([setting for setting in step.values() if isinstance(setting, list)])
     replacement = len(step.get("content", "")) + len(step.get("prepend", ""))
-    if not (step.get("pattern") or {}).get("String"):
-        replacement += 1  # such a pattern can match between two characters
-    return inner * max(replacement, _GROWTH.get(str(step.get("type")), _EACH_STEP))
+    pattern = step.get("pattern") or {}
+    if not pattern.get("String"):
+        replacement += 1  # Such a pattern can match between two characters.
+    usual_growth = _GROWTH.get(str(step.get("type")), _LEAST_GROWTH)
+    return nested_growth * max(replacement, usual_growth)

@@ -1,8 +1,8 @@
 """Transcript normalisers: functions from text to text, selected by name.
 
 ``lower`` and ``english`` unify the spelling of transcripts. ``common_voice``, ``tedlium`` and
-``switchboard`` remove the annotations of one corpus: they match in either case, keep case and
-punctuation, and are combined with others by ``+``: ``switchboard+english``.
+``switchboard`` remove the annotations of one corpus. They match annotations in either case and keep case and
+punctuation. Several are joined by ``+``, as in ``switchboard+english``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Literal
 
 from speechtrain.errors import ConfigError, DataError, nearest, shortened
@@ -35,9 +35,9 @@ def lower(text: str) -> str:
 
 
 def _unicode_form(form: Literal["NFC", "NFKD"], text: str) -> str:
-    """Return ``text`` in a normal form of Unicode, which Python builds in time quadratic in marks in a row.
+    """Return ``text`` in a normal form of Unicode.
 
-    Raises DataError for more than 30 marks in a row.
+    Raises DataError for more than 30 combining marks in a row. Python's time is quadratic in their number.
     """
     if text.isascii():
         return text
@@ -58,19 +58,23 @@ _APOSTROPHES = str.maketrans(dict.fromkeys("‘’‛ʼ＇", "'") | dict.fromkey
 def unicode(text: str) -> str:
     """Convert text of any language: NFC, lower case, punctuation to spaces.
 
-    An apostrophe after a letter, a hyphen between two, and symbols such as € are kept.
+    An apostrophe after a letter, a hyphen between two letters, and symbols such as € are kept.
     """
     text = _unicode_form("NFC", text.translate(_APOSTROPHES).lower())
     kinds = [unicodedata.category(character)[0] for character in text] + ["Z"]
-    kept = []
-    for place, character in enumerate(text):
-        is_joint = kinds[place - 1] in "LMN" and (character == "'" or kinds[place + 1] in "LMN")
-        is_kept = kinds[place] != "P" or (character in "'-" and is_joint)
-        kept.append(character if is_kept else " ")
-    return _squeeze("".join(kept))
+    characters = []
+    for position, character in enumerate(text):
+        if kinds[position] == "P":
+            follows_letter = kinds[position - 1] in "LMN"
+            precedes_letter = kinds[position + 1] in "LMN"
+            is_joint = character == "'" or (character == "-" and precedes_letter)
+            if not (follows_letter and is_joint):
+                character = " "
+        characters.append(character)
+    return _squeeze("".join(characters))
 
 
-# Letters and signs that NFKD does not decompose; other Latin letters only lose their diacritics.
+# Letters and signs that NFKD does not decompose. Other Latin letters only lose their diacritics.
 _FOLD = str.maketrans(
     {
         **dict.fromkeys("‘’‛′ʼʻ`´", "'"),
@@ -92,12 +96,12 @@ _SPOKEN_SIGNS = str.maketrans({"&": " and ", "+": " plus "})
 _PUNCTUATION = re.compile(r"[!-&(-/:-@\[-`{-~]")  # ASCII punctuation except the apostrophe
 _FOREIGN = re.compile(r"[^ a-z']")
 _QUOTES = re.compile(r"''+|(?<!\S)'(?!\S)")  # apostrophes outside words
-_CURRENCY = "£€"  # spoken as words later, so folding keeps them
+_CURRENCY = "£€"  # Folding keeps these signs, because a later step spells them.
 
 
 def _fold(text: str) -> str:
     """Fold letters to their ASCII base, if they have one: ``"Øé"`` becomes ``"Oe"``."""
-    # twice: NFKD produces some of the signs in the table
+    # NFKD produces some of the signs in the table, so the table is applied twice.
     text = _unicode_form("NFKD", text.translate(_FOLD)).translate(_FOLD)
     return "".join(c for c in text if c.isascii() or c in _CURRENCY or c.isspace())
 
@@ -120,7 +124,7 @@ def english(text: str) -> str:
 def common_voice(text: str) -> str:
     """Undo the CSV quoting of Common Voice's transcripts.
 
-    Enclosing double quotes are removed if all quotes inside are doubled; doubled ones become single ones.
+    Enclosing double quotes are removed if all quotes inside are doubled. Doubled quotes become single ones.
     """
     text = _squeeze(text)
     if len(text) > 1 and text[0] == text[-1] == '"' and '"' not in text[1:-1].replace('""', ""):
@@ -134,7 +138,7 @@ _SPACED_CONTRACTION = re.compile(rf"(?<=\w)\s+(?={_CONTRACTION})", re.IGNORECASE
 
 
 def tedlium(text: str) -> str:
-    """Remove TED-LIUM 3's ``<unk>`` and a contraction attached to it; join "it 's" to "it's".
+    """Remove TED-LIUM 3's ``<unk>`` and a contraction attached to it, and join "it 's" to "it's".
 
     A segment that the corpus excludes from scoring becomes empty.
     """
@@ -151,7 +155,7 @@ _NOISE = re.compile(
 )
 _LAUGHED_WORD = re.compile(r"\[laughter-", re.IGNORECASE)
 _VARIANT = re.compile(r"_1\b")
-_ABANDONED = re.compile(r"-/[^\[\]]*(\]?)")  # with or without its end: else each -/ looks for it again
+_ABANDONED = re.compile(r"-/[^\[\]]*(\]?)")  # With an optional end, the time is linear.
 _ANOMALOUS = re.compile(r"\[[^\[\]/]*/([^\[\]/]*)\]")
 _WHOLE_BRACKET = re.compile(r"(?<!\S)\[([^\[\]]+)\](?!\S)")
 _UNSPOKEN = re.compile(r"-?\[[^\[\]]*\]-?")
@@ -163,10 +167,10 @@ _LONE_HYPHEN = re.compile(r"(?<!\S)-+(?!\S)")
 def switchboard(text: str) -> str:
     """Reduce Switchboard's transcripts to the spoken words, without annotations.
 
-    Tags, noises and filler words (uh, um) are removed; ``[laughter-yes]`` becomes "yes",
-    ``f_.b_.i_.`` "f b i". An anomalous ``[said/meant]`` becomes the intended word, an abandoned
-    ``[wh-/what]`` the spoken part. The unspoken part of a word, ``th[at]-``, becomes a hyphen. A slash
-    outside brackets separates two spoken words and becomes a space.
+    Tags, noises and filler words (uh, um) are removed. ``[laughter-yes]`` becomes "yes", and ``f_.b_.i_.``
+    becomes "f b i". An anomalous ``[said/meant]`` becomes the intended word, and an abandoned ``[wh-/what]``
+    becomes the spoken part. The unspoken part of a word, as in ``th[at]-``, becomes a hyphen. A slash outside
+    brackets separates two spoken words and becomes a space.
     """
     text = _NOISE.sub(" ", _TAG.sub(" ", text))
     text = _VARIANT.sub("", _LAUGHED_WORD.sub("", text))
@@ -178,7 +182,8 @@ def switchboard(text: str) -> str:
 
 
 NORMALISERS: Mapping[str, Normaliser] = {
-    f.__name__: f for f in (none, lower, unicode, english, common_voice, tedlium, switchboard)
+    function.__name__: function
+    for function in (none, lower, unicode, english, common_voice, tedlium, switchboard)
 }
 
 
@@ -191,12 +196,14 @@ def normaliser(name: str) -> Normaliser:
     for part in names:
         if part not in NORMALISERS:
             raise ConfigError(
-                f"normaliser: {part!r} is unknown{nearest(part, NORMALISERS)}; "
-                f"choose from {', '.join(NORMALISERS)}, or join several with '+'"
+                f"normaliser: {part!r} is unknown{nearest(part, NORMALISERS)}. "
+                f"Choose from {', '.join(NORMALISERS)}, or join several with '+'"
             )
-    # data workers need it picklable
+    # Data workers need a function that can be pickled.
     return partial(_in_order, [NORMALISERS[part] for part in names])
 
 
 def _in_order(steps: Sequence[Normaliser], text: str) -> str:
-    return reduce(lambda said, step: step(said), steps, text)
+    for step in steps:
+        text = step(text)
+    return text

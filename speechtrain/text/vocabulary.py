@@ -1,4 +1,4 @@
-"""Tokenizers: transcripts to label ids and back. The blank is always the last id."""
+"""Tokenizers convert transcripts to label ids and back. The blank is always the last id."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from speechtrain.text.normalise import normaliser as normaliser_of
 
 
 class Tokenizer(ABC):
-    """Converts text to label ids and back, and normalises transcripts before."""
+    """Normalises transcripts, and converts normalised text to label ids and back."""
 
     labels: list[str]
     """The symbol of each id, in order. The blank has no symbol and is not in the list."""
 
     reads_text: bool = True
-    """Whether transcripts are used. If not, they are neither required nor checked."""
+    """Whether transcripts are used. If false, they are neither required nor checked."""
 
     is_preparable: bool = False
-    """Whether ``speechtrain prepare tokenizer`` writes its model."""
+    """Whether ``speechtrain prepare tokenizer`` can write the model of this tokenizer."""
 
     @property
     def size(self) -> int:
-        """Number of classes, blank included."""
+        """Number of classes. The blank is one of them."""
         return len(self.labels) + 1
 
     def spelling(self) -> list[str]:
@@ -46,11 +46,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def normalise(self, text: str) -> str:
-        """Normalise a raw transcript for ``encode``, the loss and the error rates."""
+        """Normalise a transcript for ``encode``, the loss and the error rates."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the label ids of a normalised text. Raises ValueError that lists unknown symbols."""
+        """Return the label ids of a normalised text. Raises ValueError, which lists unknown symbols."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -69,7 +69,7 @@ class Tokenizer(ABC):
 
     @classmethod
     def saved(cls, run_dir: str) -> dict[str, str]:
-        """Return constructor arguments that load the tokenizer saved in a run, or nothing if none is."""
+        """Return constructor arguments that load the tokenizer of a run, or nothing if the run has none."""
         return {}
 
 
@@ -96,20 +96,20 @@ class NormalisingTokenizer(Tokenizer):
 class Characters(NormalisingTokenizer):
     """A tokenizer with one label for each character of an alphabet, in its order.
 
-    The default alphabet has 28: space, a to z and the apostrophe (Intel's RNN-T). With null, which
-    ``speechtrain train`` replaces by the characters of the training transcripts, there is no label yet.
+    The default alphabet has 28 characters: space, a to z and the apostrophe (Intel's RNN-T). With null the
+    list of labels is empty, and ``speechtrain train`` sets the alphabet to the characters of the training
+    transcripts.
     """
 
     def __init__(
         self, alphabet: str | None = " abcdefghijklmnopqrstuvwxyz'", normaliser: str = "lower"
     ) -> None:
-        is_open, alphabet = alphabet is None, alphabet or ""
-        twice = sorted(symbol for symbol, count in Counter(alphabet).items() if count > 1)
-        if twice or not (alphabet or is_open):
-            raise ConfigError(
-                f"alphabet {'repeats ' + repr(''.join(twice)[:100]) if twice else 'is empty'}; "
-                "list each character once"
-            )
+        if alphabet == "":
+            raise ConfigError("alphabet is empty. List each character once")
+        alphabet = alphabet or ""
+        repeated = sorted(symbol for symbol, count in Counter(alphabet).items() if count > 1)
+        if repeated:
+            raise ConfigError(f"alphabet repeats {''.join(repeated)[:100]!r}. List each character once")
         self.labels = list(alphabet)
         self._ids = {symbol: label for label, symbol in enumerate(alphabet)}
         super().__init__(normaliser)
@@ -163,7 +163,7 @@ class NoText(Tokenizer):
 
 
 class FileTokenizer(NormalisingTokenizer):
-    """A tokenizer that is read from one file, ``model``, of which a run keeps a copy.
+    """A tokenizer that is read from one file, ``model``. A run keeps a copy of the file.
 
     Raises DataError, with ``advice``, for a file that cannot be read.
     """
@@ -175,7 +175,7 @@ class FileTokenizer(NormalisingTokenizer):
         try:
             self._content = read_bytes(model, MOST_LOG_BYTES, follow=True)
         except OSError as error:
-            raise DataError(f"model: {model}: {error.strerror}; correct the path, or {advice}") from None
+            raise DataError(f"model: {model}: {error.strerror}. Correct the path, or {advice}") from None
 
     def _identity(self) -> dict[str, Any]:
         digest = hashlib.sha256(self._content).hexdigest()
@@ -188,7 +188,7 @@ class FileTokenizer(NormalisingTokenizer):
             with atomic(path) as temporary:
                 temporary.write_bytes(self._content)
         elif read_bytes(path, MOST_LOG_BYTES) != self._content:
-            raise RunError(f"{path} differs from tokenizer.model; use a new run_dir")
+            raise RunError(f"{path} differs from tokenizer.model. Use a new run_dir")
 
     @classmethod
     def saved(cls, run_dir: str) -> dict[str, str]:
@@ -199,8 +199,8 @@ class FileTokenizer(NormalisingTokenizer):
 class SentencePiece(FileTokenizer):
     """A subword tokenizer: a trained SentencePiece model (unigram or BPE), read from the file ``model``.
 
-    The model's pieces keep their ids; the unknown piece is one of them and is never encoded.
-    Raises DataError if the file is missing or is not a SentencePiece model.
+    The model's pieces keep their ids. One of them is the unknown piece, which is never encoded. Raises
+    DataError if the file is missing or is not a SentencePiece model.
     """
 
     saved_name = "tokenizer.model"
@@ -214,7 +214,7 @@ class SentencePiece(FileTokenizer):
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=self._content)
             self.labels = [self._pieces.IdToPiece(label) for label in range(self._pieces.GetPieceSize())]
         except (RuntimeError, UnicodeDecodeError):
-            raise DataError(f"model: {model} is not a SentencePiece model; train one") from None
+            raise DataError(f"model: {model} is not a SentencePiece model. Train one") from None
         self.unknown_id = self._pieces.unk_id()
 
     def encode(self, text: str) -> list[int]:
@@ -229,20 +229,24 @@ class SentencePiece(FileTokenizer):
         return text
 
     def unknown(self, text: str) -> set[str]:
-        pieces = self._pieces.EncodeAsPieces(text)
-        return set().union(*(p for p in pieces if self._pieces.PieceToId(p) == self.unknown_id))
+        symbols = set[str]()
+        for piece in self._pieces.EncodeAsPieces(text):
+            if self._pieces.PieceToId(piece) == self.unknown_id:
+                symbols.update(piece)
+        return symbols
 
     def scores(self) -> list[tuple[str, float]]:
-        """The pieces with their log-probabilities."""
+        """Return the pieces with their log probabilities."""
         return [(piece, float(self._pieces.GetScore(label))) for label, piece in enumerate(self.labels)]
 
     def state(self) -> dict[str, Any]:
         return {"kind": "sentencepiece", **self._identity()}
 
 
-_LINE = re.compile(r"\S.{0,998}(?!\S)|\S{999}", re.DOTALL)
-"""Up to 999 characters of whole words, or of one longer word: SentencePiece's training takes the square of
-what a line repeats, so 100,000 times "9" took minutes."""
+_LONGEST_LINE = 999  # characters
+_LINE = re.compile(rf"\S.{{0,{_LONGEST_LINE - 1}}}(?!\S)|\S{{{_LONGEST_LINE}}}", re.DOTALL)
+"""A part of a text: whole words of up to 999 characters, or 999 characters of a longer word. The training of
+SentencePiece takes quadratic time in the repetitions of a line, so 100,000 times "9" took minutes."""
 _TOO_LARGE = re.compile(r"Vocabulary size too high \(\d+\)\. Please set it to a value <= (\d+)")
 _TOO_SMALL = re.compile(r"Vocabulary size is smaller than required_chars\. \d+ vs (\d+)")
 
@@ -256,17 +260,16 @@ def train_sentencepiece(
 ) -> None:
     """Train a SentencePiece model on normalised transcripts and write it to ``path``.
 
-    ``kind`` is ``unigram`` (MLPerf's RNN-T: 1023 pieces and the blank) or ``bpe``; ``size`` is the
-    number of pieces, with the unknown one (id 0) and without the blank. The same texts give the same
-    file. Raises ConfigError for an unknown ``kind``, DataError if the texts do not allow ``size``.
+    ``kind`` is ``unigram`` (MLPerf's RNN-T: 1023 pieces and the blank) or ``bpe``. ``size`` is the number of
+    pieces, with the unknown piece (id 0) and without the blank. Equal texts give equal files. Raises
+    ConfigError for an unknown ``kind``, DataError if the texts do not allow ``size``.
     """
     if kind not in ("unigram", "bpe"):
-        raise ConfigError(f"tokenizer: the kind {kind!r} is unknown; choose unigram or bpe")
-    spoken = [text for text in texts if text.strip()]
-    lines = [line for text in spoken for line in ([text] if len(text) < 1000 else _LINE.findall(text))]
-    if not lines:
-        raise DataError("tokenizer: every transcript is empty; use sources with transcripts")
-    buffer = io.BytesIO()
+        raise ConfigError(f"tokenizer: the kind {kind!r} is unknown. Choose unigram or bpe")
+    transcripts = [text for text in texts if text.strip()]
+    if not transcripts:
+        raise DataError("tokenizer: every transcript is empty. Use sources with transcripts")
+    lines, buffer = _lines(transcripts), io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.Train(
             sentence_iterator=iter(lines),
@@ -277,22 +280,35 @@ def train_sentencepiece(
             bos_id=-1,
             eos_id=-1,
             unk_id=0,
-            # SentencePiece omits longer lines silently
+            # SentencePiece omits longer lines without an error. Its limit is in bytes.
             max_sentence_length=max(10, *(len(line.encode()) + 1 for line in lines)),
-            num_threads=1,  # with more, sums depend on which thread finishes first
+            num_threads=1,  # With more threads, sums depend on the order in which the threads end.
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise _training_error(str(error), size, len(spoken)) from None
+        raise _training_error(str(error), size, len(transcripts)) from None
     with atomic(Path(path)) as temporary:
         temporary.write_bytes(buffer.getvalue())
 
 
-def _training_error(message: str, size: int, lines: int) -> DataError:
-    start = f"tokenizer: {size} pieces are too"
-    if found := _TOO_LARGE.search(message):
-        return DataError(f"{start} many for {lines} transcripts; the largest possible size is {found[1]}")
-    if found := _TOO_SMALL.search(message):
-        told = f"few for the characters of {lines} transcripts; the smallest possible size is {found[1]}"
-        return DataError(f"{start} {told}, or lower the character coverage")
-    return DataError(f"tokenizer: SentencePiece cannot train on {lines} transcripts: {message.strip()}")
+def _lines(texts: Iterable[str]) -> list[str]:
+    """Return the texts. A text that is longer than a line is divided."""
+    lines: list[str] = []
+    for text in texts:
+        if len(text) > _LONGEST_LINE:
+            lines += _LINE.findall(text)
+        else:
+            lines.append(text)
+    return lines
+
+
+def _training_error(message: str, size: int, transcripts: int) -> DataError:
+    too_large, too_small = _TOO_LARGE.search(message), _TOO_SMALL.search(message)
+    if too_large:
+        problem = f"{size} pieces are too many for {transcripts} transcripts"
+        return DataError(f"tokenizer: {problem}. The largest possible size is {too_large[1]}")
+    if too_small:
+        problem = f"{size} pieces are too few for the characters of {transcripts} transcripts"
+        advice = f"The smallest possible size is {too_small[1]}, or lower the character coverage"
+        return DataError(f"tokenizer: {problem}. {advice}")
+    return DataError(f"tokenizer: SentencePiece cannot train on {transcripts} transcripts: {message.strip()}")

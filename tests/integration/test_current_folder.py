@@ -115,5 +115,5 @@ def test_a_module_of_the_current_folder_is_found_where_pythonpath_names_it(
         )
     refused, done = outcomes
     assert refused.returncode == 2
-    assert "there is no module mine; install it, or name its folder in PYTHONPATH" in refused.stderr
+    assert "the module mine does not exist. Install it, or name its folder in PYTHONPATH" in refused.stderr
     assert done.returncode == 0, done.stderr

@@ -140,4 +140,4 @@ def test_the_only_rank_that_is_killed_is_the_machines_fault(command: Callable[..
     ended = finish(process)
     assert ended.returncode == 4, ended.stderr
     assert "the run was ended by SIGKILL (out of memory?" in ended.stderr
-    assert "the same command continues from step-" in ended.stderr
+    assert "The same command continues from step-" in ended.stderr

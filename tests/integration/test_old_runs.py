@@ -184,7 +184,7 @@ def test_what_changes_training_is_refused_by_name(copy_of: Callable[..., Command
     run = copy_of(RUNS[-1])
     for typed, says in {
         "optimizer.lr=0.5": "optimizer.lr: 0.01 in the run, 0.5 now",
-        "recipe=fsdd": "recipe=fsdd was not typed when the run started",
+        "recipe=fsdd": "recipe=fsdd was not an override when the run started",
         "encoder.hiden=3": "encoder.hiden: the run's config has no such key; did you mean 'encoder.hidden'?",
         "world_size=5": None,
     }.items():

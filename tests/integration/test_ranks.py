@@ -90,7 +90,7 @@ def test_ranks_keep_to_loopback_a_signal_to_one_stops_all_and_another_world_goes
     assert ended.returncode == 75, ended.stderr
     first = run.result()["steps"]
     assert (
-        ended.stderr == f"speechtrain: saved at step {first} in {run.run_dir}; the same command continues\n"
+        ended.stderr == f"speechtrain: saved at step {first} in {run.run_dir}. The same command continues\n"
     )
     assert run.checkpoints()[-1].name == f"step-{first:08d}"
 

@@ -42,7 +42,7 @@ def test_signals_in_training_then_a_continued_run(command: Callable[..., Command
         ended = finish(process)
         assert ended.returncode == 75, ended.stderr
         where = f"saved at step {run.result()['steps']} in {run.run_dir}"
-        assert ended.stderr == f"speechtrain: {where}; the same command continues\n"
+        assert ended.stderr == f"speechtrain: {where}. The same command continues\n"
         assert run.result()["status"] == "preempted"
         assert run.checkpoints()[-1].name == f"step-{run.result()['steps']:08d}"
         assert not run.events("valid")

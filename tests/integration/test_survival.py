@@ -36,7 +36,7 @@ def test_a_killed_rank_and_a_signal_to_one_in_a_validation(command: Callable[...
     os.kill((ranks - {run.pid()}).pop(), signal.SIGTERM)
     ended = finish(process)
     assert ended.returncode == 75, ended.stderr
-    assert ended.stderr.endswith(f"saved at step {UPDATES} in {run.run_dir}; the same command continues\n")
+    assert ended.stderr.endswith(f"saved at step {UPDATES} in {run.run_dir}. The same command continues\n")
     assert all("(zombie)" in state_of(pid) for pid in {agent, *ranks})
 
     assert not run.events("valid")

@@ -66,4 +66,4 @@ def test_sweep_under_joblib_ends_with_the_table(sweep: Callable[..., CompletedPr
     assert speed[1::2] == ["utt/s,", "audio-s/s,", "s/epoch,", "ms/audio-s"]
     assert all(float(figure) > 0 for figure in speed[::2])
     assert table[1] == ["job", "2", "-", "ConfigError", "optimizer.lr=-1"]
-    assert "1 of 2 jobs failed; the first: optimizer.lr is -1" in command.stderr
+    assert "1 of 2 jobs failed, first: optimizer.lr is -1" in command.stderr

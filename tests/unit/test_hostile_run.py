@@ -124,7 +124,7 @@ def test_a_run_writes_into_no_folder_that_is_a_link(
 ) -> None:
     (run_dir / name).parent.mkdir(exist_ok=True)
     (run_dir / name).symlink_to(secret.parent if target == "a folder" else secret.parent / "later")
-    with pytest.raises(RunError, match=f"{name} is a link; remove it"):
+    with pytest.raises(RunError, match=rf"{name} is a link\. Remove it"):
         RunLock(run_dir).acquire()
 
 

@@ -259,7 +259,7 @@ def test_a_log_is_read_up_to_a_number_of_rows(tmp_path: Path, monkeypatch: pytes
     rows = [{"event": "train", "step": step} for step in range(5)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert read_metrics(tmp_path) == Log(rows)
-    monkeypatch.setattr(run_directory, "_MOST_ROWS", 3)
+    monkeypatch.setattr(run_directory, "_MAX_ROWS", 3)
     assert read_metrics(tmp_path) == Log(rows[:3], 2)
 
 

@@ -1,4 +1,4 @@
-"""Archives of public corpora: downloads that continue, checksums, unpacking below the corpus's folder."""
+"""Download and unpacking of the archives of public corpora. An interrupted download continues."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from speechtrain.errors import DISK, ConfigError, DataError, MachineError
 from speechtrain.files import open_append, open_regular, whole_path, write_text, writing
 
 _BLOCK = 2**20  # bytes
-_TRIES = 5  # connections in a row that bring less than a block
-_TIMEOUT = 60.0  # seconds without a byte
-_SLOWEST = 1_000  # bytes per second
-_SHARE = 0.1  # of a file, between two lines if stderr is not a terminal
+_MAX_FAILURES = 5  # the most connections in a row that bring less than a block
+_TIMEOUT = 60.0  # the most seconds without a byte
+_MIN_RATE = 1_000  # the lowest mean rate of a connection, in bytes per second
+_SHARE = 0.1  # the share of a file between two lines of progress, if stderr is not a terminal
 
 
 @dataclass
@@ -49,19 +49,14 @@ class Archive:
 def fetch(root: Path, url: str, archives: Mapping[str, Archive], folder: str) -> None:
     """Download the archives that are not unpacked yet to ``root``, and unpack them below ``root/folder``.
 
-    Nothing is deleted. Raises MachineError without room for all of them, before the first byte, and for a
-    server that cannot be reached. Raises DataError for an archive that is missing there, damaged, larger than
-    declared, or different from the published one.
+    Nothing is deleted. Raises MachineError if the disk has no room for all archives, before the first byte,
+    and for a server that cannot be reached. Raises DataError for an archive that the server does not have,
+    and for a damaged one, one larger than declared, or one with another checksum than published.
     """
     root = whole_path(root)
     if not re.match(r"https?://", url):
         raise ConfigError(f"url={url}: it must start with https:// or http://")
-    for name, archive in archives.items():
-        is_below = root in whole_path(root / (archive.into or folder)).parents
-        if not is_below or Path(name).name != name or not name.isprintable():
-            raise ConfigError(
-                f"archives.{name}: it is not the name of a file, or its folder is not below root"
-            )
+    _check_names(root, archives, folder)
     missing = {name: archive for name, archive in archives.items() if not _marker(root, name).exists()}
     if not missing:
         return
@@ -79,6 +74,16 @@ def fetch(root: Path, url: str, archives: Mapping[str, Archive], folder: str) ->
             print(f"{path} is unpacked; you can delete it", flush=True)
 
 
+def _check_names(root: Path, archives: Mapping[str, Archive], folder: str) -> None:
+    """Raise ConfigError unless each name is a file in ``root``, and its content goes below ``root``."""
+    for name, archive in archives.items():
+        is_below = root in whole_path(root / (archive.into or folder)).parents
+        if not is_below or Path(name).name != name or not name.isprintable():
+            raise ConfigError(
+                f"archives.{name}: it is not the name of a file, or its folder is not below root"
+            )
+
+
 def _checked_room(root: Path, archives: Mapping[str, Archive]) -> str:
     """Return a line on the room that the archives need. Raises MachineError if it is not free."""
     needed_bytes = 0.0
@@ -89,12 +94,12 @@ def _checked_room(root: Path, archives: Mapping[str, Archive]) -> str:
 
 
 def _most_bytes(gigabytes: float) -> float:
-    """Return the most bytes for a declared size, which is rounded."""
+    """Return the most bytes for a declared size. The declared size is rounded."""
     return 1.25e9 * gigabytes + 2**27
 
 
 def _unpack(path: Path, folder: Path, archive: Archive) -> None:
-    """Unpack an archive and those inside it, which have one limit of bytes."""
+    """Unpack an archive and the archives inside it. One limit of bytes holds for all of them."""
     most_bytes = _most_bytes(archive.unpacked_gb)
     with _progress(path.name, _size(path)) as report_bytes:
         names, size = unpack(path, folder, most_bytes, report_bytes)
@@ -113,19 +118,23 @@ def _size(path: Path) -> int:
 
 
 def _download(url: str, path: Path, most_bytes: float) -> None:
-    """Append to ``path`` until it has all bytes; a cut connection is opened again where it ended."""
+    """Append to ``path`` until it has all bytes. If a connection is lost, the next one continues there.
+
+    Raises MachineError after several connections that brought nothing, DataError if the server refuses.
+    """
     failures = 0
     while True:
-        before = _size(path)
+        size_before = _size(path)
         try:
             _receive(url, path, most_bytes)
             return
         except urllib.error.HTTPError as error:
-            if error.code == 416 and (error.headers.get("Content-Range") or "").endswith(f"/{before}"):
-                return  # it was complete already
+            content_range = error.headers.get("Content-Range") or ""
+            if error.code == 416 and content_range.endswith(f"/{size_before}"):
+                return  # The file was complete before.
             if error.code < 500:
                 raise DataError(
-                    f"{url}: {error.code} {error.reason}; see the corpus's page, or set url="
+                    f"{url}: {error.code} {error.reason}. See the corpus's page, or set url="
                 ) from None
             cause: Exception = error
         except (OSError, http.client.HTTPException) as error:
@@ -133,15 +142,15 @@ def _download(url: str, path: Path, most_bytes: float) -> None:
                 raise
             cause = error
         failures += 1
-        if _size(path) - before >= _BLOCK:
+        if _size(path) - size_before >= _BLOCK:
             failures = 0
-        if failures == _TRIES:
+        if failures == _MAX_FAILURES:
             raise MachineError(f"{url}: {cause}; the same command continues the download") from cause
         time.sleep(2**failures - 1)
 
 
 def _receive(url: str, path: Path, most_bytes: float) -> None:
-    """Append the missing bytes of ``path`` in one connection.
+    """Append the missing bytes of ``path`` over one connection.
 
     Raises OSError if the connection ends early or is too slow, DataError for more than ``most_bytes``.
     """
@@ -153,54 +162,58 @@ def _receive(url: str, path: Path, most_bytes: float) -> None:
         request = urllib.request.Request(url, headers=headers)
         with urllib.request.urlopen(request, timeout=_TIMEOUT) as reply:
             if size and not str(reply.headers.get("Content-Range")).startswith(f"bytes {size}-"):
-                file.truncate(size := 0)  # the server sends all of it
+                size = 0  # The server sends the whole file.
+                file.truncate(size)
             end = size + (reply.length or 0)
-            begin, begin_time = size, time.monotonic()
+            start, start_time = size, time.monotonic()
             with _progress(path.stem, end) as report_bytes:
                 while block := reply.read1(_BLOCK):
                     size += len(block)
                     if size > most_bytes:
-                        raise DataError(f"{url} has more than the declared size; see the corpus's page")
+                        raise DataError(f"{url} has more than the declared size. See the corpus's page")
                     file.write(block)
                     report_bytes(size)
-                    seconds = time.monotonic() - begin_time
-                    if seconds > _TIMEOUT and size - begin < _SLOWEST * seconds:
-                        raise ConnectionError(f"the server sends less than {_SLOWEST} bytes in a second")
+                    seconds = time.monotonic() - start_time
+                    if seconds > _TIMEOUT and size - start < _MIN_RATE * seconds:
+                        raise ConnectionError(f"the server sends less than {_MIN_RATE} bytes in a second")
             if size < end:
                 raise ConnectionError(f"the connection ended {end - size} bytes before the file")
 
 
 def _verify(path: Path, archive: Archive) -> None:
-    """Compare the checksum. Raises DataError."""
+    """Raise DataError if the checksum of a file is not the published checksum."""
     for kind, published in (("md5", archive.md5), ("sha256", archive.sha256)):
         if not published:
             continue
         with open_regular(path) as file:
             new = partial(hashlib.new, kind, usedforsecurity=False)
-            found = hashlib.file_digest(file, new).hexdigest()
-        if found != published:
+            checksum = hashlib.file_digest(file, new).hexdigest()
+        if checksum != published:
             raise DataError(
-                f"{path}: its {kind} is {found}, published is {published}; delete it and try again"
+                f"{path}: its {kind} is {checksum}, published is {published}. Delete it and try again"
             )
 
 
 @contextlib.contextmanager
 def _progress(name: str, total: int) -> Iterator[Any]:
-    """A function that is told how many bytes are done: a bar on a terminal, else a line for each tenth."""
+    """Yield a function that gets the number of bytes so far and shows progress.
+
+    It draws a bar on a terminal. Otherwise it prints a line for each tenth of ``total``.
+    """
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import Progress
 
         with Progress(*Progress.get_default_columns(), console=Console(stderr=True)) as bar:
             task = bar.add_task(name.replace("[", "("), total=total or None)
-            yield lambda done: bar.update(task, completed=done)
+            yield lambda size: bar.update(task, completed=size)
         return
-    told = 0.0
+    printed_share = 0.0
 
-    def tell(done: int) -> None:
-        nonlocal told
-        if total and done / total >= told + _SHARE:
-            told = done / total
-            print(f"{name}: {told:.0%}", flush=True)
+    def print_share(size: int) -> None:
+        nonlocal printed_share
+        if total and size / total >= printed_share + _SHARE:
+            printed_share = size / total
+            print(f"{name}: {printed_share:.0%}", flush=True)
 
-    yield tell
+    yield print_share

@@ -1,7 +1,8 @@
 """The Free Spoken Digit Dataset: real recordings of single digits, joined into connected utterances.
 
-Source: github.com/Jakobovski/free-spoken-digit-dataset, CC BY-SA 4.0. ``{digit}_{speaker}_{index}.wav``,
-8 kHz; index 0 to 4 of each digit and speaker is the data set's own test set.
+Source: github.com/Jakobovski/free-spoken-digit-dataset, CC BY-SA 4.0. The files are
+``{digit}_{speaker}_{index}.wav`` at 8 kHz. Index 0 to 4 of each digit and speaker is the test set of the
+data set's authors.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 import numpy as np
 
 from speechtrain.counter_rng import FsddStream, addressed, key_of, uniform_at
-from speechtrain.data.corpora.connected import GAP_SECONDS, SAMPLE_RATE, Clips, Connected, Joined, Samples
+from speechtrain.data.corpora.connected import GAP_SECONDS, SAMPLE_RATE, Clips, Connected, Samples, Utterance
 from speechtrain.data.recordings import Unusable, open_recording, read_header
 from speechtrain.errors import DataError, nearest
 from speechtrain.files import FilePath, read_bytes, whole_path
@@ -43,20 +44,22 @@ class Take:
 class Fsdd(Connected):
     """Connected digits of one speaker each, joined from real recordings.
 
-    A pass shuffles each speaker's recordings and divides them into groups of ``min_words`` to
-    ``max_words`` (a speaker's last group may be shorter), so every recording is used once; the speakers
-    alternate. ``utterances=0`` is exactly one pass; another number takes that many utterances from as
-    many passes as needed.
+    A round shuffles each speaker's recordings and divides them into groups of ``min_words`` to
+    ``max_words`` (a speaker's last group may be shorter), so every recording is used once. The speakers
+    alternate. ``utterances=0`` is exactly one round. Another number takes that number of utterances from as
+    many rounds as needed.
 
-    ``root`` contains ``recordings/`` or the WAV files themselves. ``split`` is ``train`` or ``test``
-    (index 0 to 4, never in training). ``only_speakers`` (empty: all) and ``exclude_speakers`` select
-    the speakers. ``gap_seconds`` are the shortest and the longest silence between words. Recordings of
-    another rate than 16 kHz are resampled, several channels are averaged.
-    Raises ConfigError for impossible arguments, DataError for a missing folder, unknown speakers, or
-    (when the cuts are made) a recording that cannot be decoded.
+    - ``root`` contains ``recordings/`` or the WAV files themselves.
+    - ``split`` is ``train`` or ``test`` (index 0 to 4, never in training).
+    - ``only_speakers`` (empty: all) and ``exclude_speakers`` select the speakers.
+    - ``gap_seconds`` are the shortest and the longest silence between words.
+
+    Recordings of another rate than 16 kHz are resampled, and several channels are averaged. Raises
+    ConfigError for impossible arguments. Raises DataError for a missing folder, unknown speakers, or (when
+    the cuts are made) a recording that cannot be decoded.
     """
 
-    corpus, splits, fewest = "fsdd", ("train", "test"), 0
+    corpus, splits, min_utterances = "fsdd", ("train", "test"), 0
     clips: Recordings = field(init=False)
     root: FilePath
     split: str
@@ -72,60 +75,74 @@ class Fsdd(Connected):
         super().__post_init__()
         takes = find_takes(self.root)
         self.all_speakers = sorted({take.speaker for take in takes})
-        self.speakers = self._choose(self.only_speakers or self.all_speakers, self.exclude_speakers or [])
-        own = [take for take in takes if (take.index in TEST_INDICES) == (self.split == "test")]
-        self.takes = sorted(take for take in own if take.speaker in self.speakers)
+        self.speakers = self._selected_speakers()
+        is_test = self.split == "test"
+        self.takes = []
+        for take in sorted(takes):
+            if take.speaker in self.speakers and (take.index in TEST_INDICES) == is_test:
+                self.takes.append(take)
         if not self.takes:
             raise DataError(
-                f"{self.root} has no {self.split} recordings of {', '.join(self.speakers) or 'any speaker'}; "
-                "check only_speakers and exclude_speakers"
+                f"{self.root} has no {self.split} recordings of {', '.join(self.speakers) or 'any speaker'}. "
+                "Check only_speakers and exclude_speakers"
             )
         self.clips = Recordings([take.path for take in self.takes])
 
-    def _choose(self, wanted: Sequence[str], unwanted: Sequence[str]) -> list[str]:
-        for name in [*wanted, *unwanted]:
+    def _selected_speakers(self) -> list[str]:
+        """Return the sorted speakers. Raises DataError for an unknown speaker."""
+        included = self.only_speakers or self.all_speakers
+        excluded = self.exclude_speakers or []
+        for name in [*included, *excluded]:
             if name not in self.all_speakers:
                 raise DataError(
-                    f"fsdd: the speaker {name!r} is unknown{nearest(name, self.all_speakers)}; "
-                    f"choose from {', '.join(self.all_speakers)}"
+                    f"fsdd: the speaker {name!r} is unknown{nearest(name, self.all_speakers)}. "
+                    f"Choose from {', '.join(self.all_speakers)}"
                 )
-        return sorted(set(wanted) - set(unwanted))
+        return sorted(set(included) - set(excluded))
 
-    def plan(self) -> list[Joined]:
-        passes = (utterance for turn in range(self.utterances or 1) for utterance in self._pass(turn))
-        return list(islice(passes, self.utterances or None))
+    def plan(self) -> list[Utterance]:
+        rounds = (self._round(number) for number in range(self.utterances or 1))
+        return list(islice(chain.from_iterable(rounds), self.utterances or None))
 
-    def _pass(self, turn: int) -> Iterator[Joined]:
-        groups = [list(self._groups(speaker, turn)) for speaker in self.speakers]
+    def _round(self, number: int) -> Iterator[Utterance]:
+        """Yield the utterances of one round, in which every recording is used once."""
+        groups = [list(self._groups(speaker, number)) for speaker in self.speakers]
         for i, row in enumerate(zip_longest(*groups)):
             for speaker, group in zip(self.speakers, row, strict=True):
                 if group is None:
                     continue
-                address = (self.seed, key_of(speaker), turn, i, np.arange(len(group) - 1))
-                yield Joined(
-                    id=f"fsdd-{self.split}-{self.seed}-{speaker}-{turn:03d}-{i:06d}",
+                address = (self.seed, key_of(speaker), number, i, np.arange(len(group) - 1))
+                gaps = self.gaps(uniform_at(*address, FsddStream.GAP))
+                digits = [self.takes[clip].digit for clip in group]
+                yield Utterance(
+                    id=f"fsdd-{self.split}-{self.seed}-{speaker}-{number:03d}-{i:06d}",
                     speaker=speaker,
-                    text=" ".join(WORDS[self.takes[clip].digit] for clip in group),
+                    text=" ".join(WORDS[digit] for digit in digits),
                     clips=group,
-                    gaps=tuple(self.gaps(uniform_at(*address, FsddStream.GAP)).tolist()),
+                    gaps=tuple(gaps.tolist()),
                 )
 
-    def _groups(self, speaker: str, turn: int) -> Iterator[tuple[int, ...]]:
-        own = np.array([i for i, take in enumerate(self.takes) if take.speaker == speaker])
-        numbers, address = np.arange(len(own)), (self.seed, key_of(speaker), turn)
-        left = own[np.argsort(addressed(*address, numbers, FsddStream.ORDER), kind="stable")].tolist()
+    def _groups(self, speaker: str, round_number: int) -> Iterator[tuple[int, ...]]:
+        """Yield the clips of each of a speaker's utterances in one round."""
+        clips = np.array([clip for clip, take in enumerate(self.takes) if take.speaker == speaker])
+        numbers, address = np.arange(len(clips)), (self.seed, key_of(speaker), round_number)
+        order = np.argsort(addressed(*address, numbers, FsddStream.ORDER), kind="stable")
+        remaining = clips[order].tolist()
         for draw in uniform_at(*address, numbers, FsddStream.SIZE):
-            if len(left) <= self.max_words:
+            if len(remaining) <= self.max_words:
                 break
-            most = max(self.min_words, min(self.max_words, len(left) - self.min_words))
-            size = self.min_words + int(draw * (most - self.min_words + 1))
-            yield tuple(left[:size])
-            left = left[size:]
-        if left:
-            yield tuple(left)
+            # The clips after this group suffice for another group, if the limits allow it.
+            max_size = min(self.max_words, len(remaining) - self.min_words)
+            max_size = max(self.min_words, max_size)
+            possible_sizes = max_size - self.min_words + 1
+            size = self.min_words + int(draw * possible_sizes)
+            yield tuple(remaining[:size])
+            remaining = remaining[size:]
+        if remaining:
+            yield tuple(remaining)
 
     def content(self) -> tuple[object, ...]:
-        """Return the names of the used recordings and a hash of their bytes."""
+        """Return the names of the recordings and a hash of their bytes."""
         return [take.path.name for take in self.takes], self.clips.digest
 
 
@@ -134,15 +151,16 @@ def find_takes(root: str) -> list[Take]:
     folder = whole_path(root)
     if (folder / "recordings").is_dir():
         folder = folder / "recordings"
-    matches = [(_NAME.fullmatch(p.name), p) for p in folder.iterdir()] if folder.is_dir() else []
-    takes = [
-        Take(match[2], int(match[1]), int(match[3]), path=path)
-        for match, path in matches
-        if match and path.name.isprintable()
-    ]
+    takes = []
+    if folder.is_dir():
+        for path in folder.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match and path.name.isprintable():
+                digit, speaker, index = match.groups()
+                takes.append(Take(speaker, int(digit), int(index), path))
     if not takes:
         raise DataError(
-            f"{folder} has no recordings digit_speaker_index.wav; get them with "
+            f"{folder} has no recordings digit_speaker_index.wav. Get them with "
             "'git clone https://github.com/Jakobovski/free-spoken-digit-dataset' and set root or DATASET_DIR "
             "to that folder"
         )
@@ -150,10 +168,10 @@ def find_takes(root: str) -> list[Take]:
 
 
 class Recordings(Clips):
-    """Audio files as 16 kHz mono clips; the first use of a hash or a length reads all files.
+    """Audio files as 16 kHz mono clips. The first use of a hash or a length reads all files.
 
-    Reading 2,500 files of 7 kB takes a fraction of a second. Their bytes are hashed because, unlike
-    their times, they are the same on every machine. Raises DataError that names an unreadable file.
+    Reading 2,500 files of 7 kB takes a fraction of a second. The hash is of their bytes, which are the same
+    on every machine, unlike their times. Raises DataError with the name of a file that cannot be read.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -161,28 +179,28 @@ class Recordings(Clips):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the files' own hashes, in order."""
-        return self._inspected[0]
+        """SHA-256 of the files' SHA-256 hashes, in order."""
+        return self._digest_and_lengths[0]
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Samples of each clip at 16 kHz."""
-        return self._inspected[1]
+        """The samples of each clip at 16 kHz."""
+        return self._digest_and_lengths[1]
 
     @cached_property
-    def _inspected(self) -> tuple[str, list[int]]:
-        total, lengths = hashlib.sha256(), []
+    def _digest_and_lengths(self) -> tuple[str, list[int]]:
+        sha256, lengths = hashlib.sha256(), []
         for path in self.paths:
             try:
                 content = read_bytes(path, follow=True)
-                info = read_header(str(path))
+                header = read_header(str(path))
             except (OSError, Unusable) as error:
                 raise _unreadable(path, error) from None
-            if info.duration > _LONGEST_SECONDS:
-                raise _unreadable(path, f"{info.duration:.0f} s are too long for a digit")
-            total.update(hashlib.sha256(content).digest())
-            lengths.append(-(-info.frames * SAMPLE_RATE // info.samplerate))
-        return total.hexdigest(), lengths
+            if header.duration > _LONGEST_SECONDS:
+                raise _unreadable(path, f"{header.duration:.0f} s are too long for a digit")
+            sha256.update(hashlib.sha256(content).digest())
+            lengths.append(_resampled_length(header.frames, header.samplerate))
+        return sha256.hexdigest(), lengths
 
     def read(self, clip: int) -> Samples:
         """Return one recording, resampled by scipy's polyphase filter."""
@@ -194,14 +212,19 @@ class Recordings(Clips):
                 samples, rate = file.read(dtype="int16", always_2d=True), file.samplerate
         except Unusable as error:
             raise _unreadable(path, error) from None
-        if -(-len(samples) * SAMPLE_RATE // rate) != self.lengths[clip]:
+        if _resampled_length(len(samples), rate) != self.lengths[clip]:
             raise _unreadable(path, "it has changed during the run")
-        common = math.gcd(SAMPLE_RATE, rate)
+        divisor = math.gcd(SAMPLE_RATE, rate)
         mono = samples.astype(np.float64).mean(axis=1)
-        out = resample_poly(mono, SAMPLE_RATE // common, rate // common)
-        clipped: Samples = np.clip(np.rint(out), -32768, 32767).astype(np.int16)
+        resampled = resample_poly(mono, SAMPLE_RATE // divisor, rate // divisor)
+        clipped: Samples = np.clip(np.rint(resampled), -32768, 32767).astype(np.int16)
         return clipped
 
 
+def _resampled_length(frames: int, rate: int) -> int:
+    """Return the number of samples at 16 kHz, rounded up."""
+    return -(-frames * SAMPLE_RATE // rate)
+
+
 def _unreadable(path: Path, cause: object) -> DataError:
-    return DataError(f"{path}: cannot be read as audio ({cause}); restore or remove it")
+    return DataError(f"{path}: cannot be read as audio ({cause}). Restore or remove it")

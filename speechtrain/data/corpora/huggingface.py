@@ -1,10 +1,13 @@
-"""A data set of Hugging Face as FLAC files and a manifest: training must know the order in advance."""
+"""Conversion of a Hugging Face data set to FLAC files and a manifest.
+
+Training cannot read such a data set itself, because it must know the order of the recordings in advance.
+"""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,19 +18,49 @@ from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES
 from speechtrain.data.formats.manifests import Record, simple_cut
 from speechtrain.data.formats.tables import COLUMNS
 from speechtrain.data.prepare.cut_files import FIX, parallel, write_cuts
-from speechtrain.data.recordings import RATES, Unusable, header, open_recording, or_unusable
+from speechtrain.data.recordings import RATES, Unusable, header, open_recording, or_unusable, read_header
 from speechtrain.errors import ConfigError, DataError, MachineError, one_line
 from speechtrain.files import atomic, whole_path, writing
 
 _PACKAGE = "corpus=huggingface needs the package datasets, 4 or newer: pip install -e '.[huggingface]'"
-_FORMATS = {".parquet": "parquet", ".arrow": "arrow"}  # pyarrow crashes on JSON that is nested deeply
+# JSON is not among the formats, because pyarrow crashes if it is nested deeply.
+_FORMATS = {".parquet": "parquet", ".arrow": "arrow"}
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rows of one split, and the names of their columns. The recordings are bytes or paths."""
+
+    name: str
+    rows: Any  # a datasets.Dataset
+    labels: Any  # the same rows without recordings, so that reading a label reads no audio
+    audio: str
+    text: str
+    speaker: str | None
+    folder: Path  # the folder of the FLAC files
+
+    def cut_id(self, row: int) -> str:
+        return f"{self.name}-{row:08d}"
+
+    def cut(self, row: int) -> Record:
+        """Return the cut of a row. Its FLAC file is written if it is missing. Raises Unusable."""
+        path = self.folder / f"{row // 1000:04d}" / f"{self.cut_id(row)}.flac"
+        recording = header(str(path))
+        if recording is None:
+            with writing(path, FIX):
+                _write(path, self.rows[row][self.audio], f"row {row}")
+            recording = read_header(str(path))
+        labels = self.labels[row]
+        text, speaker = str(labels[self.text] or ""), labels.get(self.speaker)
+        rate = recording.samplerate
+        return simple_cut(path.stem, str(path), 0.0, recording.duration, text, rate=rate, speaker=speaker)
 
 
 @dataclass
 class HuggingFace:
     """One split of a data set of the Hub, or of a local folder or file: ``out``/SPLIT.jsonl.gz and its audio.
 
-    ``text`` and ``audio`` name columns; null finds them by type, or by the names of tables.
+    ``text`` and ``audio`` name columns. If one is empty, its column is detected by type or by name.
     """
 
     corpus: str  # always huggingface
@@ -40,7 +73,10 @@ class HuggingFace:
     jobs: int = 2  # processes that read
 
     def write(self) -> int:
-        """Write what is missing; returns 3 if a recording is bad. Raises MachineError without the package."""
+        """Write the manifest and the missing recordings. Returns 3 if a recording is bad, otherwise 0.
+
+        Raises MachineError without the package, DataError if the split or a column does not exist.
+        """
         if self.jobs < 1:
             raise ConfigError(f"jobs={self.jobs}: it must be at least 1")
         rows = self._load()
@@ -48,36 +84,24 @@ class HuggingFace:
         text = self._column(rows.features, "text", self.text)
         speaker = next((c for c in rows.features if c.lower() in COLUMNS["speaker"]), None)
         rows = self._undecoded(rows, audio)
-        told = rows.select_columns([text, *([speaker] if speaker else [])])
+        label_columns = [text, speaker] if speaker else [text]
         name, out = re.sub(r"[^\w.-]", "_", self.split), whole_path(self.out)
-
-        def made(row: int) -> Record:
-            path = out / "audio" / name / f"{row // 1000:04d}" / f"{name}-{row:08d}.flac"
-            if (found := header(str(path))) is None:
-                with writing(path, FIX):
-                    _write(path, rows[row][audio], f"row {row}")
-                found = header(str(path))
-                assert found
-            said = told[row]
-            more = {"rate": found.samplerate, "speaker": said.get(speaker)}
-            return simple_cut(path.stem, str(path), 0.0, found.duration, str(said[text] or ""), **more)
-
-        def cuts() -> Iterator[tuple[Record, Record | Unusable]]:
-            for row, cut in parallel(made, range(len(rows)), self.jobs):
-                yield {"id": f"{name}-{row:08d}"}, cut
-
+        folder = out / "audio" / name
+        split = Split(name, rows, rows.select_columns(label_columns), audio, text, speaker, folder)
         manifest = out / f"{name}.jsonl.gz"
-        bad = write_cuts(manifest, cuts())
+        cuts = parallel(split.cut, range(len(rows)), self.jobs)
+        bad = write_cuts(manifest, (({"id": split.cut_id(row)}, cut) for row, cut in cuts))
         print(f"train with: speechtrain train recipe=scratch data.train={manifest}")
         return DataError.exit_code if bad else 0
 
     def _load(self) -> Any:
+        """Return the split. Raises MachineError without the package, DataError if it cannot be loaded."""
         try:
             import datasets
         except ImportError:
             raise MachineError(_PACKAGE) from None
-        if int(datasets.__version__.split(".")[0]) < 4:  # older ones run a program of the data set
-            raise MachineError(f"{_PACKAGE}; this is {datasets.__version__}")
+        if int(datasets.__version__.split(".")[0]) < 4:  # older versions run a program of the data set
+            raise MachineError(f"{_PACKAGE}. This is {datasets.__version__}")
         path = whole_path(self.name)
         try:
             if path.is_file():
@@ -90,9 +114,9 @@ class HuggingFace:
                 builder = datasets.load_dataset_builder(name, self.config or None)
                 _check_files(builder.config.data_files or {}, path)
             return datasets.load_dataset(name, self.config or None, split=self.split)
-        except Exception as error:  # many kinds, of a name that is wrong or a hub that does not answer
-            told = one_line(f"{type(error).__name__}: {error}", 400)
-            raise DataError(f"name={self.name} split={self.split}: {told}") from error
+        except Exception as error:  # datasets raises many types for a wrong name, or without an answer
+            problem = one_line(f"{type(error).__name__}: {error}", 400)
+            raise DataError(f"name={self.name} split={self.split}: {problem}") from error
 
     def _undecoded(self, rows: Any, audio: str) -> Any:
         """Return rows whose recordings are bytes or paths. Raises DataError if the column has none."""
@@ -100,26 +124,38 @@ class HuggingFace:
 
         try:
             return rows.cast_column(audio, datasets.Audio(decode=False))
-        except Exception as error:  # pyarrow raises many kinds
+        except Exception as error:  # pyarrow raises many types of errors
             problem = one_line(str(error), 400)
             raise DataError(f"{self.name}: {audio!r} has no recordings ({problem})") from error
 
-    def _column(self, features: Mapping[str, Any], key: str, wanted: str) -> str:
-        """The column of a key of COLUMNS. Raises DataError with those that there are."""
-        found = [c for c in features if c == wanted] if wanted else []
-        if not wanted and key == "audio":
-            import datasets
+    def _column(self, features: Mapping[str, Any], key: str, explicit: str) -> str:
+        """Return the column of a key of COLUMNS. Raises DataError with all columns if it is not clear."""
+        if explicit:
+            candidates = [column for column in features if column == explicit]
+            problem = f"no column {explicit!r}"
+        else:
+            candidates = _candidates(features, key)
+            problem = f"{len(candidates)} columns that may be its {key}"
+        if len(candidates) != 1:
+            raise DataError(f"{self.name} has {problem}: {', '.join(features)}. Choose with {key}=COLUMN")
+        return candidates[0]
 
-            found = [c for c, kind in features.items() if isinstance(kind, datasets.Audio)]
-        found = found or [c for c in features if not wanted and c.lower() in COLUMNS[key]]
-        if len(found) != 1:
-            told = f"no column {wanted!r}" if wanted else f"{len(found)} columns that may be its {key}"
-            raise DataError(f"{self.name} has {told}: {', '.join(features)}; choose with {key}=COLUMN")
-        return found[0]
+
+def _candidates(features: Mapping[str, Any], key: str) -> list[str]:
+    """Return the columns that may be ``key``: the columns of audio by their type, the others by name.
+
+    Without a column of type Audio, the column of audio is also detected by name.
+    """
+    candidates = []
+    if key == "audio":
+        import datasets
+
+        candidates = [column for column, kind in features.items() if isinstance(kind, datasets.Audio)]
+    return candidates or [column for column in features if column.lower() in COLUMNS[key]]
 
 
 def _check_files(names_by_split: Mapping[str, list[str]], folder: Path) -> None:
-    """Raise DataError for a table outside of a local data set, because its texts are shown to others."""
+    """Raise DataError for a table outside of a local data set, because others may see its texts."""
     for names in names_by_split.values():
         for name in names:
             _check_table(Path(name))
@@ -128,13 +164,13 @@ def _check_files(names_by_split: Mapping[str, list[str]], folder: Path) -> None:
 
 
 def _check_table(path: Path) -> None:
-    """Raise DataError for a local file in another format than ``datasets`` itself writes."""
+    """Raise DataError for a local file in a format that ``datasets`` does not write."""
     if path.suffix not in _FORMATS:
         raise DataError(f"{path} is not Parquet or Arrow. For another table, train with data.train={path}")
 
 
 def _write(path: Path, cell: Any, where: str) -> None:
-    """Write one recording as mono FLAC of its own rate. Raises Unusable, OSError."""
+    """Write one recording as mono FLAC without resampling. Raises Unusable, OSError."""
     if not isinstance(cell, dict) or not (cell.get("bytes") or cell.get("path")):
         raise Unusable("missing", f"{where} has no audio")
     with or_unusable(where):
@@ -151,6 +187,7 @@ def _write(path: Path, cell: Any, where: str) -> None:
 
 
 def _samples(file: soundfile.SoundFile, where: str) -> tuple[Any, int]:
+    """Return the mean of the channels, and the rate. Raises Unusable for a size or rate out of bounds."""
     if not RATES[0] <= file.samplerate <= RATES[1] or not 0 < file.frames * file.channels <= MOST_SAMPLES:
         raise Unusable(
             "unreadable", f"{where}: {file.frames} frames of {file.channels} channels, {file.samplerate} Hz"

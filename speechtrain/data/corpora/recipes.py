@@ -1,4 +1,4 @@
-"""Cuts of public corpora: by lhotse's recipes, and by readers of our own."""
+"""Cuts of public corpora, from lhotse's recipes or from the recipes in this module."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from speechtrain.files import json_of, read_bytes
 
 @dataclass
 class Set:
-    """One part of a corpus: who reads it, with which arguments, and the place by which it is known.
+    """One part of a corpus: the recipe that reads it, its arguments, and the path that shows that it exists.
 
-    ``recipe`` is lhotse's ``prepare_RECIPE``, or one of OWN. In arguments and place, ``{root}``,
+    ``recipe`` is lhotse's ``prepare_RECIPE``, or a key of OWN. In arguments and place, ``{root}``,
     ``{folder}``, ``{part}`` and ``{language}`` are replaced.
     """
 
@@ -35,91 +35,135 @@ class Set:
     place: str = ""
 
 
-def cuts_by_part(wanted: Mapping[str, Set], names: Mapping[str, str], jobs: int) -> Iterator[tuple[str, Any]]:
-    """Yield (part, its cuts in lhotse's JSON format) of ``wanted``; names are those of ``Set``.
+@dataclass(frozen=True)
+class Span:
+    """A part of a recording, which becomes a cut with this id. Times are in seconds."""
 
-    A recipe without ``{part}`` in its arguments runs once for all its parts. A corpus without parts
-    has ``{"": Set}``: its parts are those that the recipe returns. Raises DataError for a folder that is not
-    as the recipe expects it, ConfigError for an argument that it does not take.
+    id: str
+    start: float
+    end: float
+
+
+def cuts_by_part(sets: Mapping[str, Set], names: Mapping[str, str], jobs: int) -> Iterator[tuple[str, Any]]:
+    """Yield each part with its cuts in lhotse's JSON format.
+
+    ``names`` has the values of ``{root}``, ``{folder}`` and ``{language}`` in ``sets``. A recipe with
+    ``{part}`` in its arguments runs for each part. Any other recipe runs once for all its parts. A corpus
+    without parts has ``{"": Set}``, and the recipe decides which parts it has. Raises DataError for a folder
+    that is not as the recipe expects it, ConfigError for an argument that the recipe does not take.
     """
-    remaining = dict(wanted)
+    remaining = dict(sets)
     while remaining:
-        part, one = next(iter(remaining.items()))
-        is_each = "{part}" in str(one.arguments)
-        together = [part] if is_each else [name for name, other in remaining.items() if other == one]
-        for name in together:
+        part, part_set = next(iter(remaining.items()))
+        parts = [part]
+        if "{part}" not in str(part_set.arguments):
+            parts = [name for name, candidate in remaining.items() if candidate == part_set]
+        for name in parts:
             del remaining[name]
-        known = {**names, "part": part}
-        arguments = {key: filled(value, known) for key, value in one.arguments.items()}
-        found = dict(_read(one.recipe, arguments, known, jobs))
-        if len(found) == len(together) == 1 and part:  # a recipe names its only part as it likes
-            found = {part: next(iter(found.values()))}
-        yield from ((name, cuts) for name, cuts in found.items() if not part or name in together)
+        part_names = {**names, "part": part}
+        arguments = {key: filled(argument, part_names) for key, argument in part_set.arguments.items()}
+        cuts_by_name = dict(_read(part_set.recipe, arguments, names["folder"], jobs))
+        if part and len(cuts_by_name) == len(parts) == 1:
+            # A recipe may give its only part another name.
+            cuts_by_name = {part: next(iter(cuts_by_name.values()))}
+        for name, cuts in cuts_by_name.items():
+            if not part or name in parts:
+                yield name, cuts
 
 
 def filled(value: Any, names: Mapping[str, str]) -> Any:
-    """A text with ``{name}`` replaced; other values as they are."""
+    """Return a text, or a list of texts, with ``{name}`` replaced. Other values do not change."""
     if isinstance(value, list):
-        return [filled(one, names) for one in value]
+        return [filled(element, names) for element in value]
     if not isinstance(value, str):
         return value
-    return re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], found[0]), value)
+    return re.sub(r"\{(\w+)\}", lambda match: names.get(match[1], match[0]), value)
 
 
-def _read(recipe: str, arguments: dict[str, Any], names: Mapping[str, str], jobs: int) -> Iterator[Any]:
-    """Yield (name, cuts) of what a recipe returns, its arguments checked against its signature."""
-    if recipe not in OWN and recipe not in (known := recipe_names()):
-        raise ConfigError(f"recipe: lhotse has no {recipe!r}{nearest(recipe, [*known, *OWN])}")
-    function = OWN.get(recipe) or getattr(_recipes(), f"prepare_{recipe}")
-    taken = dict(inspect.signature(function).parameters)
-    output = taken.pop("output_dir", None)
-    for key in arguments:
-        if key not in taken:
-            takes = nearest(key, taken) or f"; it takes {', '.join(taken)}"
-            raise ConfigError(f"arguments.{key}: the recipe {recipe} takes no {key!r}{takes}")
-    arguments |= {key: jobs for key in ("num_jobs", "jobs") if key in taken}
-    arguments = {next(iter(taken)): names["folder"], **arguments}  # the first is a folder
-    if lost := [key for key, one in taken.items() if key not in arguments and one.default is one.empty]:
-        raise ConfigError(f"arguments: the recipe {recipe} needs {lost[0]!r}; set arguments.{lost[0]}")
+def _read(recipe: str, arguments: dict[str, Any], folder: str, jobs: int) -> Iterator[tuple[str, Any]]:
+    """Yield name and cuts of each part that a recipe reads."""
+    function = _recipe(recipe)
+    arguments = _complete_arguments(recipe, function, arguments, folder, jobs)
     if recipe in OWN:
-        paths = {key: Path(str(value)) for key, value in arguments.items() if key != "jobs"}
-        if lost := [str(path) for path in paths.values() if not path.exists()]:
-            raise DataError(f"{lost[0]} does not exist; set root=DIR")
+        paths = {key: Path(str(path)) for key, path in arguments.items() if key != "jobs"}
+        for path in paths.values():
+            if not path.exists():
+                raise DataError(f"{path} does not exist. Set root=DIR")
         yield "", function(jobs=jobs, **paths)
         return
+    for name, manifests in _parts(_run(recipe, function, arguments, folder)):
+        yield name, _cuts(manifests)
+
+
+def _recipe(name: str) -> Any:
+    """Return the function of a recipe. Raises ConfigError for an unknown name."""
+    if name in OWN:
+        return OWN[name]
+    names = recipe_names()
+    if name not in names:
+        raise ConfigError(f"recipe: lhotse has no {name!r}{nearest(name, [*names, *OWN])}")
+    return getattr(_recipes(), f"prepare_{name}")
+
+
+def _complete_arguments(
+    recipe: str, function: Any, arguments: Mapping[str, Any], folder: str, jobs: int
+) -> dict[str, Any]:
+    """Return the arguments of a recipe with the folder and the number of jobs.
+
+    Raises ConfigError for an argument that the recipe does not take, and for a missing argument.
+    """
+    parameters = dict(inspect.signature(function).parameters)
+    parameters.pop("output_dir", None)
+    for key in arguments:
+        if key not in parameters:
+            hint = nearest(key, parameters) or f"; it takes {', '.join(parameters)}"
+            raise ConfigError(f"arguments.{key}: the recipe {recipe} takes no {key!r}{hint}")
+    folder_key = next(iter(parameters))  # the first parameter of each recipe
+    complete = {folder_key: folder, **arguments}
+    for key, parameter in parameters.items():
+        if key in ("num_jobs", "jobs"):
+            complete[key] = jobs
+        elif key not in complete and parameter.default is parameter.empty:
+            raise ConfigError(f"arguments: the recipe {recipe} needs {key!r}. Set arguments.{key}")
+    return complete
+
+
+def _run(recipe: str, function: Any, arguments: dict[str, Any], folder: str) -> Any:
+    """Run a recipe of lhotse. Raises DataError if the folder is not as the recipe expects it."""
+    output = inspect.signature(function).parameters.get("output_dir")
     with tempfile.TemporaryDirectory() as scratch:
-        if output and output.default is output.empty:  # else left out: it would take what a killed run left
+        # An optional output_dir is left out: a recipe with one may reuse files of an interrupted run.
+        if output and output.default is output.empty:
             arguments["output_dir"] = scratch
         _read_headers_by_libsndfile()
         try:
-            found = function(**arguments)
+            return function(**arguments)
         except DataError:
             raise
-        except Exception as error:  # lhotse asserts, and raises what its parsing meets
+        except Exception as error:  # lhotse has assertions, and its parsers raise many types of errors
             if isinstance(error, OSError) and error.errno in DISK:
                 raise
             line = traceback.extract_tb(error.__traceback__)[-1].line  # most assertions have no message
-            what = one_line(f"{type(error).__name__}: {str(error) or line}", 300)
+            problem = one_line(f"{type(error).__name__}: {str(error) or line}", 300)
             raise DataError(
-                f"{names['folder']} is not as lhotse's recipe {recipe} expects it ({what}); "
-                "compare its folders with the corpus's page"
+                f"{folder} is not as lhotse's recipe {recipe} expects it ({problem}). "
+                "Compare its folders with the corpus's page"
             ) from error
-    for name, leaf in _leaves(found):
-        yield name, _trimmed(leaf)
 
 
 def recipe_names() -> list[str]:
-    """lhotse's recipes."""
+    """Return the names of lhotse's recipes."""
     return [name.removeprefix("prepare_") for name in vars(_recipes()) if name.startswith("prepare_")]
 
 
 def _recipes() -> Any:
-    before = os.environ.get("TQDM_DISABLE")
-    if before is None and not sys.stderr.isatty():
-        os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported
+    """Import lhotse's recipes. Their progress bars are disabled if stderr is not a terminal."""
+    is_set = "TQDM_DISABLE" in os.environ
+    if not is_set and not sys.stderr.isatty():
+        os.environ["TQDM_DISABLE"] = "1"  # tqdm reads it when it is imported
     import lhotse.recipes
 
-    if before is None:
+    if not is_set:
         os.environ.pop("TQDM_DISABLE", None)
     return lhotse.recipes
 
@@ -137,105 +181,140 @@ def _read_headers_by_libsndfile() -> None:
                 header = read_header(str(path_or_fd))
             except Unusable as problem:
                 # DataError, because a process pool cannot unpickle Unusable.
-                raise DataError(f"{problem.detail} ({problem.reason}); repair or remove it") from None
+                raise DataError(f"{problem.detail} ({problem.reason}). Repair or remove it") from None
             values = (header.channels, header.frames, header.samplerate, header.duration)
             return LibsndfileCompatibleAudioInfo(*values)
 
     set_current_audio_backend(HeaderReader())
 
 
-def _leaves(found: Any, name: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The mappings with recordings in what a recipe returns, by the keys that lead to them."""
-    if isinstance(found, Mapping) and "recordings" in found:
-        yield name or "all", found
-    elif isinstance(found, Mapping):
-        for key, inner in found.items():
-            yield from _leaves(inner, re.sub(r"[^\w.-]", "_", f"{name}-{key}" if name else str(key)))
-
-
-def _trimmed(leaf: Mapping[str, Any]) -> Iterator[Record]:
-    """One cut for each supervision, or for each recording where there are no supervisions."""
-    known = {recording.id: recording for recording in leaf["recordings"]}
-    if leaf.get("supervisions") is None:
-        yield from (recording.to_cut().to_dict() for recording in known.values())
+def _parts(manifests: Any, name: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each mapping with recordings, with a name of the keys that lead to it."""
+    if not isinstance(manifests, Mapping):
         return
-    for said in leaf["supervisions"]:
-        told = {k: v for k, v in said.to_dict().items() if k not in ("alignment", "custom")}
-        cut = {"id": said.id, "start": said.start, "duration": said.duration, "channel": said.channel}
-        cut |= {"supervisions": [{**told, "start": 0.0}], "recording": known[said.recording_id].to_dict()}
-        cut["type"] = "MultiCut" if isinstance(said.channel, list) else "MonoCut"
+    if "recordings" in manifests:
+        yield name or "all", manifests
+        return
+    for key, inner in manifests.items():
+        inner_name = f"{name}-{key}" if name else str(key)
+        yield from _parts(inner, re.sub(r"[^\w.-]", "_", inner_name))
+
+
+def _cuts(manifests: Mapping[str, Any]) -> Iterator[Record]:
+    """Yield one cut for each supervision, or for each recording if there are none."""
+    recordings = {recording.id: recording for recording in manifests["recordings"]}
+    if manifests.get("supervisions") is None:
+        for recording in recordings.values():
+            yield recording.to_cut().to_dict()
+        return
+    for supervision in manifests["supervisions"]:
+        fields = {**supervision.to_dict(), "start": 0.0}
+        for key in ("alignment", "custom"):
+            fields.pop(key, None)
+        cut = {
+            "id": supervision.id,
+            "start": supervision.start,
+            "duration": supervision.duration,
+            "channel": supervision.channel,
+            "supervisions": [fields],
+            "recording": recordings[supervision.recording_id].to_dict(),
+            "type": "MonoCut",
+        }
+        if isinstance(supervision.channel, list):
+            cut["type"] = "MultiCut"
         try:
             known_cut(cut)
         except UnknownPart as error:
-            raise DataError(f"{said.id}: {error}; convert the recordings to files first") from None
+            raise DataError(f"{supervision.id}: {error}. Convert the recordings to files first") from None
         yield cut
 
 
 def _table(path: Path, jobs: int) -> Iterator[Record]:
-    """The rows of Common Voice's TSV; lhotse's recipe needs a column that release 9 lacks."""
+    """Yield the rows of Common Voice's TSV. lhotse's recipe needs a column that release 9 lacks."""
     for _, cut in parallel(measured, (entry.cut for entry in Table(path).entries()), jobs):
         yield cut  # type: ignore[misc]
-
-
-def _stm(audio: Path, references: Path, jobs: int) -> Iterator[Record]:
-    """The segments of NIST's STM files ``references``/*.stm of two-sided recordings below ``audio``."""
-    found = {path.stem.lower(): path for path in sorted(audio.rglob("*")) if path.suffix.lower() == ".sph"}
-    for file in sorted(references.glob("*.stm")):
-        for number, line in enumerate(read_bytes(file).decode("utf-8", "replace").splitlines(), 1):
-            if not line.strip() or line.startswith(";;") or _UNSPOKEN.search(line):
-                continue
-            try:
-                name, side, speaker, start, end, *words = line.split()
-                begin, stop, side = float(start), float(end), {"1": "A", "2": "B"}.get(side, side.upper())
-                path, channel = found[name.lower()], "AB".index(side)
-            except (ValueError, KeyError) as error:
-                raise DataError(
-                    f"{file}:{number}: no segment of a recording below {audio} ({error})"
-                ) from None
-            words = words[1:] if words and words[0].startswith("<") else words
-            name = f"{name}-{side}-{round(begin * 100):06d}-{round(stop * 100):06d}"
-            yield from _segments(path, [(name, begin, stop)], channel, text=" ".join(words), speaker=speaker)
 
 
 _UNSPOKEN = re.compile("inter_segment_gap|ignore_time_segment_in_scoring", re.IGNORECASE)
 
 
+def _stm(audio: Path, references: Path, jobs: int) -> Iterator[Record]:
+    """Yield the segments in NIST's STM files ``references``/*.stm. The recordings have two sides."""
+    paths = {}
+    for path in sorted(audio.rglob("*")):
+        if path.suffix.lower() == ".sph":
+            paths[path.stem.lower()] = path
+    for file in sorted(references.glob("*.stm")):
+        lines = read_bytes(file).decode("utf-8", "replace").splitlines()
+        for number, line in enumerate(lines, 1):
+            if not line.strip() or line.startswith(";;") or _UNSPOKEN.search(line):
+                continue
+            try:
+                segments = _stm_segments(line, paths)
+            except (ValueError, KeyError) as error:
+                problem = f"not a segment of a recording below {audio} ({error})"
+                raise DataError(f"{file}:{number}: {problem}") from None
+            yield from segments
+
+
+def _stm_segments(line: str, paths: Mapping[str, Path]) -> Iterator[Record]:
+    """Return the cut of a line ``RECORDING SIDE SPEAKER START END [<LABEL>] WORDS``, or none if it is empty.
+
+    Raises ValueError or KeyError for another line.
+    """
+    name, side, speaker, start, end, *words = line.split()
+    side = {"1": "A", "2": "B"}.get(side, side.upper())
+    if words and words[0].startswith("<"):
+        del words[0]
+    times = float(start), float(end)
+    start_id, end_id = (round(seconds * 100) for seconds in times)
+    span = Span(f"{name}-{side}-{start_id:06d}-{end_id:06d}", *times)
+    path = paths[name.lower()]
+    return _segments(path, [span], "AB".index(side), text=" ".join(words), speaker=speaker)
+
+
 def _voice_activity(path: Path, jobs: int) -> Iterator[Record]:
-    """The stretches of speech of Libri-Light's part ``path``; lhotse's recipe holds those of all parts."""
+    """Yield the stretches of speech in Libri-Light's part ``path``. lhotse's recipe reads all parts."""
 
     def read(audio: Path) -> list[Record]:
-        told = audio.with_suffix(".json")
+        labels_path = audio.with_suffix(".json")
         try:
-            found = json_of(read_bytes(told).decode())
-            spans = [(float(begin), float(end)) for begin, end in found["voice_activity"]]
+            labels = json_of(read_bytes(labels_path).decode())
             name = str(audio.relative_to(path.parent).with_suffix(""))
-            named = [(f"{name}_{number}", *span) for number, span in enumerate(spans)]
-            return list(_segments(audio, named, 0, text="", speaker=found["speaker"]))
+            spans = []
+            for number, (start, end) in enumerate(labels["voice_activity"]):
+                spans.append(Span(f"{name}_{number}", float(start), float(end)))
+            return list(_segments(audio, spans, 0, text="", speaker=labels["speaker"]))
         except (OSError, KeyError, TypeError, *MALFORMED) as error:
-            raise DataError(f"{told}: no 'speaker' and 'voice_activity' of a recording ({error})") from None
+            problem = f"no 'speaker' and 'voice_activity' of a recording ({error})"
+            raise DataError(f"{labels_path}: {problem}") from None
 
     for _, cuts in parallel(read, sorted(path.rglob("*.flac")), jobs):
         yield from cuts  # type: ignore[misc]
 
 
 def _segments(
-    path: Path, spans: Iterable[tuple[str, float, float]], channel: int, **said: Any
+    path: Path, spans: Iterable[Span], channel: int, text: str, speaker: object
 ) -> Iterator[Record]:
-    """A cut of one channel for each (id, start, end) of a recording, whose header bounds them."""
+    """Yield a cut of one channel for each span of a recording. A span beyond its end is shortened."""
     try:
         header = read_header(str(path))
     except Unusable as problem:
-        raise DataError(f"{problem.detail} ({problem.reason}); repair or remove it") from None
+        raise DataError(f"{problem.detail} ({problem.reason}). Repair or remove it") from None
     channels, channel = list(range(header.channels)), min(channel, header.channels - 1)
-    for name, begin, end in spans:
-        if (seconds := min(end, header.duration) - begin) > 0:
-            cut = simple_cut(name, str(path), begin, seconds, rate=header.samplerate, **said)
-            recording = cut["recording"]
-            recording |= {"num_samples": header.frames, "duration": header.duration, "channel_ids": channels}
-            recording["sources"][0]["channels"] = channels
-            cut["channel"] = cut["supervisions"][0]["channel"] = channel
-            yield cut
+    for span in spans:
+        seconds = min(span.end, header.duration) - span.start
+        if seconds <= 0:
+            continue
+        cut = simple_cut(
+            span.id, str(path), span.start, seconds, text, rate=header.samplerate, speaker=speaker
+        )
+        recording = cut["recording"]
+        recording |= {"num_samples": header.frames, "duration": header.duration, "channel_ids": channels}
+        recording["sources"][0]["channels"] = channels
+        cut["channel"] = cut["supervisions"][0]["channel"] = channel
+        yield cut
 
 
 OWN: Mapping[str, Any] = {"table": _table, "stm": _stm, "voice_activity": _voice_activity}
-"""Readers of corpora that lhotse has no recipe for, or none that reads each release, each part."""
+"""Recipes for corpora and releases that lhotse's recipes do not read, or not part by part."""

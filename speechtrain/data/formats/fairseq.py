@@ -1,4 +1,4 @@
-"""fairseq's manifests: a TSV of recordings, with label files next to it that have one line for each."""
+"""Reader of fairseq's manifests: a TSV of recordings and, next to it, a label file with a line for each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from speechtrain.data.formats.manifests import (
     ASSUMED_RATE,
     Entry,
     Manifest,
-    decoded,
+    decode_line,
     digest,
     numbered_lines,
     simple_cut,
@@ -23,23 +23,24 @@ from speechtrain.data.recordings import header
 from speechtrain.errors import DataError
 
 LABELS = (".wrd", ".ltr")
-"""Label files, by preference: words, and letters whose words end in ``|``."""
+"""Suffixes of label files, by preference: words, and letters with ``|`` at the end of each word."""
 
 _RECORDING = re.compile(rb"[^\t]+\t\d+\s*")
 _FRAMES = re.compile(r"0*[1-9][0-9]{0,10}")
-_TRIED = 10  # most headers that are read to find the sampling rate
+_MAX_HEADERS = 10  # the most headers that are read to find the sampling rate
 
 
 class Fairseq(Manifest):
     """fairseq's TSV: the root folder on the first line, then lines ``path<TAB>frames``.
 
     The root is absolute or, unlike in fairseq, relative to the manifest. ``frames`` are samples at the
-    recording's own rate, which the manifest does not contain. All recordings are assumed to have the
-    rate of the first one whose header can be read (of ten; else 16 kHz). No other header is read: a
-    recording of another rate is found when it is decoded, because its length is wrong. A line without
-    ``frames`` takes length and rate from the header. Transcripts are
-    read from ``NAME.wrd`` or ``NAME.ltr`` next to ``NAME.tsv`` if it exists; line i belongs to
-    recording i. Ids are the manifest's name and the recording's path.
+    recording's rate, which the manifest does not contain. All recordings are assumed to have the rate of the
+    first header that can be read. If the first ten headers cannot be read, the rate is 16 kHz. Later headers
+    are not read. A recording with a different rate is noticed when it is decoded, because its length is
+    wrong. For a line without ``frames``, length and rate come from the recording's header.
+
+    Transcripts are in ``NAME.wrd`` or ``NAME.ltr`` next to ``NAME.tsv``, if it exists. Line i belongs to
+    recording i. A cut's id consists of the manifest's name and the recording's path.
     """
 
     kind = "fairseq"
@@ -51,56 +52,63 @@ class Fairseq(Manifest):
     @cached_property
     def labels(self) -> Path | None:
         """Path of the label file, or None."""
-        stem = self.path.with_suffix("") if self.path.suffix == ".gz" else self.path
-        return next((p for suffix in LABELS if (p := stem.with_suffix(suffix)).is_file()), None)
+        manifest = self.path.with_suffix("") if self.path.suffix == ".gz" else self.path
+        for suffix in LABELS:
+            path = manifest.with_suffix(suffix)
+            if path.is_file():
+                return path
+        return None
 
     @cached_property
     def sampling_rate(self) -> int:
         """Assumed sampling rate of the recordings in Hz."""
-        names = (name for _, name, _ in islice(self._recordings(), _TRIED))
-        infos = (header(os.path.join(self.root, name)) for name in names)
-        return next((int(info.samplerate) for info in infos if info is not None), 0) or ASSUMED_RATE
+        for _, name, _ in islice(self._recordings(), _MAX_HEADERS):
+            recording = header(os.path.join(self.root, name))
+            if recording is not None:
+                return recording.samplerate
+        return ASSUMED_RATE
 
     @cached_property
     def root(self) -> str:
         """The folder in the first line. Raises DataError if there is none."""
         name = next(self._lines(self.path), (1, ""))[1].strip()
         if not name or _RECORDING.fullmatch(name.encode()):
-            found = f"is {name!r}, a recording" if name else "is empty"
-            raise self.bad(1, f"{found}; the first line must be the root folder of the paths below")
+            problem = f"is {name!r}, a recording" if name else "is empty"
+            raise self.bad(1, f"{problem}. The first line must be the root folder of the paths below")
         return os.path.normpath(self.beside(name))
 
     def entries(self) -> Iterator[Entry]:
         if not os.path.isdir(self.root):
-            raise self.bad(1, f"the root folder {self.root} does not exist; correct it or mount it")
+            raise self.bad(1, f"the root folder {self.root} does not exist. Correct it or mount it")
         line = 0
-        for (line, name, frames), text in self._labelled():
+        for (line, name, frames), text in self._labelled_recordings():
             path, rate = os.path.join(self.root, name), self.sampling_rate
             if not frames:
-                if (info := header(path)) is None:
+                recording = header(path)
+                if recording is None:
                     raise self.bad(line, f"is {name!r}, not a path, a tab and a number of frames")
-                frames, rate = info.frames, info.samplerate
+                frames, rate = recording.frames, recording.samplerate
             cut = simple_cut(f"{self.name}/{name}", path, 0.0, duration=frames / rate, text=text, rate=rate)
             yield Entry(cut, line, -1)
         if not line:
-            raise DataError(f"{self.path} lists no recordings; add a line 'path<TAB>frames' for each")
+            raise DataError(f"{self.path} lists no recordings. Add a line 'path<TAB>frames' for each")
 
-    def _labelled(self) -> Iterator[tuple[tuple[int, str, int], str]]:
+    def _labelled_recordings(self) -> Iterator[tuple[tuple[int, str, int], str]]:
         """Yield each recording with its transcript. Raises DataError if their numbers differ."""
         if self.labels is None:
             yield from ((recording, "") for recording in self._recordings())
             return
         self.check_place(self.labels)
-        spell = _from_letters if self.labels.suffix == ".ltr" else str.strip
-        recordings = texts = 0
-        for recording, text in zip_longest(self._recordings(), self._lines(self.labels)):
+        to_text = _text_of_letters if self.labels.suffix == ".ltr" else str.strip
+        recordings = labels = 0
+        for recording, label in zip_longest(self._recordings(), self._lines(self.labels)):
             recordings += recording is not None
-            texts += text is not None
-            if recording is not None and text is not None:
-                yield recording, spell(text[1])
-        if recordings != texts:
+            labels += label is not None
+            if recording is not None and label is not None:
+                yield recording, to_text(label[1])
+        if recordings != labels:
             raise DataError(
-                f"{self.labels} has {texts} lines, but {self.path} has {recordings} recordings; write one "
+                f"{self.labels} has {labels} lines, but {self.path} has {recordings} recordings. Write one "
                 "line for each recording, or remove the file to use no transcripts"
             )
 
@@ -116,31 +124,32 @@ class Fairseq(Manifest):
             frames = frames.strip()
             if not name or "\t" in name:
                 raise self.bad(line, f"is {text!r}, not a path, a tab and a number of frames")
-            # not int(): it accepts signs, spaces, underscores and the digits of all scripts
+            # int() would also accept signs, spaces, underscores and the digits of all scripts.
             if not _FRAMES.fullmatch(frames):
                 raise self.bad(line, f"{frames[:40]!r} is not a number of frames")
             yield line, name, int(frames)
 
     def _lines(self, path: Path) -> Iterator[tuple[int, str]]:
-        """Yield (number, text without line end) of each line. Raises DataError that names file and line."""
-        for line, raw in numbered_lines(path):
-            yield line, decoded(raw, path, line).rstrip("\r\n")
+        """Yield (number, text without line end) of each line. Raises DataError with file and line."""
+        for line, content in numbered_lines(path):
+            yield line, decode_line(content, path, line).rstrip("\r\n")
 
 
 def looks_like_fairseq(head: Sequence[bytes], folder: Path) -> bool:
-    """Whether ``head``, the first two lines of a file in ``folder``, can be from fairseq's TSV.
+    """Return whether ``head``, the first two lines of a file in ``folder``, can be from fairseq's TSV.
 
-    One of them is a recording (the first one if the root is missing), or the first is a folder.
+    Either line is a recording (the first line if the root is missing), or the first line is a folder.
     """
     if any(_RECORDING.fullmatch(line) for line in head):
         return True
     try:
         root = head[0].decode("utf-8-sig").strip()
         return bool(root) and os.path.isdir(folder / os.path.expanduser(root))
-    except ValueError:  # no UTF-8
+    except ValueError:  # not UTF-8
         return False
 
 
-def _from_letters(text: str) -> str:
+def _text_of_letters(letters: str) -> str:
     """Convert letters to words: ``O N E | T W O |`` is ``ONE TWO``."""
-    return " ".join("".join(text.split()).replace("|", " ").split())
+    words = "".join(letters.split()).replace("|", " ")
+    return " ".join(words.split())

@@ -1,4 +1,4 @@
-"""A folder of recordings as a corpus."""
+"""Reader of a folder of recordings as a corpus."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from speechtrain.data.formats.manifests import (
     MOST_TEXT_BYTES,
     Entry,
     Manifest,
-    Record,
     digest,
     measure,
     simple_cut,
@@ -21,20 +20,23 @@ from speechtrain.errors import DataError
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".sph", ".aiff", ".aif")
 _OTHER_SUFFIXES = (".m4a", ".mp4", ".aac", ".wma", ".amr", ".3gp", ".webm", ".caf", ".au", ".mov", ".mkv")
-_MOST_LIST_BYTES = 2**25  # of one list of transcripts: 300,000 of LibriSpeech, whose largest list has 0.03 MB
-_LAYOUTS = 3  # that are read: an index of fewer is built again
-_MOST_WAYS = 100  # by which a folder is reached, over links
+# The largest list of transcripts: 300,000 of LibriSpeech, whose largest list has 0.03 MB.
+_MAX_LIST_BYTES = 2**25
+_LAYOUTS = 3  # the number of layouts that are read: an index of fewer layouts is built again
+_MAX_VISITS = 100  # the most paths by which one folder is read, if links lead to it
 
 
 class Folder(Manifest):
     """Every recording below a folder, in three layouts that may be mixed.
 
-    One is ``x.wav`` (or flac, ogg, opus, mp3, sph, aiff) with its transcript in ``x.txt`` next to it.
-    Another is a folder ``wav`` with a folder ``txt`` beside it: ``wav/x.wav`` and ``txt/x.txt``.
-    The third is LibriSpeech's: each line of ``*.trans.txt`` is an id, a space and the transcript of
-    ``<id>.flac`` next to it, and an id begins with the speaker. A recording without either has an empty
-    transcript. Ids are paths that start with the folder's name, without suffix. Each header is read once,
-    for the length; a recording whose header cannot be read is kept and reported like any other bad one.
+    - ``x.wav`` (or flac, ogg, opus, mp3, sph, aiff) with its transcript in ``x.txt`` next to it.
+    - A folder ``wav`` with a folder ``txt`` next to it: ``wav/x.wav`` and ``txt/x.txt``.
+    - LibriSpeech's: each line of ``*.trans.txt`` is an id, a space and the transcript of ``<id>.flac`` next
+      to it. An id begins with the speaker.
+
+    A recording without a transcript file has an empty transcript. The id of a cut is the path of the
+    recording without suffix, from the folder's name on. Each header is read once, for the length. A
+    recording with a damaged header stays in the corpus and is reported like other damaged recordings.
     """
 
     kind = "folder"
@@ -44,8 +46,10 @@ class Folder(Manifest):
         return digest(self.kind, _LAYOUTS, str(self.path), self._files)
 
     def warnings(self) -> Iterator[str]:
-        names = files_below(self.path, _OTHER_SUFFIXES)
-        names = [name for name in names if os.path.splitext(name)[0] not in self._recordings]
+        names = []
+        for name in files_below(self.path, _OTHER_SUFFIXES):
+            if os.path.splitext(name)[0] not in self._recordings:
+                names.append(name)
         if names:
             suffixes = ", ".join(AUDIO_SUFFIXES)
             yield f"{self.path}: {len(names)} files are not read, such as {names[0]}. Convert to {suffixes}"
@@ -61,25 +65,25 @@ class Folder(Manifest):
 
     @cached_property
     def _files(self) -> list[tuple[str, int, int]]:
-        """(path below the folder, size, modification time in ns) of audio and text files, sorted."""
-        found = []
+        """The (path below the folder, size, modification time in ns) of audio and text files, sorted."""
+        files = []
         for name in files_below(self.path, (*AUDIO_SUFFIXES, ".txt")):
             try:
                 status = os.stat(self.path / name)
-                found.append((name, status.st_size, status.st_mtime_ns))
-            except OSError:  # a broken link is kept as a missing recording
-                found.append((name, -1, -1))
-        return found
+                files.append((name, status.st_size, status.st_mtime_ns))
+            except OSError:  # A broken link counts as a recording that is missing.
+                files.append((name, -1, -1))
+        return files
 
     @cached_property
     def _recordings(self) -> dict[str, str]:
-        """The path of each recording, by the path without suffix."""
+        """The path of each recording by its stem, which is the path without suffix."""
         names = [name for name, _, _ in reversed(self._files) if not name.lower().endswith(".txt")]
         return {os.path.splitext(name)[0]: name for name in names}
 
     @cached_property
     def _texts(self) -> dict[str, str]:
-        """The path of each text, by itself and in lower case: b.wav may have B.TXT."""
+        """The path of each text by the same path and by that path in lower case: b.wav may have B.TXT."""
         texts = dict[str, str]()
         for name, _, _ in self._files:
             if name.lower().endswith(".txt"):
@@ -87,33 +91,36 @@ class Folder(Manifest):
         return texts
 
     def _text(self, stem: str) -> str:
-        """Return the transcript of a recording. It is empty if there is none."""
-        for name in (stem, f"/{stem}".replace("/wav/", "/txt/")[1:]):
-            if path := self._texts.get(f"{name}.txt") or self._texts.get(f"{name}.txt".lower()):
+        """Return the transcript of a recording from its text file. It is empty if the file is missing."""
+        for text_stem in (stem, f"/{stem}".replace("/wav/", "/txt/")[1:]):
+            name = f"{text_stem}.txt"
+            path = self._texts.get(name) or self._texts.get(name.lower())
+            if path:
                 return " ".join(self._read(path).split())
         return ""
 
     def entries(self) -> Iterator[Entry]:
         if not self._recordings:
             raise DataError(f"{self.path} contains no recordings ({', '.join(AUDIO_SUFFIXES)})")
-        listed = self._listed({name for name, _, _ in self._files})
-        for number, stem in enumerate(sorted({*self._recordings, *listed}), 1):
+        utterances = self._librispeech()
+        for number, stem in enumerate(sorted({*self._recordings, *utterances}), 1):
             name = self._recordings.get(stem, stem + ".flac")
-            text, speaker = listed.get(stem, (None, None))
+            text, speaker = utterances.get(stem, (None, None))
             if text is None:
                 text = self._text(stem)
             path = str(self.path / name)
             seconds, rate = measure(path)
-            more: Record = {"rate": rate, "speaker": speaker}
-            cut = simple_cut(f"{self.name}/{stem}", path, 0.0, duration=seconds, text=text, **more)
+            cut = simple_cut(f"{self.name}/{stem}", path, 0.0, seconds, text, rate=rate, speaker=speaker)
             yield Entry(cut, number, -1)
 
-    def _listed(self, names: set[str]) -> dict[str, tuple[str, str | None]]:
+    def _librispeech(self) -> dict[str, tuple[str, str | None]]:
         """Return transcript and speaker by stem from LibriSpeech's lists, SPEAKER-CHAPTER.trans.txt."""
         transcripts = {}
-        for name in sorted(n for n in names if n.endswith(".trans.txt")):
+        for name, _, _ in self._files:
+            if not name.endswith(".trans.txt"):
+                continue
             folder, chapter = os.path.split(name.removesuffix(".trans.txt"))
-            for line in self._read(name, _MOST_LIST_BYTES).splitlines():
+            for line in self._read(name, _MAX_LIST_BYTES).splitlines():
                 identifier, _, text = line.strip().partition(" ")
                 if identifier:
                     is_named = "-" in chapter and identifier.startswith(chapter + "-")
@@ -133,22 +140,34 @@ def files_below(folder: Path, suffixes: tuple[str, ...]) -> list[str]:
 
     Raises DataError for a folder that cannot be read.
     """
+    files = []
+    for parent, names in _walk(folder):
+        for name in names:
+            if name.lower().endswith(suffixes) and not name.startswith("."):
+                files.append(os.path.relpath(os.path.join(parent, name), folder))
+    return sorted(files)
+
+
+def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder that is not hidden, with the names of its files. Links are followed.
+
+    Links may lead back to a folder above them, or double the number of paths at each level. So a folder is
+    not read below itself, and not more than ``_MAX_VISITS`` times.
+    """
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: {error.strerror}") from None
 
-    found = []
-    ways: dict[str, tuple[tuple[int, int], ...]] = {}  # the folders on the way to each: links may lead back
-    visits: Counter[tuple[int, int]] = Counter()  # or double the ways at each level
-    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        status, above = os.stat(place), ways.get(os.path.dirname(place), ())
-        own = (status.st_dev, status.st_ino)
-        ways[place], visits[own] = (*above, own), visits[own] + 1
-        if own in above or visits[own] > _MOST_WAYS:
+    chains: dict[str, tuple[tuple[int, int], ...]] = {}  # each folder with the folders above it
+    visits: Counter[tuple[int, int]] = Counter()
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        status = os.stat(parent)
+        identity = (status.st_dev, status.st_ino)
+        ancestors = chains.get(os.path.dirname(parent), ())
+        chains[parent] = (*ancestors, identity)
+        visits[identity] += 1
+        if identity in ancestors or visits[identity] > _MAX_VISITS:
             folders.clear()
             continue
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            if name.lower().endswith(suffixes) and not name.startswith("."):
-                found.append(os.path.relpath(os.path.join(place, name), folder))
-    return sorted(found)
+        yield parent, names

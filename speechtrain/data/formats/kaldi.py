@@ -1,17 +1,17 @@
-"""Kaldi's data directories."""
+"""Reader of Kaldi's data directories."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import cached_property
 
 from speechtrain.data.formats.manifests import (
     Entry,
     Manifest,
     Record,
-    decoded,
+    decode_line,
     digest,
     is_gzip,
     numbered_lines,
@@ -22,72 +22,95 @@ from speechtrain.errors import DataError
 
 LIST = "wav.scp"
 _FILES = (LIST, "segments", "text", "utt2spk")
-_NO_FILE = re.compile(r".*\||\|.*|-|.*\.ark:\d+")
-_ABOVE = 4  # folders between a recipe, where paths of Kaldi and ESPnet start, and its data directories
+_COMMAND_OR_ARCHIVE = re.compile(r".*\||\|.*|-|.*\.ark:\d+")
+# The most levels from a data directory up to the recipe's folder, where paths of Kaldi and ESPnet start.
+_MAX_LEVELS = 4
 
 
 class Kaldi(Manifest):
     """A folder with ``wav.scp`` and, if they exist, ``segments``, ``text`` and ``utt2spk``.
 
-    A command in ``wav.scp`` is refused: no file of a corpus runs a program here. Relative paths start at the
-    folder, or at the nearest of four above it that has the first recording. A speaker who is called
-    like the utterance, as Kaldi writes where nobody knows, is none. Ids are the folder's name and
-    the utterance's.
+    A command in ``wav.scp`` is refused, because no file of a corpus may run a program. Relative paths start
+    at the folder, or at the nearest of four folders above it that has the first recording. Kaldi writes the
+    utterance's id as the speaker if nobody knows the speaker, so such a speaker is omitted. The id of a cut
+    consists of the folder's name and the utterance's id.
     """
 
     kind = "kaldi"
 
     def fingerprint(self) -> str:
-        found = [stamp(self.path / name) for name in _FILES if (self.path / name).is_file()]
-        return digest(self.kind, self.name, self._root, found)
+        stamps = [stamp(self.path / name) for name in _FILES if (self.path / name).is_file()]
+        return digest(self.kind, self.name, self._root, stamps)
 
     def bad(self, line: int, problem: str) -> DataError:
-        """Return a DataError that names the list of utterances and its line."""
+        """Return a DataError with the list of utterances, the line and the problem."""
         return DataError(f"{self.path / self._utterances}:{line}: {problem}")
 
     def entries(self) -> Iterator[Entry]:
-        recordings = {key: self._audio(rest, line) for line, key, rest in self._lines(LIST)}
-        texts, speakers = ({key: rest for _, key, rest in self._lines(name)} for name in ("text", "utt2spk"))
-        line, is_part = 0, self._utterances != LIST
-        for line, name, rest in self._lines(self._utterances):
-            recording, start, end = rest.split() if rest.count(" ") == 2 else (name, "0", "-1")
-            if is_part and (rest.count(" ") != 2 or recording not in recordings):
-                raise self.bad(line, f"is no 'UTTERANCE RECORDING START END' of a recording in {LIST}")
-            times, path = {"start": start, "end": end}, recordings[recording]
-            begin, last = (self.time(times, key, line) or 0.0 for key in ("start", "end"))
-            length = {"duration": None if last == -1 else last - begin}
-            seconds = self.seconds(length, "duration", line, path, begin)
-            speaker = speakers.get(name, name)
-            more: Record = {"speaker": None if speaker == name else speaker, "segment": is_part}
-            more |= {"duration": seconds, "text": texts.get(name, "")}
-            yield Entry(simple_cut(f"{self.name}/{name}", path, begin, **more), line, -1)
+        paths = {key: self._audio(words, line) for line, key, words in self._lines(LIST)}
+        texts = {key: words for _, key, words in self._lines("text")}
+        speakers = {key: words for _, key, words in self._lines("utt2spk") if words != key}
+        is_segment = self._utterances != LIST
+        line = 0
+        for line, name, words in self._lines(self._utterances):
+            recording, start, duration = name, 0.0, None
+            if is_segment:
+                recording, start, duration = self._segment(words, line, paths)
+            path = paths[recording]
+            duration = self.seconds({"duration": duration}, "duration", line, path, start)
+            fields: Record = {"speaker": speakers.get(name), "segment": is_segment}
+            text = texts.get(name, "")
+            cut = simple_cut(f"{self.name}/{name}", path, start, duration, text, **fields)
+            yield Entry(cut, line, -1)
         if not line:
-            raise DataError(f"{self.path / self._utterances} is empty; it has a line for each utterance")
+            raise DataError(f"{self.path / self._utterances} is empty. It needs a line for each utterance")
 
     @property
     def _utterances(self) -> str:
+        """The name of the list of utterances."""
         return "segments" if (self.path / "segments").is_file() else LIST
 
+    def _segment(self, words: str, line: int, recordings: Container[str]) -> tuple[str, float, float | None]:
+        """Return recording, start and duration in seconds from a line of ``segments``.
+
+        The duration is None if the end is -1, which means the end of the recording.
+        """
+        recording, *times = words.split(" ")
+        if len(times) != 2 or recording not in recordings:
+            raise self.bad(line, f"is not 'UTTERANCE RECORDING START END' of a recording in {LIST}")
+        record = {"start": times[0], "end": times[1]}
+        start = self.time(record, "start", line) or 0.0
+        end = self.time(record, "end", line) or 0.0
+        duration = None if end == -1 else end - start
+        return recording, start, duration
+
     def _lines(self, name: str) -> Iterator[tuple[int, str, str]]:
-        """Yield line, first word and the others, with single spaces, of each line; none of a missing file."""
+        """Yield (line, first word, other words with single spaces) of a file, or nothing if it is missing."""
         path = self.path / name
         if not path.is_file():
             return
         self.check_place(path)
         if is_gzip(path):
             raise DataError(f"{path} is gzipped, which Kaldi does not read: unpack it")
-        for line, raw in numbered_lines(path):
-            if words := decoded(raw, path, line).split():
+        for line, content in numbered_lines(path):
+            words = decode_line(content, path, line).split()
+            if words:
                 yield line, words[0], " ".join(words[1:])
 
     @cached_property
     def _root(self) -> str:
-        names = (rest for _, _, rest in self._lines(LIST))
-        folders, first = (self.path, *self.path.parents[:_ABOVE]), next(names, "")
-        return str(next((folder for folder in folders if os.path.isfile(folder / first)), self.path))
+        """The folder where relative paths start."""
+        _, _, recording = next(self._lines(LIST), (0, "", ""))
+        for folder in (self.path, *self.path.parents[:_MAX_LEVELS]):
+            if os.path.isfile(folder / recording):
+                return str(folder)
+        return str(self.path)
 
     def _audio(self, name: str, line: int) -> str:
-        if not name or _NO_FILE.fullmatch(name):
-            told = f"is {name[:80]!r}; commands and archives are not read: name a file, such as the one that"
-            raise DataError(f"{self.path / LIST}:{line}: {told} the command reads, or its output")
+        """Return the path of a recording. Raises DataError for a command or an archive."""
+        if not name or _COMMAND_OR_ARCHIVE.fullmatch(name):
+            raise DataError(
+                f"{self.path / LIST}:{line}: is {name[:80]!r}. Commands and archives are not read: name a "
+                "file, such as the one that the command reads, or its output"
+            )
         return os.path.join(self._root, os.path.expanduser(name))

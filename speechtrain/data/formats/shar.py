@@ -1,6 +1,6 @@
-"""lhotse's Shar, read where it lies: cuts as JSON lines, and their audio as members of tars beside them.
+"""Reader of lhotse's Shar: cuts as JSON lines, and their audio as members of tars next to them.
 
-The index holds the place of each recording in its tar, so that reading a cut is one seek.
+Nothing is unpacked. The index holds the position of each recording in its tar, so reading a cut is one seek.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from speechtrain.data.formats.folder import Folder
 from speechtrain.data.formats.manifests import (
@@ -28,23 +28,41 @@ from speechtrain.errors import DataError
 from speechtrain.files import open_regular
 
 
+@dataclass(frozen=True)
+class Shard:
+    """A file of cuts, and the tar of their recordings."""
+
+    cuts: Path
+    tar: Path
+
+
+@dataclass(frozen=True)
+class TarRecording:
+    """A recording in a tar."""
+
+    id: str
+    path: str  # the position of the audio in the tar, as tar_members.place() writes it
+    record: Record | None  # the recording in lhotse's JSON format. None: it has no audio
+
+
 def looks_like_shar(folder: Path) -> bool:
-    """Whether a folder has cuts as lhotse's Shar names them."""
+    """Return whether a folder has files of cuts that are named as in lhotse's Shar."""
     return bool(_files(folder, "cuts", ".jsonl"))
 
 
 def _files(folder: Path, field: str, kind: str) -> list[Path]:
-    """The files of a field, in order: ``cuts.000000.jsonl.gz``; or one, ``recording.tar``."""
-    found = sorted(folder.glob(f"{field}.*"))
-    return [path for path in found if kind in path.name.removeprefix(field).removesuffix(".gz")]
+    """Return the files of a field in order, such as ``cuts.000000.jsonl.gz``, or one ``recording.tar``."""
+    paths = sorted(folder.glob(f"{field}.*"))
+    return [path for path in paths if kind in path.name.removeprefix(field).removesuffix(".gz")]
 
 
 class Shar(LhotseCuts):
     """A folder of ``cuts.*.jsonl[.gz]``, each with its ``recording.*.tar``, as ``CutSet.to_shar`` writes it.
 
-    A tar has two members for each cut, in their order: ``ID.flac`` (or another format), and ``ID.json``
-    with its recording. ``audio`` is the folder of the tars, relative to the first; empty if they are in it.
-    Other fields and custom ones are not read. Raises DataError for a folder without recordings.
+    A tar has two members for each cut, in the order of the cuts: ``ID.flac`` (or another format), and
+    ``ID.json`` with its recording. ``audio`` is the folder of the tars, relative to the folder of the cuts.
+    It is empty if both are the same folder. Other fields and custom fields are not read. Raises DataError for
+    a folder without recordings.
     """
 
     kind = "shar"
@@ -53,74 +71,92 @@ class Shar(LhotseCuts):
     def __init__(self, path: Path, audio: str = "") -> None:
         super().__init__(path)
         self.name = self.path.name
-        self._begins: list[tuple[int, Path]] = []  # how many cuts precede each shard, since entries() began
+        # The number of cuts before each shard that entries() has read.
+        self._cuts_before: list[int] = []
         self._audio = Folder(Path(os.path.join(self.path, os.path.expanduser(audio))))
 
     @cached_property
-    def _shards(self) -> list[tuple[Path, Path]]:
-        """Each file of cuts with its tar."""
-        cuts, tars = _files(self.path, "cuts", ".jsonl"), _files(self._audio.path, "recording", ".tar")
-        if packed := next((tar for tar in tars if tar.suffix != ".tar"), None):
-            raise DataError(f"{packed} cannot be read at any place; unpack it (gunzip {packed.name})")
+    def _shards(self) -> list[Shard]:
+        cuts = _files(self.path, "cuts", ".jsonl")
+        tars = _files(self._audio.path, "recording", ".tar")
+        for tar in tars:
+            if tar.suffix != ".tar":
+                raise DataError(f"{tar} is compressed, so no part of it can be read. Run gunzip {tar.name}")
         if not tars and cuts[0].name in ("cuts.jsonl", "cuts.jsonl.gz"):  # as prepare convert writes it
             raise DataError(f"{self.path} has a manifest and no recording.*.tar. Give {cuts[0]}")
         if len(tars) != len(cuts):
-            told = f"{len(cuts)} files of cuts, and {self._audio.path} has {len(tars)} recording.*.tar"
-            fix = "to_shar writes them with fields={'recording': 'flac'}; {path: …, audio: FOLDER} names them"
-            raise DataError(f"{self.path} is a Shar of {told}; {fix}")
-        for path, holder in [*((path, self) for path in cuts), *((tar, self._audio) for tar in tars)]:
-            holder.check_place(path)
-        return list(zip(cuts, tars, strict=True))
+            raise DataError(
+                f"{self.path} is a Shar of {len(cuts)} files of cuts, and {self._audio.path} has {len(tars)} "
+                "recording.*.tar. to_shar writes them with fields={'recording': 'flac'}, and "
+                "{path: …, audio: FOLDER} names their folder"
+            )
+        for path in cuts:
+            self.check_place(path)
+        for tar in tars:
+            self._audio.check_place(tar)
+        return [Shard(*paths) for paths in zip(cuts, tars, strict=True)]
 
     def fingerprint(self) -> str:
-        return digest(self.kind, self.name, [stamp(path) for shard in self._shards for path in shard])
+        stamps = []
+        for shard in self._shards:
+            stamps += [stamp(shard.cuts), stamp(shard.tar)]
+        return digest(self.kind, self.name, stamps)
 
     def at(self, line: int) -> str:
-        begin, path = self._begins[bisect_left(self._begins, line, key=lambda shard: shard[0]) - 1]
-        return f"{path}:{line - begin}"
+        index = bisect_left(self._cuts_before, line) - 1
+        return f"{self._shards[index].cuts}:{line - self._cuts_before[index]}"
 
     def entries(self) -> Iterator[Entry]:
-        line, self._begins = 0, [(0, self._shards[0][0])]
-        for cuts, tar in self._shards:
-            begin, found = line, _recordings(tar)
-            self._begins.append((begin, cuts))
-            for number, _, record in records(cuts):
-                line = begin + number
-                if (audio := next(found, None)) is None:
-                    raise self.bad(line, f"{tar} has no recording of this cut; write both again")
-                yield Entry(self._filled(record, *audio, line), line, -1)
-            if extra := next(found, None):
-                raise DataError(f"{tar} has recordings after those of {cuts}, such as {extra[0][:200]!r}")
+        line, self._cuts_before = 0, []
+        for shard in self._shards:
+            recordings = _recordings(shard.tar)
+            cuts_before = line
+            self._cuts_before.append(cuts_before)
+            for number, _, cut in records(shard.cuts):
+                line = cuts_before + number
+                recording = next(recordings, None)
+                if recording is None:
+                    raise self.bad(line, f"{shard.tar} has no recording of this cut. Write both again")
+                yield Entry(self._with_audio(cut, recording, line), line, -1)
+            surplus = next(recordings, None)
+            if surplus is not None:
+                raise DataError(
+                    f"{shard.tar} has more recordings than {shard.cuts} has cuts, such as "
+                    f"{surplus.id[:200]!r}"
+                )
 
-    def _filled(self, cut: Record, name: str, audio: str, recording: Record | None, line: int) -> Record:
-        """The known parts of a cut, with the place of its audio."""
-        if name != cut.get("id"):
-            raise self.bad(line, f"the cut is {str(cut.get('id'))[:200]!r}, its recording {name[:200]!r}")
-        if recording is None or cut.get("type") not in ("MonoCut", "MultiCut"):
+    def _with_audio(self, cut: Record, recording: TarRecording, line: int) -> Record:
+        """Return the known parts of a cut. Its audio is the recording in the tar."""
+        if recording.id != cut.get("id"):
+            names = f"{str(cut.get('id'))[:200]!r}, its recording {recording.id[:200]!r}"
+            raise self.bad(line, f"the cut is {names}")
+        if recording.record is None or cut.get("type") not in ("MonoCut", "MultiCut"):
             raise self.bad(
                 line, "has no audio: it needs one recording in its tar, as a MonoCut or MultiCut has"
             )
-        held: Any = recording.get("sources")
-        first = held[0] if isinstance(held, list) and held else None
-        source = {**first, "type": "file", "source": audio} if isinstance(first, dict) else {}
-        whole = self.cut_of(
-            {**cut, "recording": {**recording, "sources": [source], "transforms": None}}, line
-        )
-        return self._check_known(whole, line) | {"supervisions": whole.get("supervisions") or []}
+        sources, source = recording.record.get("sources"), {}
+        if isinstance(sources, list) and sources and isinstance(sources[0], dict):
+            source = {**sources[0], "type": "file", "source": recording.path}
+        record = {**recording.record, "sources": [source], "transforms": None}
+        checked_cut = self.cut_of({**cut, "recording": record}, line)
+        supervisions = checked_cut.get("supervisions") or []
+        return self._known_parts(checked_cut, line) | {"supervisions": supervisions}
 
 
-def _recordings(tar: Path) -> Iterator[tuple[str, str, Record | None]]:
-    """Yield the id and the place of each recording, and what its tar says of it, if it has audio."""
+def _recordings(tar: Path) -> Iterator[TarRecording]:
+    """Yield each recording of a tar. Raises DataError unless each audio file is followed by its JSON."""
     try:
         with open_regular(tar) as file:
-            found = members(file, tar)
-            for number, (name, offset, size) in enumerate(found, 1):
-                about, start, length = next(found, ("", 0, 0))
+            tar_members = members(file, tar)
+            for number, (name, offset, size) in enumerate(tar_members, 1):
+                json_name, json_offset, json_size = next(tar_members, ("", 0, 0))
                 stem = os.path.splitext(name)[0]
-                if stem != os.path.splitext(about)[0] or length > LONGEST_LINE:
+                if stem != os.path.splitext(json_name)[0] or json_size > LONGEST_LINE:
                     raise DataError(f"{tar}:{number}: {name[:200]!r} is not followed by its .json")
-                content = os.pread(file.fileno(), length, start)
-                record = None if name.endswith(".nodata") else parse(content, tar, number)
-                yield stem, place(tar, offset, size, name), record
+                record = None
+                if not name.endswith(".nodata"):
+                    content = os.pread(file.fileno(), json_size, json_offset)
+                    record = parse(content, tar, number)
+                yield TarRecording(stem, place(tar, offset, size, name), record)
     except OSError as error:
         raise DataError(f"{tar}: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""Tables of recordings: CSV, TSV and JSON objects, whose columns are found by name."""
+"""Reader of tables of recordings: CSV, TSV and JSON objects, whose columns are detected by name."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import csv
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from speechtrain.data.formats.folder import AUDIO_SUFFIXES
 from speechtrain.data.formats.manifests import (
     Entry,
     Nemo,
     Record,
-    decoded,
+    decode_line,
     digest,
     numbered_lines,
     records,
@@ -34,29 +35,32 @@ COLUMNS = {
     "start": ("start", "offset"),
     "end": ("end",),
 }
-"""Names, in small letters, by which a column is found; the keys are those of a source."""
+"""The names, in lower case, by which the column of each key of a source is detected."""
 
 _DELIMITERS = "\t,;|"
-_LONGEST_HEADER, _LONGEST_ROW = 2**16, 2**20  # bytes; a text of LONGEST_TRANSCRIPT has fewer
-_ROOT = re.compile(r"[${]*data_(root|folder)}?/")  # of SpeechBrain, whose recipes replace it
+_LONGEST_HEADER = 2**16  # bytes
+_LONGEST_ROW = 2**20  # bytes. A text of LONGEST_TRANSCRIPT has fewer
+_ROOT = re.compile(r"[${]*data_(root|folder)}?/")  # SpeechBrain's variable for the root folder of a table
 _LJSPEECH = ["id", "text", "normalised"]
 
 
-class Form(NamedTuple):
-    """How a table is written: the delimiter (of JSON: empty), and the columns (of no table: none)."""
+@dataclass(frozen=True)
+class Form:
+    """How a table is written."""
 
-    mark: str
-    columns: list[str]
+    delimiter: str  # empty for JSON
+    columns: list[str]  # empty if the file is not a table
     has_header: bool = False
 
 
 class Table(Nemo):
     """A table with a header, or LJSpeech's: lines ``id|text`` or ``id|text|normalised`` of wavs/id.wav.
 
-    ``columns`` names the column for a key of COLUMNS; others are found by name, and a recording without
-    the column of texts has an empty one. Times are in seconds; what ``duration`` and ``end`` do not tell is
-    in the header of the recording. Paths are relative to the table, of Common Voice's to ``clips``
-    beside it. Tabs and ``|`` separate without quoting, because a text may have a single quotation mark.
+    ``columns`` names the columns of keys of COLUMNS. Other columns are detected by name. Without a column of
+    texts, each transcript is empty. Times are in seconds. Without ``duration`` and ``end``, the header of
+    the recording is read. Paths are relative to the table. In Common Voice's tables they are relative to
+    ``clips`` next to the table. Tabs and ``|`` separate without quoting, because a text may have a single
+    quotation mark.
     """
 
     kind = "table"
@@ -64,7 +68,7 @@ class Table(Nemo):
     def __init__(self, path: Path, columns: Mapping[str, str] | None = None) -> None:
         super().__init__(path)
         self.columns = dict(columns or {})
-        if self.name == "metadata":  # as every corpus calls it
+        if self.name == "metadata":  # the table of every corpus in this layout has this name
             self.name = self.path.parent.name
 
     def fingerprint(self) -> str:
@@ -73,129 +77,181 @@ class Table(Nemo):
     @cached_property
     def form(self) -> Form:
         """How this table is written."""
-        raw = next(raw for _, raw in numbered_lines(self.path, in_array=True) if raw.strip())
-        head = raw[:_LONGEST_HEADER].decode("utf-8-sig", errors="replace")
-        if head.lstrip().startswith(("{", "[", "-")):
+        lines = numbered_lines(self.path, in_array=True)
+        header = next(content for _, content in lines if content.strip())
+        text = header[:_LONGEST_HEADER].decode("utf-8-sig", errors="replace")
+        if text.lstrip().startswith(("{", "[", "-")):
             for _, _, record in records(self.path):
                 return Form("", list(record))
-        return self._form_of(head, len(raw) <= _LONGEST_HEADER and "\0" not in head)
+        return self._delimited_form(text, len(header) <= _LONGEST_HEADER and "\0" not in text)
 
-    def _form_of(self, head: str, is_table: bool) -> Form:
-        """Return the form of a table with delimiters. ``is_table`` is whether its first line may be one."""
-        rows = {mark: _cells(head, mark) for mark in _DELIMITERS}
-        named = self.columns.values() or {name for names in COLUMNS.values() for name in names}
-        for mark, cells in rows.items():
-            if any(cell in named or cell.lower() in named for cell in cells):
-                return Form(mark, cells, has_header=True)
-        if not self.columns and 2 <= len(rows["|"]) <= 3:
-            return Form("|", _LJSPEECH[: len(rows["|"])])
-        mark = max(rows, key=lambda mark: len(rows[mark]))
-        columns = rows[mark]
-        if len(columns) < 2 or not is_table:
+    def _delimited_form(self, header: str, is_complete: bool) -> Form:
+        """Return the form of a table with delimiters, from its first line.
+
+        The form has no columns unless one column has a known name, or ``is_complete`` and there are several.
+        """
+        cells_by_delimiter = {delimiter: _cells(header, delimiter) for delimiter in _DELIMITERS}
+        names = set(self.columns.values())
+        if not names:
+            names.update(*COLUMNS.values())
+        for delimiter, cells in cells_by_delimiter.items():
+            if not names.isdisjoint(cells) or not names.isdisjoint(map(str.lower, cells)):
+                return Form(delimiter, cells, has_header=True)
+        bar_cells = len(cells_by_delimiter["|"])
+        if not self.columns and 2 <= bar_cells <= 3:
+            return Form("|", _LJSPEECH[:bar_cells])
+        delimiter = max(_DELIMITERS, key=lambda delimiter: len(cells_by_delimiter[delimiter]))
+        columns = cells_by_delimiter[delimiter]
+        if len(columns) < 2 or not is_complete:
             columns = []
-        return Form(mark, columns, has_header=True)
+        return Form(delimiter, columns, has_header=True)
+
+    @property
+    def _is_ljspeech(self) -> bool:
+        return bool(self.form.delimiter) and not self.form.has_header
 
     @cached_property
-    def _chosen(self) -> dict[str, str]:
-        """The column of each key that has one. Raises DataError that says how to choose it."""
-        columns, chosen = self.form.columns, dict[str, str]()
-        if self.form.mark and not self.form.has_header:
+    def _column_names(self) -> dict[str, str]:
+        """The column of each key that has one. Raises DataError with the setting that chooses a column."""
+        columns = self.form.columns
+        if self._is_ljspeech:
             return {"audio": columns[0], "text": columns[-1]}
+        column_names = {}
         for key, names in COLUMNS.items():
-            wanted = self.columns.get(key)
-            found = [c for c in columns if (c == wanted if wanted else c.lower() in names)]
-            problem = f"{len(found)} columns that may be its {key}" if len(found) > 1 else ""
-            if not found:
-                problem = f"no column {wanted!r}" if wanted else "no column that is known as its recordings"
-            if problem and (wanted or key == "audio" or (found and key == "text")):
-                more = " …" if len(columns) > 20 else ""
-                shown = ", ".join(repr(column[:40]) for column in columns[:20]) + more
-                how = f"choose with {{path: {self.path.name}, {key}: COLUMN}}"
-                raise self.bad(1, f"has {problem}: {shown}; {how}")
-            chosen |= {key: found[0]} if found else {}
-        return chosen
+            explicit = self.columns.get(key)
+            if explicit:
+                candidates = [column for column in columns if column == explicit]
+            else:
+                candidates = [column for column in columns if column.lower() in names]
+            must_be_one = explicit or key == "audio" or (candidates and key == "text")
+            if must_be_one and len(candidates) != 1:
+                raise self._column_error(key, len(candidates))
+            if candidates:
+                column_names[key] = candidates[0]
+        return column_names
+
+    def _column_error(self, key: str, candidates: int) -> DataError:
+        """Return the error for a key with no column or several, with the setting that chooses a column."""
+        explicit = self.columns.get(key)
+        problem = "no column that is known as its recordings"
+        if candidates:
+            problem = f"{candidates} columns that may be its {key}"
+        elif explicit:
+            problem = f"no column {explicit!r}"
+        columns = [repr(column[:40]) for column in self.form.columns[:20]]
+        if len(self.form.columns) > 20:
+            columns.append("…")
+        setting = f"{{path: {self.path.name}, {key}: COLUMN}}"
+        return self.bad(1, f"has {problem}: {', '.join(columns)}. Choose with {setting}")
 
     @cached_property
     def _clips(self) -> str:
-        is_there = "client_id" in self.form.columns and os.path.isdir(f"{self._folder}/clips")
-        return "clips" if is_there else ""
+        """The folder of Common Voice's recordings, relative to the table. It is empty for other tables."""
+        is_common_voice = "client_id" in self.form.columns and os.path.isdir(f"{self._folder}/clips")
+        return "clips" if is_common_voice else ""
 
     def beside(self, name: str) -> str:
-        """Resolve a path of the table."""
+        """Return an absolute path. A relative ``name`` starts at the folder of the recordings."""
         return super().beside(os.path.join(self._clips, os.path.expanduser(name)))
 
     def entries(self) -> Iterator[Entry]:
-        chosen, line = self._chosen, 0
+        line, column_names = 0, self._column_names
         for line, row in self._rows():
-            yield Entry(self.cut_of({key: row.get(chosen[key]) for key in chosen}, line), line, -1)
+            record = {key: row.get(column) for key, column in column_names.items()}
+            yield Entry(self.cut_of(record, line), line, -1)
         if not line:
-            raise DataError(f"{self.path} has a header only; add a row for each recording")
+            raise DataError(f"{self.path} has a header only. Add a row for each recording")
 
     def cut_of(self, record: Record, line: int) -> Record:
-        name = _ROOT.sub("", self.text(record, "audio", line), count=1)
-        if not name:
-            raise self.bad(line, f"has no recording in column {self._chosen['audio']!r}")
-        if self.form.mark and not self.form.has_header:
-            name = name if name.lower().endswith(AUDIO_SUFFIXES) else f"{name}.wav"
-            name = name if "/" in name else f"wavs/{name}"
+        name = self._recording_name(record, line)
         start, end, duration = (self.time(record, key, line) for key in ("start", "end", "duration"))
         begin = start or 0.0
         if begin < 0 or (end is not None and end < begin):
             raise self.bad(line, f"starts at {begin:g} s and ends at {end or 0:g} s")
-        known: Record = {"audio_filepath": name, "speaker": record.get("speaker") or None}
-        known["text"] = " ".join(self.text({"text": None, **record}, "text", line).split())
-        known["offset"] = start if end is None else begin
-        known["duration"] = duration if end is None else end - begin
-        return super().cut_of(known, line)
+        if end is not None:
+            start, duration = begin, end - begin
+        text = self.text(record, "text", line) if "text" in record else ""
+        nemo_record = {
+            "audio_filepath": name,
+            "speaker": record.get("speaker") or None,
+            "text": " ".join(text.split()),
+            "offset": start,
+            "duration": duration,
+        }
+        return super().cut_of(nemo_record, line)
+
+    def _recording_name(self, record: Record, line: int) -> str:
+        """Return the path of a recording, as the table has it. Raises DataError if the cell is empty."""
+        name = _ROOT.sub("", self.text(record, "audio", line), count=1)
+        if not name:
+            raise self.bad(line, f"has no recording in column {self._column_names['audio']!r}")
+        if self._is_ljspeech:
+            if not name.lower().endswith(AUDIO_SUFFIXES):
+                name = f"{name}.wav"
+            if "/" not in name:
+                name = f"wavs/{name}"
+        return name
 
     def _rows(self) -> Iterator[tuple[int, Record]]:
-        """Yield (line, value by column) of each recording."""
-        mark, columns, has_header = self.form
-        if not mark:
-            yield from ((line, record) for line, _, record in records(self.path))
+        """Yield line and value by column of each recording."""
+        form = self.form
+        if not form.delimiter:
+            for line, _, record in records(self.path):
+                yield line, record
             return
-        left = _LONGEST_ROW
+        rows = self._delimited_rows()
+        if form.has_header:
+            next(rows, None)
+        for line, cells in rows:
+            if form.delimiter == "\t":
+                cells = [_unquoted(cell) for cell in cells]
+            yield line, dict(zip(form.columns, cells, strict=True))
+
+    def _delimited_rows(self) -> Iterator[tuple[int, list[str]]]:
+        """Yield line and cells of each row that is not blank, with the header. Raises DataError."""
+        form = self.form
+        bytes_left = _LONGEST_ROW
 
         def lines() -> Iterator[str]:
-            nonlocal left
-            for line, raw in numbered_lines(self.path):
-                left -= len(raw)
-                if left < 0:
-                    raise self.bad(line, "a row is too long to be read; is a quotation mark not closed?")
-                yield decoded(raw, self.path, line)
+            nonlocal bytes_left
+            for line, content in numbered_lines(self.path):
+                bytes_left -= len(content)
+                if bytes_left < 0:
+                    raise self.bad(line, "a row is too long to be read. Is a quotation mark not closed?")
+                yield decode_line(content, self.path, line)
 
-        reader = _reader(lines(), mark)
+        reader = _reader(lines(), form.delimiter)
         try:
             for cells in reader:
-                left = _LONGEST_ROW
+                bytes_left = _LONGEST_ROW
                 if not "".join(cells).strip():
                     continue
-                if len(cells) != len(columns):
-                    told = f"has {len(cells)} cells, the table has {len(columns)} columns"
-                    raise self.bad(reader.line_num, f"{told}; put a cell with {mark!r} in quotation marks")
-                if not has_header:
-                    cells = map(_unquoted, cells) if mark == "\t" else cells
-                    yield reader.line_num, dict(zip(columns, cells, strict=True))
-                has_header = False
+                if len(cells) != len(form.columns):
+                    counts = f"has {len(cells)} cells, the table has {len(form.columns)} columns"
+                    fix = f"Put a cell with {form.delimiter!r} in quotation marks"
+                    raise self.bad(reader.line_num, f"{counts}. {fix}")
+                yield reader.line_num, cells
         except csv.Error as error:
-            raise self.bad(reader.line_num, f"is no row of a table ({error})") from None
+            raise self.bad(reader.line_num, f"is not a row of a table ({error})") from None
 
 
-def _reader(lines: Iterable[str], mark: str) -> Any:
-    quoting: Any = csv.QUOTE_NONE if mark in "\t|" else csv.QUOTE_MINIMAL
-    return csv.reader(lines, delimiter=mark, quoting=quoting, skipinitialspace=True, strict=True)
+def _reader(lines: Iterable[str], delimiter: str) -> Any:
+    quoting: Any = csv.QUOTE_NONE if delimiter in "\t|" else csv.QUOTE_MINIMAL
+    return csv.reader(lines, delimiter=delimiter, quoting=quoting, skipinitialspace=True, strict=True)
 
 
-def _cells(head: str, mark: str) -> list[str]:
+def _cells(line: str, delimiter: str) -> list[str]:
+    """Return the cells of a line, or none if it is not a row."""
     try:
-        return [cell.strip() for cell in next(_reader([head], mark))]
+        return [cell.strip() for cell in next(_reader([line], delimiter))]
     except csv.Error:
         return []
 
 
 def _unquoted(cell: str) -> str:
-    """A cell without the quotation marks that are around it, as others write one of a TSV."""
-    inner = cell[1:-1].replace('""', "")
-    return (
-        cell[1:-1].replace('""', '"') if cell[:1] == cell[-1:] == '"' != cell and '"' not in inner else cell
-    )
+    """Return a cell of a TSV without the quotation marks that some programs write around it."""
+    inner = cell[1:-1]
+    is_quoted = len(cell) > 1 and cell[0] == cell[-1] == '"'
+    if is_quoted and '"' not in inner.replace('""', ""):
+        return inner.replace('""', '"')
+    return cell

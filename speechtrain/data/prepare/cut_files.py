@@ -1,4 +1,4 @@
-"""Manifests of cuts on the disk: reading any source, measuring it, and writing it whole or not at all."""
+"""Manifests of cuts: the cuts of any source, their measured lengths, and the atomic writing of files."""
 
 from __future__ import annotations
 
@@ -24,37 +24,39 @@ from speechtrain.files import atomic, writing
 from speechtrain.text.normalise import normaliser
 
 Item = TypeVar("Item")
-Made = TypeVar("Made")
+Outcome = TypeVar("Outcome")
 
 _MEASURED = ("nemo", "mlperf", "fairseq", "table", "kaldi")
-"""Formats without the recording's own length and rate."""
-FIX = "use another --out"  # for what cannot be written
+"""Formats whose manifests lack the length and the rate of the recording."""
+FIX = "use another --out"  # if an output cannot be written
 _ROOM = 64 * 2**20  # bytes that stay free
-_CHUNK = 64  # recordings per thread that are given to the threads together
+_CHUNK = 64  # recordings for each thread that the threads receive at once
 
 
 def cuts_of(source: Source) -> Iterator[Record]:
     """Yield every cut in lhotse's JSON format. Raises DataError for a repeated id."""
-    seen: set[int] = set()  # keys, not ids: 60 MB for a million
+    seen_keys: set[int] = set()  # A million keys need 60 MB, less than the ids.
     for part in parts_of(source):
-        if isinstance(part, Manifest):
-            for entry in part.entries():
-                if (key := key_of(str(entry.cut["id"]))) in seen:
-                    raise part.bad(entry.line, f"cut id {entry.cut['id']!r} is repeated; ids must be unique")
-                seen.add(key)
-                _tell(entry.cut, part.facts)
-                if part.kind in _MEASURED:
-                    yield measured(entry.cut, counts_samples=part.kind == "fairseq")
-                else:
-                    yield entry.cut
-        else:
+        if not isinstance(part, Manifest):
             yield from (cut.to_dict() for cut in part.cuts())
+            continue
+        for entry in part.entries():
+            key = key_of(str(entry.cut["id"]))
+            if key in seen_keys:
+                raise part.bad(entry.line, f"cut id {entry.cut['id']!r} is repeated. Ids must be unique")
+            seen_keys.add(key)
+            _apply_facts(entry.cut, part.facts)
+            if part.kind in _MEASURED:
+                yield measured(entry.cut, counts_samples=part.kind == "fairseq")
+            else:
+                yield entry.cut
 
 
-def _tell(cut: Record, facts: Facts) -> None:
-    """Give a cut the language of its set, and transcripts by the set's normaliser."""
+def _apply_facts(cut: Record, facts: Facts) -> None:
+    """Give a cut the language of its set, and normalise its transcripts by the normaliser of the set."""
     for supervision in cut.get("supervisions") or ():
-        supervision |= {"language": facts.language} if facts.language else {}
+        if facts.language:
+            supervision["language"] = facts.language
         if facts.normaliser and supervision.get("text"):
             supervision["text"] = normaliser(facts.normaliser)(supervision["text"])
 
@@ -62,24 +64,24 @@ def _tell(cut: Record, facts: Facts) -> None:
 def measured(cut: Record, counts_samples: bool = False) -> Record:
     """Set the rate, length and channels of a cut of one file from its recording's header, if readable.
 
-    NeMo's and MLPerf's lines lack them, and lhotse refuses a recording that differs from its file.
-    The cut's end moves by at most 0.1 s or 1 %, the tolerance of rounded durations. If the manifest
-    ``counts_samples`` and the header has the same count, the duration becomes the header's.
+    The lines of NeMo and MLPerf lack them, and lhotse refuses a recording that differs from its file. The end
+    of the cut moves by at most 0.1 s or 1 %, the tolerance of rounded durations. If the manifest
+    ``counts_samples`` and the header has the same count, the header's duration replaces the cut's.
     """
     recording = cut["recording"]
-    info = header(recording["sources"][0]["source"])
-    if info is None:
-        return cut  # kept: it is reported like any other bad recording
-    if counts_samples and info.frames == recording["num_samples"]:
-        cut["duration"] = info.duration
-    channels = list(range(info.channels))
-    recording |= {"sampling_rate": info.samplerate, "num_samples": info.frames, "duration": info.duration}
+    file = header(recording["sources"][0]["source"])
+    if file is None:
+        return cut  # The cut is kept, because it is reported like any other bad recording.
+    if counts_samples and file.frames == recording["num_samples"]:
+        cut["duration"] = file.duration
+    channels = list(range(file.channels))
+    recording |= {"sampling_rate": file.samplerate, "num_samples": file.frames, "duration": file.duration}
     recording["channel_ids"] = recording["sources"][0]["channels"] = channels
-    if len(channels) > 1:  # all of them are averaged, here and in training
+    if len(channels) > 1:  # Training averages all channels, as the commands do.
         cut |= {"type": "MultiCut", "channel": channels}
-    over = cut["start"] + cut["duration"] - info.duration
-    if 0 < over <= max(0.1, 0.01 * cut["duration"]):
-        cut["duration"] = info.duration - cut["start"]
+    excess = cut["start"] + cut["duration"] - file.duration
+    if 0 < excess <= max(0.1, 0.01 * cut["duration"]):
+        cut["duration"] = file.duration - cut["start"]
     for supervision in cut["supervisions"]:
         supervision["duration"] = cut["duration"]
         supervision["channel"] = cut["channel"]
@@ -105,71 +107,78 @@ class Totals:
 
     def refuse(self, name: object, problem: Unusable) -> None:
         self.bad[problem.reason] += 1
-        told = (shortened(part, 8_000) for part in (str(name), problem.reason, problem.detail))
-        print("bad: " + "\t".join(map(printable, told)), flush=True)
+        columns = [shortened(text, 8_000) for text in (str(name), problem.reason, problem.detail)]
+        print("bad: " + "\t".join(map(printable, columns)), flush=True)
 
     def describe(self) -> str:
-        empty = f", {self.empty} empty transcripts" if self.empty else ""
-        bad = ", ".join(f"{count} {reason}" for reason, count in sorted(self.bad.items()))
-        return (
-            f"{self.utterances} utterances, {self.seconds / 3600:.2f} h, {self.characters} characters{empty}"
-            + (f"; bad: {bad}" if bad else "")
-        )
+        hours = self.seconds / 3600
+        description = f"{self.utterances} utterances, {hours:.2f} h, {self.characters} characters"
+        if self.empty:
+            description += f", {self.empty} empty transcripts"
+        if self.bad:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.bad.items()))
+            description += f", bad: {reasons}"
+        return description
 
 
 def write_cuts(
     out: Path, checked: Iterable[tuple[Record, Record | Unusable]], keeps_bad: bool = False
 ) -> int:
-    """Write the result of each (cut, result) pair, print refusals and totals; return the count of bad ones.
+    """Write the new cut of each (cut, new cut) pair, and print the bad recordings and the totals.
 
-    ``keeps_bad`` writes the original cut of a bad recording. Raises DataError if no recording is left,
-    MachineError if the file cannot be written.
+    A bad recording has its refusal in place of the new cut. With ``keeps_bad``, its old cut is written.
+    Returns the number of bad recordings. Raises DataError if no recording is left, MachineError if the file
+    cannot be written.
     """
     totals = Totals()
     with opened(out) as file:
-        for cut, made in checked:
-            if isinstance(made, Unusable):
-                totals.refuse(cut["id"], made)
+        for cut, new_cut in checked:
+            if isinstance(new_cut, Unusable):
+                totals.refuse(cut["id"], new_cut)
                 if not keeps_bad:
                     continue
-                made = cut
-            totals.add(made)
-            file.write(line_of(made))
+                new_cut = cut
+            totals.add(new_cut)
+            file.write(line_of(new_cut))
         refuse_empty(totals, out)
     print(f"{out}: {totals.describe()}")
     return totals.bad.total()
 
 
 def line_of(cut: Record) -> bytes:
-    # a lone surrogate becomes the escape \udcxx, as JSON writes it
+    # A lone surrogate becomes the escape \udcxx, as JSON writes it.
     return json.dumps(cut, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def refuse_empty(totals: Totals, out: Path) -> None:
+    """Raise DataError if no recording is left to write."""
     if not totals.utterances:
-        raise DataError(f"{out} is not written: no recording is usable; repair the sources")
+        raise DataError(f"{out} is not written: no recording is usable. Repair the sources")
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file to write, gzipped if its name ends in ``.gz``; it gets its name only on success.
+    """Open a file to write, gzipped if its name ends in ``.gz``. It gets its name only on success.
 
-    Raises MachineError if it cannot be written.
+    Raises MachineError if the file cannot be written.
     """
-    with writing(path, FIX), atomic(path) as temporary, temporary.open("wb") as raw:
+    with writing(path, FIX), atomic(path) as temporary, temporary.open("wb") as file:
         if path.suffix == ".gz":
-            with gzip.GzipFile(fileobj=raw, filename="", mode="wb", mtime=0) as file:
-                yield cast("IO[bytes]", file)
+            with gzip.GzipFile(fileobj=file, filename="", mode="wb", mtime=0) as gzip_file:
+                yield cast("IO[bytes]", gzip_file)
         else:
-            yield raw
+            yield file
 
 
 def parallel(
-    function: Callable[[Item], Made], items: Iterable[Item], jobs: int
-) -> Iterator[tuple[Item, Made | Unusable]]:
-    """Yield (item, result or refusal) in order from ``jobs`` threads; decoding releases Python's lock."""
+    function: Callable[[Item], Outcome], items: Iterable[Item], jobs: int
+) -> Iterator[tuple[Item, Outcome | Unusable]]:
+    """Apply ``function`` to items in ``jobs`` threads. Yields (item, outcome or refusal) in order.
 
-    def made(item: Item) -> Made | Unusable:
+    Threads suffice, because decoding releases Python's lock.
+    """
+
+    def outcome_or_refusal(item: Item) -> Outcome | Unusable:
         try:
             return function(item)
         except Unusable as problem:
@@ -178,22 +187,24 @@ def parallel(
     remaining = iter(items)
     with ThreadPoolExecutor(jobs) as pool:
         while chunk := list(islice(remaining, _CHUNK * jobs)):
-            yield from zip(chunk, pool.map(made, chunk), strict=True)
+            yield from zip(chunk, pool.map(outcome_or_refusal, chunk), strict=True)
 
 
-def check_room(place: Path, need: float, what: str, fix: str) -> str:
-    """A line that tells the bytes that ``place`` needs and those that are free.
+def check_room(folder: Path, need: float, qualifier: str, fix: str) -> str:
+    """Return a line with the bytes that ``folder`` needs and the bytes that are free.
 
-    Raises MachineError if less is free. ``what`` stands before the need, ``fix`` ends the error.
+    Raises MachineError if too few bytes are free. ``qualifier`` precedes the need: "about " or "up to ".
+    ``fix`` ends the error.
     """
-    whole = place.absolute()
-    free = shutil.disk_usage(next(path for path in (whole, *whole.parents) if path.exists())).free
-    told = f"{place} needs {what}{size_text(need)}, {size_text(free)} are free"
+    path = folder.absolute()
+    existing_folder = next(parent for parent in (path, *path.parents) if parent.exists())
+    free = shutil.disk_usage(existing_folder).free
+    line = f"{folder} needs {qualifier}{size_text(need)}, {size_text(free)} are free"
     if need + _ROOM > free:
-        raise MachineError(f"{told}; free some space, {fix}")
-    return told
+        raise MachineError(f"{line}. Free some space, {fix}")
+    return line
 
 
 def size_text(count: float) -> str:
-    """Bytes as MB or GB."""
+    """Return a number of bytes as MB or GB."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

@@ -1,4 +1,4 @@
-"""What a set of recordings holds: lengths, speakers, characters and likely errors."""
+"""Statistics of a set of recordings: lengths, speakers, characters and likely errors."""
 
 from __future__ import annotations
 
@@ -8,45 +8,57 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from speechtrain.data.formats.manifests import Record, seconds_of, speaker_of, text_of
 from speechtrain.data.recordings import Unusable
 
-_FAST, _SLOW = 2.0, 0.2  # times the median of characters per second; who reads aloud varies by a quarter
-_SILENT = 2e-3  # largest sample of full scale 1, 65 of 16 bits
-LONG = 20.0  # seconds: data.max_seconds of a run, unless it is set
+# Times the median of characters per second. The rate of reading aloud varies by a quarter between speakers.
+_FAST, _SLOW = 2.0, 0.2
+_SILENT = 2e-3  # the largest sample of a silent recording at full scale 1: 65 of 16 bits
+LONG = 20.0  # seconds, the default of data.max_seconds
 _CLIPPED = 5e-4  # share of samples at full scale
+_PERCENTS = {"shortest": 0, "5 %": 5, "median": 50, "95 %": 95, "longest": 100}
+_MOST_CHARACTERS = 200  # in the table
 
 
-class Heard(NamedTuple):
-    """A hash of a recording's samples, and what is likely wrong with them, if anything."""
+class AudioCheck(NamedTuple):
+    """The result of decoding a recording."""
 
-    content: bytes
-    fault: str
+    content: bytes  # a hash of the samples
+    fault: str  # the likely error, or ""
 
 
-def hear(cut: Record) -> Heard:
-    """Decode a cut at its own rate. Raises Unusable."""
+def hear(cut: Record) -> AudioCheck:
+    """Decode a cut at the rate of its recording. Raises Unusable."""
     from speechtrain.data.audio import read_cut
 
-    samples = np.abs(read_cut(cut, int((cut.get("recording") or {}).get("sampling_rate", 16_000))))
-    is_clipped = float((samples >= 0.999).mean()) > _CLIPPED
-    fault = "silent" if float(samples.max()) < _SILENT else "clipped" if is_clipped else ""
-    return Heard(hashlib.blake2b(samples.tobytes(), digest_size=16).digest(), fault)
+    rate = int((cut.get("recording") or {}).get("sampling_rate", 16_000))
+    samples = np.abs(read_cut(cut, rate))
+    fault = ""
+    if float(samples.max()) < _SILENT:
+        fault = "silent"
+    elif float((samples >= 0.999).mean()) > _CLIPPED:
+        fault = "clipped"
+    return AudioCheck(hashlib.blake2b(samples.tobytes(), digest_size=16).digest(), fault)
 
 
 class Statistics:
-    """Collects cuts, with what was heard of each, why it cannot be used, or None."""
+    """The statistics of the added cuts."""
 
     def __init__(self) -> None:
         self.ids: list[str] = []
         self.seconds: list[float] = []
         self.spoken: list[int] = []  # characters of each transcript, without spaces
         self.characters, self.speakers = Counter[str](), Counter[str]()
-        self.errors: dict[str, list[str]] = defaultdict(list)
-        self._copies: dict[object, list[str]] = defaultdict(list)
+        self.errors: dict[str, list[str]] = defaultdict(list)  # ids by error
+        self._copies: dict[object, list[str]] = defaultdict(list)  # ids by content
 
-    def add(self, cut: Record, heard: Heard | Unusable | None) -> None:
+    def add(self, cut: Record, check: AudioCheck | Unusable | None) -> None:
+        """Add a cut with the check of its audio, or None if the audio is not decoded.
+
+        Without a check, the file, start and duration stand for the content of the recording.
+        """
         from speechtrain.data.audio import files_of
 
         name, text = str(cut["id"]), text_of(cut)
@@ -55,59 +67,83 @@ class Statistics:
         self.spoken.append(len("".join(text.split())))
         self.characters.update(text)
         self.speakers[speaker_of(cut)] += 1
-        fault = heard.fault if isinstance(heard, Heard) else heard.reason if heard else ""
-        for found in (fault, "" if text.strip() else "no_transcript"):
-            if found:
-                self.errors[found].append(name)
-        if heard is None:
+        fault = ""
+        if check is None:
             self._copies[(*files_of(cut), cut.get("start"), cut.get("duration"))].append(name)
-        elif isinstance(heard, Heard) and fault != "silent":
-            self._copies[heard.content].append(name)
+        elif isinstance(check, Unusable):
+            fault = check.reason
+        else:
+            fault = check.fault
+            if fault != "silent":
+                self._copies[check.content].append(name)
+        if fault:
+            self.errors[fault].append(name)
+        if not text.strip():
+            self.errors["no_transcript"].append(name)
 
     def long(self) -> dict[str, Any]:
-        """Return the number and hours of recordings that a run does not use."""
+        """Return the number and hours of recordings that a run does not use by default."""
         seconds = [length for length in self.seconds if length > LONG]
-        return {"long": {"recordings": len(seconds), "hours": round(sum(seconds) / 3600, 4)}}
+        hours = sum(seconds) / 3600
+        return {"long": {"recordings": len(seconds), "hours": round(hours, 4)}}
 
     def result(self) -> dict[str, Any]:
-        """Return the figures as JSON has them; each likely error with the ids that show it."""
+        """Return the statistics as JSON stores them, with the ids of the recordings by likely error."""
         seconds, spoken = np.array(self.seconds), np.array(self.spoken)
         rates = np.divide(spoken, seconds, out=np.zeros(len(spoken)), where=seconds > 0)
-        median = float(np.median(rates[rates > 0])) if (rates > 0).any() else 0.0
-        shares = {"shortest": 0, "5 %": 5, "median": 50, "95 %": 95, "longest": 100}
-        likely = {
-            "too_fast": [self.ids[row] for row in np.flatnonzero(rates > _FAST * median)],
-            "too_slow": [self.ids[row] for row in np.flatnonzero((rates > 0) & (rates < _SLOW * median))],
-            "duplicates": [name for names in self._copies.values() if len(names) > 1 for name in names],
-        }
+        spoken_rates = rates[rates > 0]
+        median = float(np.median(spoken_rates)) if len(spoken_rates) else 0.0
+        lengths = {}
+        for name, percent in _PERCENTS.items():
+            lengths[name] = round(float(np.percentile(seconds, percent)), 2)
+        hours = float(seconds.sum()) / 3600
         return {
             "recordings": len(self.ids),
-            "hours": round(float(seconds.sum()) / 3600, 4),
+            "hours": round(hours, 4),
             "speakers": len(self.speakers.keys() - {""}),
             "without_speaker": self.speakers[""],
-            "seconds": {name: round(float(np.percentile(seconds, p)), 2) for name, p in shares.items()},
+            "seconds": lengths,
             "characters_per_second": round(median, 2),
             "characters": dict(self.characters.most_common()),
-            "likely_errors": {name: ids for name, ids in {**self.errors, **likely}.items() if ids},
+            "likely_errors": self._likely_errors(rates, median),
         }
+
+    def _likely_errors(self, rates: NDArray[np.float64], median: float) -> dict[str, list[str]]:
+        """Return ids by error. ``rates`` (N,) are characters per second, and 0 without a transcript."""
+        is_slow = (rates > 0) & (rates < _SLOW * median)
+        duplicates: list[str] = []
+        for names in self._copies.values():
+            if len(names) > 1:
+                duplicates += names
+        errors = {
+            **self.errors,
+            "too_fast": [self.ids[row] for row in np.flatnonzero(rates > _FAST * median)],
+            "too_slow": [self.ids[row] for row in np.flatnonzero(is_slow)],
+            "duplicates": duplicates,
+        }
+        return {name: ids for name, ids in errors.items() if ids}
 
 
 def table(result: Mapping[str, Any]) -> Iterable[str]:
-    """Yield the lines of a text table of ``Statistics.result``."""
+    """Yield the lines of a text table of ``Statistics.result`` and ``Statistics.long``."""
     unknown = f" ({result['without_speaker']} recordings without one)" if result["without_speaker"] else ""
+    lengths = ", ".join(f"{name} {seconds:g}" for name, seconds in result["seconds"].items())
     yield f"recordings  {result['recordings']}"
     yield f"hours       {result['hours']:.2f}"
     yield f"speakers    {result['speakers']}{unknown}"
-    yield "seconds     " + ", ".join(f"{name} {value:g}" for name, value in result["seconds"].items())
-    if count := result["long"]["recordings"]:
-        hours = result["long"]["hours"]
-        yield f"long        {count} recordings ({hours:.2f} h) are longer than data.max_seconds={LONG:g}"
+    yield f"seconds     {lengths}"
+    long_count, long_hours = result["long"]["recordings"], result["long"]["hours"]
+    if long_count:
+        long = f"{long_count} recordings ({long_hours:.2f} h) are longer than data.max_seconds={LONG:g}"
+        yield f"long        {long}"
     yield f"characters  {sum(result['characters'].values())}, {result['characters_per_second']:g} a second"
     counts = [f"{character!r} {count}" for character, count in result["characters"].items()]
-    for first in range(0, min(len(counts), 200), 10):
-        yield "            " + "  ".join(counts[first : first + 10])
-    if len(counts) > 200:
-        yield f"            and {len(counts) - 200} more, which --json lists"
+    for start in range(0, min(len(counts), _MOST_CHARACTERS), 10):
+        yield "            " + "  ".join(counts[start : start + 10])
+    if len(counts) > _MOST_CHARACTERS:
+        yield f"            and {len(counts) - _MOST_CHARACTERS} more, which --json lists"
     for name, ids in result["likely_errors"].items():
-        shown = ", ".join(ids[:3]) + (" …" if len(ids) > 3 else "")
-        yield f"{name.replace('_', ' '):<14}{len(ids):>6}  {shown}"
+        examples = ", ".join(ids[:3])
+        if len(ids) > 3:
+            examples += " …"
+        yield f"{name.replace('_', ' '):<14}{len(ids):>6}  {examples}"

@@ -1,4 +1,4 @@
-"""Training of a SentencePiece model, for speechtrain prepare tokenizer and for the tokenizers of a corpus."""
+"""Training of a SentencePiece model, for ``speechtrain prepare tokenizer`` and the tokenizers of a corpus."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Subwords:
         tokenizer = SentencePiece(str(out), self.normaliser)
         uncovered = sum(bool(tokenizer.unknown(text)) for text in texts)
         transcripts = [text for text in texts if text]
-        labels = sum(len(tokenizer.encode(text)) for text in transcripts if not tokenizer.unknown(text))
-        mean = labels / max(1, len(transcripts) - uncovered)
+        label_count = sum(len(tokenizer.encode(text)) for text in transcripts if not tokenizer.unknown(text))
+        mean = label_count / max(1, len(transcripts) - uncovered)
         pieces = f"{tokenizer.size - 1} {self.kind} pieces from {len(transcripts)} transcripts"
         print(f"{out}: {pieces}, {mean:.1f} labels each")
         if uncovered:
-            print(f"{uncovered} transcripts have symbols outside the coverage; training skips them")
+            print(f"{uncovered} transcripts have symbols outside the coverage. Training skips them")
         keys = f"tokenizer.model={out.absolute()} tokenizer.normaliser={self.normaliser}"
         print(f"use it with: tokenizer=sentencepiece {keys}")

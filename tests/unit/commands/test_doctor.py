@@ -57,13 +57,13 @@ def test_the_choices_of_another_installation_are_amber(
 ) -> None:
     import speechtrain.conf
 
-    finding = doctor.installation()
+    finding = doctor.installation_finding()
     assert finding.state == "green"
-    assert finding.found.endswith("conf")
+    assert finding.text.endswith("conf")
     monkeypatch.setattr(speechtrain.conf, "__path__", [str(tmp_path / "conf")])
-    finding = doctor.installation()
+    finding = doctor.installation_finding()
     assert finding.state == "amber"
-    assert f"choices in {tmp_path}/conf, remove" in finding.found
+    assert f"choices in {tmp_path}/conf, remove" in finding.text
 
 
 def test_a_sound_recipe_is_green_and_leaves_no_file(
@@ -169,16 +169,16 @@ def test_an_absent_device_that_is_not_typed_is_red(
 def test_host_memory_is_for_the_ranks_of_one_host(launcher: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a  # the first\nb\n")
     config = compose(["device=hpu", "world_size=16", *launcher])
-    (finding,) = doctor._host_memory(config, build_device(config))
-    assert finding.found.endswith("for 8 cards asks for 512 GiB a host")
+    finding = doctor._host_memory_finding(config, build_device(config))
+    assert finding.text.endswith("for 8 cards asks for 512 GiB a host")
 
 
 @pytest.mark.parametrize(
     ("plugin", "torch_version", "state", "text"),
     [
         ("1.22.2.32", "2.7.1", "green", "is built for torch 2.7, and torch is 2.7.1"),
-        ("1.19.0.561", "2.7.1", "red", "is built for torch 2.5, and torch is 2.7.1; use an image"),
-        ("1.24.1.482", "2.10.0", "red", "is built for torch 2.11, and torch is 2.10.0; use an image"),
+        ("1.19.0.561", "2.7.1", "red", "is built for torch 2.5, and torch is 2.7.1. Use an image"),
+        ("1.24.1.482", "2.10.0", "red", "is built for torch 2.11, and torch is 2.10.0. Use an image"),
         ("1.24.0.1007", "2.10.0a0+git1", "green", "is built for torch 2.10, and torch is 2.10.0a0+git1"),
         ("1.99.0.1", "2.7.1", "amber", "is not in the table of docs/devices.md"),
     ],
@@ -193,9 +193,9 @@ def test_the_release_of_a_vendors_plugin_fits_one_torch(
         (folder / "METADATA").write_text(lines)
     monkeypatch.syspath_prepend(str(tmp_path))
     config = compose([*GAUDI, "run_dir=run"])
-    finding = next(doctor._vendor_requirements(config, build_device(config)))
-    assert (finding.what, finding.state) == ("release", state)
-    assert text in finding.found
+    finding = next(doctor._vendor_findings(config, build_device(config)))
+    assert (finding.subject, finding.state) == ("release", state)
+    assert text in finding.text
 
 
 def test_varying_shapes_are_unfit_for_gaudi(capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,11 +256,11 @@ def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_disk_that_is_read_only_or_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert doctor._room("disk", tmp_path / "not" / "made", "OUTPUT_DIR").state != doctor.RED
+    assert doctor._space_finding("disk", tmp_path / "not" / "made", "OUTPUT_DIR").state != doctor.RED
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    finding = doctor._room("disk", tmp_path, "OUTPUT_DIR")
+    finding = doctor._space_finding("disk", tmp_path, "OUTPUT_DIR")
     assert finding.state == doctor.RED
-    assert "set OUTPUT_DIR" in finding.found
+    assert "Set OUTPUT_DIR" in finding.text
 
 
 _DEVICE = """

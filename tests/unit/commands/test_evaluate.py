@@ -166,7 +166,7 @@ def test_the_precision_may_change(run_dir: Path, capsys: pytest.CaptureFixture[s
         (["device"], ConfigError, "not KEY=VALUE"),
         (["decoder=beam", "decoder.hotwords=[yes,12]"], ConfigError, "item 2: 12 is not a string, quote it"),
         (["decoder=beam", "decoder.hotwords=a,b"], ConfigError, r"write a list as decoder.hotwords=\[…\]"),
-        (["device=_cpu"], ConfigError, "device=_cpu: a base YAML is not a choice; choose cpu, "),
+        (["device=_cpu"], ConfigError, "device=_cpu: a base YAML is not a choice, choose cpu, "),
         (["precision=fp16"], MachineError, "precision=bf16"),
         (["--set", "dev"], ConfigError, "NAME=FILE"),
         (["--worst", "-1"], ConfigError, "--worst -1: it must be at least 0"),

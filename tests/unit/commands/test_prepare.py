@@ -80,7 +80,7 @@ def test_a_tokenizer_is_the_same_from_the_same_texts_through_any_format() -> Non
 
 def test_a_tokenizer_too_large_names_the_largest_size() -> None:
     nemo(Path("a.jsonl"), ("a.wav", 1.0, "one two"))
-    with pytest.raises(DataError, match="the largest possible size is"):
+    with pytest.raises(DataError, match="The largest possible size is"):
         prepare.run(["tokenizer", "a.jsonl", "--out", "t.model", "--size", "500"])
     with pytest.raises(ConfigError, match="did you mean 'lower'"):
         prepare.run(["tokenizer", "a.jsonl", "--out", "t.model", "--normaliser", "lowr"])
@@ -208,8 +208,8 @@ def test_a_split_by_recording_moves_none_when_others_are_added() -> None:
     ("argv", "error", "words"),
     [
         (["--share", "1"], ConfigError, "--share 1.0: it must be above 0 and below 1"),
-        (["--by", "speaker"], DataError, "1 of 1 cuts name no speaker; use --by recording"),
-        ([], DataError, "one cut only"),
+        (["--by", "speaker"], DataError, "1 of 1 cuts name no speaker. Use --by recording"),
+        ([], DataError, "only one cut"),
     ],
 )
 def test_a_split_that_cannot_be_is_one_line(argv: list[str], error: type[Exception], words: str) -> None:
@@ -369,7 +369,7 @@ def test_bad_recordings_are_in_no_tsv_and_move_no_other(capsys: pytest.CaptureFi
     ("argv", "error", "words"),
     [
         (["nowhere"], DataError, "nowhere: No such file"),
-        (["data", "--ext", "mp3"], DataError, r"contains no \*\.mp3 file; .* --ext"),
+        (["data", "--ext", "mp3"], DataError, r"contains no \*\.mp3 file\. .* --ext"),
         (["data", "--ext", "wav"], DataError, "no recording is usable"),
         (["data", "--valid-percent", "5"], ConfigError, "--valid-percent 5.0: it must be a share"),
         (["data", "--out", "file/m"], MachineError, "use another --out"),

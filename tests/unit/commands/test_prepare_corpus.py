@@ -208,9 +208,9 @@ def test_what_is_typed_wrongly_is_one_line(
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["corpus=librispeech", "root=nowhere"], "nowhere is no folder; set root=DIR, or download=true"),
+        (["corpus=librispeech", "root=nowhere"], "nowhere is not a folder. Set root=DIR, or download=true"),
         (["corpus=librispeech", "root=root", "parts=test-other"], "test-other does not exist"),
-        (["corpus=tedlium3", "root=root"], "legacy/train does not exist; set root=DIR, or download=true"),
+        (["corpus=tedlium3", "root=root"], "legacy/train does not exist. Set root=DIR, or download=true"),
         (["corpus=switchboard", "root=root", "download=true"], "at https://catalog.ldc.upenn.edu/LDC97S62"),
         (["corpus=common_voice", "root=root", "download=true"], "at https://commonvoice.mozilla.org"),
         (["corpus=common_voice", "root=root", "language=xx"], "xx/train.tsv does not exist"),

@@ -257,5 +257,5 @@ def test_captions_that_cannot_lie_beside_are_refused_before_decoding(
     (tmp_path / name).write_text(f"{content}\n{content}\n")
     if content == "RIFF":
         shutil.copy(folder / "stereo.flac", tmp_path / name)
-    with pytest.raises(ConfigError, match=rf"--format srt: .*{message}; name a folder .* --out DIR"):
+    with pytest.raises(ConfigError, match=rf"--format srt: .*{message}\. Name a folder .* --out DIR"):
         transcribe.run([str(run_dir), *(str(tmp_path / path) for path in audio), ONE, "--format", "srt"])

@@ -385,7 +385,7 @@ def test_a_file_that_cannot_be_read_is_named(config: DictConfig, tmp_path: Path)
         half,
     ):
         (tmp_path / "config.yaml").write_text(text)
-        with pytest.raises(RunError, match=r"config\.yaml is damaged \(.*\); delete it, and the command "):
+        with pytest.raises(RunError, match=r"config\.yaml is damaged \(.*\)\. Delete it, and the command "):
             load(tmp_path / "config.yaml")
 
 
@@ -405,12 +405,12 @@ def test_the_encoder_owns_the_sample_rate(config: DictConfig) -> None:
         ),
         (["data.batch.window=0"], "data.batch.window=0: it must be at least 1 (plain shuffling)"),
         (["data.shapes=-1"], "data.shapes=-1: it must be at least 0 (no fixed shapes)"),
-        (["tokenizer.alphabet=aa"], "tokenizer.alphabet repeats 'a'; list each character once"),
+        (["tokenizer.alphabet=aa"], "tokenizer.alphabet repeats 'a'. List each character once"),
         (
             ["tokenizer=sentencepiece", "tokenizer.model=/no"],
             "tokenizer.model: /no: No such file or directory",
         ),
-        (["augment.warp=1"], "augment.warp is 1; it must be 0 or more and below 0.5"),
+        (["augment.warp=1"], "augment.warp is 1. It must be 0 or more and below 0.5"),
         (["model=wav2vec2", "encoder=wav2vec2", "encoder.mask=null"], "encoder.mask is null"),
     ],
 )

@@ -209,7 +209,7 @@ def test_the_updates_of_the_contextnet_recipes_beside_the_sources_400_000() -> N
 
 @pytest.mark.parametrize("name", ["mlperf", "nemo_quartznet"])
 def test_a_mapping_of_sets_in_place_of_a_list_is_refused_with_the_form(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"data\.train: the config has a list here; write one, such as"):
+    with pytest.raises(ConfigError, match=r"data\.train: the config has a list here\. Write one, such as"):
         compose([f"recipe={name}", "data.train={a: {path: a.jsonl, weight: 3}}"])
     config = compose([f"recipe={name}", "data.train=[{path: a.jsonl, weight: 3}, b.jsonl]"])
     assert config.data.train == [{"path": "a.jsonl", "weight": 3}, "b.jsonl"]

@@ -10,7 +10,7 @@ import pytest
 import soundfile
 
 from speechtrain.data.audio import read_file
-from speechtrain.data.pieces import Recording, quietest, recordings
+from speechtrain.data.pieces import Recording, piece_end, recordings
 from speechtrain.errors import DataError
 
 RATE = 16_000
@@ -46,10 +46,10 @@ def test_pieces_lie_end_to_end_and_end_in_the_pauses(tmp_path: Path, suffix: str
 
 
 def test_of_equal_loudness_the_last_place_is_taken() -> None:
-    assert quietest(np.zeros(10 * RATE, np.float32), RATE) == 10 * RATE - RATE // 10
+    assert piece_end(np.zeros(10 * RATE, np.float32), RATE) == 10 * RATE - RATE // 10
     loud = np.ones(10 * RATE, np.float32)
     loud[6 * RATE : 7 * RATE] = 0.0
-    assert 6 * RATE < quietest(loud, RATE) < 7 * RATE
+    assert 6 * RATE < piece_end(loud, RATE) < 7 * RATE
 
 
 def test_a_recording_at_another_rate_is_the_same_in_pieces(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_workers_that_cannot_be_started_are_done_without(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("speechtrain.data.workers._work", unknown)  # its module is unknown to them
+    monkeypatch.setattr("speechtrain.data.workers._run_worker", unknown)  # its module is unknown to them
     assert [batch.index for batch in workers.map(loader, planned(1))] == [0]
     workers.wait_until_ready()
     assert workers.pids == []
@@ -277,10 +277,10 @@ def test_closing_ends_the_workers(loader: BatchLoader, workers: Processes) -> No
 def test_a_worker_whose_program_has_ended_is_silent(tmp_path: Path) -> None:
     code = (
         "from multiprocessing import Pipe\n"
-        "from speechtrain.data.workers import _work\n"
+        "from speechtrain.data.workers import _run_worker\n"
         "program, worker = Pipe()\n"
         "program.close()\n"
-        f"_work(worker, {str(tmp_path / 'none')!r})\n"
+        f"_run_worker(worker, {str(tmp_path / 'none')!r})\n"
     )
     worker = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (worker.returncode, worker.stderr) == (0, "")

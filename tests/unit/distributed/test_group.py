@@ -317,7 +317,7 @@ def test_every_starters_words_are_understood(environ: dict[str, str]) -> None:
     assert World.from_environment(world.variables()) == world
     assert World.from_environment({**environ, **World().variables()}) == World()  # torchrun's first
     broken = {n: v if n.endswith("SIZE") or "TASKS" in n else "x" for n, v in environ.items()}
-    with pytest.raises(MachineError, match="is 'x'; the launcher must set it"):
+    with pytest.raises(MachineError, match=r"is 'x'\. The launcher must set it"):
         World.from_environment(broken)
 
 

@@ -518,7 +518,7 @@ def test_constants_are_not_weights() -> None:
         ({"form": "kaldi"}, "form is 'kaldi'"),
         ({"padding": "same"}, "padding is 'same'"),
         ({"n_fft": 256}, "n_fft is 256, and window_seconds covers 320"),
-        ({"n_fft": 513}, "n_fft is 513; it must be even"),
+        ({"n_fft": 513}, "n_fft is 513. It must be even"),
         ({"hop_seconds": 1e-6}, "hop_seconds"),
         ({"f_max": 9000.0}, "f_min and f_max"),
         ({"f_min": 8000.0}, "f_min and f_max"),

@@ -276,5 +276,5 @@ def test_a_beam_for_a_tdt_is_refused_before_it_trains(key: str) -> None:
     tokenizer, choice = Characters(), f"{key}=beam" if key == "decoder" else f"decoder@{key}=beam"
     config = compose(["model=rnnt_small", TDT, choice])
     encoder = build(config, "encoder", augment=build(config, "augment"))
-    with pytest.raises(ConfigError, match=f"{key}: this model has no beam search; set {key}=greedy"):
+    with pytest.raises(ConfigError, match=f"{key}: this model has no beam search. Set {key}=greedy"):
         build_model(config, tokenizer, encoder)

@@ -15,7 +15,7 @@ from speechtrain.launcher import Result
 from speechtrain.rank.main import _restart
 from speechtrain.run_directory import RunLock
 from speechtrain.runs.compose import compose
-from speechtrain.runs.start import _outcome
+from speechtrain.runs.start import _run_result
 from speechtrain.tracking.console import start_line
 
 from ...conftest import Disk
@@ -86,7 +86,7 @@ def test_a_disk_without_room_for_a_file_of_a_rank_is_the_machines_fault(disk: Di
     assert done.returncode == 4
     assert "result.json cannot be written: [Errno 28] No space left on device" in done.stderr
     with pytest.raises(OSError, match="No space left on device"):  # which is code 4, whatever the agent's is
-        _outcome(Result(1), Path(config.run_dir))
+        _run_result(Result(1), Path(config.run_dir))
 
 
 def test_a_rank_but_the_first_keeps_its_outcome_to_itself(tmp_path: Path) -> None:

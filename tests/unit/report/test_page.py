@@ -172,8 +172,8 @@ def test_every_chart_says_its_values_to_those_who_cannot_see_it(tmp_path: Path) 
 def test_a_log_of_thousands_of_metrics_has_a_bounded_number_of_charts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert page_module._MOST_CHARTS <= 200, "each takes 5 ms"
-    monkeypatch.setattr(page_module, "_MOST_CHARTS", 20)
+    assert page_module._MAX_CHARTS <= 200, "each takes 5 ms"
+    monkeypatch.setattr(page_module, "_MAX_CHARTS", 20)
     run_dir = _whole_run(tmp_path)
     row = {"event": "valid", "time": 0.0, "step": 1, "set": "a", **{f"m{i}": 1.0 for i in range(2000)}}
     with (run_dir / "metrics.jsonl").open("a") as file:
@@ -411,7 +411,7 @@ def test_short(value: float, shown: str) -> None:
 def _chart(*values: float | None, maybe_log: bool = True, from_zero: bool = False) -> Chart:
     curve = Curve([float(i) for i in range(len(values))], list(values))
     lines = [Line("a", curve, is_faint=True), Line("a", curve)]
-    return Chart("WER", lines, "%", from_zero, maybe_log, last=len(values))
+    return Chart("WER", lines, "%", from_zero, maybe_log, last_step=len(values))
 
 
 @pytest.mark.slow
@@ -426,8 +426,8 @@ def _chart(*values: float | None, maybe_log: bool = True, from_zero: bool = Fals
 )
 def test_any_curve_can_be_drawn(values: list[float | None], from_zero: bool, maybe_log: bool) -> None:
     chart = _chart(*values, from_zero=from_zero, maybe_log=maybe_log)
-    assert bool(chart.drawn) == any(v is not None for v in values)
-    if chart.drawn:
+    assert bool(chart.visible) == any(v is not None for v in values)
+    if chart.visible:
         assert "nan" not in chart.svg
         assert "inf" not in chart.svg
         Page(chart.svg)
@@ -556,7 +556,7 @@ def test_a_page_says_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.Monk
     events = [("valid", {"step": 1, "set": f"s{number}", "wer": 0.1}) for number in range(40)]
     events.append(("examples", {"step": 1, "set": "s0", "rows": [row, long_row, *[row] * 38]}))
     folder = _write(tmp_path / "run", *events, config="a: ${b}\nb: 1\n")
-    monkeypatch.setattr(run_directory, "_MOST_ROWS", 41)
+    monkeypatch.setattr(run_directory, "_MAX_ROWS", 41)
     (folder / "skipped.jsonl").write_text('{"id": "a"}\n' * 50)
     run = read_run(folder)
     assert run.notes[:2] == ("9 lines of logs are left out", "10 sets are left out")

@@ -210,7 +210,7 @@ def test_a_rank_without_the_device_of_rank_0_refuses(tmp_path: Path, monkeypatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "0")
     rank_0, rank_1 = (ExternalLaunch(World(rank, 2, 0, 1), run_dir) for rank in range(2))
-    rank_0._tell({"environment": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}})
+    rank_0._send({"environment": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}})
     assert rank_1.join() == MachineError.exit_code
     failure = read_failure(run_dir)
     assert failure is not None

@@ -23,7 +23,7 @@ GROUPS = {
     if folder.is_dir()
 }
 GROUPS = {name: choices for name, choices in GROUPS.items() if choices}
-KEYS = sorted(composition._known_keys([], None))
+KEYS = sorted(composition._config_keys([], None))
 
 
 def _damaged(texts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:

@@ -28,6 +28,6 @@ def test_rank_0_passes_where_to_meet_and_nothing_that_runs_code(tmp_path: Path) 
 @pytest.mark.parametrize("name", ["LD_PRELOAD", "PYTHONPATH", "PATH", ALLOW_TARGETS, "OMP_TOOL_LIBRARIES"])
 def test_a_rank_takes_no_other_variable_from_the_run_directory(name: str, tmp_path: Path) -> None:
     first, second = ranks(tmp_path)
-    first._tell({"environment": {"MASTER_ADDR": "127.0.0.1", name: "evil.so"}})
+    first._send({"environment": {"MASTER_ADDR": "127.0.0.1", name: "evil.so"}})
     with pytest.raises(RunError, match=f"{RENDEZVOUS} sets {name}"):
         second.join()

@@ -194,7 +194,7 @@ def test_the_hosts_of_a_cluster_may_have_a_corpus_but_not_the_tokenizer(
 def test_another_path_keeps_its_error(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, lines = start(capsys, "recipe=scratch", f"data.train={path}")
     assert (code, len(lines)) == (3, 1)
-    assert "does not exist; give a manifest or a folder" in lines[0]
+    assert "does not exist. Give a manifest or a folder" in lines[0]
 
 
 def test_typed_recordings_replace_those_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,7 +246,7 @@ def test_the_command_of_a_line_makes_the_recipe_ready(
     assert start(capsys, "recipe=mlperf", DRY)[::2] == (0, [])
     assert prepare.run([*words, SUBWORDS]) == 0
     out = capsys.readouterr().out
-    assert f"{folder}/tokenizer.model is there already; delete it to make it again" in out
+    assert f"{folder}/tokenizer.model is there already. Delete it to train it again" in out
 
 
 def test_a_tokenizer_alone_has_the_command_that_makes_it(

@@ -66,7 +66,7 @@ def test_a_run_continues_as_its_recordings_limits_and_folder_say(
     assert start(*choice) == 0  # U1: the YAML refers to another key
     output, note = capsys.readouterr()
     assert f"{run_dir} is done: finished at step 2" in output
-    assert f"the same keys started {run_dir}, which continues; run_dir=NEW starts another" in note
+    assert f"the same keys started {run_dir}, which continues. run_dir=NEW starts another" in note
 
     with pytest.raises(RunError, match=r"resume=never, but .* holds [12] checkpoints"):  # U28
         start(*choice, "resume=never")
@@ -166,9 +166,9 @@ def test_no_two_commands_of_the_readme_have_one_run() -> None:
 @pytest.mark.parametrize(
     ("override", "advice"),
     [
-        ("optimizer.lr=1e-4", "begins with its weights"),
-        ("augment=none", "begins with its weights"),
-        ("encoder.hidden=9", "is a new run"),
+        ("optimizer.lr=1e-4", "starts from its weights"),
+        ("augment=none", "starts from its weights"),
+        ("encoder.hidden=9", "starts a new run"),
     ],
 )
 def test_a_refusal_has_the_command_of_another_run(override: str, advice: str, tmp_path: Path) -> None:
@@ -178,7 +178,8 @@ def test_a_refusal_has_the_command_of_another_run(override: str, advice: str, tm
     (tmp_path / CONFIG).write_text(dump(config))
     about = {"argv": ["--config-dir", "conf", "recipe=demo"], "overrides": ["recipe=demo", "seed=3"]}
     (tmp_path / "run.json").write_text(json.dumps(about))
-    expected = f"this {advice}: speechtrain train --config-dir conf recipe=demo seed=3 run_dir=NEW {override}"
+    line = f"speechtrain train --config-dir conf recipe=demo seed=3 run_dir=NEW {override}"
+    expected = f"this command {advice}: {line}"
     if "weights" in advice:
         expected += f" init_from={tmp_path}"
     with pytest.raises(RunError, match=re.escape(expected) + "$"):

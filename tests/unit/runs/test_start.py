@@ -98,7 +98,7 @@ def test_a_dry_run_needs_no_engine_and_has_nothing_of_this_hosts_cores(
     assert "speechtrain.runs.on_host" in shown
     assert not re.search("OMP_|LD_PRELOAD|MALLOC|KMP_|I_MPI_PIN_DOMAIN|CCL_|ONEDNN", shown)
     assert warned.startswith(
-        f"speechtrain: warning: launcher={launcher}: there is no {program} on this machine; "
+        f"speechtrain: warning: launcher={launcher}: there is no {program} on this machine. "
     )
     assert warned.count("\n") == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
@@ -163,8 +163,8 @@ KILLED = {"status": "failed", "error": "a rank was killed", "exit_code": 4, "is_
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ("", "the ranks ended with code 0 and wrote no {run}/result.json; see {run}/slurm.log"),
-        (json.dumps(KILLED), "a rank was killed (which one, and how it ended: {run}/slurm.log; the same"),
+        ("", "the ranks ended with code 0 and wrote no {run}/result.json. See {run}/slurm.log"),
+        (json.dumps(KILLED), "a rank was killed (which one, and how it ended: {run}/slurm.log. The same"),
     ],
 )
 def test_a_job_of_slurm_that_fails_without_an_error_of_a_rank_names_its_log(
@@ -178,14 +178,14 @@ def test_a_job_of_slurm_that_fails_without_an_error_of_a_rank_names_its_log(
 
 SHARING = """
 import os, pathlib, sys, time
-from speechtrain.runs.external_launch import _sharing
+from speechtrain.runs.external_launch import _ranks_on_these_cpus
 from speechtrain.launcher import World
 world = World.from_environment(os.environ)
 os.sched_setaffinity(0, {int(cpu) for cpu in sys.argv[1].split(",")})
 pathlib.Path(f"bound-{world.rank}").touch()
 while not all(pathlib.Path(f"bound-{rank}").exists() for rank in range(world.size)):
     time.sleep(0.01)
-print(_sharing(world), flush=True)
+print(_ranks_on_these_cpus(world), flush=True)
 sys.stdin.read()
 """
 
@@ -335,7 +335,7 @@ def test_a_damaged_record_of_what_was_typed_is_named(tmp_path: Path, damaged: st
     begun(tmp_path)
     (tmp_path / "run.json").write_text(damaged)
     with pytest.raises(
-        RunError, match=r"run\.json is damaged or missing; run_dir=.* alone continues the run"
+        RunError, match=r"run\.json is damaged or missing\. run_dir=.* alone continues the run"
     ):
         continued(tmp_path, read(DRY))
     assert continued(tmp_path, read([f"run_dir={tmp_path}"])).seed == 1
@@ -404,7 +404,7 @@ def test_a_run_that_typed_rnnt_for_mlperfs_network_keeps_it(
     config = continued(run_dir, read(typed))
     assert config.encoder.hidden == 1024
     assert config.optimizer._target_.endswith("LAMB")
-    with pytest.raises(RunError, match="model=rnnt_mlperf was not typed when the run started"):
+    with pytest.raises(RunError, match="model=rnnt_mlperf was not an override when the run started"):
         continued(run_dir, read(["model=rnnt_mlperf"]))
 
 

@@ -163,7 +163,7 @@ def test_a_folder_of_another_user_is_trained_in_only_if_it_is_named(
     assert other_owner(tmp_path) is None
     monkeypatch.setattr(RunLock, "acquire", acquire_of_another_user)
     assert guarded(lambda: train.run([*TINY])) == RunError.exit_code
-    assert "belongs to user 65534, who can change what it executes; run_dir=" in capsys.readouterr().err
+    assert "belongs to user 65534, who can change what it executes. run_dir=" in capsys.readouterr().err
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert [path.name for path in run_dir.iterdir()] == ["lock"]
     assert other_owner(run_dir) == 65534

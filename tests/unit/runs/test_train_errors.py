@@ -331,7 +331,7 @@ def test_a_working_folder_that_is_gone_is_one_line(command: str) -> None:
         f"mkdir gone; cd gone; rmdir ../gone; exec {sys.executable} -m speechtrain.commands.{command} run=a"
     )
     done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=60, check=False)
-    said = "speechtrain: error: the working folder was deleted; change to a folder that exists\n"
+    said = "speechtrain: error: the working folder was deleted. Change to a folder that exists\n"
     assert (done.returncode, done.stderr) == (MACHINE, said)
 
 

@@ -78,10 +78,10 @@ def test_ngram_reads_unk_in_capitals(tmp_path: Path, caplog: pytest.LogCaptureFi
         (ARPA.replace("-0.5\ta", "x\ta"), ":7: "),
         (ARPA.replace("-0.5\ta", "nan\ta"), ":7: "),
         (ARPA.replace("-0.5\ta", "2\ta"), ":7: "),
-        (ARPA.replace("-0.1\t<s> a", "-0.1\ta"), ":11: it is no 2-gram"),
+        (ARPA.replace("-0.1\t<s> a", "-0.1\ta"), ":11: it is not a 2-gram"),
         (ARPA.replace("\\2-grams", "\\3-grams"), ":10: orders"),
         (ARPA[:-8], "it has no .end"),
-        ("\\1-grams:\n" + "a" * 10**6, ":2: it is no 1-gram"),
+        ("\\1-grams:\n" + "a" * 10**6, ":2: it is not a 1-gram"),
     ],
 )
 def test_what_is_no_model_is_one_line(tmp_path: Path, content: str, told: str) -> None:
@@ -123,5 +123,5 @@ def test_a_binary_file_names_the_library_that_reads_it(
     monkeypatch.setitem(sys.modules, "kenlm", None)
     with pytest.raises(DataError, match=r"lm\.bin is a binary file of kenlm.*pip install kenlm"):
         read_ngram(str(path))
-    with pytest.raises(DataError, match="correct the path"):
+    with pytest.raises(DataError, match="Correct the path"):
         read_ngram(str(tmp_path / "none"))

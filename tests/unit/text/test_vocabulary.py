@@ -121,7 +121,7 @@ def test_a_size_out_of_range_names_the_limit_and_the_limit_works(kind: str, tmp_
         with pytest.raises(DataError) as error:
             train_sentencepiece(texts, tmp_path / "m", kind, wanted)
         assert "\n" not in str(error.value)
-        found = re.search(rf"the {bound} possible size is (\d+)", str(error.value))
+        found = re.search(rf"The {bound} possible size is (\d+)", str(error.value))
         assert found is not None
         limit = int(found[1])
         train_sentencepiece(texts, tmp_path / "m", kind, limit)

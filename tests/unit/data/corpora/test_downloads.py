@@ -155,7 +155,7 @@ def test_an_archive_by_hand_is_used_and_a_half_unpacked_folder_continues(
 def test_a_wrong_checksum_and_a_missing_archive_are_one_line(server: Server, tmp_path: Path) -> None:
     content = archive(("a/1", b"one"))
     server.files["/a.tar.gz"] = content[:-1] + b"!"
-    with pytest.raises(DataError, match=r"a\.tar\.gz: its md5 is \w+, published is \w+; delete it"):
+    with pytest.raises(DataError, match=r"a\.tar\.gz: its md5 is \w+, published is \w+\. Delete it"):
         fetch(tmp_path, url(server), {"a.tar.gz": described(content)}, "Corpus")
     assert not (tmp_path / "a").exists()
     with pytest.raises(DataError, match="404"):

@@ -76,10 +76,10 @@ def test_the_root_is_absolute_or_beside_the_manifest(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("x.wav\t16000\ny.wav\t16000\n", "m.tsv:1: is 'x.wav\\t16000', a recording; the first line must be"),
-        ("\nx.wav\t16000\n", "m.tsv:1: is empty; the first line must be the root"),
+        ("x.wav\t16000\ny.wav\t16000\n", "m.tsv:1: is 'x.wav\\t16000', a recording. The first line must be"),
+        ("\nx.wav\t16000\n", "m.tsv:1: is empty. The first line must be the root"),
         ("/nowhere/wavs\nx.wav\t16000\n", "m.tsv:1: the root folder /nowhere/wavs does not exist"),
-        ("gone\nx.wav\t16000\n", "/gone does not exist; correct it or mount it"),
+        ("gone\nx.wav\t16000\n", "/gone does not exist. Correct it or mount it"),
         (".\nx.wav\t16000\ny.wav\n", "m.tsv:3: is 'y.wav', not a path, a tab and a number of frames"),
         (".\nx.wav\t16000\n\ty.wav\n", "m.tsv:3: is '\\ty.wav', not a path"),
         (".\nx.wav\t16000\ny\tz.wav\t16000\n", "m.tsv:3: is 'y\\tz.wav\\t16000', not a path"),
@@ -88,8 +88,8 @@ def test_the_root_is_absolute_or_beside_the_manifest(
         (".\nx.wav\t16_000\n", "m.tsv:2: '16_000' is not a number of frames"),
         (".\nx.wav\t１６\n", "m.tsv:2: '１６' is not a number of frames"),
         (".\nx.wav\t1e4\n", "m.tsv:2: '1e4' is not a number of frames"),
-        (".\n", "lists no recordings; add a line"),
-        (".\n\n \n", "lists no recordings; add a line"),
+        (".\n", "lists no recordings. Add a line"),
+        (".\n\n \n", "lists no recordings. Add a line"),
         ("id\tsrc\nx\tone\n", "m.tsv:1: has no column that is known as its recordings"),
         ("plain\n", "m.tsv:1: not a manifest"),
     ],
@@ -118,7 +118,7 @@ def test_transcripts_stand_beside_line_by_line(tmp_path: Path) -> None:
     assert open_source(path).fingerprint() != before
     (tmp_path / "train.wrd").write_text("one two\nfour\n")
     assert "train.wrd has 2 lines, but" in refusal(path)
-    assert "train.tsv has 3 recordings; write one" in refusal(path)
+    assert "train.tsv has 3 recordings. Write one" in refusal(path)
     (tmp_path / "train.wrd").write_text("one\n" * 4)
     assert "train.wrd has 4 lines" in refusal(path)
 

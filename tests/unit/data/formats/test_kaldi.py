@@ -82,15 +82,15 @@ PIPE = "flac -c -d -s /corpora/LibriSpeech/84/121123/84-121123-0000.flac |"
         ({"wav_scp": f"a x.wav\nb {PIPE}\n"}, "wav.scp:2: is 'flac -c -d -s /corpora"),
         (
             {"wav_scp": "a | touch pwned\n"},
-            "wav.scp:1: is '| touch pwned'; commands and archives are not read: name",
+            "wav.scp:1: is '| touch pwned'. Commands and archives are not read: name",
         ),
         ({"wav_scp": "a -\n"}, "wav.scp:1: is '-'"),
         ({"wav_scp": "a raw.ark:17\n"}, "wav.scp:1: is 'raw.ark:17'"),
         ({"wav_scp": "a\n"}, "wav.scp:1: is ''"),
         ({"wav_scp": ""}, "wav.scp is empty"),
         ({"wav_scp": "a x\n", "segments": ""}, "segments is empty"),
-        ({"wav_scp": "a x\n", "segments": "u b 0 1\n"}, "segments:1: is no 'UTTERANCE RECORDING START END'"),
-        ({"wav_scp": "a x\n", "segments": "u a 0\n"}, "segments:1: is no 'UTTERANCE RECORDING START END'"),
+        ({"wav_scp": "a x\n", "segments": "u b 0 1\n"}, "segments:1: is not 'UTTERANCE RECORDING START END'"),
+        ({"wav_scp": "a x\n", "segments": "u a 0\n"}, "segments:1: is not 'UTTERANCE RECORDING START END'"),
         ({"wav_scp": "a x\n", "segments": "u a zero 1\n"}, "segments:1: 'start' is 'zero', not a number"),
         ({"wav_scp": "a x\n", "segments": "u a 2 1\n"}, "segments:1: 'duration' is -1.0, below 0"),
         ({"wav_scp": "a x\n", "segments": "u a nan 1\n"}, "segments:1: 'start' is nan, not a finite"),
@@ -115,3 +115,9 @@ def test_a_list_that_leads_out_of_the_folder_is_not_read(tmp_path: Path) -> None
 def test_an_utterance_twice_is_named(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(DataError, match="cut id 'd/a' is already at"):
         open_index(open_source(write(tmp_path / "d", wav_scp="a x.wav\na y.wav\n")))
+
+
+def test_a_path_with_two_spaces_is_one_path(tmp_path: Path) -> None:
+    (cut,) = cuts_of(write(tmp_path / "d", wav_scp="a my own file.wav\n"))
+    (source,) = cut["recording"]["sources"]
+    assert source["source"] == f"{tmp_path}/d/my own file.wav"

@@ -239,7 +239,7 @@ def test_a_transcript_without_bound_is_one_line(tmp_path: Path) -> None:
     long = "a" * (manifests.LONGEST_TRANSCRIPT + 1)
     path = tmp_path / "m.jsonl"
     path.write_text(json.dumps({"audio_filepath": "a.wav", "duration": 1.0, "text": long}) + "\n")
-    with pytest.raises(DataError, match="characters; the most are") as caught:
+    with pytest.raises(DataError, match="characters, the most are") as caught:
         open_index(open_source(str(path)), str(tmp_path / "cache"))
     assert len(str(caught.value)) < 500
 

@@ -93,7 +93,7 @@ def test_hugging_faces_audiofolder(tmp_path: Path, recordings: Any, column: str)
     write(tmp_path / "train/metadata.csv", f'{column},file_name\none,data/a.wav\n"two\n",data/b.wav\n')
     assert rows_of(str(tmp_path / "train")) == wanted
     write(tmp_path / "test/metadata.csv", f"file_name,{column}\na.wav,one\n")
-    assert f"give {tmp_path}/test, {tmp_path}/train" in refusal(str(tmp_path))  # not test with train
+    assert f"Give {tmp_path}/test, {tmp_path}/train" in refusal(str(tmp_path))  # not test with train
 
 
 def test_common_voice(tmp_path: Path, recordings: Any) -> None:
@@ -181,26 +181,26 @@ def test_recordings_without_transcripts_need_no_column(tmp_path: Path, recording
     [
         (
             "clip,said\na.wav,one\n",
-            "t.csv:1: has no column that is known as its recordings: 'clip', 'said'; choose with "
+            "t.csv:1: has no column that is known as its recordings: 'clip', 'said'. Choose with "
             "{path: t.csv, audio: COLUMN}",
         ),
         (
             "path,text,sentence\na.wav,one,two\n",
-            "t.csv:1: has 2 columns that may be its text: 'path', 'text', 'sentence'; choose with "
+            "t.csv:1: has 2 columns that may be its text: 'path', 'text', 'sentence'. Choose with "
             "{path: t.csv, text: COLUMN}",
         ),
         ("path,wav,text\na.wav,b.wav,one\n", "has 2 columns that may be its audio"),
         ("path,text,text\na.wav,one,two\n", "has 2 columns that may be its text"),
-        ("path,text\na.wav,one, two\n", "t.csv:2: has 3 cells, the table has 2 columns; put a cell with ','"),
+        ("path,text\na.wav,one, two\n", "t.csv:2: has 3 cells, the table has 2 columns. Put a cell with ','"),
         ("path,text\na.wav\n", "t.csv:2: has 1 cells"),
         ("path,text\n,one\n", "t.csv:2: has no recording in column 'path'"),
         ("path,duration\na.wav,long\n", "t.csv:2: 'duration' is 'long', not a number"),
-        ("path,duration\na.wav,-1\n", "t.csv:2: 'duration' is -1.0, below 0; without it"),
+        ("path,duration\na.wav,-1\n", "t.csv:2: 'duration' is -1.0, below 0. Without it"),
         ("path,duration\na.wav,nan\n", "t.csv:2: 'duration' is nan, not a finite number"),
         ("path,start,end\na.wav,3,2\n", "t.csv:2: starts at 3 s and ends at 2 s"),
         ("path,start,end\na.wav,-3,2\n", "t.csv:2: starts at -3 s and ends at 2 s"),
-        ('path,text\na.wav,"one\n', "t.csv:2: is no row of a table"),
-        ('path,text\na.wav,"one"two\n', "t.csv:2: is no row of a table"),
+        ('path,text\na.wav,"one\n', "t.csv:2: is not a row of a table"),
+        ('path,text\na.wav,"one"two\n', "t.csv:2: is not a row of a table"),
         ("path,text\n", "t.csv has a header only"),
         ("path,text\na.wav,\udcff\n", "t.csv:2: not UTF-8"),
         ('{"path": 5}\n', "t.csv:1: 'audio' is 5, not a string"),
@@ -216,12 +216,12 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, content: str, word
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ({"path": "t.csv", "text": "said"}, "t.csv:1: has no column 'said': 'path', 'text'; choose with"),
-        ({"path": "t.csv", "txt": "text"}, "'txt' is no key of a source; did you mean 'text'?"),
+        ({"path": "t.csv", "text": "said"}, "t.csv:1: has no column 'said': 'path', 'text'. Choose with"),
+        ({"path": "t.csv", "txt": "text"}, "'txt' is not a key of a source; did you mean 'text'?"),
         ({"audio": "path"}, "a source needs its path, as in {path: FILE"),
         ({"path": "gone.csv"}, "gone.csv does not exist"),
         ({"path": ".", "text": "said"}, "has no table, so it has no column 'said'"),
-        ("{path: t.csv, text", "is no mapping; write it as {path: FILE"),
+        ("{path: t.csv, text", "is not a mapping. Write it as {path: FILE"),
         ("{a: &a [b], c: [*a, *a]}", "c: ['b'] is a list in a list"),
         ("{a: gone.csv}", "gone.csv does not exist"),
     ],
@@ -251,10 +251,10 @@ def test_a_row_without_end_is_refused_in_little_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
-        ({"train": {"path": "t.csv", "txt": "a"}, "valid": {}}, r"train: 'txt' is no key .* 'text'\?"),
+        ({"train": {"path": "t.csv", "txt": "a"}, "valid": {}}, r"train: 'txt' is not a key .* 'text'\?"),
         ({"train": ["t.csv", {"text": "a"}], "valid": {}}, "train: a source needs its path"),
-        ({"train": "t", "valid": {"dev": {"path": "t", "x": "a"}}}, "valid: dev: 'x' is no key"),
-        ({"train": "t", "valid": {"path": "t.csv", "txt": "a"}}, "valid: valid: 'txt' is no key"),
+        ({"train": "t", "valid": {"dev": {"path": "t", "x": "a"}}}, "valid: dev: 'x' is not a key"),
+        ({"train": "t", "valid": {"path": "t.csv", "txt": "a"}}, "valid: valid: 'txt' is not a key"),
     ],
 )
 def test_a_data_module_names_the_key_before_anything_starts(sets: Any, words: str) -> None:

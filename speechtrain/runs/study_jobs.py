@@ -1,0 +1,69 @@
+"""The jobs of a study, which is a sweep whose sweeper is ``study``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.plugins import Plugins
+
+from speechtrain.errors import RunError
+from speechtrain.files import say
+from speechtrain.run_directory import RunResult
+from speechtrain.runs.started_runs import state_folder
+from speechtrain.study import require_optuna
+
+
+def register_study(overrides: Sequence[str]) -> None:
+    """Register the sweeper of studies with Hydra, whose scan misses it in an editable installation."""
+    if "hydra/sweeper=study" not in overrides:
+        return
+    require_optuna()
+    from hydra_plugins.speechtrain_study import StudySweeper
+
+    Plugins.instance().register(StudySweeper)
+
+
+def is_study(settings: Any) -> bool:
+    """Return whether ``hydra`` of a config, ``settings``, has the sweeper of studies."""
+    return "trial" in settings.sweeper
+
+
+def trial_of(settings: Any) -> int | None:
+    """Return the number of the trial that a job runs, or None for another job."""
+    number: int | None = settings.sweeper.get("trial")
+    return number
+
+
+def job_name(settings: Any) -> str:
+    """Return the name of a sweep's job in messages."""
+    trial = trial_of(settings)
+    if trial is None:
+        return f"job {settings.job.num + 1}"
+    return f"trial {trial}"
+
+
+def run_job(start: Callable[[], RunResult], settings: Any) -> RunResult:
+    """Start a job by ``start``. A trial stores its end in the study. Raises the error of the job."""
+    if trial_of(settings) is None:
+        return start()
+    from speechtrain.study.trial_job import TrialJob, trial_settings
+
+    folder = Path(settings.sweep.dir).resolve()
+    run_dir = Path(settings.runtime.output_dir).resolve()
+    return TrialJob(folder, run_dir, trial_settings(settings.sweeper), state_folder()).run(start)
+
+
+def conclude_study(folder: Path) -> None:
+    """Print the table of the study in ``folder``, if it holds one. Raises RunError without a complete trial."""
+    if not (folder / "study.journal").is_file():
+        return
+    from speechtrain.study.output import table
+    from speechtrain.study.store import Study
+
+    study = Study(folder)
+    for line in table(study).splitlines():
+        say(line)
+    if study.best() is None:
+        raise RunError(f"no trial of the study in {folder} is complete")
