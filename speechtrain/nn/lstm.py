@@ -164,7 +164,7 @@ class _Layer(torch.autograd.Function):
         input_sums = torch.mm(flat_x, input_weight.to(dtype).t())
         sums = input_sums.to(x.dtype) + (input_bias + bias)
         iterate = _forward_static if policy.static_shapes else _forward
-        sums = sums.unflatten(0, x.shape[:2])
+        sums = sums.unflatten(0, x.shape[:2])  # type: ignore[no-untyped-call]
         gates, cells, hiddens, outputs = iterate(sums, weight.to(dtype), hidden, cell)
         ctx.save_for_backward(flat_x, input_weight, weight, gates, cells, hiddens[:-1].flatten(0, 1))
         ctx.policy = policy
@@ -172,23 +172,28 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, outputs: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor | None, ...]:
         """Map the gradients of the outputs (T, B, H) and of the last state to the gradients of the inputs."""
         flat_x, input_weight, weight, gates, cells, flat_hiddens = ctx.saved_tensors
         x = None
         with full_precision(cells.device):
             iterate = _backward_static if ctx.policy.static_shapes else _backward
-            sums, hidden, cell = iterate(*gradients, _derivatives(gates, cells), weight.to(flat_x.dtype))
+            derivatives = _derivatives(gates, cells)
+            sums, hidden, cell = iterate(outputs, hidden, cell, derivatives, weight.to(flat_x.dtype))
             flat_sums = sums.flatten(0, 1)
             if ctx.needs_input_grad[0]:
                 flat_x_gradient = torch.mm(flat_sums, input_weight.to(flat_x.dtype))
-                x = flat_x_gradient.to(cells.dtype).unflatten(0, sums.shape[:2])
-            transposed = flat_sums.t()
-            by_input_weight = torch.mm(transposed, flat_x).to(weight.dtype)
-            by_weight = torch.mm(transposed, flat_hiddens).to(weight.dtype)
+                x = flat_x_gradient.to(cells.dtype).unflatten(0, sums.shape[:2])  # type: ignore[no-untyped-call]
+            by_input_weight = _weight_gradient(flat_sums, flat_x, input_weight)
+            by_weight = _weight_gradient(flat_sums, flat_hiddens, weight)
             by_bias = flat_sums.sum(0, dtype=cells.dtype)
         # Autograd would copy one tensor for both biases, and lazy tensors copy by way of the host.
         return x, hidden, cell, by_input_weight, by_weight, by_bias, by_bias.clone(), None
+
+
+def _weight_gradient(sums: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient of ``weight`` (4H, O) by the gradients of sums (N, 4H) and the inputs (N, O)."""
+    return torch.mm(sums.t(), inputs).to(weight.dtype)
 
 
 class _Derivatives(NamedTuple):
@@ -320,8 +325,8 @@ def _backward(
     The gradients of the sums have the dtype of ``weight`` (4H, H).
     """
     sums = torch.empty_like(derivatives.sums, dtype=weight.dtype)
-    sums_by_gate = sums.unflatten(2, (4, -1))
-    derivatives_by_gate = derivatives.sums.unflatten(2, (4, -1))
+    sums_by_gate = sums.unflatten(2, (4, -1))  # type: ignore[no-untyped-call]
+    derivatives_by_gate = derivatives.sums.unflatten(2, (4, -1))  # type: ignore[no-untyped-call]
     matmul = _frame_matmul(weight.t(), len(cell))
     for t in reversed(range(len(sums))):
         hidden = hidden + outputs[t]

@@ -213,7 +213,8 @@ class Transformer(nn.Module):
         x = x + self.position(x)
         if not self.pre_norm:
             x = self.norm(x)
-        return self.dropout(x)
+        y: Tensor = self.dropout(x)
+        return y
 
 
 def _require_divisors(width: int, divisors: dict[str, int]) -> None:

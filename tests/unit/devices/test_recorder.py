@@ -281,7 +281,7 @@ def test_what_gaudi_refuses_is_named_with_its_line(operation: Callable[..., Any]
 
 def test_a_fault_in_a_backward_is_put_down_to_its_forward() -> None:
     weight = torch.ones(3, requires_grad=True)
-    operations = Operations(known=frozenset({"tanh", "sum", "detach", "ones_like", "expand"}))
+    operations = Operations(names=frozenset({"tanh", "sum", "detach", "ones_like", "expand"}))
 
     def forward() -> Tensor:
         return weight.tanh().sum()  # made
