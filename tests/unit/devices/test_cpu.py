@@ -225,7 +225,7 @@ def test_libraries_are_looked_for_where_they_lie(tmp_path: Path) -> None:
     assert found[0] == Path("/venv/lib")
     assert {tmp_path, Path(sys.prefix) / "lib", Path("/usr/lib"), Path("/usr/lib64")} <= set(found)
     (tmp_path / "vendor.conf").write_text("# where\n/opt/vendor/lib \n")
-    assert list(preload._configured(tmp_path)) == [Path("/opt/vendor/lib")]
+    assert list(preload._loader_folders(tmp_path)) == [Path("/opt/vendor/lib")]
 
 
 def test_a_library_of_the_system_is_found() -> None:
