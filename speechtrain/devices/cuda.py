@@ -144,8 +144,9 @@ class CUDA(Device):
         if not count:
             reason = "no GPU is visible here" if torch.version.cuda else "this torch is built without CUDA"
             raise MachineError(
-                f"device=cuda: {reason} (torch {torch.__version__}). "
-                "See nvidia-smi and CUDA_VISIBLE_DEVICES. Install a CUDA build of torch on a machine with a GPU, or set device=cpu"
+                f"device=cuda: {reason} (torch {torch.__version__}). See nvidia-smi and "
+                "CUDA_VISIBLE_DEVICES. Install a CUDA build of torch on a machine with a GPU, or "
+                "set device=cpu"
             )
         if processes > count:
             raise MachineError(
