@@ -102,7 +102,7 @@ def test_products_through_onednn_are_timed_where_they_are_exact(monkeypatch: pyt
 
 @pytest.mark.parametrize("key", ["matmul", "bf16", "allocator", "openmp", "pin"])
 def test_a_key_of_no_such_value_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{key} is 'x'. It must be one of auto"):
+    with pytest.raises(ValueError, match=rf"^{key} is 'x'\. It must be one of auto"):
         CPU(**{key: "x"})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^comm_cores is -1"):
         CPU(comm_cores=-1)
@@ -320,5 +320,5 @@ def test_one_ccl_is_asked_for_by_name() -> None:
             MachineError, match=r"device\.collectives=ccl: oneccl_bindings_for_pytorch is not"
         ):
             refused()
-    with pytest.raises(ValueError, match="collectives is 'mpi'. It must be one of gloo, ccl"):
+    with pytest.raises(ValueError, match=r"collectives is 'mpi'\. It must be one of gloo, ccl"):
         CPU(collectives="mpi")
