@@ -242,7 +242,7 @@ class ConvExtractor(nn.Module):
         gradient_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        _check(conv_layers, conv_norm, gradient_scale)
+        _check_settings(conv_layers, conv_norm, gradient_scale)
         self.spans = [(int(kernel), int(stride)) for _, kernel, stride in conv_layers]
         self.widths = [int(channels) for channels, _, _ in conv_layers]
         self.channels = self.widths[-1]
@@ -284,7 +284,7 @@ class ConvExtractor(nn.Module):
         return samples
 
 
-def _check(conv_layers: list[list[int]], conv_norm: str, gradient_scale: float) -> None:
+def _check_settings(conv_layers: list[list[int]], conv_norm: str, gradient_scale: float) -> None:
     sizes = {len(layer) for layer in conv_layers}
     if sizes != {3} or min(map(min, conv_layers)) < 1:
         needed = "It must list [channels, kernel, stride], all above 0"

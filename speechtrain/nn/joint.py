@@ -15,7 +15,7 @@ _MAX_DURATION = 32  # the loss needs memory for each frame up to the longest dur
 
 
 def check_durations(durations: Sequence[int]) -> tuple[int, ...]:
-    """Return the valid ``durations`` of a TDT joint. A joint without durations is an ordinary transducer's.
+    """Return the valid ``durations`` of a TDT joint. Without any, it is an ordinary joint.
 
     Raises ValueError unless they are whole numbers of frames in ascending order, with one above 0.
     """

@@ -172,28 +172,33 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, outputs: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor | None, ...]:
-        """Map the gradients of the outputs (T, B, H) and of the last state to the gradients of the inputs."""
+    def backward(
+        ctx: Any, output_gradients: Tensor, hidden_gradient: Tensor, cell_gradient: Tensor
+    ) -> tuple[Tensor | None, ...]:
         flat_x, input_weight, weight, gates, cells, flat_hiddens = ctx.saved_tensors
-        x = None
+        x_gradient = None
         with full_precision(cells.device):
             iterate = _backward_static if ctx.policy.static_shapes else _backward
             derivatives = _derivatives(gates, cells)
-            sums, hidden, cell = iterate(outputs, hidden, cell, derivatives, weight.to(flat_x.dtype))
-            flat_sums = sums.flatten(0, 1)
+            sum_gradients, hidden_gradient, cell_gradient = iterate(
+                output_gradients, hidden_gradient, cell_gradient, derivatives, weight.to(flat_x.dtype)
+            )
+            flat_gradients = sum_gradients.flatten(0, 1)
             if ctx.needs_input_grad[0]:
-                flat_x_gradient = torch.mm(flat_sums, input_weight.to(flat_x.dtype))
-                x = flat_x_gradient.to(cells.dtype).unflatten(0, sums.shape[:2])  # type: ignore[no-untyped-call]
-            by_input_weight = _weight_gradient(flat_sums, flat_x, input_weight)
-            by_weight = _weight_gradient(flat_sums, flat_hiddens, weight)
-            by_bias = flat_sums.sum(0, dtype=cells.dtype)
+                flat_x_gradient = torch.mm(flat_gradients, input_weight.to(flat_x.dtype)).to(cells.dtype)
+                x_gradient = flat_x_gradient.unflatten(0, sum_gradients.shape[:2])  # type: ignore[no-untyped-call]
+            input_weight_gradient = _weight_gradient(flat_gradients, flat_x, input_weight)
+            weight_gradient = _weight_gradient(flat_gradients, flat_hiddens, weight)
+            bias_gradient = flat_gradients.sum(0, dtype=cells.dtype)
+        weight_gradients = input_weight_gradient, weight_gradient
         # Autograd would copy one tensor for both biases, and lazy tensors copy by way of the host.
-        return x, hidden, cell, by_input_weight, by_weight, by_bias, by_bias.clone(), None
+        bias_gradients = bias_gradient, bias_gradient.clone()
+        return x_gradient, hidden_gradient, cell_gradient, *weight_gradients, *bias_gradients, None
 
 
-def _weight_gradient(sums: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient of ``weight`` (4H, O) by the gradients of sums (N, 4H) and the inputs (N, O)."""
-    return torch.mm(sums.t(), inputs).to(weight.dtype)
+def _weight_gradient(sum_gradients: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient of ``weight`` (4H, O) from N frames of inputs (N, O)."""
+    return torch.mm(sum_gradients.t(), inputs).to(weight.dtype)
 
 
 class _Derivatives(NamedTuple):
@@ -205,7 +210,7 @@ class _Derivatives(NamedTuple):
 
 
 _Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of the sums (T, B, 4H) and of the state before the first frame (B, H) × 2."""
+"""The gradients of the sums (T, B, 4H) and of the state before the first frame (B, H) × 2."""
 
 
 def _derivatives(gates: Tensor, cells: Tensor) -> _Derivatives:
@@ -318,36 +323,44 @@ def _static_frame(
 
 
 def _backward(
-    outputs: Tensor, hidden: Tensor, cell: Tensor, derivatives: _Derivatives, weight: Tensor
+    output_gradients: Tensor,
+    hidden_gradient: Tensor,
+    cell_gradient: Tensor,
+    derivatives: _Derivatives,
+    weight: Tensor,
 ) -> _Gradients:
     """Iterate backwards over the frames, from the gradients of the outputs (T, B, H) and of the last state.
 
     The gradients of the sums have the dtype of ``weight`` (4H, H).
     """
-    sums = torch.empty_like(derivatives.sums, dtype=weight.dtype)
-    sums_by_gate = sums.unflatten(2, (4, -1))  # type: ignore[no-untyped-call]
-    derivatives_by_gate = derivatives.sums.unflatten(2, (4, -1))  # type: ignore[no-untyped-call]
-    matmul = _frame_matmul(weight.t(), len(cell))
-    for t in reversed(range(len(sums))):
-        hidden = hidden + outputs[t]
-        cell = cell.addcmul(hidden, derivatives.output_by_cell[t])
-        torch.mul(derivatives_by_gate[t, :, :3], cell[:, None], out=sums_by_gate[t, :, :3])
-        torch.mul(derivatives_by_gate[t, :, 3], hidden, out=sums_by_gate[t, :, 3])
-        cell *= derivatives.cell_by_previous[t]
-        hidden = matmul(sums[t]).to(cell.dtype)
-    return sums, hidden, cell
+    sum_gradients = torch.empty_like(derivatives.sums, dtype=weight.dtype)
+    gate_gradients = sum_gradients.unflatten(2, (4, -1))  # type: ignore[no-untyped-call]
+    gate_derivatives = derivatives.sums.unflatten(2, (4, -1))  # type: ignore[no-untyped-call]
+    matmul = _frame_matmul(weight.t(), len(cell_gradient))
+    for t in reversed(range(len(sum_gradients))):
+        hidden_gradient = hidden_gradient + output_gradients[t]
+        cell_gradient = cell_gradient.addcmul(hidden_gradient, derivatives.output_by_cell[t])
+        torch.mul(gate_derivatives[t, :, :3], cell_gradient[:, None], out=gate_gradients[t, :, :3])
+        torch.mul(gate_derivatives[t, :, 3], hidden_gradient, out=gate_gradients[t, :, 3])
+        cell_gradient *= derivatives.cell_by_previous[t]
+        hidden_gradient = matmul(sum_gradients[t]).to(cell_gradient.dtype)
+    return sum_gradients, hidden_gradient, cell_gradient
 
 
 def _backward_static(
-    outputs: Tensor, hidden: Tensor, cell: Tensor, derivatives: _Derivatives, weight: Tensor
+    output_gradients: Tensor,
+    hidden_gradient: Tensor,
+    cell_gradient: Tensor,
+    derivatives: _Derivatives,
+    weight: Tensor,
 ) -> _Gradients:
     """Compute ``_backward`` without writes into slices."""
-    sums: list[Tensor] = []
-    for t in reversed(range(len(outputs))):
-        hidden = hidden + outputs[t]
-        cell = torch.addcmul(cell, hidden, derivatives.output_by_cell[t])
-        gradients = torch.cat((cell, cell, cell, hidden), 1)
-        sums.append((derivatives.sums[t] * gradients).to(weight.dtype))
-        cell = cell * derivatives.cell_by_previous[t]
-        hidden = torch.mm(sums[-1], weight).to(cell.dtype)
-    return torch.stack(sums[::-1]), hidden, cell
+    sum_gradients: list[Tensor] = []
+    for t in reversed(range(len(output_gradients))):
+        hidden_gradient = hidden_gradient + output_gradients[t]
+        cell_gradient = torch.addcmul(cell_gradient, hidden_gradient, derivatives.output_by_cell[t])
+        gradients = torch.cat((cell_gradient, cell_gradient, cell_gradient, hidden_gradient), 1)
+        sum_gradients.append((derivatives.sums[t] * gradients).to(weight.dtype))
+        cell_gradient = cell_gradient * derivatives.cell_by_previous[t]
+        hidden_gradient = torch.mm(sum_gradients[-1], weight).to(cell_gradient.dtype)
+    return torch.stack(sum_gradients[::-1]), hidden_gradient, cell_gradient
