@@ -79,8 +79,9 @@ class SpanMask:
         """Draw the masked frames (B, ``width``) of rows of ``lengths`` frames, none beyond a row's length.
 
         ``equal`` gives every row the same number of masked frames: the smallest number among the ``counted``
-        rows (by default all rows). Frames of the row are removed at random. The rows that are not counted are
-        padding. They get frames added at random if they have fewer, as far as they are long enough.
+        rows (by default all rows). Masked frames beyond that number are removed at random. Rows that are not
+        counted are padding rows. If they have fewer masked frames, random other frames are added, as far as
+        the row is long enough. Padding rows never raise.
 
         Raises:
             ConfigError: the draw masks a whole counted row, so no context is left to predict from.
@@ -92,9 +93,9 @@ class SpanMask:
         if max(lengths, default=0) > width:
             raise ValueError(f"a row has {max(lengths)} frames, more than the batch's width of {width}")
         rows = []
-        for size, must_have_context, rng in zip(lengths, counted, generators, strict=True):
+        for size, is_counted, rng in zip(lengths, counted, generators, strict=True):
             rows.append(self._frames(size, rng))
-            if must_have_context and 0 < size <= len(rows[-1]):
+            if is_counted and 0 < size <= len(rows[-1]):
                 raise ConfigError(
                     f"SpanMask.length is {self.length} and min_masks {self.min_masks}: all {size} frames of a"
                     " row are masked. Lower them, or raise data.min_seconds"
@@ -186,10 +187,7 @@ def _equalise(
     counted: Sequence[bool],
     generators: list[np.random.Generator],
 ) -> list[Integers]:
-    """Give each row the smallest number of masked frames of a counted row.
-
-    Frames are chosen at random, or random other frames of the row are added.
-    """
+    """Give each row the smallest number of masked frames of a counted row, as ``SpanMask.draw`` describes."""
     counts = [len(frames) for frames in compress(rows, counted)]
     count = min(counts or map(len, rows))
     equal = []
