@@ -227,7 +227,7 @@ class Recorder:
                 self._sources[number] = _caller()[0]
         name = function.__name__
         packet = name.partition(".")[0]
-        self._check_reads(function, arguments)
+        self._check_reads(function, packet, arguments)
         if function is torch.ops.aten.view.dtype and not self.operations.reinterprets:
             raise self.blame(name, "reinterprets bits, which the device's graphs do not")
         host_tensors = [t for t in _tensors(arguments) if t.dim() and self.is_on_host(t)]
@@ -236,12 +236,12 @@ class Recorder:
         if self.operations.names and packet.rstrip("_") not in self.operations.names:
             raise self.blame(name, "is not in the device's table of operations, so it runs on the CPU")
 
-    def _check_reads(self, function: Any, arguments: Any) -> None:
+    def _check_reads(self, function: Any, packet: str, arguments: Any) -> None:
         """Count an operation that the host waits for: for a value, or for a shape that depends on data."""
         name = function.__name__
         if torch.Tag.data_dependent_output in function.tags:
             self.read(name)
-        elif name.partition(".")[0] in _INDEXING:
+        elif packet in _INDEXING:
             if any(index.dtype in _MASKS for index in _tensors(arguments[1])):
                 self.read(f"{name} by a mask", _DYNAMIC)
         elif torch.Tag.dynamic_output_shape in function.tags:
