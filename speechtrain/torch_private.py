@@ -21,11 +21,11 @@ _FOREACH = ("add_", "addcdiv_", "addcmul_", "div", "mul", "mul_", "sqrt", "sub",
 PARTS = {
     # Many tensors in one call. Public operations start a kernel for each tensor.
     **{f"foreach_{name}": f"torch._foreach_{name}" for name in _FOREACH},
-    # Products in bf16 by a weight that is reordered once. Public operations reorder it in each call.
+    # Matmuls in bf16 by a weight that is reordered once. Public operations reorder it in each call.
     "is_onednn_bf16_supported": "torch.ops.mkldnn._is_mkldnn_bf16_supported",
     "reorder_linear_weight": "torch.ops.mkldnn._reorder_linear_weight",
     "linear_pointwise": "torch.ops.mkldnn._linear_pointwise",
-    # The most graphs of a compiled layer, and the graphs so far.
+    # The maximum of the graphs of a compiled layer, and the number of graphs so far.
     "dynamo_config": "torch._dynamo.config",
     "dynamo_counters": "torch._dynamo.utils.counters",
     # The operations below autograd. The number of a node leads from the backward to the forward.
@@ -56,7 +56,7 @@ def _part(path: str) -> Any:
     try:
         return pkgutil.resolve_name(path)
     except (ImportError, AttributeError):
-        raise MachineError(f"torch {torch.__version__} has no {path}; install torch 2.7 to 2.14") from None
+        raise MachineError(f"torch {torch.__version__} has no {path}. Install torch 2.7 to 2.14") from None
 
 
 def backward_node() -> int | None:

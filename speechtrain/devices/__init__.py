@@ -1,1 +1,1 @@
-"""What differs between chips, and nothing else. One file per device."""
+"""The differences between chips, and nothing else. One file per device."""

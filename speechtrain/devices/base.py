@@ -25,29 +25,33 @@ Prepared = tuple[nn.Module, torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Operations:
-    """What a device runs; the defaults are those of eager devices. ``Recorder`` holds a step against it."""
+    """The operations and types of a device. Eager devices have the defaults.
 
-    known: frozenset[str] = frozenset()  # ATen's names without overload and final underscore; empty: all
+    ``Recorder`` compares a training step with this table.
+    """
+
+    names: frozenset[str] = frozenset()  # ATen's names without overload and final underscore, empty for all
     refused_dtypes: tuple[torch.dtype, ...] = ()
-    int64_bits: int = 64  # that int64 really has
-    reinterprets: bool = True  # Tensor.view(dtype)
-    largest_graph: int = 0  # most operations of a graph; 0: any number
-    records: bool = False  # graphs, which a read by the host or a shape that depends on data ends
+    int64_bits: int = 64  # the bits that int64 really has on the device
+    reinterprets: bool = True  # whether Tensor.view(dtype) works
+    largest_graph: int = 0  # maximum of the operations of a graph, 0 for no limit
+    # whether the device records graphs: a read by the host or a shape that depends on data ends a graph
+    records: bool = False
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
     """Facts of a device for other parts. A host without an accelerator has the defaults."""
 
-    # the torch.distributed backend of each torch device type; without cpu the host has a group of its own
+    # The torch.distributed backend of each torch device type. Without cpu, the host has its own group.
     collectives: Mapping[str, str] = field(default_factory=lambda: {"cpu": "gloo"})
-    bound: str = ""  # the torch device type to whose opened chip the group is bound; empty: to none
+    bound: str = ""  # the torch device type to whose opened chip the group is bound, empty for no binding
     ddp_options: Mapping[str, Any] = field(default_factory=dict)  # of torch's DistributedDataParallel
     network_variables: tuple[str, ...] = ("GLOO_SOCKET_IFNAME",)  # they name the collectives' interface
-    forwarded_variables: tuple[str, ...] = ()  # patterns of the vendor's, which remote ranks get, too
-    # values of ``Device.environment`` that commands other than training replace
+    forwarded_variables: tuple[str, ...] = ()  # patterns of the vendor's variables that remote ranks also get
+    # commands other than training replace these values of ``Device.environment``
     evaluation_variables: Mapping[str, str] = field(default_factory=dict)
-    # case-insensitive patterns in error texts: of allocators without memory, of collectives without a peer
+    # case-insensitive patterns in the errors of allocators without memory and of collectives without a peer
     out_of_memory: str = (
         "out of memory|not enough memory|can't allocate memory|cannot allocate memory"
         "|CU(BLAS|DNN)_STATUS_ALLOC_FAILED"
@@ -55,17 +59,17 @@ class DeviceFacts:
     peer_lost: str = "gloo"
     optimizer_flags: Mapping[str, bool] = field(default_factory=dict)  # they override the config's
     sum_dtype: torch.dtype = torch.float64  # of sums over ranks: accelerators may lack fp64
-    fsdp: bool = True  # whether ranks may shard parameters: not where graphs hold fixed tensors
+    fsdp: bool = True  # whether ranks may shard parameters, which graphs with fixed tensors exclude
     host_gib: int = 0  # GiB of the host's memory that each process may need
     narrow_gathers: bool = False  # whether sharded parameters are sent in autocast's type
     operations: Operations = Operations()
-    packages: tuple[str, ...] = ()  # patterns of the vendor's modules, named in the device's file only
+    packages: tuple[str, ...] = ()  # patterns of the vendor's modules, which only the device's file imports
     plugin: str = ""  # the vendor's distribution that extends torch
     plugin_torch: Mapping[str, str] = field(default_factory=dict)  # torch version by release of the plugin
 
     @property
     def backends(self) -> str:
-        """The collectives in torch's form: ``cpu:gloo,hpu:hccl``."""
+        """The collectives in torch's syntax: ``cpu:gloo,hpu:hccl``."""
         return ",".join(f"{kind}:{backend}" for kind, backend in self.collectives.items())
 
 
@@ -76,13 +80,13 @@ class Device(ABC):
     """Torch's device type, also for autocast."""
 
     facts: DeviceFacts = DeviceFacts()
-    """What other parts must know of it, before it is opened."""
+    """The facts that other parts need before the device is opened."""
 
     oversubscribe: bool = True
     """Whether a host may get more ranks than it has CPUs, or memory for their models."""
 
     on_host: bool = False
-    """Whether it computes on the host's cores, in the host's memory."""
+    """Whether the device computes on the host's cores, in the host's memory."""
 
     static_shapes: bool = False
     """Whether every tensor shape of a step must come from a fixed set, which the start line prints."""
@@ -91,9 +95,9 @@ class Device(ABC):
     """Whether ``torch.compile`` compiles the model, for each shape (``compute_policy.compile_module``)."""
 
     def environment(self, processes: int) -> dict[str, str]:
-        """Variables that must be set before Python starts, for ``processes`` ranks on this host.
+        """Return variables that must be set before Python starts, for ``processes`` ranks on this host.
 
-        Imports no vendor library. The launcher lets values that the user has set override these.
+        No vendor library is imported. Values that the user has set override these.
         """
         return {}
 
@@ -126,7 +130,7 @@ class Device(ABC):
         """Check the fixed shapes of training, none if they vary. Raises ConfigError if they must not vary."""
         if (self.static_shapes or self.compile) and not shapes:
             raise ConfigError(
-                f"data.shapes=0: device={self.name} compiles a graph for every shape; set data.shapes=8"
+                f"data.shapes=0: device={self.name} compiles a graph for every shape. Set data.shapes=8"
             )
 
     @abstractmethod
@@ -136,20 +140,23 @@ class Device(ABC):
     def check_precision(self, precision: Precision) -> None:
         """Raise MachineError if this device cannot train in ``precision``."""
         if not self.supports(precision.dtype):
-            others = " or ".join(f"precision={name}" for dtype, name in NAMES.items() if self.supports(dtype))
+            choices = [f"precision={name}" for dtype, name in NAMES.items() if self.supports(dtype)]
             fault = f"precision={precision.name}: device={self.name} does not train in it"
-            raise MachineError(f"{fault}; use {others}")
+            raise MachineError(f"{fault}. Use {' or '.join(choices)}")
 
     @abstractmethod
     def supports(self, dtype: torch.dtype) -> bool:
-        """Whether training in ``dtype`` is supported here."""
+        """Return whether training in ``dtype`` is supported here."""
 
     def precision_fallback_reason(self, dtype: torch.dtype) -> str:
-        """A warning that training is in fp32 on this chip, or of a known problem with it, else empty."""
+        """Return a warning about training in ``dtype`` on this chip, or an empty text.
+
+        The warning says why training is in fp32 instead, or names a known problem of ``dtype``.
+        """
         return ""
 
     def policy(self, dtype: torch.dtype) -> ComputePolicy:
-        """The plain policy of training in ``dtype``: torch's own kernels where the device has them."""
+        """Return the plain policy of training in ``dtype``: torch's own kernels if the device has them."""
         policy = ComputePolicy()
         if self.static_shapes:
             policy = replace(STATIC, mark_step=self.mark_step)
@@ -157,24 +164,25 @@ class Device(ABC):
             policy = replace(policy, compiler="inductor")
         if dtype == torch.float32:
             return policy
-        products = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # float16 is too narrow
-        return replace(policy, autocast_dtype=dtype, product_dtype=products)
+        product_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # fp16 is too narrow
+        return replace(policy, autocast_dtype=dtype, product_dtype=product_dtype)
 
     def attach(self, policy: ComputePolicy) -> ComputePolicy:
-        """``policy``, read from a record, with this opened device's own functions."""
-        own = self.policy(torch.float32)
-        return replace(policy, compiler=own.compiler, mark_step=self.mark_step, ctc_kernel=own.ctc_kernel)
+        """Return ``policy``, which was read from a record, with the functions of this opened device."""
+        plain_policy = self.policy(torch.float32)
+        compiler, ctc_kernel = plain_policy.compiler, plain_policy.ctc_kernel
+        return replace(policy, compiler=compiler, mark_step=self.mark_step, ctc_kernel=ctc_kernel)
 
     def candidates(self, dtype: torch.dtype) -> list[ComputePolicy]:
-        """The policies to time on this opened device before the first step, the reference first."""
+        """Return the policies to time on this opened device before the first step, the reference first."""
         return [self.policy(dtype)]
 
     def chip(self) -> str:
-        """The name of the chip, for which a policy was chosen."""
+        """Return the name of the chip. A stored policy holds for chips of this name."""
         return self.name
 
     def move(self, batch: Batch) -> Batch:
-        """The batch with its tensors on the device."""
+        """Return the batch with its tensors on the device."""
         return batch.to(self.tensor)
 
     def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
@@ -182,31 +190,34 @@ class Device(ABC):
         return module, optimizer
 
     def tensor(self, value: Tensor) -> Tensor:
-        """One tensor on the device."""
+        """Return the tensor ``value`` on the device."""
         return value.to(self.name, non_blocking=True)
 
     def mark_step(self) -> None:  # noqa: B027 - nothing is a sensible default
-        """End of a graph segment: after each micro-batch's backward and after the optimizer step."""
+        """End a graph segment: after each micro-batch's backward and after the optimizer step."""
 
     def synchronize(self) -> None:  # noqa: B027 - nothing is a sensible default
         """Wait for queued work. It is called before a clock is read."""
 
     def memory(self) -> int:
-        """Peak bytes in use so far: by default, of this process in the host's memory."""
+        """Return the peak bytes in use so far, by default of this process in the host's memory."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def free_memory(self, processes: int) -> int:
-        """The bytes that this rank, of ``processes`` on its host, may still use. Raises MachineError."""
+        """Return the bytes that this rank, of ``processes`` on its host, may still use.
+
+        Raises MachineError if the device does not report its free memory.
+        """
         raise MachineError(
-            f"data.batch.memory_gib=auto: device={self.name} does not tell its free memory; set GiB"
+            f"data.batch.memory_gib=auto: device={self.name} does not report its free memory. Set GiB"
         )
 
     def counts(self) -> dict[str, int]:
-        """Counts since the run started, for log lines: compilations, cache hits, ends of graphs."""
+        """Return counts since the run started, for log lines: compilations, cache hits, ends of graphs."""
         return {}
 
     def graphs(self) -> int:
-        """Number of compilations so far: by default, by ``torch.compile``."""
+        """Return the number of compilations so far, by default by ``torch.compile``."""
         if not self.compile:
             return 0
         return int(torch_private.dynamo_counters["stats"].get("unique_graphs", 0))

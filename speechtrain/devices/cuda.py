@@ -21,13 +21,13 @@ from speechtrain.devices.base import Device, DeviceFacts
 from speechtrain.errors import MachineError, one_line
 
 _CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (7, 0)}  # Ampere and Volta
-# of the transducer loss, which launches kernels for every block of cells and every group of kept logits
+# Sizes of the transducer loss, which launches kernels for every block of cells and every group of logits.
 _LATTICE_CELLS, _LOGIT_BYTES = 65536, 4 * 2**30
-# NCCL's last collectives, written to a file when one times out; older torch reads the second name
+# If a collective times out, NCCL writes its last collectives to a file. Older torch reads the second name.
 _FLIGHT_RECORDER = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
 _FLIGHT_RECORDER["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
-# the GPUs that Slurm binds to each task alone: --gpus-per-task, --tres-per-task, --gpu-bind
-_BOUND = {
+# The numbers of GPUs that Slurm binds to one task alone: --gpus-per-task, --tres-per-task, --gpu-bind.
+_GPUS_OF_A_TASK = {
     "SLURM_GPUS_PER_TASK": r"(?:\w+:)?(\d+)",
     "SLURM_TRES_PER_TASK": r".*\bgpu(?:[:=]\w+)??[:=](\d+)\b.*",
     "SLURM_GPU_BIND": r"(?:.*,)?(?:single:(?=1$)|per_task:)(\d+)",
@@ -44,33 +44,41 @@ sys.exit(bool(is_refused) or version.value // 1000 < int(sys.argv[1]))
 
 
 def _has_own_gpus(local_rank: int, visible: int) -> bool:
-    """Whether the GPUs that are visible here are this rank's alone, so that its GPU is the first of them.
+    """Return whether the visible GPUs belong to this rank alone. Its GPU is then the first of them.
 
-    Either Slurm's srun started this rank and bound as many to it as are visible, or ``CUDA_VISIBLE_DEVICES``
-    is the rank's own number. Ranks of one launcher that all see the same GPU meet neither condition.
+    Either Slurm's srun started this rank and bound all visible GPUs to it, or ``CUDA_VISIBLE_DEVICES`` is the
+    local rank. Ranks of one launcher that all see the same GPU meet neither condition.
     """
     environ = os.environ
     if environ.get("CUDA_VISIBLE_DEVICES") == str(local_rank):
         return visible == 1
-    found = [re.fullmatch(pattern, environ.get(name, "")) for name, pattern in _BOUND.items()]
-    return environ.get("SLURM_LOCALID") == str(local_rank) and any(m and int(m[1]) == visible for m in found)
+    if environ.get("SLURM_LOCALID") != str(local_rank):
+        return False
+    for name, pattern in _GPUS_OF_A_TASK.items():
+        match = re.fullmatch(pattern, environ.get(name, ""))
+        if match and int(match[1]) == visible:
+            return True
+    return False
 
 
-def _near(index: int, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
-    """The usable CPUs on the memory node of GPU ``index``; none where the kernel or torch does not say."""
+def _near_cpus(index: int, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
+    """Return the usable CPUs on the memory node of GPU ``index``, none if the kernel or torch has no node."""
     gpu: Any = torch.cuda.get_device_properties(index)
     if not hasattr(gpu, "pci_domain_id"):  # torch 2.8
         return set()
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     node = affinity.read(devices / address / "numa_node")  # -1 on a host of one node
-    cores = affinity.usable(affinity.topology(), usable_cpus())
-    return {cpu for core in cores if str(core.node) == node for cpu in core.cpus}
+    cpus = set()
+    for core in affinity.usable(affinity.topology(), usable_cpus()):
+        if str(core.node) == node:
+            cpus |= {*core.cpus}
+    return cpus
 
 
 def obstacle(count: int, has_file: bool, starts: bool) -> str:
     """Return why none of ``count`` GPUs is usable by this torch, or an empty text.
 
-    ``has_file``: whether the host has the device file of a GPU. ``starts``: what ``driver_starts`` returns.
+    ``has_file``: whether the host has the device file of a GPU. ``starts``: whether the driver starts.
     """
     if count and not starts:
         return f"the NVIDIA driver does not start for the CUDA {torch.version.cuda} of this torch"
@@ -95,13 +103,17 @@ def driver_starts(release: str) -> bool:
 class CUDA(Device):
     """One GPU for each process: TF32, compilation, copies and the allocator.
 
-    ``tf32``: fp32 products, convolutions and LSTMs with 10 bits of mantissa on tensor cores; null: wherever
-    ``precision`` is not fp32, whose other products have 8 or 11 bits. ``compile``: the
-    repeated layers (or, without any, the model but its loss) through ``torch.compile``, compiled for every
-    shape once in training and once in evaluation, so only together with ``data.shapes``.
-    ``pinned``: batches go through page-locked memory and are copied on a stream of their own, beside the
-    kernels that are queued.
-    ``allocator`` is PyTorch's ``PYTORCH_CUDA_ALLOC_CONF``; null keeps PyTorch's default.
+    ``tf32``: fp32 matmuls, convolutions and LSTMs run on tensor cores with 10 bits of mantissa. Null allows
+    this unless ``precision`` is fp32. In the other precisions, the other matmuls have 8 or 11 bits.
+
+    ``compile``: ``torch.compile`` compiles the repeated layers, or the model without its loss if it has no
+    repeated layers. It compiles for every shape once in training and once in evaluation, so it requires
+    ``data.shapes``.
+
+    ``pinned``: batches go through page-locked memory and are copied on a separate stream, while the queued
+    kernels run.
+
+    ``allocator`` is PyTorch's ``PYTORCH_CUDA_ALLOC_CONF``. Null keeps PyTorch's default.
     """
 
     name = "cuda"
@@ -120,24 +132,25 @@ class CUDA(Device):
     compile: bool = False
     pinned: bool = True
     allocator: str | None = "expandable_segments:True"
-    _copies: torch.cuda.Stream | None = field(init=False, default=None)
+    _copy_stream: torch.cuda.Stream | None = field(init=False, default=None)
 
     def environment(self, processes: int) -> dict[str, str]:
         memory = {} if self.allocator is None else {"PYTORCH_CUDA_ALLOC_CONF": self.allocator}
-        # torchrun would set one thread, and data workers are processes of their own
+        # torchrun would set one thread. Data workers are separate processes.
         return {**memory, **_FLIGHT_RECORDER, "OMP_NUM_THREADS": str(host.threads(processes))}
 
     def check(self, processes: int) -> None:
         count = torch.cuda.device_count()  # asks the driver and initialises no GPU
         if not count:
-            why = "no GPU is visible here" if torch.version.cuda else "this torch is built without CUDA"
+            reason = "no GPU is visible here" if torch.version.cuda else "this torch is built without CUDA"
             raise MachineError(
-                f"device=cuda: {why} (torch {torch.__version__}, see nvidia-smi and CUDA_VISIBLE_DEVICES); "
-                "install a CUDA build of torch on a machine with a GPU, or set device=cpu"
+                f"device=cuda: {reason} (torch {torch.__version__}). See nvidia-smi and "
+                "CUDA_VISIBLE_DEVICES. Install a CUDA build of torch on a machine with a GPU, or "
+                "set device=cpu"
             )
         if processes > count:
             raise MachineError(
-                f"device=cuda: {processes} processes on this host, which has {count} GPUs; lower world_size "
+                f"device=cuda: {processes} processes on this host, which has {count} GPUs. Lower world_size "
                 "or start more hosts"
             )
 
@@ -156,9 +169,11 @@ class CUDA(Device):
         except (RuntimeError, AssertionError) as error:
             problem = one_line(str(error), 200)
             raise MachineError(f"device=cuda: GPU {index} cannot be used ({problem})") from None
-        if (cpus := _near(index)) and len(cpus) < len(usable_cpus()):
+        cpus = _near_cpus(index)
+        if cpus and len(cpus) < len(usable_cpus()):
             affinity.pin(cpus)
-        # one layer's weights are a part of the memory of all: cuDNN copies them in 0.1 ms
+        # torch.lstm runs one layer at a time, whose weights are a part of the memory of all layers. cuDNN
+        # therefore copies them, in 0.1 ms, and torch would warn.
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous")
 
     def chip(self) -> str:
@@ -166,9 +181,10 @@ class CUDA(Device):
 
     def policy(self, dtype: torch.dtype) -> ComputePolicy:
         tf32 = dtype != torch.float32 if self.tf32 is None else self.tf32
+        fp32_matmul = "high" if tf32 else "highest"
         return replace(
             super().policy(dtype),
-            fp32_matmul="high" if tf32 else "highest",
+            fp32_matmul=fp32_matmul,
             lstm="layers",
             lattice_cells=_LATTICE_CELLS,
             logit_bytes=_LOGIT_BYTES,
@@ -187,25 +203,26 @@ class CUDA(Device):
         gpu = f"this GPU (compute capability {capability[0]}.{capability[1]})"
         if dtype == torch.float16:
             return f"{gpu} has no tensor cores for fp16, so training is in fp32, which is as fast"
-        return f"{gpu} has no bf16, so training is in fp32; precision=fp16 is faster"
+        return f"{gpu} has no bf16, so training is in fp32. precision=fp16 is faster"
 
     def move(self, batch: Batch) -> Batch:
         if not self.pinned:
             return batch.to(self.tensor)
-        # on a stream of its own, the copy runs beside the kernels that are queued already; torch keeps the
-        # page-locked memory until the copy is done
-        computing = torch.cuda.current_stream()
-        if self._copies is None:
-            self._copies = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._copies):
-            moved = batch.to(lambda value: self.tensor(value.pin_memory()))
-        computing.wait_stream(self._copies)
+        # On a separate stream, the copy runs beside the kernels that are already queued. Torch keeps the
+        # page-locked memory until the copy ends.
+        compute_stream = torch.cuda.current_stream()
+        if self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._copy_stream):
+            device_batch = batch.to(lambda tensor: self.tensor(tensor.pin_memory()))
+        compute_stream.wait_stream(self._copy_stream)
 
-        def used(value: Tensor) -> Tensor:
-            value.record_stream(computing)  # its memory is free for the next copy after its last kernel
-            return value
+        def record_use(tensor: Tensor) -> Tensor:
+            # The next copy may use the tensor's memory after the last kernel that reads the tensor.
+            tensor.record_stream(compute_stream)
+            return tensor
 
-        return moved.to(used)
+        return device_batch.to(record_use)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

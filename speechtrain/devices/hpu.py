@@ -22,12 +22,13 @@ from speechtrain.errors import MachineError, one_line, require_least
 _PACKAGE = "habana_frameworks"
 _REHEARSAL = "device=lazy rehearses its lazy mode here, speechtrain doctor device=hpu checks the recipe"
 _ADVICE = (
-    "it comes with the vendor's container (vault.habana.ai/gaudi-docker) or as habana-torch-plugin; "
+    "It comes with the vendor's container (vault.habana.ai/gaudi-docker) or as habana-torch-plugin. "
     f"{_REHEARSAL}"
 )
 _LOWER, _FP32 = "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST"
 _MODES = {"lazy": "1", "eager": "0", "compile": "0"}
-# the lists of the wav2vec 2.0 port to Gaudi, without `iadd` (can only be promoted now); softmax in fp32
+# The lists of the wav2vec 2.0 port to Gaudi, without `iadd` (which can only be promoted now) and with
+# softmax in fp32.
 _BF16_OPS = ("addmm", "linear", "matmul", "mm", "mv", "conv1d", "conv2d", "instance_norm")
 _FP32_OPS = ("embedding", "nll_loss", "log_softmax", "softmax")
 
@@ -45,9 +46,9 @@ _TORCH_OF_RELEASE = {
     "1.24.1": "2.11",
 }
 
-# the bridge's own list (scripts/ops_list/ops.hpu and hpu_op.yaml of release 1.19), as far as training may use
-# it; and what torch decomposes into these before they reach a device
-_KNOWN = """
+# The operations of the bridge's list (scripts/ops_list/ops.hpu and hpu_op.yaml of release 1.19) that training
+# may use, and the operations that torch decomposes into these before they reach a device.
+_OPERATIONS = """
 abs acos add addbmm addcdiv addcmul addmm addmv alias all amax amin aminmax any arange argmax argmin
 as_strided asin atan atan2 avg_pool2d avg_pool2d_backward baddbmm bernoulli binary_cross_entropy_with_logits
 bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor bmm cat ceil clamp
@@ -84,21 +85,25 @@ def has_card(folder: Path) -> bool:
 class HPU(Device):
     """One Gaudi card for each process.
 
-    ``mode``: ``lazy`` records graphs, which ``mark_step`` cuts and runs, and compiles each distinct graph
-    once; ``compile``, which the vendor now prefers, uses ``torch.compile``; ``eager`` runs single operations.
+    ``mode`` is one of:
+
+    - ``lazy``: graphs are recorded, and ``mark_step`` cuts and runs them. Each distinct graph is compiled
+      once.
+    - ``compile``: ``torch.compile``, which the vendor now prefers.
+    - ``eager``: single operations run.
 
     ``recipe_cache`` is a local folder that keeps compiled graphs after the process, up to
-    ``recipe_cache_mib``; null keeps none. ``graphs_kept``: compiled graphs in host memory.
+    ``recipe_cache_mib``. Null keeps no graphs. ``graphs_kept`` compiled graphs stay in host memory.
 
-    ``bf16_ops`` and ``fp32_ops``: operations that autocast computes in bf16 and in fp32, in place of the
-    vendor's lists; null keeps the vendor's.
+    ``bf16_ops`` and ``fp32_ops`` are the operations that autocast computes in bf16 and in fp32. They replace
+    the vendor's lists. Null keeps the vendor's list.
     """
 
     name = "hpu"
     static_shapes = True
     facts = DeviceFacts(
-        collectives={"hpu": "hccl"},  # alone, as in all of the vendor's code
-        # in lazy mode each bucket is the end of a graph: few large ones, as optimum-habana has them
+        collectives={"hpu": "hccl"},  # without cpu, as in all of the vendor's code
+        # In lazy mode each bucket ends a graph. Therefore there are few large buckets, as in optimum-habana.
         ddp_options={"gradient_as_bucket_view": True, "bucket_cap_mb": 230},
         out_of_memory=f"{DeviceFacts.out_of_memory}|PT_DEVMEM|allocation failed for size",
         sum_dtype=torch.float32,
@@ -107,13 +112,13 @@ class HPU(Device):
         peer_lost="gloo|hccl|distbackend",
         optimizer_flags={"fused": False, "foreach": False},
         fsdp=False,
-        host_gib=64,  # the port of wav2vec 2.0 to Gaudi: 512 GB for 8 cards
+        host_gib=64,  # the port of wav2vec 2.0 to Gaudi has 512 GB for 8 cards
         operations=Operations(
-            frozenset(_KNOWN.split()),
+            frozenset(_OPERATIONS.split()),
             (torch.float64, torch.complex64, torch.complex128),
-            int64_bits=32,  # the copy raises beyond it; PT_ENABLE_INT64_SUPPORT excludes lazy mode
+            int64_bits=32,  # the copy of a larger number raises. PT_ENABLE_INT64_SUPPORT excludes lazy mode
             reinterprets=False,  # the lowering of view(dtype) keeps the old type and sizes
-            largest_graph=5000,  # one of 136,000 took XLA minutes to compile; not measured on Synapse
+            largest_graph=5000,  # XLA compiled a graph of 136,000 for minutes, Synapse was not measured
             records=True,
         ),
         packages=(_PACKAGE,),
@@ -130,13 +135,13 @@ class HPU(Device):
 
     def __post_init__(self) -> None:
         if self.mode not in _MODES:
-            raise ValueError(f"mode is {self.mode!r}; it is one of {', '.join(_MODES)}")
+            raise ValueError(f"mode is {self.mode!r}. It must be one of {', '.join(_MODES)}")
         require_least(1, recipe_cache_mib=self.recipe_cache_mib, graphs_kept=self.graphs_kept)
         if self.recipe_cache is not None and "," in self.recipe_cache:
-            raise ValueError(f"recipe_cache is {self.recipe_cache!r}; choose a path without a comma")
-        both = sorted(set(self.bf16_ops or ()) & set(self.fp32_ops or ()))
-        if both:
-            raise ValueError(f"bf16_ops and fp32_ops both name {both[0]}; keep it in one")
+            raise ValueError(f"recipe_cache is {self.recipe_cache!r}. Choose a path without a comma")
+        duplicates = sorted(set(self.bf16_ops or ()) & set(self.fp32_ops or ()))
+        if duplicates:
+            raise ValueError(f"bf16_ops and fp32_ops both name {duplicates[0]}. Keep it in one of them")
         self._core: Any = None
         self._hpu: Any = None
         self._ctc: Any = None
@@ -145,22 +150,22 @@ class HPU(Device):
 
     def environment(self, processes: int) -> dict[str, str]:
         variables = {"PT_HPU_LAZY_MODE": _MODES[self.mode], "HABANA_PGM_LRU_MAX": str(self.graphs_kept)}
-        # import torch would otherwise load the bridge, before `open` has written autocast's lists and before
-        # a rank knows its card
+        # Otherwise the import of torch would load the bridge before `open` has written autocast's lists and
+        # before a rank knows its card.
         variables |= {"PT_HPU_AUTOLOAD": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         # torchrun would set one thread, and the host decodes
         variables["OMP_NUM_THREADS"] = str(host.threads(processes))
         if self.mode == "lazy":  # weights keep torch's order, as in the port to Gaudi
             variables["PT_HPU_ENABLE_SYNAPSE_OUTPUT_PERMUTE"] = "0"
             variables["PT_HPU_ENABLE_WEIGHT_CPU_PERMUTE"] = "0"
-        # path, cleared at the start, MiB; bridges up to 1.19 refuse a fourth
+        # The path, whether it is cleared at the start, and MiB. Bridges up to 1.19 refuse a fourth field.
         if self.recipe_cache is not None:
             variables["PT_HPU_RECIPE_CACHE_CONFIG"] = f"{self.recipe_cache},false,{self.recipe_cache_mib}"
         return variables
 
     def check(self, processes: int) -> None:
         if importlib.util.find_spec(_PACKAGE) is None:
-            raise MachineError(f"device=hpu: {_PACKAGE} is not installed here; {_ADVICE}")
+            raise MachineError(f"device=hpu: {_PACKAGE} is not installed here. {_ADVICE}")
 
     def obstacle(self) -> str:
         if importlib.util.find_spec(_PACKAGE) is None:
@@ -176,25 +181,25 @@ class HPU(Device):
     def open(self, local_rank: int) -> None:
         self.check(1)
         modules = [f"{_PACKAGE}.torch.core", f"{_PACKAGE}.torch.hpu"]
-        if "LOCAL_RANK" in os.environ:  # several ranks: alone, its import would set a world in environ
+        if "LOCAL_RANK" in os.environ:  # for a single rank, the import of hccl would set a world in environ
             os.environ.setdefault("ID", str(local_rank))  # older bridges choose the card by ID
             modules.append(f"{_PACKAGE}.torch.distributed.hccl")
-        # the vendor's library reads these files when it is loaded
+        # The vendor's library reads these files when it is loaded.
         for variable, operations in ((_LOWER, self.bf16_ops), (_FP32, self.fp32_ops)):
             if operations is not None and variable not in os.environ:
-                os.environ[variable] = _listed(variable, operations)
+                os.environ[variable] = _write_operations(variable, operations)
         try:
             self._core, self._hpu = [importlib.import_module(name) for name in modules][:2]
         except Exception as error:  # another torch, a missing driver, or any other cause
             problem = one_line(str(error), 200)
-            raise MachineError(f"device=hpu: {_PACKAGE} does not load ({problem}); {_ADVICE}") from None
+            raise MachineError(f"device=hpu: {_PACKAGE} does not load ({problem}). {_ADVICE}") from None
         with contextlib.suppress(ImportError, AttributeError):  # one node of a graph, from Synapse 1.15 on
             self._ctc = importlib.import_module(f"{_PACKAGE}.torch.hpex.kernels").CTCLoss.apply
         cards = int(self._hpu.device_count()) if self._hpu.is_available() else 0
         if local_rank >= cards:
             raise MachineError(
                 f"device=hpu: local rank {local_rank} finds {cards} Gaudi cards on this host (hl-smi lists "
-                f"them); lower world_size to that number; {_REHEARSAL}"
+                f"them). Lower world_size to that number. {_REHEARSAL}"
             )
 
     # --- while training ---------------------------------------------------------------------------
@@ -203,15 +208,16 @@ class HPU(Device):
         return dtype in (torch.float32, torch.bfloat16)
 
     def policy(self, dtype: torch.dtype) -> ComputePolicy:
-        # graphs of at most 3,000 operations: an unrolled LSTM of 136,000 took XLA minutes to compile
+        # 80 frames keep graphs below 3,000 operations. XLA compiled an unrolled LSTM of 136,000 for minutes.
         segment = 80 if self.mode == "lazy" else 0
         compiler = "hpu_backend" if self.mode == "compile" else ""
-        plain = replace(super().policy(dtype), lattice_cells=65536, lstm_segment=segment, compiler=compiler)
-        return plain if self._ctc is None else replace(plain, ctc="vendor", ctc_kernel=self._ctc)
+        policy = replace(super().policy(dtype), lattice_cells=65536, lstm_segment=segment, compiler=compiler)
+        return policy if self._ctc is None else replace(policy, ctc="vendor", ctc_kernel=self._ctc)
 
     def precision_fallback_reason(self, dtype: torch.dtype) -> str:
-        narrower = "the published wav2vec 2.0 port runs out of one card's memory in it; use precision=bf16"
-        return narrower if dtype == torch.float32 else ""
+        if dtype != torch.float32:
+            return ""
+        return "the published wav2vec 2.0 port runs out of one card's memory in fp32. Use precision=bf16"
 
     def mark_step(self) -> None:
         if self.mode == "lazy":
@@ -225,8 +231,11 @@ class HPU(Device):
         return int(self._hpu.max_memory_allocated())
 
     def counts(self) -> dict[str, int]:
-        named = {"fallbacks": "cpu_fallback", "defragmentations": "memory_defragmentation"}
-        return {"graphs": self.graphs(), **{name: self._total(metric) for name, metric in named.items()}}
+        return {
+            "graphs": self.graphs(),
+            "fallbacks": self._total("cpu_fallback"),
+            "defragmentations": self._total("memory_defragmentation"),
+        }
 
     def graphs(self) -> int:
         return self._total("graph_compilation")
@@ -239,8 +248,8 @@ class HPU(Device):
         return int(counters["TotalNumber"])
 
 
-def _listed(variable: str, operations: Sequence[str]) -> str:
-    """A new file of one operation per line, which the vendor's library reads."""
+def _write_operations(variable: str, operations: Sequence[str]) -> str:
+    """Write a new file of one operation per line for the vendor's library. Returns its path."""
     handle, name = tempfile.mkstemp(prefix=f"speechtrain-{variable.lower()}-", suffix=".txt")
     with os.fdopen(handle, "w") as file:
         file.writelines(f"{operation}\n" for operation in operations)

@@ -1,4 +1,4 @@
-"""The CPU through Intel's extension for PyTorch, where it is installed. Its last release is 2.8."""
+"""The CPU through Intel's extension for PyTorch. The last release of the extension is 2.8."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from speechtrain.errors import MachineError, one_line
 
 _PACKAGE = "intel_extension_for_pytorch"
 _ADVICE = (
-    f"pip install torch==2.8.0 {_PACKAGE}==2.8.0 into a separate environment (make test-ipex does), "
+    f"Run pip install torch==2.8.0 {_PACKAGE}==2.8.0 into a separate environment (make test-ipex does), "
     "or set device=cpu"
 )
 
 
 class IPEX(CPU):
-    """The CPU with Intel's LSTM kernel and autocast; everything else as ``CPU``.
+    """The CPU with Intel's LSTM kernel and autocast. Everything else is the same as in ``CPU``.
 
-    Of our optimizers the extension fuses the step of ``sgd`` only. Its repository is archived with known
+    The extension fuses the step of one of our optimizers, ``sgd``. Its repository is archived with known
     security issues, and Intel recommends plain PyTorch.
 
-    Weights stay plain fp32 tensors in memory. The extension can also store them in bf16 (with the exact
-    ones inside its optimizer) and in oneDNN's blocked order: weight averages, gradient norms and
-    checkpoints would then differ from those of any other device.
+    Weights stay plain fp32 tensors in memory. The extension could also store them in bf16, with the exact
+    weights inside its optimizer, and in oneDNN's blocked order. Weight averages, gradient norms and
+    checkpoints would then differ from all other devices.
     """
 
-    # the extension has its own copies of the parameters in other types and layouts
+    # The extension has its own copies of the parameters in other types and layouts.
     facts = replace(CPU.facts, fsdp=False, packages=(_PACKAGE,))
 
     def check(self, processes: int) -> None:
@@ -54,21 +54,21 @@ class IPEX(CPU):
 
 
 def _version() -> str:
-    """The extension's version. Raises MachineError if it is missing or made for another torch."""
+    """Return the extension's version. Raises MachineError if it is missing or made for another torch."""
     try:
         version = metadata.version(_PACKAGE)
     except metadata.PackageNotFoundError:
-        raise MachineError(f"device=ipex: {_PACKAGE} is not installed here; {_ADVICE}") from None
-    if _release(version) != _release(torch.__version__):  # its import would raise AttributeError
+        raise MachineError(f"device=ipex: {_PACKAGE} is not installed here. {_ADVICE}") from None
+    if _release(version) != _release(torch.__version__):  # the import would raise AttributeError
         raise MachineError(
             f"device=ipex: {_PACKAGE} {version} needs torch {_release(version)}, "
-            f"not {torch.__version__}; {_ADVICE}"
+            f"not {torch.__version__}. {_ADVICE}"
         )
     return version
 
 
 def _import() -> Any:
-    """Import the extension. Raises MachineError if it is missing, for another torch, or does not load."""
+    """Import the extension. Raises MachineError if it is missing, for another torch, or broken."""
     version = _version()
     try:
         with warnings.catch_warnings():  # it warns that it replaces torch's kernels, which is intended
@@ -76,9 +76,9 @@ def _import() -> Any:
             return importlib.import_module(_PACKAGE)
     except Exception as error:  # missing libraries, an unknown processor, or any other cause
         problem = f"{_PACKAGE} {version} does not load ({one_line(str(error), 200)})"
-        raise MachineError(f"device=ipex: {problem}; {_ADVICE}") from None
+        raise MachineError(f"device=ipex: {problem}. {_ADVICE}") from None
 
 
 def _release(version: str) -> str:
-    """``2.8`` of ``2.8.0+cpu``."""
+    """Return major and minor of a version: ``2.8`` of ``2.8.0+cpu``."""
     return ".".join(version.split(".")[:2])

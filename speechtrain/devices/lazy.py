@@ -15,38 +15,46 @@ from speechtrain.devices.base import Device, DeviceFacts, Operations
 from speechtrain.errors import MachineError, first_line
 
 
-def _where(condition: Tensor, chosen: Tensor, other: Tensor) -> Tensor:
-    chosen, other = torch.broadcast_tensors(chosen, other)  # type: ignore[no-untyped-call]
-    dtype = torch.promote_types(chosen.dtype, other.dtype)
-    # filled, not multiplied: what is not chosen may be infinite
-    return chosen.to(dtype).masked_fill(condition == 0, 0) + other.to(dtype).masked_fill(condition, 0)
+def _where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    # The values are masked and not multiplied by 0, since a value that is not selected may be infinite.
+    return a.to(dtype).masked_fill(condition == 0, 0) + b.to(dtype).masked_fill(condition, 0)
+
+
+def _bitwise_not(x: Tensor) -> Tensor:
+    return x == 0 if x.dtype == torch.bool else -1 - x
+
+
+def _bitwise_xor(a: Tensor, b: Tensor) -> Tensor:
+    return a != b if a.dtype == torch.bool else a + b - 2 * (a & b)
 
 
 DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
     "argmax": lambda x, dim, keepdim=False: x.max(dim, keepdim).indices,
-    "bitwise_not": lambda x: x == 0 if x.dtype == torch.bool else -1 - x,
-    "bitwise_xor.Tensor": lambda a, b: a != b if a.dtype == torch.bool else a + b - 2 * (a & b),
+    "bitwise_not": _bitwise_not,
+    "bitwise_xor.Tensor": _bitwise_xor,
     "bitwise_right_shift.Tensor_Scalar": lambda x, n: torch.div(x, 2**n, rounding_mode="floor"),
     "lerp.Scalar": lambda x, end, weight: x + (end - x) * weight,
     "logaddexp": lambda a, b: torch.maximum(a, b) + F.softplus(-(a - b).abs()),
     "unbind_copy.int": lambda x, dim=0: [x.select(dim, index) for index in range(x.shape[dim])],
     "where.self": _where,
 }
-"""Replace operations that this backend would run on the CPU by operations that it records."""
+"""For operations that this backend would run on the CPU: implementations that it records."""
 
 ALLOWED = {"aten::copy": "a tensor copied to another (an average swapped in for evaluation): not in a step"}
-"""Operations that run on the CPU although a lazy device can run them, and have no decomposition; why."""
+"""Operations without a decomposition that may run on the CPU, and the reason."""
 
-_LIBRARY: list[torch.library.Library] = []  # the decompositions hold as long as it does
+_LIBRARY: list[torch.library.Library] = []  # the decompositions are registered as long as it exists
 
 
 @dataclass(eq=False)
 class Lazy(Device):
     """Records graphs, cuts them at ``mark_step``, compiles each distinct graph once, runs it on the CPU.
 
-    It shows on any machine that a recipe is fit for a lazy device: ``graphs`` stays constant after the
-    warm-up, and ``fallbacks`` counts the operations that left the graph. One process only.
-    ``oversubscribe`` as in ``CPU``.
+    It shows on any machine whether a recipe suits a lazy device: ``graphs`` stays constant after the
+    warm-up, and ``fallbacks`` counts the operations that left the graph. It supports one process only.
+    ``oversubscribe`` has the same meaning as in ``CPU``.
     """
 
     name = "lazy"
@@ -64,9 +72,9 @@ class Lazy(Device):
     oversubscribe: bool = False
 
     def check(self, processes: int) -> None:
-        if processes > 1:  # each rank would get its own tensor back, without an error
+        if processes > 1:  # a collective would return each rank its own tensor, without an error
             raise MachineError(
-                "device=lazy: torch's collectives do not sum lazy tensors; set world_size=1, or device=cpu"
+                "device=lazy: torch's collectives do not sum lazy tensors. Set world_size=1, or device=cpu"
             )
 
     def open(self, local_rank: int) -> None:
@@ -74,7 +82,7 @@ class Lazy(Device):
             torch_private.start_lazy()
         except (MachineError, RuntimeError) as error:
             reason = f"this torch has no lazy tensors ({first_line(error)})"
-            raise MachineError(f"device=lazy: {reason}; use device=cpu") from None
+            raise MachineError(f"device=lazy: {reason}. Use device=cpu") from None
         if not _LIBRARY:
             _LIBRARY.append(torch.library.Library("aten", "IMPL"))  # type: ignore[no-untyped-call]
             for name, decomposition in DECOMPOSITIONS.items():
@@ -101,12 +109,13 @@ class Lazy(Device):
         return {"graphs": self.graphs(), "cache_hits": cached, "fallbacks": sum(self.fallbacks().values())}
 
     def fallbacks(self) -> dict[str, int]:
-        """Operations so far, except those in ``ALLOWED``, that ran on the CPU and ended the graph.
+        """Return the counts of the operations so far that ran on the CPU and ended the graph.
 
-        A number that the host reads is ``aten::_local_scalar_dense``.
+        The operations in ``ALLOWED`` are left out. A number that the host reads is
+        ``aten::_local_scalar_dense``.
         """
-        counters = self._counters().items()
-        return {name: n for name, n in counters if name.startswith("aten::") and name not in ALLOWED}
+        counts = self._counters().items()
+        return {name: n for name, n in counts if name.startswith("aten::") and name not in ALLOWED}
 
     @staticmethod
     def _counters() -> dict[str, int]:

@@ -32,13 +32,14 @@ class Card:
 
 def interfaces(folder: Path = Path("/sys/class/net")) -> list[Interface]:
     """Return the interfaces except the loopback, in the order of their names."""
-    entries = []
+    ports = []
     for path in sorted(folder.glob("*")):
         if path.name != "lo" and (path / "operstate").is_file():
             driver = path / "device" / "driver"
-            name = driver.resolve().name if driver.exists() else ""
-            entries.append(Interface(path.name, name, affinity.read(path / "operstate").strip()))
-    return entries
+            driver_name = driver.resolve().name if driver.exists() else ""
+            state = affinity.read(path / "operstate")
+            ports.append(Interface(path.name, driver_name, state))
+    return ports
 
 
 def cards(query: Sequence[str] = _QUERY) -> list[Card]:
@@ -47,12 +48,12 @@ def cards(query: Sequence[str] = _QUERY) -> list[Card]:
         process = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    listed = []
+    accelerators = []
     for line in process.stdout.splitlines():
         module, comma, driver = line.partition(",")
         if comma:
-            listed.append(Card(module.strip(), driver.strip()))
-    return listed
+            accelerators.append(Card(module.strip(), driver.strip()))
+    return accelerators
 
 
 def describe(ports: Sequence[Interface], accelerators: Sequence[Card]) -> tuple[bool, str]:

@@ -5,39 +5,39 @@ from __future__ import annotations
 import contextlib
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 
 def folders(environ: Mapping[str, str]) -> list[Path]:
-    """Folders with libraries of this environment and of the system, nearest first."""
+    """Return the folders with libraries of this environment and of the system, nearest first."""
     prefixes = [environ.get("VIRTUAL_ENV", ""), environ.get("CONDA_PREFIX", ""), sys.prefix, sys.base_prefix]
-    found = [Path(prefix) / "lib" for prefix in prefixes if prefix]
-    found += [Path(folder) for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    paths = [Path(prefix) / "lib" for prefix in prefixes if prefix]
+    paths += [Path(folder) for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
     multiarch = sysconfig.get_config_var("MULTIARCH")
     for root in (Path("/usr/local"), Path("/usr"), Path("/")):
-        found += [root / "lib" / multiarch] if multiarch else []
-        found += [root / "lib64", root / "lib"]
-    return list(dict.fromkeys([*found, *_configured()]))
+        if multiarch:
+            paths.append(root / "lib" / multiarch)
+        paths += [root / "lib64", root / "lib"]
+    return list(dict.fromkeys([*paths, *_loader_folders()]))
 
 
-def _configured(root: Path = Path("/etc/ld.so.conf.d")) -> Iterable[Path]:
-    """The folders in the configuration of the system's loader."""
-    found: list[Path] = []
+def _loader_folders(root: Path = Path("/etc/ld.so.conf.d")) -> list[Path]:
+    """Return the folders in the configuration of the system's loader."""
+    paths: list[Path] = []
     for file in sorted(root.glob("*.conf")):
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            found += [Path(line.strip()) for line in file.read_text().splitlines() if line.startswith("/")]
-    return found
+            paths += [Path(line.strip()) for line in file.read_text().splitlines() if line.startswith("/")]
+    return paths
 
 
-def library(names: Iterable[str], places: Iterable[Path]) -> str | None:
-    """The first of ``places`` that holds one of ``names`` (``libjemalloc.so``), versioned names included.
+def library(names: Sequence[str], folders: Iterable[Path]) -> str | None:
+    """Return the path of the first library with one of ``names`` (``libjemalloc.so``), or None.
 
-    A library for another kind of processor is skipped. Returns the library's path, or None.
+    The name may be followed by a version. A library for another kind of processor is skipped.
     """
-    known = list(names)
-    for folder in places:
-        for name in known:
+    for folder in folders:
+        for name in names:
             for path in (folder / name, *sorted(folder.glob(f"{name}.[0-9]*"))):
                 if _is_native(path):
                     return str(path)
@@ -45,13 +45,13 @@ def library(names: Iterable[str], places: Iterable[Path]) -> str | None:
 
 
 def _is_native(path: Path) -> bool:
-    """Whether a library has the ELF class and machine of this interpreter."""
-    heads = []
-    for file in (path, Path(sys.executable)):
+    """Return whether a library has the ELF class and machine of this interpreter."""
+    headers = []
+    for binary in (path, Path(sys.executable)):
         try:
-            with file.open("rb") as opened:
-                head = opened.read(20)
+            with binary.open("rb") as file:
+                header = file.read(20)
         except OSError:
             return False
-        heads.append((head[:5], head[18:20]))
-    return heads[0] == heads[1]
+        headers.append((header[:5], header[18:20]))
+    return headers[0] == headers[1]

@@ -11,25 +11,33 @@ from torch import Tensor, nn
 
 from speechtrain.errors import require_least, require_shares
 
-_LONGEST = 32  # the loss has memory for each arc up to the longest
+_MAX_DURATION = 32  # the loss needs memory for each frame up to the longest duration
 
 
 def check_durations(durations: Sequence[int]) -> tuple[int, ...]:
-    """The durations of a TDT joint, if they can be; none are no TDT."""
-    given = tuple(durations)
-    is_whole = all(type(d) is int and 0 <= d <= _LONGEST for d in given)
-    if given and not (is_whole and list(given) == sorted({*given}) and given[-1]):
-        needed = f"whole numbers of frames, ascending, 0 to {_LONGEST}, at least one of them above 0"
-        raise ValueError(f"durations is {list(given)}; it must be {needed}")
-    return given
+    """Return the valid ``durations`` of a TDT joint. Without any, it is an ordinary joint.
+
+    Raises ValueError unless they are whole numbers of frames in ascending order, with one above 0.
+    """
+    if not durations:
+        return ()
+    is_whole = all(type(d) is int and 0 <= d <= _MAX_DURATION for d in durations)
+    is_ascending = is_whole and list(durations) == sorted(set(durations))
+    if not is_ascending or not durations[-1]:
+        needed = f"whole numbers of frames, ascending, 0 to {_MAX_DURATION}, at least one of them above 0"
+        raise ValueError(f"durations is {list(durations)}. It must be {needed}")
+    return tuple(durations)
 
 
 class Joint(nn.Module):
-    """An additive joint (Graves, 2013); the transducer loss computes it for the whole lattice.
+    """An additive joint (Graves, 2013). The transducer loss computes it for the whole lattice.
 
-    With ``bias`` ``both``, both projections have a bias (MLPerf); with ``single``, only the encoder's has
-    one, so the joint equals Intel's older Linear over the concatenation, its weight split in two.
-    ``durations``, in frames, make it that of TDT (Xu et al., 2023): the output layer has a row for each.
+    If ``bias`` is ``both``, both projections have a bias (MLPerf). If it is ``single``, only the projection
+    of the encoder has a bias. The joint then equals Intel's older Linear layer over the concatenated inputs,
+    with its weight split in two.
+
+    With ``durations``, in frames, this is the joint of a TDT (Xu et al., 2023): the output layer has one more
+    row for each duration.
     """
 
     def __init__(
@@ -41,14 +49,14 @@ class Joint(nn.Module):
     ) -> None:
         super().__init__()
         if bias not in ("both", "single"):
-            raise ValueError(f"bias is {bias!r}; it must be both or single")
+            raise ValueError(f"bias is {bias!r}. It must be both or single")
         require_shares(dropout=dropout)
         require_least(1, hidden=hidden)
         self.hidden, self.dropout, self.bias = hidden, dropout, bias
         self.durations = check_durations(durations or ())
 
     def connect(self, encoder: int, prediction: int, classes: int) -> None:
-        """Create the layers for inputs of these widths; the model calls it once."""
+        """Create the layers for inputs of these widths. The model calls this once."""
         self.encoder = nn.Linear(encoder, self.hidden)
         self.prediction = nn.Linear(prediction, self.hidden, bias=self.bias == "both")
         self.output = nn.Linear(self.hidden, classes + len(self.durations))

@@ -11,8 +11,8 @@ from speechtrain.nn.full_precision import at_least_fp32
 class MaskedBatchNorm(nn.Module):
     """BatchNorm over the valid frames of a batch, with the state keys of ``nn.BatchNorm1d``.
 
-    AIDK's BatchNorm on input features counts padding frames, so its statistics depend on the padding
-    of a batch. Here, frames beyond a row's length do not count, and their output is 0.
+    Frames beyond a row's length do not count, and their output is 0. AIDK's BatchNorm on input features
+    counts padding frames, so its statistics depend on the padding of a batch.
     """
 
     running_mean: Tensor
@@ -29,19 +29,25 @@ class MaskedBatchNorm(nn.Module):
         self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        """Normalise (B, T, F) with lengths (B,) to (B, T, F); the statistics are at least fp32."""
+        """Normalise (B, T, F) with lengths (B,) to (B, T, F). The statistics are fp32 or wider."""
         wide = at_least_fp32(x)
-        mask = (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None].to(wide.dtype)
+        is_valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+        mask = is_valid[..., None].to(wide.dtype)
         count = mask.sum().clamp(min=1.0)
         mean = (wide * mask).sum((0, 1)) / count if self.training else self.running_mean
         centred = wide - mean  # the only copy that backward keeps
         variance = self.running_var
         if self.training:
             variance = (centred.square() * mask).sum((0, 1)) / count
-            with torch.no_grad():
-                unbiased = variance * count / (count - 1).clamp(min=1.0)
-                self.running_mean.lerp_(mean, self.momentum)
-                self.running_var.lerp_(unbiased, self.momentum)
-                self.num_batches_tracked += 1
-        y = (centred * (torch.rsqrt(variance + self.eps) * self.weight) + self.bias) * mask
+            self._track(mean, variance, count)
+        scale = torch.rsqrt(variance + self.eps) * self.weight
+        y = (centred * scale + self.bias) * mask
         return y.to(x.dtype)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        """Update the running statistics by the statistics of ``count`` frames."""
+        unbiased = variance * count / (count - 1).clamp(min=1.0)
+        self.running_mean.lerp_(mean, self.momentum)
+        self.running_var.lerp_(unbiased, self.momentum)
+        self.num_batches_tracked += 1

@@ -1,4 +1,4 @@
-"""Prediction networks of a transducer: what the labels so far say about the next one.
+"""Prediction networks of a transducer: they map the labels so far to a vector that predicts the next label.
 
 Legend: B rows, U labels, P positions, E embedding width, W output width, n labels of context.
 """
@@ -20,31 +20,31 @@ class Prediction(nn.Module, ABC):
     """Maps the labels so far to a vector.
 
     The input before the first label is a zero vector, and the embedding table has no row for the blank
-    (MLPerf). With ``starts_with_blank`` it is the trained embedding of the blank, the table's last row
-    (transformers' Parakeet, NeMo's ``blank_as_pad=False``).
+    (MLPerf). With ``starts_with_blank``, that input is the trained embedding of the blank, the table's last
+    row (transformers' Parakeet, NeMo's ``blank_as_pad=False``).
     """
 
     width: int
-    """W, of the output."""
+    """W, the width of the output."""
 
     embedding: nn.Embedding
     starts_with_blank: bool = False
 
     def _embed(self, labels: Tensor, before: int) -> Tensor:
-        """Embed labels (B, U) after ``before`` inputs that stand for no label: (B, before + U, E)."""
+        """Embed labels (B, U) after the ``before`` inputs that precede them: (B, before + U, E)."""
         if self.starts_with_blank:
             blank = self.embedding.num_embeddings - 1
-            embedded: Tensor = self.embedding(F.pad(labels, (before, 0), value=blank))
-            return embedded
+            embeddings: Tensor = self.embedding(F.pad(labels, (before, 0), value=blank))
+            return embeddings
         return F.pad(self.embedding(labels), (0, 0, before, 0))
 
     @abstractmethod
     def connect(self, labels: int) -> None:
-        """Create the layers for so many labels, without the blank; the model calls it once."""
+        """Create the layers for ``labels`` labels, without the blank. The model calls this once."""
 
     @abstractmethod
     def forward(self, labels: Tensor) -> Tensor:
-        """Map labels (B, U) to (B, U + 1, W); position u depends on the first u labels."""
+        """Map labels (B, U) to (B, U + 1, W). Position u depends on the first u labels."""
 
     @abstractmethod
     def start(self, rows: int) -> tuple[Tensor, Any]:
@@ -59,19 +59,19 @@ class Prediction(nn.Module, ABC):
         """Return the state ``new`` in rows where ``mask`` (B,) is True, else ``old``."""
 
     def take(self, rows: Tensor, state: Any) -> Any:
-        """Return the state of ``rows`` (N,), as a beam search needs it; here, a tensor's first axis is B."""
+        """Return the state of ``rows`` (N,) for a beam search. The first axis of ``state`` must be B."""
         return state[rows]
 
 
 def _check(dropout: float, start: str, **sizes: int) -> None:
     if start not in ("zero", "blank"):
-        raise ValueError(f"start is {start!r}; it must be zero or blank")
+        raise ValueError(f"start is {start!r}. It must be zero or blank")
     require_least(1, **sizes)
     require_shares(dropout=dropout)
 
 
 class LSTMPrediction(Prediction):
-    """Embedding and LSTM over all labels so far (Graves, 2012; MLPerf RNN-T)."""
+    """Embedding and LSTM over all labels so far (Graves, 2012, and MLPerf RNN-T)."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class LSTMPrediction(Prediction):
         return output
 
     def start(self, rows: int) -> tuple[Tensor, State]:
-        nothing = torch.zeros(rows, 0, dtype=torch.int64, device=self.embedding.weight.device)
-        output, state = self.rnn(self._embed(nothing, 1))
+        no_labels = torch.zeros(rows, 0, dtype=torch.int64, device=self.embedding.weight.device)
+        output, state = self.rnn(self._embed(no_labels, 1))
         return output[:, 0], state
 
     def step(self, labels: Tensor, state: State) -> tuple[Tensor, State]:
@@ -117,9 +117,9 @@ class LSTMPrediction(Prediction):
 
 
 class StatelessPrediction(Prediction):
-    """The last ``context`` labels' embeddings, joined and projected (Ghodsi et al., ICASSP 2020).
+    """Embeddings of the last ``context`` labels, concatenated and projected (Ghodsi et al., ICASSP 2020).
 
-    With no recurrence, hypotheses that end in the same labels have the same state.
+    The network has no recurrence, so hypotheses that end in the same labels have the same state.
     """
 
     def __init__(
@@ -141,23 +141,23 @@ class StatelessPrediction(Prediction):
         self.projection = nn.Linear(self.context * self._embedding_width, self.width)
 
     def forward(self, labels: Tensor) -> Tensor:
-        return self._projected(self._embed(labels, self.context))
+        return self._project(self._embed(labels, self.context))
 
     def start(self, rows: int) -> tuple[Tensor, Tensor]:
-        nothing = torch.zeros(rows, 0, dtype=torch.int64, device=self.embedding.weight.device)
-        state = self._embed(nothing, self.context)
-        return self._projected(state)[:, 0], state
+        no_labels = torch.zeros(rows, 0, dtype=torch.int64, device=self.embedding.weight.device)
+        state = self._embed(no_labels, self.context)
+        return self._project(state)[:, 0], state
 
     def step(self, labels: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         state = torch.cat((state[:, 1:], self.embedding(labels)[:, None]), 1)
-        return self._projected(state)[:, 0], state
+        return self._project(state)[:, 0], state
 
     def select(self, mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
         return torch.where(mask[:, None, None], new, old)
 
-    def _projected(self, embedded: Tensor) -> Tensor:
-        """Map embeddings (B, P + n − 1, E) to (B, P, W): output p is of the embeddings p to p + n − 1."""
-        positions = embedded.shape[1] - self.context + 1
-        windows = torch.cat([embedded[:, first : first + positions] for first in range(self.context)], 2)
+    def _project(self, embeddings: Tensor) -> Tensor:
+        """Map embeddings (B, P + n − 1, E) to (B, P, W): output p depends on embeddings p to p + n − 1."""
+        positions = embeddings.shape[1] - self.context + 1
+        windows = torch.cat([embeddings[:, start : start + positions] for start in range(self.context)], 2)
         output: Tensor = self.projection(self.dropout(windows))
         return output

@@ -15,29 +15,35 @@ from speechtrain.nn.full_precision import at_least_fp32, full_precision
 
 
 class Quantized(NamedTuple):
-    """Codes of a batch, and statistics of how its frames of weight 1 use the codebooks.
+    """Codes of a batch, and statistics of the codebook entries that the frames of weight 1 use.
 
-    ``hard`` and ``soft`` are sums over frames and ``frames`` is the number of frames, so the sums of
+    ``hard`` and ``soft`` are sums over frames, and ``frames`` is the number of frames, so the sums of
     several micro-batches or ranks can be added. Upstream computes perplexities per micro-batch and rank
-    and logs their mean; its diversity loss is that of the micro-batch, as ``diversity`` here.
+    and logs their mean. ``diversity`` is the loss of the micro-batch, as in upstream.
     """
 
     codes: Tensor  # (..., code width): the G selected entries, concatenated
     ids: Tensor  # (..., G) int64
-    hard: Tensor  # (G, V) number of frames whose most likely entry it is, without noise; no gradient
+    hard: Tensor  # (G, V) number of frames for which the entry is most likely, without noise or gradient
     soft: Tensor  # (G, V) summed probabilities, without noise
     frames: Tensor  # ()
 
     def code_perplexity(self) -> Tensor:
-        """Entries in use, (G,) from 1 to V: the perplexity of the most likely entries' frequencies."""
+        """Return the number of used entries, (G,) from 1 to V: the perplexity of the most likely entries."""
         return perplexity(self.hard, self.frames)
 
     def prob_perplexity(self) -> Tensor:
-        """Entries in use, (G,) from 1 to V: the perplexity of the mean probabilities. Differentiable."""
+        """Return the number of used entries, (G,) from 1 to V: the perplexity of the mean probabilities.
+
+        It is differentiable.
+        """
         return perplexity(self.soft, self.frames)
 
     def diversity(self) -> Tensor:
-        """Diversity loss: (G V − summed ``prob_perplexity``) / (G V); 0 if all entries are used equally."""
+        """Return the diversity loss (G V − summed ``prob_perplexity``) / (G V).
+
+        It is 0 if all entries are used equally.
+        """
         groups, entries = self.soft.shape
         return ((entries - self.prob_perplexity()) / (groups * entries)).sum()
 
@@ -45,13 +51,13 @@ class Quantized(NamedTuple):
 class GumbelQuantizer(nn.Module):
     """Choose one of ``entries`` codes in each of ``groups`` codebooks (Baevski et al. 2020, section 2).
 
-    In training, the code is the argmax of the sum of logits and Gumbel noise, and the gradient is that of
-    the softmax of this sum over ``temperature`` (straight-through; Jang et al. 2017). In evaluation, it
-    is the argmax of the logits. All is fp32 under any autocast (fp64 stays).
+    In training, the code is the argmax of the sum of logits and Gumbel noise. The gradient is the gradient
+    of the softmax of this sum, divided by ``temperature`` (straight-through, Jang et al. 2017). In
+    evaluation, the code is the argmax of the logits. Every step is fp32 under any autocast, or fp64 for fp64.
 
-    The weights of the projection to logits are initialised by normal(0, ``init_std``). With 1 (published)
-    the first codes depend on the frames at once. A smaller value gives the Gumbel noise more effect at
-    first, so that a few codes cannot take all frames while the features are still similar.
+    The weights of the projection to logits are initialised by normal(0, ``init_std``). With 1 (published),
+    the codes depend on the frames from the first step on. A smaller value gives the Gumbel noise more effect
+    at first. Then a few codes cannot take all frames while the features are still similar.
     """
 
     def __init__(
@@ -65,12 +71,12 @@ class GumbelQuantizer(nn.Module):
         super().__init__()
         if groups < 1 or code_width % groups:
             raise ConfigError(
-                f"GumbelQuantizer.code_width is {code_width}; it must be a multiple of groups ({groups})"
+                f"GumbelQuantizer.code_width is {code_width}. It must be a multiple of groups ({groups})"
             )
         if entries < 2:
-            raise ConfigError(f"GumbelQuantizer.entries is {entries}; it must be 2 or more")
+            raise ConfigError(f"GumbelQuantizer.entries is {entries}. It must be 2 or more")
         if init_std <= 0:
-            raise ConfigError(f"GumbelQuantizer.init_std is {init_std}; it must be above 0")
+            raise ConfigError(f"GumbelQuantizer.init_std is {init_std}. It must be above 0")
         self.groups, self.entries = groups, entries
         self.projection = nn.Linear(input_width, groups * entries)
         nn.init.normal_(self.projection.weight, std=init_std)
@@ -82,46 +88,50 @@ class GumbelQuantizer(nn.Module):
     ) -> Quantized:
         """Quantise frames (..., C) with weights (...), 1 or 0.
 
-        ``noise`` (..., G, V) replaces training's draws from the device's generator; evaluation has none.
+        In training, ``noise`` (..., G, V) replaces the draws from the device's generator. Evaluation has no
+        noise.
         """
         with full_precision(x.device):
             logits = self.projection(at_least_fp32(x)).unflatten(-1, (self.groups, self.entries))
-            likely = logits.detach().argmax(-1)
-            hard, soft = self._one_hot(likely, logits), logits.softmax(-1)
+            ids = logits.argmax(-1)
+            hard, soft = self._one_hot(ids, logits), logits.softmax(-1)
+            choice = hard
             if self.training:
-                noisy = logits + (gumbel(torch.rand_like(logits)) if noise is None else noise)
-                ids = noisy.detach().argmax(-1)
-                relaxed = (noisy / temperature).softmax(-1)
-                # in this order the difference is exactly 0, so equal ids give equal codes, bit for bit
-                choice = self._one_hot(ids, logits) + (relaxed - relaxed.detach())
-            else:
-                ids, choice = likely, hard
-            # a matrix product for each group; a broadcast product would allocate (frames, G V, width)
+                ids, choice = self._choose(logits, noise, temperature)
+            # One matmul for each group. A broadcast multiplication would allocate (frames, G V, width).
             codes = torch.einsum("ngv,gvd->ngd", choice.flatten(0, -3), self.codebook)
             weight = weight.flatten().to(logits.dtype)
-            return Quantized(
-                codes.reshape(*x.shape[:-1], -1),
-                ids,
-                torch.einsum("n,ngv->gv", weight, hard.flatten(0, -3)),
-                soft=torch.einsum("n,ngv->gv", weight, soft.flatten(0, -3)),
-                frames=weight.sum(),
-            )
+            hard, soft = (torch.einsum("n,ngv->gv", weight, p.flatten(0, -3)) for p in (hard, soft))
+            return Quantized(codes.reshape(*x.shape[:-1], -1), ids, hard, soft, frames=weight.sum())
+
+    def _choose(
+        self, logits: Tensor, noise: Tensor | None, temperature: Tensor | float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the argmax of logits and noise, and its one-hot vector with the gradient of the softmax."""
+        if noise is None:
+            noise = gumbel(torch.rand_like(logits))
+        noisy_logits = logits + noise
+        ids = noisy_logits.argmax(-1)
+        probabilities = (noisy_logits / temperature).softmax(-1)
+        # In this order the difference is exactly 0, so equal ids give equal codes, bit for bit.
+        return ids, self._one_hot(ids, logits) + (probabilities - probabilities.detach())
 
     def _one_hot(self, ids: Tensor, like: Tensor) -> Tensor:
         return (ids[..., None] == torch.arange(self.entries, device=ids.device)).to(like.dtype)
 
 
 def gumbel(uniform: Tensor) -> Tensor:
-    """Standard Gumbel noise from draws in [0, 1): −log(−log(u))."""
+    """Return standard Gumbel noise from draws u in [0, 1): −log(−log(u))."""
     return -(-uniform.clamp(min=2.0**-25).log()).log()
 
 
 def perplexity(sums: Tensor, frames: Tensor) -> Tensor:
-    """exp of the entropy of ``sums`` (G, V) over ``frames``: (G,) from 1 to V; 1 if there are no frames."""
+    """Return exp of the entropy of ``sums`` (G, V) / ``frames``: (G,) from 1 to V. Without frames it is 1."""
     p = sums / frames.clamp(min=1)
-    return (-(p * (p + 1e-7).log()).sum(-1)).exp()
+    entropy = -(p * (p + 1e-7).log()).sum(-1)
+    return entropy.exp()
 
 
 def code_temperature(step: int, start: float = 2.0, floor: float = 0.5, decay: float = 0.999995) -> float:
-    """The Gumbel softmax's temperature after ``step`` updates: ``start × decay^step``, at least ``floor``."""
+    """Return the temperature after ``step`` updates: ``start × decay^step``, at least ``floor``."""
     return max(start * decay**step, floor)

@@ -10,10 +10,10 @@ from speechtrain.errors import ConfigError
 
 
 def stack_time(x: Tensor, factor: int) -> Tensor:
-    """Concatenate each ``factor`` successive frames: (B, T, H) -> (B, ceil(T/k), k·H), zeros beyond T.
+    """Concatenate each ``factor`` successive frames: (B, T, H) to (B, ceil(T/k), k·H), with zeros beyond T.
 
-    Frame j of the result is frames kj, kj+1, ..., kj+k−1, in this order. Padding and reshaping copy each
-    value once; a concatenation of k shifted copies of the sequence would hold k² times as many values.
+    Frame j of the output is the frames kj, kj+1, ..., kj+k−1, in this order. Padding and reshaping copy each
+    value once. A concatenation of k shifted copies of the sequence would hold k² times as many values.
     """
     rows, frames, width = x.shape
     groups = -(-frames // factor)
@@ -23,17 +23,17 @@ def stack_time(x: Tensor, factor: int) -> Tensor:
 class StackTime(nn.Module):
     """Stack ``factor`` successive frames of each row into one (MLPerf RNN-T).
 
-    Values beyond a row's length count as zeros, so a row's last, incomplete group has none of its padding.
+    Frames beyond a row's length are set to 0 first, so the last group of a row never contains its padding.
     """
 
     def __init__(self, factor: int) -> None:
         super().__init__()
         if factor < 1:
-            raise ConfigError(f"StackTime.factor is {factor}; it must be 1 or more")
+            raise ConfigError(f"StackTime.factor is {factor}. It must be 1 or more")
         self.factor = factor
 
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Stack (B, T, H) with frames (B,) to (B, ceil(T/k), k·H) with frames (B,) = ``ceil(lengths/k)``."""
+        """Stack (B, T, H) with lengths (B,) to (B, ceil(T/k), k·H) with lengths (B,) = ceil(lengths / k)."""
         if self.factor == 1:
             return x, lengths
         valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]

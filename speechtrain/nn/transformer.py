@@ -6,7 +6,6 @@ Legend: B rows, T frames, D model width, H heads, k kernel taps, L layers.
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,16 +15,16 @@ from speechtrain.compute_policy import ComputePolicy, PolicyAware
 from speechtrain.errors import ConfigError, require_least
 from speechtrain.nn.full_precision import at_least_fp32
 
-FORBIDDEN = -(2.0**30)  # softmax turns this score into exactly 0, and stays finite where a row has no key
+FORBIDDEN = -(2.0**30)  # softmax turns this score into exactly 0, and is finite even for a row without a key
 
 
 class PositionalConv(nn.Module):
     """Relative positional embedding: a grouped convolution over time, then GELU, (B, T, D) to (B, T, D).
 
-    The weight is ``weight_g · weight_v / ||weight_v||``; the norm is per kernel tap, over both channel
-    dimensions. It is computed here, without torch's parametrization: the parameters keep the names of the
+    The weight is ``weight_g · weight_v / ||weight_v||``, with one norm per kernel tap, over both channel
+    dimensions. It is computed here, without torch's parametrization, so the parameters keep the names of the
     published checkpoints, and saving needs no extra steps. The convolution pads k // 2 frames on both
-    sides and drops the last output where k is even.
+    sides. If k is even, the last output is dropped.
     """
 
     def __init__(self, width: int, kernel: int, groups: int) -> None:
@@ -38,7 +37,7 @@ class PositionalConv(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def weight(self) -> Tensor:
-        """The normalised weight (D, D / groups, k)."""
+        """Return the normalised weight (D, D / groups, k)."""
         norm = self.weight_v.square().sum((0, 1), keepdim=True).sqrt()
         return self.weight_v * (self.weight_g / norm)
 
@@ -49,10 +48,10 @@ class PositionalConv(nn.Module):
 
 
 class Attention(nn.Module, PolicyAware):
-    """Multi-head self-attention with separate projections; ``valid`` (B, T) selects the keys.
+    """Multi-head self-attention with separate projections. ``valid`` (B, T) selects the keys.
 
-    ``fused`` is torch's own operation. The other implementation computes the same by operations that a
-    lazy device records without a graph break, and its softmax is fp32 or wider.
+    With ``fused``, torch's own operation computes the attention. The other implementation consists of
+    operations that a lazy device records without a graph break, and its softmax is fp32 or wider.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -67,25 +66,26 @@ class Attention(nn.Module, PolicyAware):
 
     def forward(self, x: Tensor, valid: Tensor) -> Tensor:
         rows, frames, width = x.shape
-        split = (rows, frames, self.heads, width // self.heads)
-        q, k, v = (part(x).view(split).transpose(1, 2) for part in (self.query, self.key, self.value))
-        attend = self._fused if self.fused else self._written
-        y = attend(q, k, v, valid[:, None, None, :])
-        attended: Tensor = self.output(y.transpose(1, 2).reshape(rows, frames, width))
-        return attended
+        shape = (rows, frames, self.heads, width // self.heads)
+        projections = [self.query(x), self.key(x), self.value(x)]
+        q, k, v = (projection.view(shape).transpose(1, 2) for projection in projections)
+        attend = self._attend_fused if self.fused else self._attend_by_matmuls
+        context = attend(q, k, v, valid[:, None, None, :])
+        y: Tensor = self.output(context.transpose(1, 2).reshape(rows, frames, width))
+        return y
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
+    def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, attn_mask=valid, dropout_p=dropout)
 
-    def _written(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
+    def _attend_by_matmuls(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
         scores = at_least_fp32(torch.matmul(q * self.scale, k.transpose(2, 3)))
         weights = scores.masked_fill(~valid, FORBIDDEN).softmax(-1)
         return torch.matmul(F.dropout(weights, self.dropout, self.training).to(v.dtype), v)
 
 
 class LayerNorm(nn.LayerNorm):
-    """In the input's dtype, also where the weights are gathered in a narrower one."""
+    """LayerNorm in the input's dtype, even if sharding gathers the weights in a narrower one."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
@@ -95,10 +95,11 @@ class LayerNorm(nn.LayerNorm):
 class TransformerLayer(nn.Module):
     """Self-attention and feed-forward with residuals, (B, T, D) to (B, T, D).
 
-    Post-norm normalises after each residual sum, pre-norm before each branch; ``norm`` is the feed-forward's.
+    Post-norm normalises after each residual sum, pre-norm before each branch. ``norm`` belongs to the
+    feed-forward branch.
     """
 
-    computes_narrow = True  # its weights are used by autocast's products, or by layer norms, alone
+    computes_narrow = True  # only matmuls under autocast and layer norms use the weights
 
     def __init__(
         self,
@@ -137,18 +138,21 @@ class TransformerLayer(nn.Module):
 class Transformer(nn.Module):
     """Positional convolution and L layers: (B, T, D) and lengths (B,) to (B, T, D).
 
-    Frames beyond a row's length are set to 0 before the positional convolution and are never keys;
-    their output has no meaning. Post-norm (base models) normalises after the positional convolution,
-    ``pre_norm`` (large models) after the last layer. Linear weights start as normal(0, 0.02), biases as 0.
+    Frames beyond a row's length are set to 0 before the positional convolution and are never keys. Their
+    output has no meaning. Post-norm (base models) normalises after the positional convolution, ``pre_norm``
+    (large models) after the last layer. Linear weights start as normal(0, 0.02), biases as 0.
 
     Layer drop multiplies a layer by a factor: with ``keep`` (L,) of zeros and ones, layer i returns
-    ``keep[i] · layer(x) + (1 − keep[i]) · x``, exactly one of the two. One graph serves every draw, and
-    every parameter has a gradient in each step, as static devices and data-parallel wrappers need.
-    Upstream skips the layer instead. The difference: here a dropped layer still costs its compute, and
-    its gradients are zeros instead of missing, so Adam's moments and weight decay still apply in that
-    step. Upstream's optimizer does not update a layer that the whole update dropped.
+    ``keep[i] · layer(x) + (1 − keep[i]) · x``, which is exactly ``layer(x)`` or ``x``. One graph serves every
+    draw, and every parameter has a gradient in each step, as static devices and data-parallel wrappers need.
+    Upstream skips the layer instead. There are two differences:
 
-    ``length_multiple`` pads T to a multiple inside the layers (masked) and removes the surplus after them.
+    - A dropped layer still costs its compute.
+    - The gradients of a dropped layer are zeros instead of missing, so Adam's moments and weight decay still
+      apply in that step. Upstream's optimizer does not update a layer that the whole update dropped.
+
+    Inside the layers, T is padded to a multiple of ``length_multiple`` with masked frames.
+
     Raises ConfigError for values out of range.
     """
 
@@ -169,41 +173,57 @@ class Transformer(nn.Module):
         length_multiple: int = 1,
     ) -> None:
         super().__init__()
-        sizes = {"width": width, "layers": layers, "feed_forward": feed_forward, "heads": heads}
-        sizes |= {"position_kernel": position_kernel, "position_groups": position_groups}
-        require_least(1, **sizes, length_multiple=length_multiple)
-        for name in ("heads", "position_groups"):
-            if width % sizes[name]:
-                raise ConfigError(f"{name} is {sizes[name]}; it must divide width, {width}")
+        divisors = {"heads": heads, "position_groups": position_groups}
+        spans = {"position_kernel": position_kernel, "length_multiple": length_multiple}
+        require_least(1, width=width, layers=layers, feed_forward=feed_forward, **divisors, **spans)
+        _require_divisors(width, divisors)
         self.position = PositionalConv(width, position_kernel, position_groups)
         self.norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
-        layer = partial(TransformerLayer, width, feed_forward, heads, pre_norm=pre_norm, dropout=dropout)
-        layer = partial(layer, attention_dropout=attention_dropout, activation_dropout=activation_dropout)
-        self.layers = nn.ModuleList(layer() for _ in range(layers))
+        dropouts = {"dropout": dropout, "attention_dropout": attention_dropout}
+        dropouts["activation_dropout"] = activation_dropout
+        self.layers = nn.ModuleList()
+        for _ in range(layers):
+            self.layers.append(TransformerLayer(width, feed_forward, heads, pre_norm, **dropouts))
         self.pre_norm = pre_norm
         self.length_multiple = length_multiple
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
-                nn.init.zeros_(module.bias)
+        self.apply(_initialise_linear)
 
     def forward(self, x: Tensor, lengths: Tensor, keep: Tensor | None = None) -> Tensor:
-        """Encode frames (B, T, D) of lengths (B,); ``keep`` (L,) are layer-drop factors, None keeps all."""
+        """Encode frames (B, T, D) of lengths (B,). ``keep`` (L,) are layer-drop factors, None keeps all."""
         frames = x.shape[1]
         surplus = -frames % self.length_multiple
         position = torch.arange(frames + surplus, device=x.device)
-        # a row without any valid frame attends to its first one: softmax over no key is NaN
-        valid = position < lengths.clamp(min=1)[:, None]
-        x = x * (position[:frames] < lengths[:, None]).to(x.dtype)[:, :, None]
-        x = x + self.position(x)
-        x = self.dropout(x if self.pre_norm else self.norm(x))
-        x = F.pad(x, (0, 0, 0, surplus)) if surplus else x
+        # A row without any valid frame attends to its first frame, since softmax over no key is NaN.
+        is_key = position < lengths.clamp(min=1)[:, None]
+        x = self._add_positions(x, is_frame=position[:frames] < lengths[:, None])
+        if surplus:
+            x = F.pad(x, (0, 0, 0, surplus))
         for index, layer in enumerate(self.layers):
-            y = layer(x, valid)
+            y = layer(x, is_key)
             if keep is not None:
-                kept = keep[index].to(x.dtype)
-                y = y * kept + x * (1 - kept)
+                factor = keep[index].to(x.dtype)
+                y = y * factor + x * (1 - factor)
             x = y
         x = x[:, :frames]
         return self.norm(x) if self.pre_norm else x
+
+    def _add_positions(self, x: Tensor, is_frame: Tensor) -> Tensor:
+        x = x * is_frame.to(x.dtype)[:, :, None]
+        x = x + self.position(x)
+        if not self.pre_norm:
+            x = self.norm(x)
+        y: Tensor = self.dropout(x)
+        return y
+
+
+def _require_divisors(width: int, divisors: dict[str, int]) -> None:
+    for name, divisor in divisors.items():
+        if width % divisor:
+            raise ConfigError(f"{name} is {divisor}. It must divide width, {width}")
+
+
+def _initialise_linear(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=0.02)
+        nn.init.zeros_(module.bias)

@@ -294,7 +294,7 @@ def test_a_host_refuses_more_ranks_than_it_has_cpus(
     run = FromTheFirst(tmp_path / "run", environment, hosts, "launcher.shutdown_seconds=4")
     done = run.run("world_size=4", "device.oversubscribe=false")
     assert done.returncode == 4
-    said = "2 ranks would share 1 CPU; lower world_size, or set device.oversubscribe=true"
+    said = "2 ranks would share 1 CPU. Lower world_size, or set device.oversubscribe=true"
     assert re.search(rf"^speechtrain: error: speech\d+-\d: {said}$", done.stderr, re.MULTILINE)
     assert not run.run_dir.exists()
     assert processes_of(run) == []

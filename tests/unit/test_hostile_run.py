@@ -19,7 +19,7 @@ from speechtrain.commands.report import run as report
 from speechtrain.config.resolved import load
 from speechtrain.data.skips import SkipLog
 from speechtrain.data.sources import open_source
-from speechtrain.devices.hpu import _listed
+from speechtrain.devices.hpu import _write_operations
 from speechtrain.errors import DataError, RunError, SpeechtrainError
 from speechtrain.files import MOST_BYTES, append_line, atomic, read_text, write_json, write_text
 from speechtrain.launcher import Job, forwarded_environment, holds_secret, is_secret
@@ -147,7 +147,7 @@ def test_a_file_for_the_owner_is_for_the_owner_from_its_first_byte(tmp_path: Pat
 
 def test_a_file_of_operations_has_a_new_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    first, second = _listed("OPS", ["mm", "linear"]), _listed("OPS", ["mm"])
+    first, second = _write_operations("OPS", ["mm", "linear"]), _write_operations("OPS", ["mm"])
     assert first != second
     assert Path(first).read_text() == "mm\nlinear\n"
     assert stat.S_IMODE(Path(first).stat().st_mode) == 0o600

@@ -27,7 +27,7 @@ def test_a_part_that_is_missing_is_named_with_the_version(path: str, monkeypatch
     monkeypatch.setitem(torch_private.PARTS, "part", path)
     with pytest.raises(MachineError) as raised:
         torch_private.part  # noqa: B018 - it is looked up
-    assert str(raised.value) == f"torch {torch.__version__} has no {path}; install torch 2.7 to 2.14"
+    assert str(raised.value) == f"torch {torch.__version__} has no {path}. Install torch 2.7 to 2.14"
 
 
 def test_a_name_that_is_no_part_is_an_ordinary_error() -> None:

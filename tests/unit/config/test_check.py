@@ -401,7 +401,7 @@ def test_the_encoder_owns_the_sample_rate(config: DictConfig) -> None:
     [
         (
             ["encoder=wav2vec2", "encoder.mask.length=0"],
-            "encoder.mask.length is 0; it must be 1 frame or more",
+            "encoder.mask.length is 0. It must be 1 frame or more",
         ),
         (["data.batch.window=0"], "data.batch.window=0: it must be at least 1 (plain shuffling)"),
         (["data.shapes=-1"], "data.shapes=-1: it must be at least 0 (no fixed shapes)"),

@@ -65,7 +65,7 @@ def test_an_encoder_in_one_graph_is_refused() -> None:
     batch = recorder.move(task.prepare(batch_of(1, 16.7, 100, tokenizer.size), 1))
     with recorder.warm_up(), pytest.raises(Unfit, match="makes a graph of more than 5,000") as raised:
         task(batch)
-    assert raised.value.place.file.endswith("lstm.py")
+    assert raised.value.source.file.endswith("lstm.py")
 
 
 def test_the_loss_on_cuda() -> None:

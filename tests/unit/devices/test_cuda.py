@@ -86,11 +86,11 @@ def test_a_rank_computes_on_the_cpus_beside_its_gpu(monkeypatch: pytest.MonkeyPa
     place.mkdir()
     for node, cpus in {"1": {4, 5, 6}, "0": {0, 1, 2, 3}, "-1": set[int](), "7": set[int]()}.items():
         (place / "numa_node").write_text(f"{node}\n")
-        assert cuda._near(0, tmp_path) == cpus
+        assert cuda._near_cpus(0, tmp_path) == cpus
     place.rename(tmp_path / "gone")
-    assert cuda._near(0, tmp_path) == set()
+    assert cuda._near_cpus(0, tmp_path) == set()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace())
-    assert cuda._near(0, tmp_path) == set()
+    assert cuda._near_cpus(0, tmp_path) == set()
 
 
 def test_every_rank_of_an_accelerators_host_has_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,10 +132,10 @@ READS, DYNAMIC, NEW = "reads a value back", "depends on data", "new shape 4×8"
 )
 def test_what_is_planted_in_the_forward_is_named(planted: Callable[..., Tensor], says: str) -> None:
     found = fault(planted)
-    assert found.place.file == str(HERE)
-    assert found.place.line == line_of(planted, "# planted")
+    assert found.source.file == str(HERE)
+    assert found.source.line == line_of(planted, "# planted")
     assert says in str(found)
-    assert f"{HERE.name}:{found.place.line}" in str(found)
+    assert f"{HERE.name}:{found.source.line}" in str(found)
 
 
 class Reading(torch.autograd.Function):
@@ -155,7 +155,7 @@ def custom(x: Tensor, number: int) -> Tensor:
 
 def test_what_is_planted_in_a_backward_is_named_with_the_forward_that_made_it() -> None:
     found = fault(custom)
-    assert found.place.line == line_of(Reading.backward, "# planted")
+    assert found.source.line == line_of(Reading.backward, "# planted")
     assert found.forward is not None
     assert found.forward.line == line_of(Reading.forward, "x * 1.0")
     assert "in the backward of" in str(found)
@@ -174,7 +174,7 @@ class Listing(torch.autograd.Function):
 def test_memory_that_a_backward_reads_is_named() -> None:
     methods = {name: getattr(Tensor, name) for name in ("tolist", "numpy", "cpu")}
     found = fault(lambda x, number: Listing.apply(x))
-    assert found.place.line == line_of(Listing.backward, "# planted")
+    assert found.source.line == line_of(Listing.backward, "# planted")
     assert "Tensor.tolist reads a value back" in str(found)
     assert methods == {name: getattr(Tensor, name) for name in methods}
 
@@ -213,7 +213,7 @@ class Ragged(torch.autograd.Function):
 def test_a_new_shape_in_a_backward_is_named() -> None:
     Ragged.number = 0
     found = fault(lambda x, number: Ragged.apply(x))
-    assert found.place.line == line_of(Ragged.backward, "# planted")
+    assert found.source.line == line_of(Ragged.backward, "# planted")
 
 
 def test_an_operation_of_the_backward_is_put_down_to_its_line_of_the_forward() -> None:
@@ -232,7 +232,7 @@ def test_an_operation_of_the_backward_is_put_down_to_its_line_of_the_forward() -
         loss = forward()
         with pytest.raises(Unfit, match="of the backward") as raised:
             loss.backward()
-    assert raised.value.place.line == line_of(forward, "# made")
+    assert raised.value.source.line == line_of(forward, "# made")
 
 
 def test_the_warm_up_refuses_what_no_step_may_do() -> None:
@@ -275,13 +275,13 @@ def refused(operation: Callable[[Tensor], object], operations: Operations = HPU.
 def test_what_gaudi_refuses_is_named_with_its_line(operation: Callable[..., Any], says: str) -> None:
     found = refused(operation)
     assert says in str(found)
-    assert found.place.file == str(HERE)
-    assert found.place.line == operation.__code__.co_firstlineno
+    assert found.source.file == str(HERE)
+    assert found.source.line == operation.__code__.co_firstlineno
 
 
 def test_a_fault_in_a_backward_is_put_down_to_its_forward() -> None:
     weight = torch.ones(3, requires_grad=True)
-    operations = Operations(known=frozenset({"tanh", "sum", "detach", "ones_like", "expand"}))
+    operations = Operations(names=frozenset({"tanh", "sum", "detach", "ones_like", "expand"}))
 
     def forward() -> Tensor:
         return weight.tanh().sum()  # made
@@ -290,7 +290,7 @@ def test_a_fault_in_a_backward_is_put_down_to_its_forward() -> None:
         loss = forward()
         with pytest.raises(Unfit, match="tanh_backward") as raised:
             loss.backward()
-    assert raised.value.place.line == line_of(forward, "# made")
+    assert raised.value.source.line == line_of(forward, "# made")
 
 
 def test_the_copy_of_a_batch_names_the_field() -> None:

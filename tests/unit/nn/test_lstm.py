@@ -189,9 +189,9 @@ def test_the_static_loop_trains_on_lazy_tensors_without_a_fallback() -> None:
     assert int(done.stdout) <= 4
 
 
-def test_a_broken_slope_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = module._Slopes.of
-    monkeypatch.setattr(module._Slopes, "of", lambda gates, cells: of(gates, 1.001 * cells))
+def test_a_broken_derivative_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    derivatives = module._derivatives
+    monkeypatch.setattr(module, "_derivatives", lambda gates, cells: derivatives(gates, 1.001 * cells))
     with pytest.raises(AssertionError):
         test_the_loop_computes_what_torch_does(LOOP, torch.float64, 1e-9, False, 4, 9)
 
@@ -217,7 +217,7 @@ def test_layer_by_layer_is_torchs_stack(
     x = torch.randn(4, 9, 5)
     state = (torch.randn(3, 4, 7), torch.randn(3, 4, 7)) if has_state else None
     # without dropout torch's own stack runs; here the other form is asked for
-    monkeypatch.setattr(other.lstm, "forward", other._layers)
+    monkeypatch.setattr(other.lstm, "forward", other._run_layers)
     for wanted, found in zip(gradients(one, x, state), gradients(other, x, state), strict=True):
         assert found.shape == wanted.shape
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)

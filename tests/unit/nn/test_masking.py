@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from speechtrain.errors import ConfigError
-from speechtrain.nn.masking import KINDS, SpanMask, draw_negatives, frame_table, others
+from speechtrain.nn.masking import KINDS, SpanMask, draw_negatives, frame_table, skip_own_position
 
 
 def spans(row: NDArray[np.bool_]) -> list[tuple[int, int]]:
@@ -287,8 +287,8 @@ def test_negatives_are_int16_where_the_range_allows() -> None:
     assert limit.min() >= 0
     drawn = np.random.default_rng(0).integers(0, 389, (390, 100))
     for dtype in (np.int16, np.int32):
-        assert (others(drawn.astype(dtype)) == others(drawn)).all()
-        assert others(drawn.astype(dtype)).dtype == dtype
+        assert (skip_own_position(drawn.astype(dtype)) == skip_own_position(drawn)).all()
+        assert skip_own_position(drawn.astype(dtype)).dtype == dtype
 
 
 def test_negative_arithmetic_is_bit_equal_to_indexed_increments() -> None:
@@ -297,5 +297,5 @@ def test_negative_arithmetic_is_bit_equal_to_indexed_increments() -> None:
     indexed = drawn.copy()
     indexed[indexed >= np.arange(390)[:, None]] += 1
     above = (drawn >= np.arange(390)[:, None]).astype(np.int64)
-    assert (others(drawn) == indexed).all()
+    assert (skip_own_position(drawn) == indexed).all()
     assert (drawn * (1 - above) + (drawn + 1) * above == indexed).all()

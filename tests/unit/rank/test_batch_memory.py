@@ -88,7 +88,7 @@ def test_a_rank_shares_its_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_device_that_does_not_tell_its_memory_is_named() -> None:
     config = compose(["data.batch.memory_gib=auto", "device=lazy", "data.shapes=2"])
     with pytest.raises(
-        MachineError, match=r"memory_gib=auto: device=lazy does not tell its free memory; set GiB"
+        MachineError, match=r"memory_gib=auto: device=lazy does not report its free memory. Set GiB"
     ):
         free_batch_memory(config, build_device(config), build_task(config)[0])
 

@@ -438,7 +438,7 @@ def test_a_dry_run_says_that_the_device_is_absent(
     assert train.run([*DRY, "device=hpu"]) == 0
     rendered, warnings = capsys.readouterr()
     assert "speechtrain.train_rank" in rendered
-    assert warnings.startswith("speechtrain: warning: device=hpu: habana_frameworks is not installed here;")
+    assert warnings.startswith("speechtrain: warning: device=hpu: habana_frameworks is not installed here.")
     assert warnings.count("\n") == 1
     with pytest.raises(MachineError, match="habana_frameworks is not installed"):
         train.run(["recipe=demo", "device=hpu"])
