@@ -56,7 +56,7 @@ def run_job(start: Callable[[], RunResult], settings: Any) -> RunResult:
 
 
 def conclude_study(folder: Path) -> None:
-    """Print the table of the study in ``folder``, if it holds one. Raises RunError without a complete trial."""
+    """Print the table of the study in ``folder``, if it has one. Raises RunError if no trial is complete."""
     if not (folder / "study.journal").is_file():
         return
     from speechtrain.study.output import table
