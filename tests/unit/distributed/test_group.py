@@ -83,12 +83,13 @@ def member(rank: int) -> dict[str, Any]:
     ]
     told["any"] = [group.any(rank == 1), group.any(False), group.any(True)]
     nothing = torch.tensor(False)
-    told["agree"] = [
+    statuses = [
         group.all_reduce_status(torch.tensor(rank + 1.5), stop=rank == 1, late=False, skip=nothing),
         group.all_reduce_status(
             torch.tensor(16777217.0), stop=False, late=rank == 0, skip=torch.tensor(rank == 1)
         ),
     ]
+    told["agree"] = [tuple(status) for status in statuses]
     order = Path(os.environ["ORDER"])
     with group.main_process_first():
         told["found"] = order.exists()
@@ -338,7 +339,7 @@ def test_flags_are_reduced_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     group = object.__new__(TorchGroup)
     group.world, group.facts = World(0, 2, 0, 2), DeviceFacts(sum_dtype=torch.float32)
     running = torch.zeros(3, device="meta")
-    group._statistics = [running]
+    group._averaged_buffers = [running]
     nothing = torch.tensor(False, device="meta")
     weight, stop, late, skip = group.all_reduce_status(
         torch.tensor(2.0, device="meta"), stop=True, late=False, skip=nothing
@@ -347,10 +348,10 @@ def test_flags_are_reduced_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (stop, late) == (True, False)
     assert weight.device == skip.device == running.device
     reduced.clear()
-    group._statistics = [torch.ones(3)]
+    group._averaged_buffers = [torch.ones(3)]
     answer = group.all_reduce_status(torch.tensor(2.0), stop=False, late=True, skip=torch.tensor(False))
     assert (len(reduced), answer[1:3]) == (1, (False, True))
-    assert torch.equal(group._statistics[0], torch.full((3,), 0.5))
+    assert torch.equal(group._averaged_buffers[0], torch.full((3,), 0.5))
 
 
 def test_a_lost_peer_is_one_line_without_the_text_of_gloo() -> None:
@@ -376,5 +377,5 @@ def test_sharding_names_the_torch_version_that_it_needs(monkeypatch: pytest.Monk
     from speechtrain.distributed.fsdp import ShardedGroup
 
     monkeypatch.setattr(torch, "__version__", "2.7.1+cu126")
-    with pytest.raises(MachineError, match=r"needs torch 2\.8 or newer, and this is 2\.7\.1\+cu126; use"):
+    with pytest.raises(MachineError, match=r"needs torch 2\.8 or newer, and this is 2\.7\.1\+cu126\. Use"):
         ShardedGroup(World(0, 2, 0, 2))
