@@ -12,7 +12,7 @@ from functools import cached_property
 
 from speechtrain.errors import ConfigError
 from speechtrain.launcher import AGENT, PARENT, Job, Launcher, Result, forwarded_environment, host_lines
-from speechtrain.supervision.rendezvous import rendezvous_port, why_taken
+from speechtrain.supervision.rendezvous import port_error, rendezvous_port
 from speechtrain.supervision.supervise import supervise
 
 # in the output of `mpirun --version`; that of Intel MPI, which is built on Hydra, has HYDRA as well
@@ -120,6 +120,6 @@ class Mpi(Launcher):
         if self.port is not None:
             return self.port
         port = rendezvous_port(job.run_dir)
-        while self.hostfile is None and why_taken("127.0.0.1", port):
+        while self.hostfile is None and port_error("127.0.0.1", port):
             port += 1
         return port

@@ -224,8 +224,8 @@ class Ssh(Launcher):
         differ = [f"{n} {there.get(n)} there, {v} here" for n, v in versions().items() if there.get(n) != v]
         if differ:
             return f"has other versions: {'; '.join(differ)}; install the same versions on all hosts"
-        if seen["taken"]:
-            return f"port {port} cannot be used ({seen['taken']}); set launcher.port to a free port"
+        if seen["port_error"]:
+            return f"port {port} cannot be used ({seen['port_error']}); set launcher.port to a free port"
         return ""
 
 
