@@ -158,14 +158,13 @@ class Kubernetes(Launcher):
         """Return the only container of a pod."""
         amounts = {"cpu": self.cpus, "memory": self.memory, **(self.resources or {})}
         quantities = {name: str(amount) for name, amount in amounts.items() if amount is not None}
-        folder = str(Path.cwd()) if self._is_mounted(Path.cwd()) else ""  # With "" it is the image's folder.
+        # An empty text means the folder of the image.
+        folder = str(Path.cwd()) if self._is_mounted(Path.cwd()) else ""
         return {
             "name": _CONTAINER,
             "image": self.image,
             "command": self._command(job, port),
-            "workingDir": str(folder)
-            if self._is_mounted(folder)
-            else "",  # With "" it is the image's folder.
+            "workingDir": folder,
             "envFrom": [{"secretRef": {"name": name}} for name in self.env_from_secrets or ()],
             "resources": {"requests": quantities, "limits": quantities},
             "env": self._variables(job),
@@ -188,7 +187,7 @@ class Kubernetes(Launcher):
         return variables
 
     def _volume_mounts(self) -> list[dict[str, str]]:
-        """Return the mounts of the container. Volumes have numbers, because a claim's name may be too long."""
+        """Return the mounts of the container. Volumes have numbers, as the name of a claim may be too long."""
         mounts = [{"name": f"volume-{n}", "mountPath": path} for n, path in enumerate(self._mounts.values())]
         if self.shared_memory is not None:
             mounts.append({"name": _MEMORY, "mountPath": "/dev/shm"})

@@ -15,13 +15,13 @@ from speechtrain.launcher import AGENT, PARENT, Job, Launcher, Result, forwarded
 from speechtrain.supervision.rendezvous import port_error, rendezvous_port
 from speechtrain.supervision.supervise import supervise
 
-# Each pattern matches the output of `mpirun --version`. Intel MPI is built on Hydra, so HYDRA is in its output.
+# Each pattern matches the output of `mpirun --version`. Intel MPI is built on Hydra, so its output has HYDRA.
 _VERSION_PATTERNS = {
     "openmpi": r"Open ?MPI|OpenRTE|open-mpi",
     "intel": r"Intel\(R\) MPI",
     "mpich": r"HYDRA|MPICH",
 }
-# A rank uses several cores, so mpirun must not bind it to one core. The device binds the rank. Intel MPI binds
+# A rank uses several cores, so mpirun must not bind it to one core. The device binds it. Intel MPI binds
 # before it starts `env`, so a variable that `env` sets would come too late.
 _OPTIONS = {"openmpi": "--bind-to none", "intel": "-genv I_MPI_PIN 0", "mpich": "-bind-to none"}
 _PROGRAMS = {"openmpi": "mpirun.openmpi", "intel": "mpirun", "mpich": "mpirun.mpich"}
