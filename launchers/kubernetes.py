@@ -187,7 +187,7 @@ class Kubernetes(Launcher):
         return variables
 
     def _volume_mounts(self) -> list[dict[str, str]]:
-        """Return the mounts of the container. Volumes have numbers, as the name of a claim may be too long."""
+        """Return the container's mounts. Volumes have numbers, because a claim's name may be too long."""
         mounts = [{"name": f"volume-{n}", "mountPath": path} for n, path in enumerate(self._mounts.values())]
         if self.shared_memory is not None:
             mounts.append({"name": _MEMORY, "mountPath": "/dev/shm"})

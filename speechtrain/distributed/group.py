@@ -152,7 +152,7 @@ class TorchGroup(Group):
             )
             if "cpu" not in facts.collectives:
                 self._host_group = dist.new_group(backend="gloo", timeout=timeout)
-        except (RuntimeError, ValueError, OSError) as error:  # a used port, no answer, no MASTER_ADDR
+        except (RuntimeError, ValueError, OSError) as error:  # a port in use, no answer, no MASTER_ADDR
             failure = f"rank {world.rank} of {world.size} did not find its peers ({facts.backends})"
             raise MachineError(f"{failure}: {first_line(error)}") from error
 

@@ -28,7 +28,7 @@ class MLPerf(Tracker):
     checkpoint. The lines of later steps were void. A block that was open or void begins again.
     """
 
-    background = False  # a line takes microseconds, and its time is part of the record
+    background = False  # A line takes microseconds, and its time is part of the record.
 
     def __init__(self, run_dir: str, init: dict[str, Any], run: dict[str, Any], enabled: bool = True) -> None:
         """``init`` and ``run``: the values of the keys before and after the start of the run, in order.
@@ -80,7 +80,7 @@ class MLPerf(Tracker):
                 for tensor in filter(value.get, value):
                     self._line(key, tensor=tensor)
             elif value is not None and (is_lamb or "lamb" not in key):
-                self._line(key, "_alt_" in key or value)  # the schedule is there or not
+                self._line(key, "_alt_" in key or value)  # It says only whether there is the schedule.
 
     def _follow(self, event: str, values: Mapping[str, Any]) -> None:
         """Append the lines of an event after the start."""
@@ -89,7 +89,7 @@ class MLPerf(Tracker):
         if event in ("train", "epoch") and epoch != self._block:
             self._stop_block(self._block)
             self._block = epoch
-            # it began at the time of the latest line
+            # The block began at the time of the latest line.
             self._line("block_start", time_s=self._time_s, first_epoch_num=epoch, epoch_count=1)
             self._line("epoch_start", time_s=self._time_s, epoch_num=epoch)
         if event == "resume":
@@ -128,10 +128,10 @@ class MLPerf(Tracker):
         self._append(f"ENDING TIMING RUN AT {end:{DATE}}\n{result}")
 
     def _line(self, key: str, value: Any = None, time_s: float = 0.0, **metadata: Any) -> None:
-        """Append an event of MLPerf's logger. Without ``time_s`` it is of this moment."""
+        """Append an event of MLPerf's logger. Without ``time_s`` it has the present time."""
         self._time_s = max(self._time_s, time_s or time.time())
         if key in ("opt_name", "submission_benchmark"):
-            value = value.rpartition(".")[2].lower()  # of a class
+            value = value.rpartition(".")[2].lower()  # the name of a class without its module
         line = {
             "namespace": "",
             "time_ms": int(1000 * self._time_s),
