@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from speechtrain.devices.base import DeviceFacts
 from speechtrain.devices.cuda import CUDA
 from speechtrain.distributed import group as module
-from speechtrain.distributed.group import SingleProcess, TorchGroup, open_group
+from speechtrain.distributed.group import SingleProcess, Status, TorchGroup, open_group
 from speechtrain.distributed.loopback import store_of_one_host
 from speechtrain.errors import MachineError
 from speechtrain.launcher import World
@@ -83,13 +83,12 @@ def member(rank: int) -> dict[str, Any]:
     ]
     told["any"] = [group.any(rank == 1), group.any(False), group.any(True)]
     nothing = torch.tensor(False)
-    statuses = [
+    told["agree"] = [
         group.all_reduce_status(torch.tensor(rank + 1.5), stop=rank == 1, late=False, skip=nothing),
         group.all_reduce_status(
             torch.tensor(16777217.0), stop=False, late=rank == 0, skip=torch.tensor(rank == 1)
         ),
     ]
-    told["agree"] = [tuple(status) for status in statuses]
     order = Path(os.environ["ORDER"])
     with group.main_process_first():
         told["found"] = order.exists()
@@ -157,7 +156,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     finally:
         for process in processes:
             process.kill()
-    return [torch.load(folder / f"{r}.pt", weights_only=True) for r in range(RANKS)]
+    with torch.serialization.safe_globals([Status]):
+        return [torch.load(folder / f"{r}.pt", weights_only=True) for r in range(RANKS)]
 
 
 def close(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
