@@ -116,8 +116,8 @@ class Slurm(Launcher):
             "signal": f"TERM@{self.warn_seconds}",  # to the ranks, not to the batch script
         }
         lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
-        lines.append("#SBATCH --requeue" if self.requeue else "#SBATCH --no-requeue")
-        lines.append("#SBATCH --open-mode=append")
+        requeue = "requeue" if self.requeue else "no-requeue"
+        lines += [f"#SBATCH --{requeue}", "#SBATCH --open-mode=append"]
         if self.segments > 1:
             lines.append(f"#SBATCH --array=0-{self.segments - 1}%1")
         return lines

@@ -204,7 +204,8 @@ class TorchGroup(Group):
         is_apart = weight.device != flags.device
         if not is_apart:
             parts.insert(0, flags)
-        joined = torch.cat([part.detach().to(dtype).reshape(-1) for part in parts])
+        vectors = [part.detach().to(dtype).reshape(-1) for part in parts]
+        joined = torch.cat(vectors)
         dist.all_reduce(joined)
         if is_apart:
             dist.all_reduce(flags, group=self._host_group)
