@@ -1,4 +1,4 @@
-"""The default launcher: chooses another launcher by the number of ranks."""
+"""The default launcher. It chooses another launcher by the number of ranks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ class Auto(Launcher):
         self.one = one
         self.more = more
 
-    def _chosen(self, job: Job) -> Launcher:
+    def _launcher_for(self, job: Job) -> Launcher:
         return self.one if job.world_size == 1 else self.more
 
     def check(self, job: Job) -> None:
-        self._chosen(job).check(job)
+        self._launcher_for(job).check(job)
 
     def lacking(self, job: Job) -> str:
-        return self._chosen(job).lacking(job)
+        return self._launcher_for(job).lacking(job)
 
     def is_here(self, job: Job) -> bool:
-        return self._chosen(job).is_here(job)
+        return self._launcher_for(job).is_here(job)
 
     def launch(self, job: Job) -> Result:
-        return self._chosen(job).launch(job)
+        return self._launcher_for(job).launch(job)
 
     def render(self, job: Job) -> str:
-        return self._chosen(job).render(job)
+        return self._launcher_for(job).render(job)

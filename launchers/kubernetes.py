@@ -34,14 +34,14 @@ _INSTANCE = "app.kubernetes.io/instance"
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _CONTAINER = "pytorch"
 _MEMORY = "shared-memory"
-_WAIT_SECONDS = 24 * 3600  # for peers: pods may wait in a queue for hours
-_NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")  # of a Service; pods append their number
+_WAIT_SECONDS = 24 * 3600  # for peers. Pods may wait in a queue for hours.
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")  # of a Service. Pods append their number.
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 @dataclass(eq=False)
 class Kubernetes(Launcher):
-    """Run ``world_size`` ranks in ``nodes`` pods of ``image``; torchrun starts the ranks of each pod.
+    """Run ``world_size`` ranks in ``nodes`` pods of ``image``. Torchrun starts the ranks of each pod.
 
     The pods belong to an Indexed Job, and a Service gives them names. ``volumes`` maps claims to their
     mount paths. One claim, mounted at the same path on this machine, must hold the run directory. An
@@ -90,8 +90,9 @@ class Kubernetes(Launcher):
         for claim, path in self._mounts.items():
             if not PurePosixPath(path).is_absolute():
                 raise ValueError(f"volumes.{claim}={path}: it must be an absolute path")
-        in_namespace = [] if self.namespace is None else [f"--namespace={self.namespace}"]
-        self._kubectl = ["kubectl", *(self.options or []), *in_namespace]
+        self._kubectl = ["kubectl", *(self.options or [])]
+        if self.namespace is not None:
+            self._kubectl.append(f"--namespace={self.namespace}")
 
     def check(self, job: Job) -> None:
         job.ranks_per_node(self.nodes)
@@ -99,8 +100,8 @@ class Kubernetes(Launcher):
             return
         mounted = ", ".join(self._mounts.values()) or "nothing"
         raise ConfigError(
-            f"run_dir={job.run_dir}: the pods do not see it (mounted: {mounted}); mount the claim with it at "
-            "the same path, as in 'launcher.volumes={CLAIM: /shared}', and set run_dir below that path"
+            f"run_dir={job.run_dir}: the pods do not see it (mounted: {mounted}). Mount its claim at the "
+            "same path, as in 'launcher.volumes={CLAIM: /shared}', and set run_dir below that path"
         )
 
     def launch(self, job: Job) -> Result:
@@ -126,19 +127,20 @@ class Kubernetes(Launcher):
         return "".join(f"{json.dumps(document, indent=2)}\n" for document in self.documents(job))
 
     def documents(self, job: Job) -> list[dict[str, Any]]:
-        """An Indexed Job, and the Service that gives its pods names; the ranks meet in pod 0.
+        """Return an Indexed Job, and the Service that gives its pods names. The ranks meet in pod 0.
 
-        A run needs all its pods: they fail together and start again together. Pods that exit because
-        of a signal or a drained node do not count as failures; an error of the user ends the Job.
+        A run needs all its pods, so they fail together and start again together. Pods that exit because
+        of a signal or a drained node do not count as failures. An error of the user ends the Job.
         """
-        name, labels = self._name(job), {_INSTANCE: self._name(job)}
+        name = self._name(job)
+        labels = {_INSTANCE: name}
         port = rendezvous_port(job.run_dir)
         pod = {"restartPolicy": "Never", "subdomain": name, **self._pod(job, port)}
-        final = sorted({ConfigError.exit_code, DataError.exit_code, Diverged.exit_code})
+        final_codes = sorted({ConfigError.exit_code, DataError.exit_code, Diverged.exit_code})
         rules = [
-            {"action": "FailJob", "onExitCodes": _exited(final)},
+            {"action": "FailJob", "onExitCodes": _codes_in(final_codes)},
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            {"action": "Ignore", "onExitCodes": _exited([EXIT_PREEMPTED])},
+            {"action": "Ignore", "onExitCodes": _codes_in([EXIT_PREEMPTED])},
         ]
         ports = [{"name": "rendezvous", "port": port}]
         service = {"clusterIP": "None", "selector": labels, "ports": ports, "publishNotReadyAddresses": True}
@@ -146,7 +148,7 @@ class Kubernetes(Launcher):
             "completionMode": "Indexed",
             "completions": self.nodes,
             "parallelism": self.nodes,
-            "backoffLimit": self.restarts * self.nodes,  # Kubernetes counts pods
+            "backoffLimit": self.restarts * self.nodes,  # Kubernetes counts pods.
             "podFailurePolicy": {"rules": rules},
             "template": {"metadata": {"labels": labels}, "spec": pod},
         }
@@ -154,44 +156,55 @@ class Kubernetes(Launcher):
 
     def _container(self, job: Job, port: int) -> dict[str, Any]:
         """Return the only container of a pod."""
+        amounts = {"cpu": self.cpus, "memory": self.memory, **(self.resources or {})}
+        quantities = {name: str(amount) for name, amount in amounts.items() if amount is not None}
+        # An empty text means the folder of the image.
+        folder = str(Path.cwd()) if self._is_mounted(Path.cwd()) else ""
+        return {
+            "name": _CONTAINER,
+            "image": self.image,
+            "command": self._command(job, port),
+            "workingDir": folder,
+            "envFrom": [{"secretRef": {"name": name}} for name in self.env_from_secrets or ()],
+            "resources": {"requests": quantities, "limits": quantities},
+            "env": self._variables(job),
+            "volumeMounts": self._volume_mounts(),
+        }
+
+    def _variables(self, job: Job) -> list[dict[str, Any]]:
+        """Return the environment variables of the container."""
         environment = {
             **forwarded_environment(job, self.forward),
             "PYTHONUNBUFFERED": "1",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds),
         }
         fields = {"JOB_COMPLETION_INDEX": f"metadata.annotations['{_INDEX}']", "POD_IP": "status.podIP"}
-        amounts = {"cpu": self.cpus, "memory": self.memory, **(self.resources or {})}
-        quantities = {name: str(amount) for name, amount in amounts.items() if amount is not None}
-        # numbered: a claim's name may be too long for a volume
+        variables: list[dict[str, Any]] = []
+        for name, path in fields.items():
+            variables.append({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}})
+        for name, text in environment.items():
+            variables.append({"name": name, "value": _literal(text)})
+        return variables
+
+    def _volume_mounts(self) -> list[dict[str, str]]:
+        """Return the container's mounts. Volumes have numbers, because a claim's name may be too long."""
         mounts = [{"name": f"volume-{n}", "mountPath": path} for n, path in enumerate(self._mounts.values())]
         if self.shared_memory is not None:
             mounts.append({"name": _MEMORY, "mountPath": "/dev/shm"})
-        return {
-            "name": _CONTAINER,
-            "image": self.image,
-            "command": self._command(job, port),
-            "workingDir": str(Path.cwd()) if self._is_mounted(Path.cwd()) else "",  # empty: the image's own
-            "envFrom": [{"secretRef": {"name": name}} for name in self.env_from_secrets or ()],
-            "resources": {"requests": quantities, "limits": quantities},
-            "env": [
-                *({"name": n, "valueFrom": {"fieldRef": {"fieldPath": path}}} for n, path in fields.items()),
-                *({"name": n, "value": _literal(v)} for n, v in environment.items()),
-            ],
-            "volumeMounts": mounts,
-        }
+        return mounts
 
     def _command(self, job: Job, port: int) -> list[str]:
         """Return the container's command, without a shell, so that its first process handles SIGTERM."""
         name, node = self._name(job), "$(JOB_COMPLETION_INDEX)"
         run_dir, ranks = _literal(str(job.run_dir)), job.ranks_per_node(self.nodes)
         python, *on_host = map(_literal, job.on_host([], ranks, self.python))
-        own = ["--address=$(POD_IP)"] if self.nodes > 1 else []
-        meeting = [f"--node-rank={node}", f"--master-addr={name}-0.{name}", f"--master-port={port}"]
-        meeting += [f"--rdzv-conf=timeout={_WAIT_SECONDS}"]
+        address = ["--address=$(POD_IP)"] if self.nodes > 1 else []
+        rendezvous = [f"--node-rank={node}", f"--master-addr={name}-0.{name}", f"--master-port={port}"]
+        rendezvous.append(f"--rdzv-conf=timeout={_WAIT_SECONDS}")
         return [
-            *(python, "-P", "-m", MODULE, "run", *own, f"--node={node}"),
+            *(python, "-P", "-m", MODULE, "run", *address, f"--node={node}"),
             *(f"--outcome={run_dir}", _literal(str(job.run_dir / AGENT)), "--", python, *on_host),
-            *agent_command(python, ranks, self.nodes, *meeting),
+            *agent_command(python, ranks, self.nodes, *rendezvous),
             *(python, *(_literal(word) for word in escape_for_torchrun(job.command[1:]))),
         ]
 
@@ -200,7 +213,7 @@ class Kubernetes(Launcher):
             {"name": f"volume-{n}", "persistentVolumeClaim": {"claimName": claim}}
             for n, claim in enumerate(self._mounts)
         ]
-        if self.shared_memory is not None:  # the runtime's 64 MiB are too small for loaders and collectives
+        if self.shared_memory is not None:  # The runtime's 64 MiB are too small for loaders and collectives.
             memory = {"medium": "Memory", "sizeLimit": self.shared_memory}
             volumes.append({"name": _MEMORY, "emptyDir": memory})
         labels = {key: str(value) for key, value in (self.node_selector or {}).items()}
@@ -225,17 +238,18 @@ class Kubernetes(Launcher):
         return any(path.is_relative_to(mount) for mount in self._mounts.values())
 
     def _name(self, job: Job) -> str:
-        """The objects' name, the same for each command on a run, so that two do not train it at once."""
-        return self.name or f"speechtrain-{zlib.crc32(str(job.run_dir).encode()):08x}"
+        """Return the objects' name. It is the same for all commands on a run, so that only one trains it."""
+        checksum = zlib.crc32(str(job.run_dir).encode())
+        return self.name or f"speechtrain-{checksum:08x}"
 
     def _clear(self, name: str) -> None:
         """Remove the objects of an earlier command. Raises RunError if they are still at work."""
-        found = self._call(*_get(name))
-        if not found.strip():
+        content = self._call(*_get(name))
+        if not content.strip():
             return
-        if _end(json.loads(found)) is None:
+        if _end(json.loads(content)) is None:
             delete = shlex.join([*self._kubectl, "delete", *_objects(name)])
-            raise RunError(f"job.batch/{name} is still in the cluster; wait for it, or `{delete}`")
+            raise RunError(f"job.batch/{name} is still in the cluster. Wait for it, or `{delete}`")
         self._call("delete", *_objects(name), "--ignore-not-found", "--cascade=foreground")
 
     def _exit_code(self, name: str) -> int | None:
@@ -243,12 +257,12 @@ class Kubernetes(Launcher):
 
         Returns None while the Job is at work or the cluster does not answer.
         """
-        listed = self._ask(*_get(name))
-        if listed is None:
+        content = self._ask(*_get(name))
+        if content is None:
             return None
-        if not listed.strip():
+        if not content.strip():
             return 0
-        end = _end(json.loads(listed))
+        end = _end(json.loads(content))
         if end is None:
             return None
         has_succeeded, reason = end
@@ -259,11 +273,11 @@ class Kubernetes(Launcher):
 
     def _stop(self, name: str, signals: int) -> bool:
         """Delete a Job after its pods (SIGTERM, grace period). Returns True if the cluster accepts."""
-        calls = [[*_objects(name), "--cascade=foreground"]]
+        targets = [[*_objects(name), "--cascade=foreground"]]
         if signals > 1:
-            calls.append(["pods", f"--selector={_INSTANCE}={name}", "--now"])
-        answers = [self._ask("delete", *c, "--wait=false", "--ignore-not-found") for c in calls]
-        return None not in answers
+            targets.append(["pods", f"--selector={_INSTANCE}={name}", "--now"])
+        outputs = [self._ask("delete", *target, "--wait=false", "--ignore-not-found") for target in targets]
+        return None not in outputs
 
 
 def _document(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
@@ -271,12 +285,12 @@ def _document(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[
     return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "labels": labels}, "spec": spec}
 
 
-def _exited(codes: list[int]) -> dict[str, Any]:
+def _codes_in(codes: list[int]) -> dict[str, Any]:
     return {"containerName": _CONTAINER, "operator": "In", "values": codes}
 
 
 def _literal(text: str) -> str:
-    """``text`` escaped for Kubernetes, which expands ``$(NAME)`` and turns ``$$`` into ``$``."""
+    """Return ``text`` escaped for Kubernetes, which expands ``$(NAME)`` and turns ``$$`` into ``$``."""
     return text.replace("$", "$$")
 
 
@@ -293,6 +307,6 @@ def _end(content: dict[str, Any]) -> tuple[bool, str] | None:
     """Return whether a Job has succeeded, with the reason and message, or None while it is at work."""
     for condition in content.get("status", {}).get("conditions") or []:
         if condition.get("status") == "True" and condition.get("type") in ("Complete", "Failed"):
-            words = (condition.get(key, "") for key in ("reason", "message"))
-            return condition["type"] == "Complete", ": ".join(word for word in words if word)
+            texts = [condition.get("reason"), condition.get("message")]
+            return condition["type"] == "Complete", ": ".join(filter(None, texts))
     return None

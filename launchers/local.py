@@ -22,8 +22,8 @@ class Local(Launcher):
     def check(self, job: Job) -> None:
         if job.world_size != 1:
             raise ConfigError(
-                f"world_size={job.world_size}: launcher=local starts one process; "
-                "use launcher=torchrun, or set world_size=1"
+                f"world_size={job.world_size}: launcher=local starts one process. "
+                "Use launcher=torchrun, or set world_size=1"
             )
 
     def is_here(self, job: Job) -> bool:

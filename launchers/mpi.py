@@ -12,13 +12,17 @@ from functools import cached_property
 
 from speechtrain.errors import ConfigError
 from speechtrain.launcher import AGENT, PARENT, Job, Launcher, Result, forwarded_environment, host_lines
-from speechtrain.supervision.rendezvous import rendezvous_port, why_taken
+from speechtrain.supervision.rendezvous import port_error, rendezvous_port
 from speechtrain.supervision.supervise import supervise
 
-# in the output of `mpirun --version`; that of Intel MPI, which is built on Hydra, has HYDRA as well
-_SAYS = {"openmpi": r"Open ?MPI|OpenRTE|open-mpi", "intel": r"Intel\(R\) MPI", "mpich": r"HYDRA|MPICH"}
-# a rank uses several cores, so mpirun must not bind it to one: the device binds it. Intel MPI binds before
-# it starts its command, `env` included, so a variable that `env` sets would come too late
+# Each pattern matches the output of `mpirun --version`. Intel MPI is built on Hydra, so its output has HYDRA.
+_VERSION_PATTERNS = {
+    "openmpi": r"Open ?MPI|OpenRTE|open-mpi",
+    "intel": r"Intel\(R\) MPI",
+    "mpich": r"HYDRA|MPICH",
+}
+# A rank uses several cores, so mpirun must not bind it to one core. The device binds it. Intel MPI binds
+# before it starts `env`, so a variable that `env` sets would come too late.
 _OPTIONS = {"openmpi": "--bind-to none", "intel": "-genv I_MPI_PIN 0", "mpich": "-bind-to none"}
 _PROGRAMS = {"openmpi": "mpirun.openmpi", "intel": "mpirun", "mpich": "mpirun.mpich"}
 _HOSTS = {"openmpi": "--hostfile", "intel": "-f", "mpich": "-f"}
@@ -26,11 +30,11 @@ _HOSTS = {"openmpi": "--hostfile", "intel": "-f", "mpich": "-f"}
 
 @dataclass(eq=False)
 class Mpi(Launcher):
-    """Start ``world_size`` ranks with mpirun; they communicate through torch, not through MPI.
+    """Start ``world_size`` ranks with mpirun. The ranks communicate through torch, not through MPI.
 
-    ``engine`` is ``auto`` (the one of ``mpirun``), ``openmpi``, ``mpich`` or ``intel``; ``program`` is the
-    mpirun to call, by name or path. ``hostfile`` is passed on in the engine's own format. The ranks meet
-    on its first host, or on this machine if there is none, at ``port`` (default: derived from the run
+    ``engine`` is ``auto`` (the engine of ``mpirun``), ``openmpi``, ``mpich`` or ``intel``. ``program`` is the
+    mpirun to call, by name or path. ``hostfile`` is passed on in the engine's format. The ranks meet
+    on its first host, or without a hostfile on this machine, at ``port`` (default: derived from the run
     directory). ``options`` are further options for mpirun.
     """
 
@@ -42,24 +46,26 @@ class Mpi(Launcher):
     forward: list[str] | None = None
 
     def __post_init__(self) -> None:
-        if self.engine not in ("auto", *_SAYS):
-            raise ValueError(f"engine={self.engine}: it must be auto, {', '.join(_SAYS)}")
+        if self.engine not in ("auto", *_VERSION_PATTERNS):
+            raise ValueError(f"engine={self.engine}: it must be auto, {', '.join(_VERSION_PATTERNS)}")
 
     @cached_property
-    def found_program(self) -> str:
-        """The mpirun to call; its usual name if there is none."""
-        usual = [_PROGRAMS.get(self.engine, "mpirun"), "mpirun"]
-        return self.program or next(filter(shutil.which, usual), usual[0])
+    def mpirun(self) -> str:
+        """The mpirun to call, or its usual name if there is none on this machine."""
+        names = [_PROGRAMS.get(self.engine, "mpirun"), "mpirun"]
+        return self.program or next(filter(shutil.which, names), names[0])
 
     @cached_property
-    def found_engine(self) -> str:
-        """The MPI that the program belongs to; empty if it is unknown or the program is not here."""
-        if shutil.which(self.found_program) is None:
+    def detected_engine(self) -> str:
+        """The engine of ``mpirun``. It is empty if the engine is unknown or the program is not here."""
+        if shutil.which(self.mpirun) is None:
             return ""
-        said = subprocess.run(
-            [self.found_program, "--version"], capture_output=True, text=True, timeout=60, check=False
-        )
-        return next((name for name, word in _SAYS.items() if re.search(word, said.stdout + said.stderr)), "")
+        command = [self.mpirun, "--version"]
+        version = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        for engine, pattern in _VERSION_PATTERNS.items():
+            if re.search(pattern, version.stdout + version.stderr):
+                return engine
+        return ""
 
     def check(self, job: Job) -> None:
         self._hosts()
@@ -68,7 +74,7 @@ class Mpi(Launcher):
         return len(set(self._hosts()))
 
     def lacking(self, job: Job) -> str:
-        program, engine = self.found_program, self.found_engine
+        program, engine = self.mpirun, self.detected_engine
         if shutil.which(program) is None:
             fix = "install Open MPI, MPICH or Intel MPI, or set launcher.program"
             return f"launcher=mpi: there is no {program} on this machine; {fix}"
@@ -95,16 +101,19 @@ class Mpi(Launcher):
             "MASTER_ADDR": self._hosts()[0],
             "MASTER_PORT": str(self._port(job)),
         }
-        # without an mpirun here, a dry run shows that of Open MPI
-        engine = self.found_engine or ("openmpi" if self.engine == "auto" else self.engine)
-        hosts = [_HOSTS[engine], self.hostfile] if self.hostfile else []
-        # Hydra's proxies pass this machine's whole environment to the ranks, on other hosts, too
-        alone = ["-u", PARENT] if self.hostfile else []
-        # with `env`: the engines' own options cut values at commas, line breaks or equals signs
+        engine = self.detected_engine or self.engine
+        if engine == "auto":  # Without an mpirun here, a dry run shows the command of Open MPI.
+            engine = "openmpi"
+        hosts, unset = [], []
+        if self.hostfile:
+            hosts = [_HOSTS[engine], self.hostfile]
+            # Hydra's proxies pass this machine's whole environment to all ranks, also on other hosts.
+            unset = ["-u", PARENT]
+        # `env` is used because the engines' own options cut values at commas, line breaks or equals signs.
         assignments = [f"{name}={value}" for name, value in environment.items()]
         return [
-            *(self.found_program, "-n", str(job.world_size), *hosts, *_OPTIONS[engine].split()),
-            *(*(self.options or ()), "env", *alone, *assignments, *job.on_host(job.command)),
+            *(self.mpirun, "-n", str(job.world_size), *hosts, *_OPTIONS[engine].split()),
+            *(*(self.options or ()), "env", *unset, *assignments, *job.on_host(job.command)),
         ]
 
     def _hosts(self) -> list[str]:
@@ -112,14 +121,17 @@ class Mpi(Launcher):
             return ["127.0.0.1"]
         lines = host_lines(self.hostfile)
         if not lines:
-            raise ConfigError(f"launcher.hostfile={self.hostfile} names no host; add at least one")
+            raise ConfigError(f"launcher.hostfile={self.hostfile} names no host. Add at least one")
         return [re.split(r"[\s:]", line)[0] for line in lines]  # Hydra's format is host:ranks
 
     def _port(self, job: Job) -> int:
-        """A free port if the ranks meet on this machine; on another host, the run's own port, unchecked."""
+        """Return a free port if the ranks meet on this machine.
+
+        On another host it is the port that is derived from the run directory. It may be in use there.
+        """
         if self.port is not None:
             return self.port
         port = rendezvous_port(job.run_dir)
-        while self.hostfile is None and why_taken("127.0.0.1", port):
+        while self.hostfile is None and port_error("127.0.0.1", port):
             port += 1
         return port

@@ -27,8 +27,8 @@ _TEMPLATE = Path(__file__).parent / "templates" / "slurm.sh"
 # Explicit, because the user's SQUEUE_STATES replaces squeue's default.
 _UNFINISHED = "PENDING,RUNNING,SUSPENDED,COMPLETING"
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}|infinite|unlimited", re.IGNORECASE)
-_PLAIN = re.compile(r"[^\s\x00-\x1f]+")
-# options of sbatch, and the parameters with their values
+_WORD = re.compile(r"[^\s\x00-\x1f]+")
+# the options of sbatch, each with the parameter that holds its value
 _SETTINGS = {"job-name": "name", **{key: key for key in ("nodes", "time", "partition", "account")}}
 _SETTINGS |= {"cpus-per-task": "cpus_per_rank", "gpus-per-node": "gpus_per_node"}
 
@@ -38,8 +38,8 @@ class Slurm(Launcher):
     """Submit a job in which srun starts ``world_size`` ranks on ``nodes`` nodes.
 
     ``warn_seconds`` before its ``time`` ends (and when it is preempted) the ranks are asked to save.
-    With ``requeue`` the job then goes back into the queue and continues the same run. Where a site does
-    not allow that, ``segments`` submits an array of so many jobs, of which one runs at a time.
+    With ``requeue`` the job then goes back into the queue and continues the same run. If a site does not
+    allow that, ``segments`` submits an array of that many jobs, which run one after the other.
     ``wait`` waits until the run is over. The first signal then makes the ranks save and exit, and the
     second cancels the job. ``options`` are further options of sbatch.
     """
@@ -67,7 +67,8 @@ class Slurm(Launcher):
         if self.time is not None and not _TIME.fullmatch(self.time):
             raise ValueError(f"time={self.time}: write it as minutes, HH:MM:SS or D-HH:MM:SS")
         for key in _SETTINGS.values():
-            if (setting := getattr(self, key)) is not None and not _PLAIN.fullmatch(str(setting)):
+            setting = getattr(self, key)
+            if setting is not None and not _WORD.fullmatch(str(setting)):
                 raise ValueError(f"{key}={setting!r}: it must be a word without spaces or line breaks")
 
     def check(self, job: Job) -> None:
@@ -77,7 +78,7 @@ class Slurm(Launcher):
 
     def launch(self, job: Job) -> Result:
         script = self.script(job)
-        with writing(job.run_dir / LOG, "remove it or set another run_dir"):  # Slurm follows links
+        with writing(job.run_dir / LOG, "remove it or set another run_dir"):  # Slurm follows links.
             write_text(job.run_dir / SCRIPT, script)
             open_append(job.run_dir / LOG).close()
         output = call_client(self._submission(job), "launcher=slurm: sbatch", script)
@@ -94,32 +95,35 @@ class Slurm(Launcher):
         return here_document(self._submission(job), self.script(job))
 
     def script(self, job: Job) -> str:
-        directives = {
-            **{option: getattr(self, key) for option, key in _SETTINGS.items()},
-            "ntasks-per-node": job.ranks_per_node(self.nodes),
-            "signal": f"TERM@{self.warn_seconds}",  # to the ranks, not to the batch script
-            "requeue" if self.requeue else "no-requeue": "",
-            "open-mode": "append",
-            "array": f"0-{self.segments - 1}%1" if self.segments > 1 else None,
-        }
-        lines = [
-            f"#SBATCH --{key}={value}" if value != "" else f"#SBATCH --{key}"
-            for key, value in directives.items()
-            if value is not None
-        ]
-        # Slurm itself passes the user's variables to the job
-        given = [n for n in sorted(job.environment) if n not in os.environ and not is_secret(n)]
+        # Slurm itself passes the user's variables to the job.
+        exports = []
+        for name in sorted(job.environment):
+            if name not in os.environ and not is_secret(name):
+                exports.append(f"export {name}={shlex.quote(job.environment[name])}")
         return Template(_TEMPLATE.read_text()).substitute(
-            directives="\n".join(lines),
-            environment="\n".join(f"export {name}={shlex.quote(job.environment[name])}" for name in given),
+            directives="\n".join(self._directives(job)),
+            environment="\n".join(exports),
             folder=shlex.quote(str(Path.cwd())),
             port=rendezvous_port(job.run_dir),
             command=shlex.join(job.on_host(job.command)),
             outcome=shlex.join([sys.executable, "-P", "-m", MODULE, "outcome", str(job.run_dir)]),
         )
 
+    def _directives(self, job: Job) -> list[str]:
+        options = {
+            **{option: getattr(self, key) for option, key in _SETTINGS.items()},
+            "ntasks-per-node": job.ranks_per_node(self.nodes),
+            "signal": f"TERM@{self.warn_seconds}",  # to the ranks, not to the batch script
+        }
+        lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
+        requeue = "requeue" if self.requeue else "no-requeue"
+        lines += [f"#SBATCH --{requeue}", "#SBATCH --open-mode=append"]
+        if self.segments > 1:
+            lines.append(f"#SBATCH --array=0-{self.segments - 1}%1")
+        return lines
+
     def _submission(self, job: Job) -> list[str]:
-        log = str(job.run_dir / LOG).replace("%", "%%")  # sbatch replaces patterns such as %j
+        log = str(job.run_dir / LOG).replace("%", "%%")  # Sbatch replaces patterns such as %j.
         return ["sbatch", "--parsable", f"--output={log}", *(self.options or [])]
 
 
@@ -127,7 +131,7 @@ def _states(number: str) -> list[str]:
     """Return the states of a job's unfinished parts, or ``UNKNOWN`` while the controller does not answer."""
     squeue = ["squeue", "--noheader", "--format=%T"]
     states = ask_client([*squeue, f"--jobs={number}", f"--states={_UNFINISHED}"])
-    if states is None:  # the controller has forgotten the job, or does not answer
+    if states is None:  # The controller has forgotten the job, or does not answer.
         states = "UNKNOWN" if ask_client(squeue) is None else ""
     return states.split()
 

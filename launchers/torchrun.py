@@ -14,8 +14,8 @@ from speechtrain.supervision.supervise import supervise
 class Torchrun(Launcher):
     """Start ``world_size`` ranks under torchrun's agent, which ends all of them when one fails.
 
-    The ranks meet at a free port of the loopback address: runs on the same host do not collide, and other
-    hosts reach none of their processes. The agent starts all ranks again up to ``max_restarts`` times, and
+    The ranks meet at a free port of the loopback address. Runs on the same host do not collide, and other
+    hosts cannot reach their processes. The agent starts all ranks again up to ``max_restarts`` times, and
     they continue from the last checkpoint.
     After a failure, the other ranks have ``shutdown_seconds``, at most 30, to end before they are killed.
     """
@@ -30,20 +30,20 @@ class Torchrun(Launcher):
         return True
 
     def launch(self, job: Job) -> Result:
-        job = self._prepared(job)
+        job = self._with_timeout(job)
         grace = float(self.shutdown_seconds)
         return Result(supervise(self._command(job), job.environ(), job.run_dir / AGENT, grace=grace))
 
     def render(self, job: Job) -> str:
-        job = self._prepared(job)
+        job = self._with_timeout(job)
         return shell_line(self._command(job), job.environment)
 
-    def _prepared(self, job: Job) -> Job:
-        # a variable, not an option: torch releases that do not know it ignore it
+    def _with_timeout(self, job: Job) -> Job:
+        # A release of torch that does not know the variable ignores it. It would refuse an unknown option.
         timeout = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds)}
         return replace(job, environment={**job.environment, **timeout})
 
     def _command(self, job: Job) -> list[str]:
         agent = agent_command(sys.executable, job.world_size, nodes=1, restarts=self.max_restarts)
-        # the same worker command as with every launcher
+        # The worker command is the same with every launcher.
         return [*agent, job.command[0], *escape_for_torchrun(job.command[1:])]

@@ -1,6 +1,6 @@
 """Tensor names of earlier formats and their present names.
 
-Optimizer state is stored by the parameter's number and needs no renaming: the order has not changed.
+Optimizer state is stored by the number of a parameter. The order of parameters has not changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ def current_name(name: str) -> str:
     return name
 
 
-def migrate_names(saved: Mapping[str, _Value], known: Container[str]) -> dict[str, _Value]:
-    """Rename each tensor that the model does not know, if the model knows its present name."""
-    names = {name: current_name(name) for name in saved if name not in known}
-    return {names[name] if names.get(name) in known else name: value for name, value in saved.items()}
+def migrate_names(saved: Mapping[str, _Value], model_names: Container[str]) -> dict[str, _Value]:
+    """Rename each tensor that the model does not have, if the model has its present name."""
+    renamed = {}
+    for name, value in saved.items():
+        present_name = current_name(name)
+        if name not in model_names and present_name in model_names:
+            renamed[present_name] = value
+        else:
+            renamed[name] = value
+    return renamed

@@ -2,8 +2,8 @@
 
 A checkpoint is a folder ``checkpoints/step-00001200`` that holds ``state.pt`` (tensors and plain
 values only, always read with ``weights_only=True``), ``model.safetensors`` (the weights that were
-evaluated) and ``checkpoint.json`` (format, step, sha256 of each file). It is written under another
-name, flushed to the disk and renamed, so a reader finds all of it or none.
+evaluated) and ``checkpoint.json`` (format, step, sha256 of each file). The folder is written under another
+name, flushed to the disk and renamed, so a reader finds a complete checkpoint or none.
 
 A run with sharded parameters adds a folder ``shards`` with one file per rank. Either kind of checkpoint
 continues either kind of run, on any number of ranks.
@@ -12,6 +12,7 @@ continues either kind of run, on any number of ranks.
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import math
 import re
@@ -38,110 +39,131 @@ _LOG = logging.getLogger(__name__)
 
 WHOLE, SHARDED = 1, 2
 SHARDS = "shards"
-WEIGHTS = "model.safetensors"  # all that is read of a checkpoint to use a model; state.pt continues a run
+WEIGHTS = "model.safetensors"  # Using a model reads only this file. ``state.pt`` continues a run.
 _FILES = {"state.pt", WEIGHTS}
-_MOST_VALUES = 2**22  # of a loaded state, each reference counted: skipped recordings are the most
+_MAX_VALUES = 2**22  # in a loaded state, with each reference counted. Most are skipped recordings.
 UNWRITABLE = (OSError, RuntimeError, SafetensorError)
-"""What writing tensors to a full disk raises: torch and safetensors have errors of their own."""
+"""Errors of writing tensors to a full disk. Torch and safetensors raise their own."""
 _SHARD = re.compile(rf"{SHARDS}/[\w.-]+\.safetensors")
 
 
 class OtherFormat(RunError):
-    """A checkpoint of another version: not damaged, so never set aside."""
+    """A checkpoint of another version. It is not damaged, so it is never set aside."""
 
 
 class Stateful(Protocol):
-    """What a checkpoint can hold: an object with these two methods."""
+    """A part that a checkpoint can hold."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Any) -> object: ...
 
 
-def mapped(state: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
-    """``state`` with every tensor changed; ``change`` gets its path, as in ``optimizer/state/0/exp_avg``."""
+def map_tensors(state: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
+    """Return ``state`` with ``change(path, tensor)`` in place of every tensor.
+
+    An example of a path is ``optimizer/state/0/exp_avg``.
+    """
     if isinstance(state, Tensor):
         return change(path, state)
     prefix = path and f"{path}/"
     if isinstance(state, Mapping):
-        return {key: mapped(value, change, f"{prefix}{key}") for key, value in state.items()}
+        return {key: map_tensors(value, change, f"{prefix}{key}") for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(mapped(value, change, f"{prefix}{index}") for index, value in enumerate(state))
+        return type(state)(
+            map_tensors(value, change, f"{prefix}{index}") for index, value in enumerate(state)
+        )
     return state
 
 
 def on_host(state: Any) -> Any:
-    """``state`` with every tensor in host memory: a checkpoint belongs to no device."""
-    return mapped(state, lambda path, tensor: tensor.detach().cpu())
+    """Return ``state`` with every tensor in host memory. A checkpoint does not belong to a device."""
+    return map_tensors(state, lambda path, tensor: tensor.detach().cpu())
 
 
-def _models_of(states: Mapping[str, Stateful]) -> Callable[[str, Tensor], Tensor | None]:
-    """A function from a saved tensor and its path to the run's tensor that it is sharded like, if any.
+class _ShardedTensors:
+    """The sharded tensors of a run, by their paths in its state.
 
-    An optimizer has no state before its first step: what has a parameter's shape is sharded like it.
+    An optimizer has no state before its first step. A tensor of its state that has the shape of a parameter
+    is sharded like this parameter.
     """
-    models: dict[str, Tensor] = {}
-    parameters: dict[str, Tensor] = {}
 
-    def note(path: str, tensor: Tensor) -> Tensor:
+    def __init__(self, states: Mapping[str, Stateful]) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._parameters: dict[str, Tensor] = {}  # by the path of their optimizer state
+        for name, part in states.items():
+            map_tensors(part.state_dict(), self._add, name)
+            if isinstance(part, torch.optim.Optimizer):
+                self._add_parameters(name, part)
+
+    def _add(self, path: str, tensor: Tensor) -> Tensor:
         if is_sharded(tensor):
-            models[path] = tensor.detach()
+            self._tensors[path] = tensor.detach()
         return tensor
 
-    for name, part in states.items():
-        mapped(part.state_dict(), note, name)
-        if isinstance(part, torch.optim.Optimizer):
-            trained = [p for group in part.param_groups for p in group["params"]]
-            parameters |= {f"{name}/state/{index}": p.detach() for index, p in enumerate(trained)}
+    def _add_parameters(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        for index, parameter in enumerate(parameters):
+            if is_sharded(parameter):
+                self._parameters[f"{name}/state/{index}"] = parameter.detach()
 
-    def find(path: str, value: Tensor) -> Tensor | None:
-        path = path if path in models else current_name(path)
-        model = models.get(path, parameters.get(path.rpartition("/")[0]))
-        return model if model is not None and is_sharded(model) and model.shape == value.shape else None
+    def find(self, path: str, saved: Tensor) -> Tensor | None:
+        """Return the tensor that ``saved`` must be sharded like, or None if it is not sharded."""
+        if path not in self._tensors:
+            path = current_name(path)
+        tensor = self._tensors.get(path)
+        if tensor is None:
+            tensor = self._parameters.get(path.rpartition("/")[0])
+        if tensor is None or tensor.shape != saved.shape:
+            return None
+        return tensor
 
-    return find
 
+def _shard(state: Any, states: Mapping[str, Stateful], folder: Path) -> Any:
+    """Return a loaded ``state`` with each tensor sharded as in the run.
 
-def _placed(saved: Any, states: Mapping[str, Stateful], shards: Path) -> Any:
-    """``saved`` with each tensor sharded as in the run; ``shards`` has the content that ``saved`` has not."""
-    model_of, missing = _models_of(states), {}
-    stored = sum(file.stat().st_size for file in shards.glob("*"))
+    ``state`` has some tensors without content. The shards in ``folder`` hold the content.
+    """
+    sharded_tensors = _ShardedTensors(states)
+    missing: dict[str, Tensor] = {}
+    folder_bytes = sum(file.stat().st_size for file in folder.glob("*"))
 
-    def place(path: str, value: Tensor) -> Tensor:
-        model = model_of(path, value)
-        if value.nbytes > (stored if value.is_meta else value.untyped_storage().nbytes()):
+    def shard_tensor(path: str, saved: Tensor) -> Tensor:
+        run_tensor = sharded_tensors.find(path, saved)
+        stored_bytes = folder_bytes if saved.is_meta else saved.untyped_storage().nbytes()
+        if saved.nbytes > stored_bytes:
             raise ValueError(f"{path} is larger than its file")
-        if not value.is_meta:
-            return value if model is None else like(value, model)
-        missing[path] = empty(value, model)
-        return missing[path]
+        if saved.is_meta:
+            missing[path] = empty(saved, run_tensor)
+            return missing[path]
+        return saved if run_tensor is None else like(saved, run_tensor)
 
-    placed = mapped(saved, place)
+    sharded = map_tensors(state, shard_tensor)
     if missing:
-        load_shares(shards, missing)
-    return placed
+        load_shares(folder, missing)
+    return sharded
 
 
 def validated(folder: Path) -> dict[str, float | None]:
-    """The metrics of a checkpoint's validation; empty if it has none."""
+    """Return the metrics of a checkpoint's validation. They are empty if it has none."""
     manifest = read_manifest(folder)
     return (manifest and manifest.metrics) or {}
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The saved state of each part of a run, from its checkpoint. Raises RunError for a damaged file."""
+    """Return the saved state of each part of a run. Raises RunError for a damaged file."""
     try:
-        names_in_archive(folder / "state.pt")  # refuses a bomb
+        names_in_archive(folder / "state.pt")  # This refuses an archive that unpacks to a much larger size.
         state = dict(torch.load(folder / "state.pt", map_location="cpu", weights_only=True))
         _check_size(state)
         return state
-    except Exception as error:  # whatever a damaged file makes the readers raise
+    except Exception as error:  # A damaged file makes the readers raise any error.
         cause = f"{type(error).__name__}: {one_line(str(error), 120)}"
-        raise RunError(f"{folder / 'state.pt'} cannot be read ({cause}); remove its folder") from None
+        raise RunError(f"{folder / 'state.pt'} cannot be read ({cause}). Remove its folder") from None
 
 
 def _check_size(state: dict[str, Any]) -> None:
-    """Raise ValueError for lists and mappings that have too many values, each reference counted.
+    """Raise ValueError for lists and mappings that have too many values. Each reference counts.
 
     After this check, every function may visit a loaded state without a bound.
     """
@@ -150,7 +172,7 @@ def _check_size(state: dict[str, Any]) -> None:
     while nodes:
         node = nodes.pop()
         count += 1
-        if count > _MOST_VALUES:
+        if count > _MAX_VALUES:
             raise ValueError("its values refer to each other too often")
         if isinstance(node, dict):
             nodes += node.values()
@@ -158,21 +180,23 @@ def _check_size(state: dict[str, Any]) -> None:
             nodes += node
 
 
-def _migrated(saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> dict[str, Any]:
-    """``saved`` with the model's present names of weights, also in their average."""
-    if not isinstance(task := states.get("task"), torch.nn.Module):
+def _migrate(saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Return ``saved`` with the model's present names of weights, also in their average."""
+    task = states.get("task")
+    if not isinstance(task, torch.nn.Module):
         return dict(saved)
-    known = task.state_dict().keys()
+    names = task.state_dict().keys()
+    migrated = {**saved, "task": migrate_names(saved["task"], names)}
     average = dict(saved.get("average", {}))
     if "average" in average:
-        average["average"] = migrate_names(average["average"], known)
-    return {**saved, "task": migrate_names(saved["task"], known), **({"average": average} if average else {})}
+        migrated["average"] = {**average, "average": migrate_names(average["average"], names)}
+    return migrated
 
 
 class Checkpointer:
     """Saves and restores named Stateful objects under ``run_dir/checkpoints``.
 
-    Keeps the newest ``keep`` and the best. It warns of a damaged checkpoint, renames it to
+    It keeps the newest ``keep`` checkpoints and the best. It warns of a damaged checkpoint, renames it to
     ``<name>.damaged`` and never loads it.
     """
 
@@ -182,80 +206,83 @@ class Checkpointer:
     def __init__(self, run_dir: str | Path, keep: int = 2) -> None:
         self.root = Path(run_dir) / "checkpoints"
         self.keep = max(1, keep)
-        self._opened = self._identity()
+        self._first_identity = self._identity()
 
     def save(self, step: int, states: Mapping[str, Stateful], weights: Mapping[str, Tensor]) -> Path:
-        """Write the checkpoint of ``step``. Raises OSError if that fails; all earlier ones stay intact."""
+        """Write the checkpoint of ``step``. Raises OSError if that fails. Earlier checkpoints stay intact."""
         folder, temporary = self._folders(step)
         self._begin(temporary)
         try:
-            held = {name: on_host(part.state_dict()) for name, part in states.items()}
-            self._write(temporary, held, weights)
+            state = {name: on_host(part.state_dict()) for name, part in states.items()}
+            self._write(temporary, state, weights)
             self._end(folder, temporary, WHOLE, step)
         except UNWRITABLE as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise self._unwritten(step, error) from error
+            raise self._save_error(step, error) from error
         self._prune()
         return folder
 
     def note(self, step: int, score: float | None, metrics: Mapping[str, float], wall_s: float = 0.0) -> None:
         """Add a later validation to the manifest of ``step``.
 
-        ``score`` is the value of the task's metric. ``metrics`` are all metrics of the
-        validation. ``best_metric.selection_key`` reads both. Does nothing if the checkpoint could not be
-        written. Raises OSError.
+        ``score`` is the value of the task's metric. ``metrics`` are all metrics of the validation.
+        ``best_metric.selection_key`` reads both. This does nothing if the checkpoint could not be written.
+        Raises OSError.
         """
         folder, _ = self._folders(step)
-        if manifest := read_manifest(folder):
-            finite: dict[str, float | None] = {}
-            for name, value in metrics.items():
-                if math.isfinite(value):
-                    finite[name] = value
-            score = score if score is not None and math.isfinite(score) else None
-            write_manifest(folder, replace(manifest, metric=score, metrics=finite, wall_s=wall_s))
-            self._choose()
-            self._prune()
+        manifest = read_manifest(folder)
+        if manifest is None:
+            return
+        finite: dict[str, float | None] = {}
+        for name, value in metrics.items():
+            if math.isfinite(value):
+                finite[name] = value
+        if score is not None and not math.isfinite(score):
+            score = None
+        write_manifest(folder, replace(manifest, metric=score, metrics=finite, wall_s=wall_s))
+        self._name_best()
+        self._prune()
 
     def noted(self, step: int) -> dict[str, Any]:
-        """The fields of a run's progress that ``note`` was given; empty if there was none."""
+        """Return the fields of a run's progress that ``note`` has added, or {} without a validation."""
         manifest = read_manifest(self._folders(step)[0])
         if manifest is None or manifest.metrics is None:
             return {}
         return {"metrics": manifest.metrics, "wall_s": manifest.wall_s}
 
-    def _unwritten(self, step: int, cause: object) -> OSError:
-        """The error of a save; a full disk is called so, which the cause of torch or safetensors is not."""
+    def _save_error(self, step: int, cause: object) -> OSError:
+        """Return the error of a save. It says how much space is free, which ``cause`` may not say."""
         free = shutil.disk_usage(self.root).free if self.root.is_dir() else 0
         return OSError(
             f"checkpoint of step {step} could not be written to {self.root}: {cause} ({free >> 20} MiB free)"
         )
 
     def _folders(self, step: int) -> tuple[Path, Path]:
-        """The final folder of the checkpoint of ``step``, and the one in which it is written."""
+        """Return the final folder of the checkpoint of ``step``, and the folder in which it is written."""
         folder = self.root / f"step-{step:08d}"
         return folder, self.root / f".writing-{folder.name}"
 
     def _begin(self, temporary: Path) -> None:
-        if self._opened is None:
+        if self._first_identity is None:
             self.root.parent.mkdir(parents=True, exist_ok=True)
-            self._opened = self._identity()
-        if self._identity() != self._opened:
-            raise OSError(f"{self.root.parent} was moved or removed while the run went on; move it back")
+            self._first_identity = self._identity()
+        if self._identity() != self._first_identity:
+            raise OSError(f"{self.root.parent} was moved or removed while the run went on. Move it back")
         self.root.mkdir(exist_ok=True)
         self._clear()
         temporary.mkdir()
 
     def _clear(self) -> None:
-        """Remove what a killed process left half-written or half-removed."""
-        for left_over in (*self.root.glob(".writing-*"), *self.root.glob(".removing-*")):
-            shutil.rmtree(left_over, ignore_errors=True)
+        """Remove folders that a killed process has half written or half removed."""
+        for folder in (*self.root.glob(".writing-*"), *self.root.glob(".removing-*")):
+            shutil.rmtree(folder, ignore_errors=True)
         for folder in (self.root, *self.folders()):
             remove_temporaries(folder)
 
     @staticmethod
-    def _write(temporary: Path, held: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-        # Gaudi's bridge changes the default to 4, which torch.load(weights_only=True) refuses elsewhere
-        torch.save(held, temporary / "state.pt", pickle_protocol=2)
+    def _write(temporary: Path, state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+        # Gaudi's bridge changes the default to 4. Elsewhere torch.load(weights_only=True) refuses protocol 4.
+        torch.save(state, temporary / "state.pt", pickle_protocol=2)
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         save_file(on_cpu, temporary / WEIGHTS)
         follow_umask(temporary / WEIGHTS)
@@ -272,25 +299,29 @@ class Checkpointer:
         temporary.rename(folder)
         flush(self.root)
 
-    def _choose(self) -> None:
+    def _name_best(self) -> None:
         """Name the best checkpoint in ``best.json``."""
-        best, least = self.best()
+        best, metric = self.best()
         if best is not None:
-            write_json(self.root.parent / BEST, {"name": best.name, "metric": least})
+            write_json(self.root.parent / BEST, {"name": best.name, "metric": metric})
 
     def _prune(self) -> None:
-        """Remove what is neither the best nor among the newest; one with a damaged manifest may be best."""
+        """Remove checkpoints that are neither the best nor among the newest.
+
+        A checkpoint with a damaged manifest may be the best, so it stays.
+        """
         best, _ = self.best()
-        for other in self.folders()[: -self.keep]:
-            if other != best and read_manifest(other):
-                # renamed first: half of it, after a kill, would pass for one with a damaged manifest
-                shutil.rmtree(other.rename(self.root / f".removing-{other.name}"), ignore_errors=True)
+        for folder in self.folders()[: -self.keep]:
+            if folder != best and read_manifest(folder):
+                # It is renamed first. After a kill, half a folder would pass for one with a damaged manifest.
+                doomed = folder.rename(self.root / f".removing-{folder.name}")
+                shutil.rmtree(doomed, ignore_errors=True)
 
     def best(self) -> tuple[Path | None, float]:
-        """The best checkpoint's folder and metric, (None, inf) while there is none.
+        """Return the best checkpoint's folder and metric, or (None, inf) before the first validation.
 
-        ``selection_key`` orders them, and of equal ones the first is the best.
-        The checkpoints themselves say it. ``best.json`` is a note for other programs, which is not read.
+        ``selection_key`` orders the checkpoints. If two are equal, the first is the best. Their manifests
+        are read. ``best.json`` is for other programs and is not read.
         """
         best = min(self.folders(), key=selection_key, default=None)
         if best is None:
@@ -301,7 +332,7 @@ class Checkpointer:
         return best, manifest.metric
 
     def _identity(self) -> tuple[int, int] | None:
-        """Device and number of the run directory; None while it is missing."""
+        """Return the device and the number of the run directory, or None while it is missing."""
         try:
             status = self.root.parent.stat()
         except OSError:
@@ -309,13 +340,15 @@ class Checkpointer:
         return status.st_dev, status.st_ino
 
     def folders(self) -> list[Path]:
-        """Checkpoint folders, oldest first."""
-        return sorted(p for p in self.root.glob("step-*") if p.is_dir() and not p.suffix)
+        """Return the checkpoint folders, the oldest first."""
+        paths = self.root.glob("step-*")
+        return sorted(path for path in paths if path.is_dir() and not path.suffix)
 
     def verify(self, folder: Path, only: str | None = None) -> CheckpointManifest:
-        """The manifest of a checkpoint, after a check that its files (``only`` one) are there and unchanged.
+        """Return the manifest of a checkpoint after a check that its files exist and are unchanged.
 
-        Raises RunError that names the fault: a missing or changed file, or another format.
+        With ``only``, just that file is checked. Raises RunError that names a missing or changed file, or
+        another format.
         """
         manifest = read_manifest(folder)
         if manifest is None:
@@ -325,56 +358,64 @@ class Checkpointer:
         is_whole = set(files) - shards == _FILES and folder.name == f"step-{manifest.step:08d}"
         if form not in (WHOLE, SHARDED):
             raise OtherFormat(
-                f"{folder} has checkpoint format {form}, not {WHOLE} or {SHARDED}; update speechtrain for it"
+                f"{folder} has checkpoint format {form}, not {WHOLE} or {SHARDED}. Update speechtrain"
             )
         if not is_whole:
             raise RunError(f"{folder / 'checkpoint.json'} does not describe {folder.name}")
-        for name, digest in files.items() if only is None else [(only, files[only])]:
+        if only is not None:
+            files = {only: files[only]}
+        for name, stored_digest in files.items():
             if not (folder / name).is_file():
                 raise RunError(f"{folder / name} is missing")
             try:
-                found = sha256(folder / name)
+                digest = sha256(folder / name)
             except OSError as error:
-                if error.errno != errno.EINVAL:  # of a broken disk, or a checkpoint that was deleted just now
+                if error.errno != errno.EINVAL:  # a broken disk, or a checkpoint that has just been deleted
                     raise
                 raise RunError(f"{folder / name} cannot be read ({error.strerror})") from None
-            if found != digest:
+            if digest != stored_digest:
                 raise RunError(f"{folder / name} does not match its sha256")
         return manifest
 
     def restore(self, states: Mapping[str, Stateful]) -> int | None:
-        """Load the newest usable checkpoint into ``states`` and return its step; None if there is none.
+        """Load the newest usable checkpoint into ``states`` and return its step, or None without one.
 
         Raises RunError if a usable checkpoint does not fit the run, or has another format.
         """
         self._clear()
         folders = self.folders()
-        for folder in reversed(folders):
+        while folders:
+            folder = folders.pop()
             try:
                 manifest = self.verify(folder)
             except OtherFormat:
                 raise
             except RunError as error:
-                aside = folder.with_name(folder.name + ".damaged")
-                shutil.rmtree(aside, ignore_errors=True)
-                folder.rename(aside)
-                before = folders.index(folder)
-                end = "no other checkpoint is left, training starts at step 0"
-                then = f"trying {folders[before - 1].name}" if before else end
-                _LOG.warning(f"checkpoint not loaded: {error}; set aside as {aside.name}, {then}")
+                self._set_aside(folder, error, earlier=folders)
                 continue
             saved = read_state(folder)
             if set(saved) != set(states):
-                found = one_line(str([*saved]), 200)
-                raise RunError(f"{folder} holds {found}, but this run needs {sorted(states)}")
+                names = one_line(str([*saved]), 200)
+                raise RunError(f"{folder} holds {names}, but this run needs {sorted(states)}")
             self._load(folder, saved, states)
             return manifest.step
         return None
 
     @staticmethod
+    def _set_aside(folder: Path, error: RunError, earlier: list[Path]) -> None:
+        """Rename the folder of a damaged checkpoint, and warn of it."""
+        damaged = folder.with_name(folder.name + ".damaged")
+        shutil.rmtree(damaged, ignore_errors=True)
+        folder.rename(damaged)
+        consequence = "no other checkpoint is left, training starts at step 0"
+        if earlier:
+            consequence = f"trying {earlier[-1].name}"
+        _LOG.warning(f"checkpoint not loaded: {error}; set aside as {damaged.name}, {consequence}")
+
+    @staticmethod
     def _load(folder: Path, saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> None:
         try:
-            saved = _migrated(_placed(saved, states, folder / SHARDS), states)
+            saved = _migrate(_shard(saved, states, folder / SHARDS), states)
             for name, part in states.items():
                 if isinstance(part, torch.optim.Optimizer):
                     load_optimizer(part, saved[name])
@@ -383,18 +424,18 @@ class Checkpointer:
                     part.load_state_dict(saved[name])
         except (SpeechtrainError, OSError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # whatever a stranger's state makes the parts raise
+        except Exception as error:  # A stranger's state makes the parts raise any error.
             cause = f"{type(error).__name__}: {one_line(str(error), 200)}"
-            raise RunError(f"{folder} does not fit this run ({cause}); set another run_dir") from error
+            raise RunError(f"{folder} does not fit this run ({cause}). Set another run_dir") from error
 
     def weights(self, which: str = "best") -> tuple[Path, dict[str, Tensor]]:
-        """The evaluated weights of a checkpoint: ``best``, ``last`` or a folder's name.
+        """Return the folder and the evaluated weights of a checkpoint: ``best``, ``last`` or a folder's name.
 
-        ``best`` falls back to the newest if no evaluation has chosen one. Raises RunError.
+        Before the first validation, ``best`` is the newest. Raises RunError.
         """
         folders = self.folders()
         if not folders:
-            raise RunError(f"{self.root} holds no checkpoint; train first")
+            raise RunError(f"{self.root} holds no checkpoint. Train first")
         if which == "best":
             folder = self.best()[0] or folders[-1]
         else:
@@ -404,4 +445,4 @@ class Checkpointer:
             return folder, load_file(folder / WEIGHTS)
         except (SafetensorError, KeyError, TypeError, RuntimeError, *MALFORMED) as error:
             cause = f"{type(error).__name__}: {one_line(str(error), 120)}"
-            raise RunError(f"{folder / WEIGHTS} cannot be read ({cause}); use another checkpoint") from None
+            raise RunError(f"{folder / WEIGHTS} cannot be read ({cause}). Use another checkpoint") from None

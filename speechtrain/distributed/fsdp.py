@@ -1,8 +1,8 @@
 """Parameters, gradients and optimizer state that are sharded over the ranks (FSDP2).
 
-Each rank keeps its rows of every parameter. A unit's parameters are gathered before its forward and its
-backward, and freed after it. A rank's gradients are its rows of the sums over the ranks. Everything
-else, the model's code included, is as with DDP.
+Each rank keeps its rows of every parameter. The parameters of a unit are gathered before its forward and
+its backward, and freed after each. The gradients of a rank are its rows of the sums over the ranks. All
+other code, also the model's, is the same as with DDP.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class ShardedGroup(TorchGroup):
     """A group in which each process holds its rows of every parameter."""
 
     def __init__(self, world: World, facts: DeviceFacts = HOST, timeout_seconds: float = 1800.0) -> None:
-        if TorchVersion(torch.__version__) < "2.8":  # it has no set_gradient_divide_factor
-            needs = "trainer.shard=parameters needs torch 2.8 or newer"
-            raise MachineError(f"{needs}, and this is {torch.__version__}; use trainer.shard=none")
+        if TorchVersion(torch.__version__) < "2.8":  # It lacks set_gradient_divide_factor.
+            requirement = "trainer.shard=parameters needs torch 2.8 or newer"
+            raise MachineError(f"{requirement}, and this is {torch.__version__}. Use trainer.shard=none")
         super().__init__(world, facts, timeout_seconds)
         self._module: nn.Module | None = None
 
@@ -39,55 +39,30 @@ class ShardedGroup(TorchGroup):
     ) -> None:
         """Shard ``module``'s parameters, and make ``optimizer`` train this rank's shards of them.
 
-        ``narrow`` halves what the ranks send for units whose products are in that type anyway; gradients
-        are summed in fp32. All ranks start with rank 0's values. Until here, every rank has the whole model
-        in memory.
+        All ranks start with rank 0's values. Until this call, every rank has the whole model in memory.
+        Units that set ``computes_narrow`` are gathered in the type ``narrow``, which halves the bytes sent.
+        Their matmuls use that type anyway. Gradients are summed in fp32.
         Raises ConfigError for a model or an optimizer that cannot be sharded.
         """
-        # imported after the group is open; otherwise torch warns when the group is closed
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import (
-            FSDPModule,
-            MixedPrecisionPolicy,
-            fully_shard,
-            register_fsdp_forward_method,
-        )
+        # This import follows the opening of the group. Otherwise torch warns when the group is closed.
+        from torch.distributed.fsdp import register_fsdp_forward_method
 
         for parameter in module.parameters():
             self._broadcast(parameter.data)
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        places = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
-        if optimizer.state or not all(map(all, places)):
-            raise ConfigError(
-                "trainer.shard=parameters: the optimizer trains a tensor that is not a parameter of the "
-                "model, or already has state; use trainer.shard=none"
-            )
-        if not getattr(optimizer, "can_shard", True):
-            name = type(optimizer).__name__
-            raise ConfigError(f"trainer.shard=parameters: {name} needs whole tensors; use optimizer=adamw")
-        device = next(module.parameters()).device.type
-        mesh = init_device_mesh(device, (self.world.size,))
+        names_by_group = _parameter_names(module, optimizer)
         try:
-            for unit in units_of(module, is_even=True):
-                dtype = narrow if getattr(unit, "computes_narrow", False) else None
-                types = MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False)
-                fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=types)
-            fully_shard(module, mesh=mesh, reshard_after_forward=False)
+            _shard_units(module, self.world.size, narrow)
         except (ValueError, NotImplementedError) as error:  # scalar or non-contiguous parameters
             cause = one_line(str(error), 200)
             raise ConfigError(
-                f"trainer.shard=parameters cannot shard this model ({cause}); use trainer.shard=none"
+                f"trainer.shard=parameters cannot shard this model ({cause}). Use trainer.shard=none"
             ) from error
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.set_gradient_divide_factor(1.0)  # sums: only the trainer divides
-                part.set_force_sum_reduction_for_comms(True)  # gloo has no average
         if hasattr(module, "evaluate"):
             register_fsdp_forward_method(module, "evaluate")
             _free_after(module, "evaluate")
-        shares = dict(module.named_parameters())
-        for group, place in zip(optimizer.param_groups, places, strict=True):
-            group["params"] = [shares[name] for name in place]
+        shards = dict(module.named_parameters())
+        for group, names in zip(optimizer.param_groups, names_by_group, strict=True):
+            group["params"] = [shards[name] for name in names]
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Wrap ``module``, which ``shard`` has sharded, and give all ranks rank 0's buffers."""
@@ -101,10 +76,10 @@ class ShardedGroup(TorchGroup):
 
     def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> Status:
         if self._module is not None and not all(map(is_sharded, self._module.parameters())):
-            # not with the torch that this was written for; another version may miss a loss in a dataclass
+            # A version of torch other than the tested ones may fail to find a loss in a dataclass.
             raise MachineError(
-                f"torch {torch.__version__} does not reduce gradients with trainer.shard=parameters; "
-                "use trainer.shard=none"
+                f"torch {torch.__version__} does not reduce gradients with trainer.shard=parameters. "
+                "Use trainer.shard=none"
             )
         return super().all_reduce_status(weight, stop=stop, late=late, skip=skip)
 
@@ -113,21 +88,57 @@ class ShardedGroup(TorchGroup):
         super().close()
 
 
+def _parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return the names of the parameters that each of the optimizer's groups trains. Raises ConfigError."""
+    if not getattr(optimizer, "can_shard", True):
+        name = type(optimizer).__name__
+        raise ConfigError(f"trainer.shard=parameters: {name} needs whole tensors. Use optimizer=adamw")
+    name_of = {parameter: name for name, parameter in module.named_parameters()}
+    names_by_group = []
+    for group in optimizer.param_groups:
+        names_by_group.append([name_of.get(parameter, "") for parameter in group["params"]])
+    if optimizer.state or any("" in names for names in names_by_group):
+        raise ConfigError(
+            "trainer.shard=parameters: the optimizer trains a tensor that is not a parameter of the "
+            "model, or already has state. Use trainer.shard=none"
+        )
+    return names_by_group
+
+
+def _shard_units(module: nn.Module, ranks: int, gather_dtype: torch.dtype | None) -> None:
+    """Shard each unit of ``module``, then the parameters outside of units. Gradients are sums over ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    device = next(module.parameters()).device.type
+    mesh = init_device_mesh(device, (ranks,))
+    for unit in units_of(module, is_even=True):
+        types = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if gather_dtype is not None and getattr(unit, "computes_narrow", False):
+            types = MixedPrecisionPolicy(gather_dtype, torch.float32, cast_forward_inputs=False)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=types)
+    fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)  # Only the trainer divides.
+            part.set_force_sum_reduction_for_comms(True)  # Gloo does not average.
+
+
 def _free_after(module: Any, name: str) -> None:
     """Free the gathered parameters after each call of the method ``name`` of a sharded module."""
     method: Callable[..., Any] = getattr(module, name)
 
-    def called(*inputs: Any) -> Any:
+    def call(*inputs: Any) -> Any:
         try:
             return method(*inputs)
         finally:
-            module.reshard()  # there is no backward to do so, and the next forward needs new values
+            module.reshard()  # Evaluation has no backward that frees them. The next forward needs new values.
 
-    setattr(module, name, called)
+    setattr(module, name, call)
 
 
 class _FSDPWrapper(nn.Module):
-    """A sharded module; after backward, the gradients are this rank's rows of the sums over all ranks."""
+    """A sharded module. After backward, the gradients are this rank's rows of the sums over all ranks."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -135,7 +146,7 @@ class _FSDPWrapper(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which gradients are not reduced: each rank keeps its own, of whole parameters."""
+        """Do not reduce gradients in this context. Each rank keeps its gradients of whole parameters."""
         self.module.set_requires_gradient_sync(False)
         try:
             yield
@@ -143,6 +154,6 @@ class _FSDPWrapper(nn.Module):
             self.module.set_requires_gradient_sync(True)
 
     def forward(self, *inputs: Any) -> Any:
-        with warnings.catch_warnings():  # units may return views, as nothing writes into them
+        with warnings.catch_warnings():  # Units may return views, because no code writes into them.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
             return self.module(*inputs)

@@ -1,6 +1,6 @@
 """Torchrun for the ranks of one host: ``python -m speechtrain.distributed.local_agent OPTIONS … COMMAND …``.
 
-Torchrun's own rendezvous listens on all addresses, and unpickles what any client has written there.
+Torchrun's own rendezvous listens on all addresses, and unpickles the messages of any client.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from speechtrain.distributed.loopback import ADDRESS, loopback_store
 
 
 class _Loopback(StaticTCPRendezvous):
-    """An agent without peers. A restart has a new store: the last one has the addresses of dead ranks."""
+    """The rendezvous of an agent without peers.
+
+    Each restart gets a new store, because the previous store holds the addresses of dead ranks.
+    """
 
     def get_backend(self) -> str:
         return "loopback"

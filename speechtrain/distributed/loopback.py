@@ -1,4 +1,4 @@
-"""Ranks of one host: what they listen on is the loopback address."""
+"""The store of ranks that share one host. It listens on the loopback address only."""
 
 from __future__ import annotations
 
@@ -15,28 +15,32 @@ from torch.torch_version import TorchVersion
 from speechtrain.launcher import World
 
 ADDRESS = "127.0.0.1"
-# The libuv server of torch 2.7 accepts no socket that already listens. The older server does. Torch 2.8 is
-# untried.
+# The libuv server of torch 2.7 does not accept a socket that already listens. The older server does.
+# Torch 2.8 has not been tried.
 _USES_LIBUV = TorchVersion(torch.__version__) >= "2.9"
 _INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def loopback_store(port: int = 0, is_server: bool = True, timeout: float = 300.0) -> TCPStore:
-    """A store at ``port`` of the loopback address; 0 is any free port. Raises OSError if it is taken."""
-    handle = None
-    if is_server:  # torch itself listens on all addresses, whatever the host's name
+    """Return a store at ``port`` of the loopback address. Port 0 is any free port.
+
+    Raises OSError if another program uses the port.
+    """
+    descriptor = None
+    if is_server:  # A socket that torch opens listens on all addresses, even for the host name 127.0.0.1.
         server = socket.create_server((ADDRESS, port))
-        port, handle = server.getsockname()[1], server.detach()
+        port, descriptor = server.getsockname()[1], server.detach()
     limit = timedelta(seconds=timeout)
     return TCPStore(
-        ADDRESS, port, None, is_server, limit, False, master_listen_fd=handle, use_libuv=_USES_LIBUV
+        ADDRESS, port, None, is_server, limit, False, master_listen_fd=descriptor, use_libuv=_USES_LIBUV
     )
 
 
 def store_of_one_host(world: World, variables: Iterable[str], timeout: float) -> TCPStore | None:
-    """The store of ranks that are all on this host; None where torch finds or makes it.
+    """Return the store of ranks that are all on this host, or None if torch must find or make the store.
 
-    The collectives' network ``variables`` that are not set then name the loopback interface.
+    If there is a store, each of the environment ``variables`` that is not set gets the name of the loopback
+    interface. The collectives read these variables.
     """
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     is_local = world.local_size == world.size or host == "localhost" or host.startswith("127.")

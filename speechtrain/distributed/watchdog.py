@@ -1,9 +1,9 @@
-"""The watchdog, which names a rank that hangs, reports what each rank does, and ends all ranks.
+"""The watchdog. It names a rank that hangs, reports the state of each rank, and ends all ranks.
 
-The trainer and the group note a rank's step and phase in a few attributes. A thread of each rank reads
-them; nothing is written while a run moves. A rank that has not moved for too long raises an alarm, a file
-in the run directory that all ranks look for. Each rank answers with its phase and its stack, all make the
-same diagnosis from the answers, and all exit. Imports no torch.
+The trainer and the group set a rank's step and phase as attributes. A thread of each rank reads them, and
+nothing is written while a run moves. A rank that has not moved for too long raises an alarm, which is a file
+in the run directory that all ranks look for. Each rank then writes a report with its phase and its stack.
+All ranks make the same diagnosis from the reports, and exit. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,88 +26,89 @@ from speechtrain.errors import MachineError
 from speechtrain.files import read_json, write_json, write_text
 
 ALARM = "alarm"
-START_SECONDS = 1800.0  # lowest limit for a peer before its first step: it reads data, compiles
-ANSWER_SECONDS = (2.0, 30.0)  # lowest, highest limit for an answer to an alarm; network file systems are slow
-MARGIN_SECONDS = 60.0  # by which a collective's timeout is longer, so that the watchdog reports first
-_LAST_SECONDS = 6.0  # from the limit for answers to a forced exit, even if this thread hangs
-_LEAST_TICK, _MOST_TICK = 0.1, 2.0
+START_SECONDS = 1800.0  # lowest limit for a peer before its first step, when it reads data and compiles
+REPORT_SECONDS = (2.0, 30.0)  # lowest and highest limit for the reports. Network file systems are slow.
+MARGIN_SECONDS = 60.0  # the timeout of a collective is longer by this, so that the watchdog reports first
+_EXIT_SECONDS = 6.0  # from the limit for reports to a forced exit, even if this thread hangs
+_MIN_TICK, _MAX_TICK = 0.1, 2.0
 _TICKS = 20  # checks within the time limit of a phase
 
 _Arguments = ParamSpec("_Arguments")
-_Answer = TypeVar("_Answer")
+_Returned = TypeVar("_Returned")
 
 
 class RankStatus:
-    """A rank's step and phase, for its watchdog. Notes are attributes: 0.2 µs, no input or output."""
+    """A rank's step and phase, for its watchdog. Setting them takes 0.2 µs, without input or output."""
 
     def __init__(self) -> None:
         self.step = 0
         self.phase = "start"
-        self.moved = 0  # phases so far; every rank goes through the same ones
-        self.usual: set[str] = set()  # phases in which a collective has completed
+        self.phase_count = 0  # phases so far, which are the same on every rank
+        self.collective_phases: set[str] = set()  # phases in which a collective has completed
         self._entered = 0
         self._left = 0
-        self._lock = threading.Lock()  # a backend's threads call `leave`, too
+        self._lock = threading.Lock()  # Threads of a backend also call ``leave``.
 
     def at(self, step: int, phase: str) -> None:
-        """Note that the rank starts ``phase`` of ``step``, or a part of it."""
+        """Record that the rank starts ``phase`` of ``step``, or a part of it."""
         self.step, self.phase = step, phase
-        self.moved += 1
+        self.phase_count += 1
 
     def enter(self) -> None:
-        """Note that a collective starts."""
+        """Record that a collective starts."""
         with self._lock:
             self._entered += 1
 
     def leave(self) -> None:
-        """Note that a collective has completed."""
+        """Record that a collective has completed."""
         with self._lock:
             self._left += 1
-        self.usual.add(self.phase)
+        self.collective_phases.add(self.phase)
 
     @property
     def is_waiting(self) -> bool:
+        """Whether a collective has started and not completed."""
         return self._entered > self._left
 
     @property
-    def mark(self) -> tuple[int, int, int]:
-        """A value that changes whenever the rank moves."""
-        return self.moved, self._entered, self._left
+    def counts(self) -> tuple[int, int, int]:
+        """The numbers of phases and of started and completed collectives. They change if the rank moves."""
+        return self.phase_count, self._entered, self._left
 
     def __str__(self) -> str:
         return f"step {self.step}, {self.phase}"
 
 
 def collective(
-    method: Callable[Concatenate[Any, _Arguments], _Answer],
-) -> Callable[Concatenate[Any, _Arguments], _Answer]:
-    """Make ``method``, which waits for all peers, note that in its object's ``rank_status``."""
+    method: Callable[Concatenate[Any, _Arguments], _Returned],
+) -> Callable[Concatenate[Any, _Arguments], _Returned]:
+    """Make ``method``, which waits for all peers, record its start and end in ``self.rank_status``."""
 
     @functools.wraps(method)
-    def noted(self: Any, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Answer:
+    def recorded(self: Any, /, *arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Returned:
         self.rank_status.enter()
-        answer = method(self, *arguments, **named)  # if it raises, it has not completed
+        returned = method(self, *arguments, **keywords)  # If this raises, the collective has not completed.
         self.rank_status.leave()
-        return answer
+        return returned
 
-    return noted
+    return recorded
 
 
 @dataclass(frozen=True)
 class HangReport:
-    """A rank's answer to an alarm."""
+    """A rank's state after an alarm."""
 
     rank: int
     step: int
     phase: str
-    moved: int
+    phase_count: int
     is_waiting: bool = False
-    is_odd: bool = False  # it waits in a phase that had no collective before
-    still: float = 0.0  # seconds since it moved
+    is_odd: bool = False  # The rank waits in a phase that had no collective before.
+    still_seconds: float = 0.0  # the time since the rank moved
     host: str = ""
-    at: str = ""  # innermost frames of its main thread
-    stack: str = ""  # of its main thread
-    others: str = ""  # those of its other threads
+    location: str = ""  # the innermost frames of the main thread
+    stack: str = ""  # the stack of the main thread
+    others: str = ""  # the stacks of the other threads
 
     def __str__(self) -> str:
         return f"rank {self.rank} (step {self.step}, {self.phase})"
@@ -124,62 +125,79 @@ class HangDiagnosis:
 
 
 class Stuck(MachineError):
-    """A rank does not move, or is not where its peers wait for it."""
+    """A rank does not move, or waits in another collective than its peers."""
 
 
-def diagnose(notes: Iterable[HangReport], size: int, seconds: float) -> HangDiagnosis:
-    """Name the rank that the others wait for; the same answers give the same diagnosis on every rank.
+def diagnose(reports: Iterable[HangReport], size: int, seconds: float) -> HangDiagnosis:
+    """Find the rank that the others wait for. The same reports give the same diagnosis on every rank.
 
-    The cause is a rank without an answer, else the rank outside of collectives that is furthest behind.
-    If all ranks wait, they wait in different collectives. The cause is then the odd one out; of two ranks
-    it is the one in a phase without collectives, else the one ahead, which has left out a collective.
+    It is the first of these ranks that exists:
+
+    - a rank without a report,
+    - the rank outside of collectives that is furthest behind,
+    - the rank that waits in another collective than most ranks.
+
+    If two ranks wait in different collectives, it is the rank in a phase that had no collective before. If
+    both phases had collectives, it is the rank ahead, which has left out a collective.
     """
-    known = {note.rank: note for note in notes}
-    silent = frozenset(range(size)) - known.keys()
+    reports = sorted(reports, key=lambda report: report.rank)
+    silent = frozenset(range(size)) - {report.rank for report in reports}
     limit = f"trainer.timeout_seconds={seconds:g} sets the limit"
     if silent:
         rank = min(silent)
-        waiting = ", ".join(str(note) for note in sorted(known.values(), key=lambda n: n.rank)[:3])
+        waiting = ", ".join(map(str, reports[:3]))
         message = f"rank {rank} does not answer: it is stopped, or hangs with the interpreter's lock held"
         return HangDiagnosis(rank, f"{message}; {waiting} waited for it; {limit}", silent=silent)
-    outside = [note for note in known.values() if not note.is_waiting]
+    outside = [report for report in reports if not report.is_waiting]
     if outside:
-        cause = min(outside, key=lambda note: (note.moved, -note.still, note.rank))
-        others = [note for note in known.values() if note is not cause]
-        message = f"stands still for {cause.still:.1f} s" + (f"; {_listed(others)}" if others else "")
+        cause = min(outside, key=lambda report: (report.phase_count, -report.still_seconds, report.rank))
+        message = f"stands still for {cause.still_seconds:.1f} s"
+        if size > 1:
+            message += f"; {_list_states([report for report in reports if report is not cause])}"
     else:
-        cause, message = _out_of_step(list(known.values()))
-    where = f"rank {cause.rank} on {cause.host}: step {cause.step}, phase {cause.phase}"
-    return HangDiagnosis(cause.rank, f"{where}, {message}; at {cause.at}; {limit}", cause.stack)
+        cause, message = _odd_one_out(reports)
+    position = f"rank {cause.rank} on {cause.host}: step {cause.step}, phase {cause.phase}"
+    return HangDiagnosis(cause.rank, f"{position}, {message}; at {cause.location}; {limit}", cause.stack)
 
 
-def _listed(notes: list[HangReport]) -> str:
-    notes = sorted(notes, key=lambda note: note.rank)
-    shown = [f"{note} {'waits' if note.is_waiting else 'stands still'}" for note in notes]
-    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
+def _list_states(reports: list[HangReport]) -> str:
+    """Return the states of at most three ranks, and the number of the remaining ranks."""
+    states = []
+    for report in reports[:3]:
+        state = "waits" if report.is_waiting else "stands still"
+        states.append(f"{report} {state}")
+    text = ", ".join(states)
+    if len(reports) > 3:
+        text += f" and {len(reports) - 3} more"
+    return text
 
 
-def _out_of_step(notes: list[HangReport]) -> tuple[HangReport, str]:
-    places: dict[int, list[HangReport]] = {}
-    for note in notes:
-        places.setdefault(note.moved, []).append(note)
-    groups = sorted(
-        places.values(), key=lambda group: (len(group), not any(n.is_odd for n in group), -group[0].moved)
-    )
-    cause = min(groups[0], key=lambda note: note.rank)
-    if len(groups) == 1:
-        return cause, f"waits in the same collective as all ranks for {cause.still:.1f} s: check the network"
-    other = groups[-1][0]
-    return cause, f"waits in another collective than {other} for {cause.still:.1f} s: one left it out"
+def _odd_one_out(reports: list[HangReport]) -> tuple[HangReport, str]:
+    """Return the rank that waits in another collective than most ranks, with a message."""
+    groups: dict[int, list[HangReport]] = {}
+    for report in reports:
+        groups.setdefault(report.phase_count, []).append(report)
+
+    def priority(group: list[HangReport]) -> tuple[int, bool, int]:
+        is_odd = any(report.is_odd for report in group)
+        return len(group), not is_odd, -group[0].phase_count
+
+    smallest, *larger = sorted(groups.values(), key=priority)
+    cause = smallest[0]
+    seconds = f"for {cause.still_seconds:.1f} s"
+    if not larger:
+        return cause, f"waits in the same collective as all ranks {seconds}: check the network"
+    peer = larger[-1][0]
+    return cause, f"waits in another collective than {peer} {seconds}: one left it out"
 
 
 @dataclass(eq=False)
 class Watch:
-    """A thread that raises an alarm for its own rank and answers those of others.
+    """A thread that raises an alarm for its rank and answers the alarms of other ranks.
 
-    ``folder`` belongs to one attempt of a run, and all its ranks see it. ``leave`` is called with the
-    diagnosis and this rank's own report, and ends the process. Time in which this thread did not run (a
-    stopped process, an overloaded machine) does not count.
+    ``folder`` belongs to one attempt of a run, and all its ranks see it. ``leave`` ends the process. Its
+    arguments are the diagnosis and this rank's report. Time in which this thread did not run (in a stopped
+    process, or on an overloaded machine) does not count.
     """
 
     rank_status: RankStatus
@@ -191,14 +209,14 @@ class Watch:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self.tick = min(_MOST_TICK, max(_LEAST_TICK, self.seconds / _TICKS))
-        least, most = ANSWER_SECONDS
-        self.patience = min(most, max(least, self.seconds / _TICKS))
-        self.still = 0.0
-        self._mark = self.rank_status.mark
-        self._looked = self.clock()
-        self._main = threading.main_thread().ident or 0
-        self._done = threading.Event()
+        self.tick = min(_MAX_TICK, max(_MIN_TICK, self.seconds / _TICKS))
+        shortest, longest = REPORT_SECONDS
+        self.report_seconds = min(longest, max(shortest, self.seconds / _TICKS))
+        self.still_seconds = 0.0
+        self._counts = self.rank_status.counts
+        self._last_look = self.clock()
+        self._main_thread = threading.main_thread().ident or 0
+        self._is_closed = threading.Event()
         self._is_leaving = False
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -207,91 +225,105 @@ class Watch:
         return self
 
     def close(self) -> None:
-        """Stop watching. After an alarm this does not return: ``leave`` ends the process."""
-        self._done.set()
+        """Stop watching. After an alarm this does not return, because ``leave`` ends the process."""
+        self._is_closed.set()
         if self._is_leaving:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._done.wait(self.tick):
+        while not self._is_closed.wait(self.tick):
             if self.look():
                 self._is_leaving = True
-                # this needs neither the interpreter's lock nor a disk
-                faulthandler.dump_traceback_later(self.patience + _LAST_SECONDS, exit=True, file=2)
-                note = self.answer()
-                self.leave(diagnose(self._answers(note), self.size, self.seconds), note)
-                faulthandler.cancel_dump_traceback_later()  # reached if a test's `leave` returns
+                # The forced exit needs neither the interpreter's lock nor a disk.
+                faulthandler.dump_traceback_later(self.report_seconds + _EXIT_SECONDS, exit=True, file=2)
+                report = self.write_report()
+                self.leave(diagnose(self._collect_reports(report), self.size, self.seconds), report)
+                faulthandler.cancel_dump_traceback_later()  # Only the ``leave`` of a test returns.
                 return
 
     def look(self) -> bool:
-        """Whether this rank or a peer has raised an alarm; called once a tick."""
-        now = self.clock()
-        # in a longer time the process was stopped
-        passed, self._looked = min(now - self._looked, 2 * self.tick), now
-        mark = self.rank_status.mark
-        self.still = self.still + passed if mark == self._mark else 0.0
-        self._mark = mark
+        """Return whether this rank or a peer has raised an alarm. This is called once a tick."""
+        look_time = self.clock()
+        # If more time has passed, the process was stopped.
+        passed_seconds = min(look_time - self._last_look, 2 * self.tick)
+        self._last_look = look_time
+        counts = self.rank_status.counts
+        self.still_seconds += passed_seconds
+        if counts != self._counts:
+            self.still_seconds = 0.0
+        self._counts = counts
         if self._is_stuck():
-            with contextlib.suppress(OSError):  # the other ranks notice it themselves
+            with contextlib.suppress(OSError):  # Without the file, the other ranks still notice the hang.
                 write_text(self.folder / ALARM, "", durable=False)
             return True
         return self.size > 1 and (self.folder / ALARM).exists()
 
     def _is_stuck(self) -> bool:
-        """Whether this rank has not moved for too long; before its first step, whether a peer has not."""
-        if self.rank_status.step:
-            return self.still >= self.seconds
-        return self.rank_status.is_waiting and self.still >= max(self.seconds, START_SECONDS)
+        """Return whether this rank has not moved for too long.
 
-    def answer(self) -> HangReport:
-        """Write this rank's report for all ranks to read."""
+        Before its first step a rank may take any time. It is stuck if it waits too long for a peer.
+        """
+        if self.rank_status.step:
+            return self.still_seconds >= self.seconds
+        return self.rank_status.is_waiting and self.still_seconds >= max(self.seconds, START_SECONDS)
+
+    def write_report(self) -> HangReport:
+        """Write this rank's report for all ranks to read, and return it."""
         rank_status = self.rank_status
-        frame = sys._current_frames().get(self._main)
-        stack, others = _stacks(self._main)
-        note = HangReport(
+        frame = sys._current_frames().get(self._main_thread)
+        stack, other_stacks = _stacks(self._main_thread)
+        report = HangReport(
             rank=self.rank,
             step=rank_status.step,
             phase=rank_status.phase,
-            moved=rank_status.moved,
+            phase_count=rank_status.phase_count,
             is_waiting=rank_status.is_waiting,
-            is_odd=rank_status.is_waiting and rank_status.phase not in rank_status.usual,
-            still=self.still,
+            is_odd=rank_status.is_waiting and rank_status.phase not in rank_status.collective_phases,
+            still_seconds=self.still_seconds,
             host=platform.node(),
-            at=_innermost(frame),
+            location=_innermost_frames(frame),
             stack=stack,
-            others=others,
+            others=other_stacks,
         )
         with contextlib.suppress(OSError):
-            write_json(self.folder / f"rank-{self.rank}.json", asdict(note), durable=False)
-        return note
+            write_json(self.folder / f"rank-{self.rank}.json", asdict(report), durable=False)
+        return report
 
-    def _answers(self, own: HangReport) -> list[HangReport]:
-        """The reports of all ranks, or of those that have answered in time."""
-        deadline = time.monotonic() + self.patience + self.tick
-        missing, notes = set(range(self.size)) - {self.rank}, [own]
-        while missing and time.monotonic() < deadline:
-            for rank in sorted(missing):
-                with contextlib.suppress(TypeError):  # keys are missing: there is no report yet
-                    notes.append(HangReport(**read_json(self.folder / f"rank-{rank}.json")))
-                    missing.discard(rank)
-            if missing:
-                time.sleep(_LEAST_TICK)
-        return notes
-
-
-def _innermost(frame: FrameType | None) -> str:
-    found = traceback.extract_stack(frame, limit=3) if frame else []
-    return " < ".join(f"{Path(at.filename).name}:{at.lineno} in {at.name}" for at in reversed(found))
+    def _collect_reports(self, report: HangReport) -> list[HangReport]:
+        """Return ``report``, which is this rank's, and the reports of the ranks that answer in time."""
+        deadline = time.monotonic() + self.report_seconds + self.tick
+        reports = [report]
+        missing_ranks = set(range(self.size)) - {self.rank}
+        while missing_ranks and time.monotonic() < deadline:
+            for rank in sorted(missing_ranks):
+                with contextlib.suppress(TypeError):  # A file that does not exist yet lacks the keys.
+                    reports.append(HangReport(**read_json(self.folder / f"rank-{rank}.json")))
+                    missing_ranks.discard(rank)
+            if missing_ranks:
+                time.sleep(_MIN_TICK)
+        return reports
 
 
-def _stacks(main: int) -> tuple[str, str]:
-    """The stack of the main thread and those of all others but this one, outermost frames first."""
+def _innermost_frames(frame: FrameType | None) -> str:
+    """Return file, line and function of the three innermost frames, the innermost first."""
+    if frame is None:
+        return ""
+    calls = reversed(traceback.extract_stack(frame, limit=3))
+    return " < ".join(f"{Path(call.filename).name}:{call.lineno} in {call.name}" for call in calls)
+
+
+def _stacks(main_thread: int) -> tuple[str, str]:
+    """Return the stack of the main thread, and the stacks of all other threads except the caller's.
+
+    The outermost frames stand first.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    current = sys._current_frames()
-    others = current.keys() - {main, threading.get_ident()}
-    told = [f"{names.get(ident, ident)}:\n{_told(current[ident])}\n" for ident in others]
-    return _told(current.get(main)), "".join(told)
+    frames = sys._current_frames()
+    other_stacks = ""
+    for ident in frames.keys() - {main_thread, threading.get_ident()}:
+        other_stacks += f"{names.get(ident, ident)}:\n{_stack_text(frames[ident])}\n"
+    return _stack_text(frames.get(main_thread)), other_stacks
 
 
-def _told(frame: FrameType | None) -> str:
+def _stack_text(frame: FrameType | None) -> str:
     return "".join(traceback.format_stack(frame)) if frame else ""

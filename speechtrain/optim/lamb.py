@@ -58,18 +58,29 @@ class LAMB(TensorwiseOptimizer):
         torch_private.foreach_mul_(squares, beta2)
         torch_private.foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
 
-        # Both corrections are factored out of m̂ / (√v̂ + eps), which saves two passes over memory.
+        factors, corrected_eps = self._bias_corrections(states, group)
+        denominators = torch_private.foreach_sqrt(squares)
+        torch_private.foreach_add_(denominators, corrected_eps)
+        directions: list[Tensor] = torch_private.foreach_mul(weights, group["weight_decay"])
+        torch_private.foreach_addcdiv_(directions, means, denominators, factors)
+        return directions
+
+    @staticmethod
+    def _bias_corrections(
+        states: list[dict[str, Any]], group: dict[str, Any]
+    ) -> tuple[list[float], list[float]]:
+        """Return the factor of each direction, and the corrected eps of each denominator.
+
+        Both corrections are factored out of m̂ / (√v̂ + eps), which saves two passes over memory.
+        """
+        beta1, beta2 = group["betas"]
         factors, corrected_eps = [], []
         for state in states:
             step = state["step"]
             correction = math.sqrt(1 - beta2**step)
             factors.append(correction / (1 - beta1**step))
             corrected_eps.append(group["eps"] * correction)
-        denominators = torch_private.foreach_sqrt(squares)
-        torch_private.foreach_add_(denominators, corrected_eps)
-        directions: list[Tensor] = torch_private.foreach_mul(weights, group["weight_decay"])
-        torch_private.foreach_addcdiv_(directions, means, denominators, factors)
-        return directions
+        return factors, corrected_eps
 
     def _next_states(self, parameters: list[Tensor]) -> list[dict[str, Any]]:
         """Return the state of each parameter, with the number of the update that begins."""

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,7 +42,7 @@ from speechtrain.errors import (
 )
 from speechtrain.files import lost_output, open_append, write_text
 from speechtrain.launcher import World, is_number
-from speechtrain.optim.ema import EMA, NoEMA
+from speechtrain.optim.ema import EMA, Average, NoEMA
 from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import Precision
 from speechtrain.rank.attempt import Attempt
@@ -117,23 +118,32 @@ def train(
     attempt.peak_memory = rank.device.memory
     if is_watched:
         attempt.watch = watch(attempt, rank.run_dir, settings.timeout_seconds)
-    parts = _build_parts(rank)
+    _fit(rank, _build_parts(rank), stop, attempt, early_lines)
+
+
+def _fit(rank: _Rank, parts: _Parts, stop: StopRequest, attempt: Attempt, early_lines: MemoryHandler) -> None:
+    """Open the trackers and train. ``early_lines`` are the log lines before the trackers are open."""
+    config, settings = rank.config, rank.settings
     task, data = parts.task, parts.data
     schedule, planned_updates = plan_updates(config, settings, data)
     warn_of_crowded_labels(data, task)
     module, optimizer = _prepare_module(rank, task, parts.policy)
     data.obey(stop)
     attempt.metric, attempt.content = task.metric, data.content()
-    tracker = open_tracker(config, world, early_lines)
+    tracker = open_tracker(config, rank.world, early_lines)
     attempt.tracker = tracker
     _log_start(rank, parts, tracker, schedule, planned_updates=planned_updates)
     trainer = _build_trainer(rank, parts.policy, tracker, stop)
     attempt.progress = trainer.progress
     with contextlib.closing(data), _explained(rank.device, trainer, parts.tokenizer.size):
-        average = EMA(task, settings.ema) if settings.ema > 0 else NoEMA()
+        average = _average_of(task, settings.ema)
         attempt.status = trainer.fit(
             module, data, optimizer, schedule=schedule, average=average, resume=config.resume
         )
+
+
+def _average_of(task: Task, decay: float) -> Average:
+    return EMA(task, decay) if decay > 0 else NoEMA()
 
 
 def _open_rank(config: DictConfig, world: World, settings: TrainerConfig) -> _Rank:

@@ -23,7 +23,7 @@ def call_client(command: list[str], title: str, text: str = "") -> str:
             capture_output=True,
             text=True,
             timeout=_SECONDS,
-            # A terminal's Ctrl-C would end the program, and its job would seem to have left the queue.
+            # Otherwise a terminal's Ctrl-C ends the program, and its job seems to have left the queue.
             start_new_session=True,
             check=False,
         )

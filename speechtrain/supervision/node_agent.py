@@ -1,6 +1,6 @@
 """The process that a launcher starts on each host of a run over several hosts. Imports no torch.
 
-``python -m MODULE look FILE PORT ADDRESS`` prints, as one line of JSON, what this host sees and has.
+``python -m MODULE look FILE PORT ADDRESS`` checks this host and prints the facts as one line of JSON.
 ``python -m MODULE run [--attached SECONDS] [--address ADDRESS] LOG -- COMMAND …`` is an agent's parent: it
 stops the ranks on request. With ``--outcome RUN_DIR`` it exits with the run's exit code, not with the
 agent's. ``python -m MODULE outcome RUN_DIR`` exits with the exit code of the run in that directory.
@@ -28,60 +28,63 @@ from speechtrain.files import read_text
 from speechtrain.launcher import NETWORK_VARIABLES
 from speechtrain.run_directory import read_failure, read_result, versions_of
 from speechtrain.supervision.process_tree import ancestors_of, kill, kill_descendants, processes_with
-from speechtrain.supervision.rendezvous import why_taken
+from speechtrain.supervision.rendezvous import port_error
 from speechtrain.supervision.supervise import supervise
 
 STOP, KILL, ALIVE = b"s", b"k", b"."
-"""The bytes that an attached node reads on its standard input; its end means a lost connection."""
+"""The bytes that an attached node reads on its standard input. Its end means a lost connection."""
 SILENCE_SECONDS = 60.0
-"""After so long without a byte, the connection counts as lost."""
+"""The connection counts as lost after this time without a byte."""
 CLOSING_SECONDS = 10.0
-"""The time that ranks have to end on their own after another rank has failed."""
+"""The time that ranks have to end by themselves after another rank has failed."""
 
 MODULE = "speechtrain.supervision.node_agent"
-_LOOK_TWICE_SECONDS = 0.1
-_LOOKS = 50  # a network file system may show a new file late
+_LOOK_SECONDS = 0.1  # from one look to the next
+_LOOKS = 50  # A network file system may show a new file late.
 
 
 def versions() -> dict[str, str]:
-    """The versions that must be the same on all hosts of a run, by name."""
+    """Return the versions by name that must be the same on all hosts of a run."""
     return versions_of("speechtrain", "torch")
 
 
 def look(file: Path, port: int, address: str) -> dict[str, Any]:
-    """What this host sees: content of ``file``, its versions, why ``port`` at ``address`` is not free."""
+    """Return the content of ``file``, the versions, and the error of listening on ``port`` of ``address``."""
     content = None
     for _ in range(_LOOKS):
         try:
             content = read_text(file)
             break
         except OSError:
-            time.sleep(_LOOK_TWICE_SECONDS)
-    return {"token": content, "versions": versions(), "taken": why_taken(address, port)}
+            time.sleep(_LOOK_SECONDS)
+    return {"token": content, "versions": versions(), "port_error": port_error(address, port)}
 
 
 def interface_of(address: str) -> str:
-    """The network interface with ``address`` (a name or IPv4); empty if there is none."""
+    """Return the network interface with ``address`` (a name or IPv4), or "" without one."""
     with suppress(OSError):
-        wanted = socket.gethostbyname(address)
-        for name, its in psutil.net_if_addrs().items():
-            if any(found.address == wanted for found in its):
+        ip_address = socket.gethostbyname(address)
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(entry.address == ip_address for entry in addresses):
                 return name
     return ""
 
 
 def run(command: list[str], log: Path, address: str, attached: float | None) -> int:
-    """Supervise ``command``, an agent with ranks; with ``attached``, handle the standard input, too.
+    """Supervise ``command``, an agent with ranks.
 
-    Its end, or silence, is a request to stop; ``attached`` seconds later, what still runs is killed.
+    With ``attached``, a stop request may also come by the standard input. The end of the input, or silence,
+    is a stop request. Processes that still run ``attached`` seconds later are killed.
     """
     environment = dict(os.environ)
-    if address and (interface := interface_of(address)):
-        for name in environment.get(NETWORK_VARIABLES, "").split():  # a host's name may mean its loopback
+    interface = interface_of(address) if address else ""
+    if interface:
+        # The collectives get the name of the interface, because a host's name may mean its loopback.
+        for name in environment.get(NETWORK_VARIABLES, "").split():
             environment.setdefault(name, interface)
     if attached is not None:
         _end_leftovers(log)
-        threading.Thread(target=_obey, args=(attached,), daemon=True).start()
+        threading.Thread(target=_handle_input, args=(attached,), daemon=True).start()
     try:
         return supervise(command, environment, agent_log=log, grace=CLOSING_SECONDS)
     except KeyboardInterrupt:
@@ -90,48 +93,50 @@ def run(command: list[str], log: Path, address: str, attached: float | None) -> 
 
 def _end_leftovers(log: Path) -> None:
     """Kill this node's processes of an earlier connection, which would train next to the new ones."""
-    mine = {os.getpid(), *ancestors_of(os.getpid())}
-    for old in processes_with(MODULE, "run", str(log)) - mine:
-        kill_descendants(old)
-        kill(old)
+    ancestors = {os.getpid(), *ancestors_of(os.getpid())}
+    for pid in processes_with(MODULE, "run", str(log)) - ancestors:
+        kill_descendants(pid)
+        kill(pid)
 
 
-def _obey(grace: float) -> None:
+def _handle_input(grace: float) -> None:
     """Turn the bytes of the standard input into signals for this process."""
-    asked = False
+    has_asked = False
 
-    def ask() -> None:
-        nonlocal asked
-        if not asked:
-            asked = True
+    def ask_to_stop() -> None:
+        nonlocal has_asked
+        if not has_asked:
+            has_asked = True
             os.kill(os.getpid(), signal.SIGTERM)
 
     while True:
         ready, _, _ = select.select([0], [], [], SILENCE_SECONDS)
-        said = os.read(0, 1) if ready else b""
-        if said == STOP:
-            ask()
-        elif said == KILL:
+        request = os.read(0, 1) if ready else b""
+        if request == STOP:
+            ask_to_stop()
+        elif request == KILL:
             break
-        elif said != ALIVE:  # end of file, or silence
-            ask()
+        elif request != ALIVE:  # end of file, or silence
+            ask_to_stop()
             time.sleep(grace)
             break
-    ask()
-    time.sleep(_LOOK_TWICE_SECONDS)  # two signals at once would arrive as one
+    ask_to_stop()
+    time.sleep(_LOOK_SECONDS)  # Two signals at once would arrive as one.
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def outcome(run_dir: Path) -> int:
-    """The exit code that the command would have for the run in ``run_dir``; 1 if it has no result."""
+    """Return the exit code that the command would have for the run in ``run_dir``, or 1 without a result."""
     result = read_result(run_dir)
     if result is None or result.status == "failed":
         failure = read_failure(run_dir)
-        return (failure and failure.exit_code) or 1
+        if failure is None or not failure.exit_code:
+            return 1
+        return failure.exit_code
     return EXIT_PREEMPTED if result.status == "preempted" else 0
 
 
-def leave(run_dir: Path) -> int:
+def wait_for_outcome(run_dir: Path) -> int:
     """Return the run's exit code on one of several nodes, after the node's agent has ended.
 
     Rank 0, or the rank that failed, may write its result on another node, and late.
@@ -139,39 +144,48 @@ def leave(run_dir: Path) -> int:
     for _ in range(_LOOKS):
         if read_result(run_dir) or read_failure(run_dir):
             break
-        time.sleep(_LOOK_TWICE_SECONDS)
+        time.sleep(_LOOK_SECONDS)
     return outcome(run_dir)
 
 
-def main(argv: list[str] | None = None) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m speechtrain.supervision.node_agent", description=__doc__)
     parts = parser.add_subparsers(dest="part", required=True)
-    looking = parts.add_parser("look")
-    looking.add_argument("file", type=Path)
-    looking.add_argument("port", type=int)
-    looking.add_argument("address")
-    running = parts.add_parser("run")
-    running.add_argument("--attached", type=float, metavar="SECONDS")
-    running.add_argument("--address", default="")
-    running.add_argument("--outcome", type=Path, metavar="RUN_DIR", help="exit with the run's exit code")
-    running.add_argument("--node", type=int, default=0, help="number of this node, added to its log's name")
-    running.add_argument("log", type=Path)
-    running.add_argument("command", nargs=argparse.REMAINDER)
-    ending = parts.add_parser("outcome")
-    ending.add_argument("run_dir", type=Path)
-    given = parser.parse_args(argv)
-    if given.part == "look":
-        print(json.dumps(look(given.file, given.port, given.address)))
+    look_part = parts.add_parser("look")
+    look_part.add_argument("file", type=Path)
+    look_part.add_argument("port", type=int)
+    look_part.add_argument("address")
+    run_part = parts.add_parser("run")
+    run_part.add_argument("--attached", type=float, metavar="SECONDS")
+    run_part.add_argument("--address", default="")
+    run_part.add_argument("--outcome", type=Path, metavar="RUN_DIR", help="exit with the run's exit code")
+    run_part.add_argument("--node", type=int, default=0, help="number of this node, added to its log's name")
+    run_part.add_argument("log", type=Path)
+    run_part.add_argument("command", nargs=argparse.REMAINDER)
+    outcome_part = parts.add_parser("outcome")
+    outcome_part.add_argument("run_dir", type=Path)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    if arguments.part == "look":
+        print(json.dumps(look(arguments.file, arguments.port, arguments.address)))
         return 0
-    if given.part == "outcome":
-        return outcome(given.run_dir)
-    if given.outcome is not None and outcome(given.outcome) == 0:
-        return 0  # the run ended while this node was lost
-    log = given.log.with_stem(f"{given.log.stem}-{given.node}") if given.node else given.log
-    code = run(given.command[given.command[:1] == ["--"] :], log, given.address, attached=given.attached)
-    if given.outcome is None or code == EXIT_PREEMPTED:  # the latter: stopped before it had ranks
+    if arguments.part == "outcome":
+        return outcome(arguments.run_dir)
+    if arguments.outcome is not None and outcome(arguments.outcome) == 0:
+        return 0  # The run ended while this node was lost.
+    log = arguments.log
+    if arguments.node:
+        log = log.with_stem(f"{log.stem}-{arguments.node}")
+    command = arguments.command
+    if command[:1] == ["--"]:
+        command = command[1:]
+    code = run(command, log, arguments.address, attached=arguments.attached)
+    if arguments.outcome is None or code == EXIT_PREEMPTED:  # A preempted agent had no ranks yet.
         return code
-    return leave(given.outcome)
+    return wait_for_outcome(arguments.outcome)
 
 
 if __name__ == "__main__":

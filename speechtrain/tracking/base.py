@@ -1,4 +1,4 @@
-"""The interface of a tracker, which receives a run's events and can never stop training."""
+"""The interface of a tracker. It receives a run's events and can never stop training."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ PROGRESS = (
 
 
 def metrics_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The task's own metrics in a ``train`` or ``valid`` event, by name.
+    """Return the task's own metrics in a ``train`` or ``valid`` event, by name.
 
     >>> metrics_of({"step": 8, "set": "test", "seconds": 2.0, "wer": 0.03})
     {'wer': 0.03}
     """
-    ours = {*PROGRESS, "event", "time", "set", "seconds"} - ({"loss"} if "set" in values else set())
-    return {name: value for name, value in values.items() if name not in ours}
+    shared_names = {*PROGRESS, "event", "time", "set", "seconds"}
+    if "set" in values:
+        shared_names.remove("loss")
+    return {name: value for name, value in values.items() if name not in shared_names}
 
 
 def scalars(event: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a ``train`` or ``valid`` event by tag, without its step.
+    """Return the numbers of a ``train`` or ``valid`` event by tag, without its step.
 
     >>> scalars("valid", {"step": 8, "set": "test", "seconds": 2.0, "wer": 0.03})
     {'valid/test/wer': 0.03}
@@ -40,7 +42,7 @@ def scalars(event: str, values: Mapping[str, Any]) -> dict[str, float]:
 class Tracker(ABC):
     """Receives a run's events as plain mappings, on rank 0 only.
 
-    A constructor opens no file, since the run directory may not exist yet. ``log`` opens it.
+    A constructor opens no file, because the run directory may not exist yet. ``log`` opens the file.
 
     The list below has the events and their values. An unknown value may be absent or None, and a float
     may be non-finite. Times are in seconds unless the name has a unit. Shares and error rates are fractions.
@@ -61,7 +63,7 @@ class Tracker(ABC):
         in a run that is planned by time, with each plan: ``step``, ``steps``, ``hours``, ``validate_every``,
         ``s_per_update``, ``s_per_validation``.
     ``resume``
-        after ``start`` where a checkpoint was restored: ``step``, the updates already done. Later
+        after ``start`` if a checkpoint was restored: ``step``, the updates already done. Later
         steps of earlier attempts are void.
     ``train``
         at every log interval: ``step``, ``steps``, ``epoch`` (a float), ``loss``, ``lr``,
@@ -80,7 +82,7 @@ class Tracker(ABC):
     ``checkpoint``
         ``step``, ``path``.
     ``warning``
-        ``message`` (one line), ``step`` where the warning has one.
+        ``message`` (one line), ``step`` if the warning has one.
     ``end``
         the content of ``result.json``: ``status``, ``steps``, ``metrics`` (by name), ``wall_s``,
         ``speed``. A tracker that is not in the background also gets ``tracker_seconds`` and ``dropped``
@@ -91,7 +93,7 @@ class Tracker(ABC):
     """A tracker that is not enabled receives no events and opens no files."""
 
     background: bool = True
-    """Whether ``Trackers`` calls ``log`` and ``close`` in a thread of its own, with copies of the values."""
+    """Whether ``Trackers`` calls ``log`` and ``close`` in a separate thread, with copies of the values."""
 
     visible: bool = False
     """Whether a person sees its warnings at once. Without a visible tracker, warnings go to stderr."""

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @final
 class Console(Tracker):
-    """Prints a run's progress to stdout; warnings go to stderr, or above the live display.
+    """Prints a run's progress to stdout. Warnings go to stderr, or above the live display.
 
     A plain run prints one line per ``train`` and ``valid`` event:
 
@@ -39,14 +39,15 @@ class Console(Tracker):
     def __init__(
         self, mode: str = "auto", examples: int = 2, enabled: bool = True, form: str = "speechtrain"
     ) -> None:
-        """``mode``: live, plain, or auto (live on a terminal). ``examples``: worst ones shown per set.
+        """``mode`` is live, plain, or auto (live on a terminal).
 
+        The ``examples`` worst transcripts are shown per set.
         If ``form`` is dll, the console is plain, and it prints the lines of ``DLLines``.
         """
         if mode not in ("auto", "live", "plain"):
-            raise ConfigError(f"mode is {mode!r}; it must be auto, live or plain")
+            raise ConfigError(f"mode is {mode!r}, but it must be auto, live or plain")
         if form not in ("speechtrain", "dll"):
-            raise ConfigError(f"form is {form!r}; it must be speechtrain or dll")
+            raise ConfigError(f"form is {form!r}, but it must be speechtrain or dll")
         self.mode = "plain" if form == "dll" else mode
         self.examples = examples
         self.enabled = enabled
@@ -54,8 +55,9 @@ class Console(Tracker):
         self._dll = DLLines() if form == "dll" else None
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
-        if self._dll and (line := self._dll.line(event, values)):
-            self._say(line)
+        line = self._dll.line(event, values) if self._dll else ""
+        if line:
+            self._print(line)
             return
         if event == "start" and self._is_live():
             self._display = self._display or _Display(forced=self.mode == "live")
@@ -63,7 +65,7 @@ class Console(Tracker):
             self.close()
         if event != "train" or self._display is None:
             for line in lines_of(event, values, self.examples):
-                self._say(line, is_warning=event == "warning")
+                self._print(line, is_warning=event == "warning")
         if self._display is not None:
             self._display.show(event, values)
 
@@ -78,9 +80,9 @@ class Console(Tracker):
             return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         return self.mode == "live"
 
-    def _say(self, text: str, is_warning: bool = False) -> None:
+    def _print(self, text: str, is_warning: bool = False) -> None:
         if self._display is not None:
-            self._display.print(text, "bold yellow" if is_warning else "")
+            self._display.print(text, is_warning)
         else:
             stream = sys.stderr if is_warning else sys.stdout
             print(_printable(text, stream.encoding), file=stream, flush=True)
@@ -96,14 +98,14 @@ class TextLog(Tracker):
         self.path = Path(run_dir) / "output.log"
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
-        """Append an event's lines. Raises ``OSError`` where the file cannot be written."""
-        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        """Append an event's lines. Raises ``OSError`` if the file cannot be written."""
+        date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         for line in lines_of(event, values, examples=2):
-            append_line(self.path, f"{now} {_printable(line, None)}".encode())
+            append_line(self.path, f"{date} {_printable(line, None)}".encode())
 
 
 class _Display:
-    """The block at the bottom of the terminal: progress bar, figures, last validation of each set."""
+    """The block at the bottom of the terminal: progress bar, metrics, latest validation of each set."""
 
     def __init__(self, forced: bool) -> None:
         from rich.console import Console as RichConsole
@@ -115,9 +117,9 @@ class _Display:
         self._start: Mapping[str, Any] = {}
         self._train: Mapping[str, Any] = {}
         self._valid: dict[str, Mapping[str, Any]] = {}
-        self._saved: int | None = None
-        self._started = self._heard = time.monotonic()
-        # two refreshes a second keep the clocks moving, at no measurable cost for a training step
+        self._saved_step: int | None = None
+        self._start_time = self._train_time = time.monotonic()  # the latter of the latest train event
+        # Two refreshes a second keep the clocks moving, at no measurable cost for a training step.
         self._live: Live = Live(console=self._rich, refresh_per_second=2, get_renderable=self._render)
         self._live.start()
 
@@ -125,16 +127,17 @@ class _Display:
         if event in ("start", "resume", "plan"):
             self._start = {**self._start, **values}
         elif event == "train":
-            self._train, self._heard = values, time.monotonic()
+            self._train, self._train_time = values, time.monotonic()
         elif event == "valid":
             self._valid[str(values["set"])] = values
         elif event == "checkpoint":
-            self._saved = values["step"]
+            self._saved_step = values["step"]
         self._live.refresh()
 
-    def print(self, text: str, style: str = "") -> None:
+    def print(self, text: str, is_warning: bool) -> None:
         from rich.text import Text
 
+        style = "bold yellow" if is_warning else ""
         self._rich.print(Text(_printable(text, self._rich.encoding), style=style))
 
     def close(self) -> None:
@@ -142,36 +145,52 @@ class _Display:
 
     def _render(self) -> RenderableType:
         from rich.console import Group
+        from rich.text import Text
+
+        lines: list[RenderableType] = [self._bar()]
+        if self._train:
+            columns = [" ".join(column.split()) for column in train_columns(self._train)]
+            lines.append(Text("  ".join(columns)))
+        lines += [Text(valid_line(validation), style="green") for validation in self._valid.values()]
+        if self._saved_step is not None:
+            lines.append(Text(f"saved    {self._saved_step}", style="dim"))
+        return Group(*lines)
+
+    def _bar(self) -> RenderableType:
+        """Return the step, the progress bar and the clocks."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
-        now = time.monotonic()
-        values, steps = self._train, self._start.get("steps")
-        step = values.get("step", self._start.get("step", 0))
-        clocks = f"{duration(now - self._started)} elapsed"
-        if _known(values.get("eta_s")):
-            clocks += f", {duration(max(0.0, values['eta_s'] - (now - self._heard)))} to go"
+        steps = self._start.get("steps")
+        step = self._train.get("step", self._start.get("step", 0))
+        title = f"step {step}/{steps}" if steps else f"step {step}"
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
         bar.add_row(
-            Text(f"step {step}/{steps}" if steps else f"step {step}", style="bold"),
+            Text(title, style="bold"),
             ProgressBar(total=steps, completed=step, pulse=not steps),
-            Text(clocks, style="dim"),
+            Text(self._clocks(), style="dim"),
         )
-        lines: list[RenderableType] = [bar]
-        if values:
-            lines.append(Text("  ".join(" ".join(figure.split()) for figure in figures(values))))
-        lines += [Text(valid_line(last), style="green") for last in self._valid.values()]
-        if self._saved is not None:
-            lines.append(Text(f"saved    {self._saved}", style="dim"))
-        return Group(*lines)
+        return bar
+
+    def _clocks(self) -> str:
+        """Return the time since the start, and the time left if it is known."""
+        display_time = time.monotonic()
+        clocks = f"{duration(display_time - self._start_time)} elapsed"
+        if _is_finite(self._train.get("eta_s")):
+            seconds_left = self._train["eta_s"] - (display_time - self._train_time)
+            clocks += f", {duration(max(0.0, seconds_left))} to go"
+        return clocks
 
 
 def lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:
-    """An event in plain lines, with so many ``examples`` of transcripts; none for an event not shown."""
+    """Return an event as plain lines. An event that is not shown has no lines.
+
+    At most ``examples`` pairs of a reference and its hypothesis are shown.
+    """
     if event in ("device", "plan", "environment", "data"):
         name = f"{event:<8}" if event in ("device", "plan") else f"{event}:"
         facts = [f"{key} {value}" for key, value in values.items() if value is not None]
@@ -179,20 +198,25 @@ def lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:
     if event == "resume":
         return [f"resume   after step {values['step']}"]
     if event == "examples":
-        pairs: list[tuple[str, str]] = []
-        for row in values["rows"]:
-            pair = f"worst    ref  {row['reference']}", f"         hyp  {row['hypothesis']}"
-            if row.get("errors") != 0 and pair not in pairs:
-                pairs.append(pair)
-        return list(chain.from_iterable(pairs[:examples]))
+        return _example_lines(values["rows"], examples)
     if event == "warning":
         return [f"warning  {values['message']}"]
     forms = {"start": start_line, "train": train_line, "valid": valid_line, "end": end_line}
     return [forms[event](values)] if event in forms else []
 
 
+def _example_lines(rows: Iterable[Mapping[str, Any]], examples: int) -> list[str]:
+    """Return the reference and the hypothesis of different rows with errors, at most of ``examples`` rows."""
+    pairs: list[tuple[str, str]] = []
+    for row in rows:
+        pair = f"worst    ref  {row['reference']}", f"         hyp  {row['hypothesis']}"
+        if row.get("errors") != 0 and pair not in pairs:
+            pairs.append(pair)
+    return list(chain.from_iterable(pairs[:examples]))
+
+
 def start_line(values: Mapping[str, Any]) -> str:
-    """``start    480,029 parameters, 3,000 steps``, other facts, and the shapes where they are fixed."""
+    """Return ``start    480,029 parameters, 3,000 steps``, other facts, and the shapes if they are fixed."""
     facts = []
     if values.get("parameters") is not None:
         facts.append(f"{values['parameters']:,} parameters")
@@ -205,24 +229,31 @@ def start_line(values: Mapping[str, Any]) -> str:
         if name.endswith("_share"):
             facts.append(f"{100 * value:.1f} % {name.removesuffix('_share')}")
         elif name not in ("parameters", "steps", "ranks", "accumulate", "target", "shapes"):
-            facts.append(f"{name} {value}" if isinstance(value, str) else f"{value:,} {name}")
-    shapes = ", ".join("x".join(map(str, shape)) for shape in values.get("shapes") or ())
+            fact = f"{name} {value}" if isinstance(value, str) else f"{value:,} {name}"
+            facts.append(fact)
     line = f"start    {', '.join(facts)}".rstrip()
-    return f"{line}\n         shapes (rows x samples x labels): {shapes}" if shapes else line
+    if values.get("shapes"):
+        shapes = ", ".join("x".join(map(str, shape)) for shape in values["shapes"])
+        line += f"\n         shapes (rows x samples x labels): {shapes}"
+    return line
 
 
 def train_line(values: Mapping[str, Any]) -> str:
-    """One ``train`` event on one line, columns aligned from line to line."""
+    """Return a ``train`` event as one line. Its columns are aligned from line to line."""
     steps = values.get("steps")
     width = len(str(steps)) if steps else 6
-    step = f"step     {values.get('step', 0):>{width}}" + (f"/{steps}" if steps else "")
-    eta = [f"eta {duration(values['eta_s'])}"] if _known(values.get("eta_s")) else []
-    return "  ".join([step, *figures(values), *eta])
+    step = f"step     {values.get('step', 0):>{width}}"
+    if steps:
+        step += f"/{steps}"
+    columns = [step, *train_columns(values)]
+    if _is_finite(values.get("eta_s")):
+        columns.append(f"eta {duration(values['eta_s'])}")
+    return "  ".join(columns)
 
 
-def figures(values: Mapping[str, Any]) -> list[str]:
-    """The figures of a ``train`` event, each with its name or unit; absent figures are skipped."""
-    columns = (
+def train_columns(values: Mapping[str, Any]) -> list[str]:
+    """Return the values of a ``train`` event, each with its name or unit. Absent values are left out."""
+    forms = (
         ("epoch", "epoch {:>6.2f}"),
         ("loss", "loss {:>8.4g}"),
         ("lr", "lr {:.2e}"),
@@ -232,42 +263,50 @@ def figures(values: Mapping[str, Any]) -> list[str]:
         ("data_wait", "wait {:>4.0%}"),
         ("memory_mib", "mem {:>6,.0f} MiB"),
     )
-    found = [form.format(values[name]) for name, form in columns if values.get(name) is not None]
-    return found + [metric(name, value) for name, value in metrics_of(values).items()]
+    columns = [form.format(values[name]) for name, form in forms if values.get(name) is not None]
+    return columns + [metric(name, value) for name, value in metrics_of(values).items()]
 
 
 def valid_line(values: Mapping[str, Any]) -> str:
-    """``valid    1200  test  wer 3.21 %  loss 4.56  3.2 s``."""
-    told = [metric(name, value) for name, value in metrics_of(values).items()]
-    took = [f"{values['seconds']:.1f} s"] if _known(values.get("seconds")) else []
-    return "  ".join([f"valid    {values.get('step', '')}", str(values.get("set", "")), *told, *took])
+    """Return ``valid    1200  test  wer 3.21 %  loss 4.56  3.2 s``."""
+    columns = [f"valid    {values.get('step', '')}", str(values.get("set", ""))]
+    columns += [metric(name, value) for name, value in metrics_of(values).items()]
+    if _is_finite(values.get("seconds")):
+        columns.append(f"{values['seconds']:.1f} s")
+    return "  ".join(columns)
 
 
 def end_line(values: Mapping[str, Any]) -> str:
-    """``end      finished after 5000 steps, 0:12:34  best at step 4000: test/wer 3.21 %; last …``."""
+    """Return ``end      finished after 5000 steps, 0:12:34  best at step 4000: test/wer 3.21 %; last …``."""
     line = f"end      {values.get('status', '')}"
     if values.get("steps") is not None:
         line += f" after {values['steps']} steps"
-    if _known(values.get("wall_s")):
+    if _is_finite(values.get("wall_s")):
         line += f", {duration(values['wall_s'])}"
-    figures = outcome(*map(values.get, ("metrics", "last_metrics", "checkpoint", "speed")))
-    return f"{line}  {figures}".rstrip() + (f": {values['error']}" if "error" in values else "")
+    results = outcome(*map(values.get, ("metrics", "last_metrics", "checkpoint", "speed")))
+    line = f"{line}  {results}".rstrip()
+    if "error" in values:
+        line += f": {values['error']}"
+    return line
 
 
 def duration(seconds: float) -> str:
-    """``0:12:34``; from one day on, ``3 d 01:12:34``."""
+    """Return ``0:12:34``, or from one day on ``3 d 01:12:34``."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
     return f"{days} d {hour:02}:{minute:02}:{second:02}" if days else f"{hour}:{minute:02}:{second:02}"
 
 
-def _known(value: Any) -> bool:
+def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _printable(text: str, encoding: str | None) -> str:
-    """One line that cannot drive a terminal (transcripts may hold anything); ``encoding`` can encode it."""
+    """Return one line without terminal control characters, which a transcript may hold.
+
+    Characters that ``encoding`` does not have are escaped.
+    """
     text = printable(" ".join(text.splitlines()), SPELLING)
     encoding = encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -37,11 +37,13 @@ class DLLines:
         epoch, update = divmod(values["step"] - 1, self._updates)
         name = values.get("set", "")
         self._first_set = self._first_set or name
+        if name == self._first_set:
+            name = "dev"
         line = _FORMS[event].format(
             **values,
             update=update + 1,
             updates=self._updates,
-            name=name if name != self._first_set else "dev",
+            name=name,
             percent=100 * values.get("wer", math.nan),
         )
         return f"DLL {time.strftime('%Y-%m-%d %H:%M:%S')} - epoch {epoch + 1:4d} | {line}"

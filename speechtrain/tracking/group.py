@@ -1,4 +1,4 @@
-"""A run's trackers as one tracker: each receives every event, and none can delay or stop training."""
+"""A run's trackers as one tracker. Each receives every event, and none can delay or stop training."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def is_hanging() -> bool:
 
 @final
 class Trackers(Tracker):
-    """Forwards events to its members; ``Trackers()`` has none and does nothing.
+    """Forwards events to its members. ``Trackers()`` has no members and does nothing.
 
     A member with ``background`` has a queue and a daemon thread. A full queue drops records. The event
     ``end`` closes these members, and waits at most 8 s for all of them.
 
     The first failure of a member is reported on stderr. After an ``OSError`` the member still receives the
-    next event, since a full disk may get free space again. After any other error it is not used for the
+    next event, because a full disk may get free space again. After any other error it is not used for the
     rest of the run. The other members receive the event ``end`` with two more values: ``tracker_seconds``
     that ``log`` took before, and the number of records that each member ``dropped``.
     """
@@ -41,7 +41,7 @@ class Trackers(Tracker):
     background = False
 
     def __init__(self, trackers: dict[str, Tracker | None] | None = None) -> None:
-        """``trackers``: by the name for reports (None: no tracker)."""
+        """``trackers`` are by their names in messages. A name with None has no tracker."""
         self._queued: list[_Member] = []
         self._direct: list[_Member] = []
         self._seconds = 0.0
@@ -56,8 +56,8 @@ class Trackers(Tracker):
             self.visible |= tracker.visible
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
-        """Send the event to every member; never raises."""
-        started = time.perf_counter()
+        """Send the event to every member. It never raises."""
+        start_time = time.perf_counter()
         for member in self._queued:
             member.log(event, values)
         dropped: dict[str, int] = {}
@@ -70,11 +70,12 @@ class Trackers(Tracker):
             counts = ", ".join(f"{name} {count}" for name, count in dropped.items())
             _report(f"warning: records dropped: {counts}")
         if event == "warning" and not self.visible:
-            _report("warning: " + one_line(str(values.get("message", ""))))
-        self._seconds += time.perf_counter() - started
+            message = one_line(str(values.get("message", "")))
+            _report(f"warning: {message}")
+        self._seconds += time.perf_counter() - start_time
 
     def close(self) -> None:
-        """Close every member; never raises."""
+        """Close every member. It never raises."""
         self._close_queued()
         for member in self._direct:
             member.close()
@@ -116,10 +117,10 @@ class _Member:
         else:
             self._warn(f"has {_MAX_RECORDS} records to write; training continues, further ones are dropped")
 
-    def put(self, item: _Record | None) -> None:
-        """Give the thread a copy of a record; None ends it."""
+    def put(self, record: _Record | None) -> None:
+        """Give the thread a copy of a record. None ends the thread."""
         with self._guard():
-            self._queue.put(copy.deepcopy(item))
+            self._queue.put(copy.deepcopy(record))
             if self._thread.ident is None:
                 self._thread.start()
 
@@ -135,8 +136,8 @@ class _Member:
             self.tracker.close()
 
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
-            self._record(*item)
+        while (record := self._queue.get()) is not None:
+            self._record(*record)
         self.close()
 
     def _record(self, event: str, values: Mapping[str, Any]) -> None:
@@ -147,7 +148,7 @@ class _Member:
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
-        """A context that reports an error of the tracker instead of raising it."""
+        """Return a context that reports an error of the tracker instead of raising it."""
         consequence = "some of its records are lost"
         try:
             yield
@@ -166,6 +167,6 @@ class _Member:
 
 
 def _report(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # stderr is closed: the line cannot be reported
+    with contextlib.suppress(OSError, ValueError):  # A closed stderr gets no reports.
         text = one_line(f"speechtrain: {line}")
         print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write, because threads share stderr

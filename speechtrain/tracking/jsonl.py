@@ -1,4 +1,4 @@
-"""Events as JSON lines: the run's own record, and the input of the report."""
+"""Events as JSON lines. They are the record of a run and the input of the report."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ from speechtrain.tracking.base import Tracker
 class Jsonl(Tracker):
     """Appends ``{"event": ..., "time": <Unix seconds>, ...}`` to ``<run_dir>/metrics.jsonl``.
 
-    Every line is written to the file at once and is valid JSON: a non-finite number becomes null.
+    Every line is written to the file at once and is valid JSON. A non-finite number becomes null.
     """
 
-    background = False  # a resumed run reads the record, and a killed one must have its last events
+    background = False  # A resumed run reads the record, which must have the last events of a killed run.
 
     def __init__(self, run_dir: str, enabled: bool = True) -> None:
         self.path = Path(run_dir) / METRICS
         self.enabled = enabled
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
-        """Append one line. Raises ``OSError`` where the file cannot be written."""
-        content = finite({"event": event, "time": round(time.time(), 3), **values}, default=_plain)
+        """Append one line. Raises ``OSError`` if the file cannot be written."""
+        content = finite({"event": event, "time": round(time.time(), 3), **values}, default=_json_value)
         line = json.dumps(content, ensure_ascii=False)
-        # a lone surrogate becomes the escape \udcxx, as JSON writes it
+        # A lone surrogate becomes the escape \udcxx, as JSON writes it.
         append_line(self.path, line.encode("utf-8", "backslashreplace"))
 
 
-def _plain(value: Any) -> Any:
-    """A value that json does not know: a tensor or a number of numpy, which the host reads, or a text."""
+def _json_value(value: Any) -> Any:
+    """Return a value that json can write in place of one that it does not know.
+
+    A tensor or a value of numpy becomes a number or a list, and any other value a text.
+    """
     return value.tolist() if callable(getattr(value, "tolist", None)) else str(value)

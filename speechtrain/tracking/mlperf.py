@@ -28,7 +28,7 @@ class MLPerf(Tracker):
     checkpoint. The lines of later steps were void. A block that was open or void begins again.
     """
 
-    background = False  # a line takes microseconds, and its time is part of the record
+    background = False  # A line takes microseconds, and its time is part of the record.
 
     def __init__(self, run_dir: str, init: dict[str, Any], run: dict[str, Any], enabled: bool = True) -> None:
         """``init`` and ``run``: the values of the keys before and after the start of the run, in order.
@@ -49,7 +49,7 @@ class MLPerf(Tracker):
     def log(self, event: str, values: Mapping[str, Any]) -> None:
         """Append the lines of one event. Raises ``OSError`` if the file cannot be written."""
         if self._time_s:
-            self._follow(event, values)
+            self._append_later_event(event, values)
             return
         self._facts |= values
         if event == "start":
@@ -60,43 +60,44 @@ class MLPerf(Tracker):
         begin = timing_start(self.path.parent)
         self._begin = begin or datetime.fromtimestamp(psutil.Process().create_time(), UTC)
         if begin:
-            self._line("restart")
+            self._append_event("restart")
             return
         accumulate, batch = self._facts["accumulate"], self.init["global_batch_size"]
         self._facts["global_batch_size"] = batch and batch * accumulate * self._facts["ranks"]
         self._facts["gradient_accumulation_steps"] = accumulate
         self._append(f"STARTING TIMING RUN AT {self._begin:{DATE}}")
-        self._line("init_start", time_s=self._begin.timestamp())
-        self._lines(self.init)
-        self._line("init_stop")
-        self._line("run_start")
-        self._lines(self.run)
+        self._append_event("init_start", time_s=self._begin.timestamp())
+        self._append_values(self.init)
+        self._append_event("init_stop")
+        self._append_event("run_start")
+        self._append_values(self.run)
 
-    def _lines(self, values: Mapping[str, Any]) -> None:
+    def _append_values(self, values: Mapping[str, Any]) -> None:
         is_lamb = self.run["opt_name"].endswith("LAMB")
         for key in values:
             value = self._facts.get(key, values[key])
             if key == "weights_initialization":
                 for tensor in filter(value.get, value):
-                    self._line(key, tensor=tensor)
+                    self._append_event(key, tensor=tensor)
             elif value is not None and (is_lamb or "lamb" not in key):
-                self._line(key, "_alt_" in key or value)  # the schedule is there or not
+                # An ``_alt_`` key is true for a schedule with a plateau.
+                self._append_event(key, "_alt_" in key or value)
 
-    def _follow(self, event: str, values: Mapping[str, Any]) -> None:
+    def _append_later_event(self, event: str, values: Mapping[str, Any]) -> None:
         """Append the lines of an event after the start."""
         step, updates = values.get("step", 0), self._facts["updates_per_epoch"]
         epoch = math.ceil(step / updates)
         if event in ("train", "epoch") and epoch != self._block:
             self._stop_block(self._block)
             self._block = epoch
-            # it began at the time of the latest line
-            self._line("block_start", time_s=self._time_s, first_epoch_num=epoch, epoch_count=1)
-            self._line("epoch_start", time_s=self._time_s, epoch_num=epoch)
+            # The block began at the time of the latest line.
+            self._append_event("block_start", time_s=self._time_s, first_epoch_num=epoch, epoch_count=1)
+            self._append_event("epoch_start", time_s=self._time_s, epoch_num=epoch)
         if event == "resume":
-            self._line("resume", step)
+            self._append_event("resume", step)
         elif event == "epoch":
-            self._line("epoch_stop", epoch_num=epoch)
-            self._line("throughput", values["utterances_per_s"], epoch_num=epoch)
+            self._append_event("epoch_stop", epoch_num=epoch)
+            self._append_event("throughput", values["utterances_per_s"], epoch_num=epoch)
         elif event == "valid" and step > self._evaluated_step:  # of the first set only
             self._evaluated_step = step
             self._evaluate(values, epoch)
@@ -106,14 +107,14 @@ class MLPerf(Tracker):
             self._end(values["status"])
 
     def _evaluate(self, values: Mapping[str, Any], epoch: int) -> None:
-        self._line("eval_start", time_s=time.time() - values["seconds"], epoch_num=epoch)
+        self._append_event("eval_start", time_s=time.time() - values["seconds"], epoch_num=epoch)
         if "wer" in values:
-            self._line("eval_accuracy", values["wer"], epoch_num=epoch)
-        self._line("eval_stop", epoch_num=epoch)
+            self._append_event("eval_accuracy", values["wer"], epoch_num=epoch)
+        self._append_event("eval_stop", epoch_num=epoch)
 
     def _stop_block(self, epoch: int) -> None:
         if epoch:
-            self._line("block_stop", first_epoch_num=epoch)
+            self._append_event("block_stop", first_epoch_num=epoch)
         self._block = 0
 
     def _end(self, status: str) -> None:
@@ -121,17 +122,17 @@ class MLPerf(Tracker):
         self._stop_block(self._block)
         successes = ("target",) if self._facts["target"] else ("finished", "time")
         outcome = "success" if status in successes else "aborted"
-        self._line("run_stop", status=outcome)
+        self._append_event("run_stop", status=outcome)
         end = datetime.now(UTC)
         seconds, org = round((end - self._begin).total_seconds()), self.init["submission_org"]
         result = f"RESULT,RNN_SPEECH_RECOGNITION,,{seconds},{org},{self._begin:{DATE}}"
         self._append(f"ENDING TIMING RUN AT {end:{DATE}}\n{result}")
 
-    def _line(self, key: str, value: Any = None, time_s: float = 0.0, **metadata: Any) -> None:
-        """Append an event of MLPerf's logger. Without ``time_s`` it is of this moment."""
+    def _append_event(self, key: str, value: Any = None, time_s: float = 0.0, **metadata: Any) -> None:
+        """Append an event of MLPerf's logger. Without ``time_s`` it has the present time."""
         self._time_s = max(self._time_s, time_s or time.time())
         if key in ("opt_name", "submission_benchmark"):
-            value = value.rpartition(".")[2].lower()  # of a class
+            value = value.rpartition(".")[2].lower()  # the name of a class without its module
         line = {
             "namespace": "",
             "time_ms": int(1000 * self._time_s),

@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 class TensorBoard(Tracker):
     """Writes event files to ``<run_dir>/tensorboard``.
 
-    Tags: ``train/loss``, ``train/lr`` and so on; ``valid/<set>/<metric>``; example transcripts and
-    warnings as texts. On resume the steps after the resumed one are purged from the display.
+    Tags are ``train/loss``, ``train/lr`` and so on, and ``valid/<set>/<metric>``. Example transcripts and
+    warnings are texts. On resume, the steps after the resumed step are purged from the display.
     """
 
     def __init__(self, run_dir: str, flush_s: int = 30, examples: int = 10, enabled: bool = True) -> None:
-        """``flush_s``: seconds after which written events reach the disk; ``examples``: shown per set."""
+        """Written events reach the disk after ``flush_s`` seconds.
+
+        ``examples`` transcripts are shown per set.
+        """
         self.folder = Path(run_dir) / "tensorboard"
         self.flush_s = flush_s
         self.examples = examples
@@ -35,9 +38,9 @@ class TensorBoard(Tracker):
     def log(self, event: str, values: Mapping[str, Any]) -> None:
         """Write one event.
 
-        Raises ``OSError`` where files cannot be written, ``ImportError`` where the package is missing.
+        Raises ``OSError`` if files cannot be written, ``ImportError`` if the package is missing.
         """
-        if event == "start":  # the next event shows whether the run continues from a checkpoint
+        if event == "start":  # The next event shows whether the run continues from a checkpoint.
             self.close()
             self._purge_step = 1
         elif event == "resume":
@@ -46,19 +49,19 @@ class TensorBoard(Tracker):
             self._waiting.append((event, dict(values)))
             return
         try:
-            for earlier, its_values in self._waiting:
-                self._write(self._open(), earlier, its_values)
+            for waiting_event, waiting_values in self._waiting:
+                self._write(self._open(), waiting_event, waiting_values)
             self._waiting = []
             self._write(self._open(), event, values)
         except Exception:
-            # the writer's own thread is dead after an error: only a new writer, with a new file, helps
+            # The writer's thread has ended after an error. Only a new writer, with a new file, can write.
             with contextlib.suppress(Exception):
                 self.close()
             raise
 
     def _open(self) -> SummaryWriter:
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # seconds to import
+            from torch.utils.tensorboard import SummaryWriter  # This import takes seconds.
 
             self._probe()
             self._writer = SummaryWriter(
@@ -68,7 +71,10 @@ class TensorBoard(Tracker):
         return self._writer
 
     def _probe(self) -> None:
-        """Raise ``OSError`` where the disk is full; the writer's thread would print a trace at every try."""
+        """Raise ``OSError`` if the disk is full.
+
+        Without this check, the writer's thread prints a trace at every try.
+        """
         probe = self.folder / ".probe"
         write_text(probe, " " * 4096, durable=False)
         probe.unlink()
@@ -90,7 +96,7 @@ class TensorBoard(Tracker):
             writer.flush()
 
     def close(self) -> None:
-        """Flush and close the file; a later event opens a new file."""
+        """Flush and close the file. A later event opens a new file."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()

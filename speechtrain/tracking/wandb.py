@@ -14,9 +14,9 @@ from speechtrain.run_directory import CONFIG, read_stored_config
 from speechtrain.tracking.base import Tracker, scalars
 
 _ENVIRONMENT = {
-    "WANDB_SILENT": "true",  # the console has its own lines, and nobody answers a prompt
-    "WANDB_CONSOLE": "off",  # stdout is not redirected
-    "WANDB_ERROR_REPORTING": "false",  # an offline run opens no connection
+    "WANDB_SILENT": "true",  # The console has its own lines, and nobody answers a prompt.
+    "WANDB_CONSOLE": "off",  # Stdout is not redirected.
+    "WANDB_ERROR_REPORTING": "false",  # An offline run opens no connection.
 }
 
 
@@ -31,7 +31,7 @@ class WandB(Tracker):
     def __init__(
         self, run_dir: str, module: str = "wandb", project: str = "speechtrain", enabled: bool = True
     ) -> None:
-        """``module``: the package, wandb or trackio."""
+        """``module`` is the package, wandb or trackio."""
         if module not in ("wandb", "trackio"):
             raise ConfigError(f"module is {module!r}, but it must be wandb or trackio")
         self.run_dir = Path(run_dir)
@@ -45,7 +45,7 @@ class WandB(Tracker):
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
         """Send one event. Raises MachineError without the package, and any error of the service's client."""
-        if event == "start":  # the next event shows whether the run continues from a checkpoint
+        if event == "start":  # The next event shows whether the run continues from a checkpoint.
             if importlib.util.find_spec(self.module) is None:
                 raise MachineError(f"install it with: pip install {self.module}")
             self._facts = values
@@ -65,18 +65,18 @@ class WandB(Tracker):
 
     def _open(self) -> Any:
         folder = self.run_dir / "wandb"
-        if folder.is_symlink():  # wandb would write elsewhere
-            raise RunError(f"{folder} is a link; remove it")
+        if folder.is_symlink():  # Wandb would write to its target.
+            raise RunError(f"{folder} is a link. Remove it")
         config = read_stored_config(self.run_dir / CONFIG)
         settings = {} if holds_secret(config.text) else config.values
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         module = importlib.import_module(self.module)
         options: dict[str, Any] = {"config": {**settings, "start": self._facts}, "resume": self._resume}
-        if self.module == "wandb":  # trackio has no such options
+        if self.module == "wandb":  # Trackio lacks these options.
             options["dir"] = str(self.run_dir)
             if self._resume == "allow":
-                # the latest folder has a name like run-20261125_120000-ID
+                # The latest folder has a name like run-20261125_120000-ID.
                 names = [path.name.partition("run-")[2] for path in folder.glob("*run-*-*")]
                 options["id"] = max(names, default="").rpartition("-")[2] or None
             if "WANDB_MODE" not in os.environ and not module.login(prompt=False):

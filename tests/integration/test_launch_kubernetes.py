@@ -141,7 +141,7 @@ def test_a_second_signal_ends_what_does_not_leave(
         process.send_signal(signal.SIGINT)
         wait_for(lambda: any("deletionTimestamp" in o["metadata"] for o in world.objects.values()))
         again = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=DEADLINE)
-        assert "is still in the cluster; wait for it" in again.stderr
+        assert "is still in the cluster. Wait for it" in again.stderr
         process.send_signal(signal.SIGINT)
         ended = finish(process)
     finally:

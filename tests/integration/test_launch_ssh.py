@@ -343,7 +343,7 @@ def test_what_a_host_lacks_is_told_before_anything_starts(
     done = run.run(f"launcher.hostfile={far}", "world_size=3", "launcher.login_seconds=2")
     assert done.returncode == 4
     *complaints, last = done.stderr.splitlines()
-    assert last == "speechtrain: error: 2 of 3 hosts cannot take part; see the lines above"
+    assert last == "speechtrain: error: 2 of 3 hosts cannot take part. See the lines above"
     assert [line.split(":")[1].strip() for line in complaints] == ["10.77.0.3", "10.77.0.4"]
     assert all("cannot log in without a password" in line for line in complaints)
     assert not run.run_dir.exists() or not list(run.run_dir.iterdir())

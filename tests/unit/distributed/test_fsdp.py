@@ -186,7 +186,7 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
     sharded = ShardedGroup(World(rank, RANKS, rank, RANKS), timeout_seconds=300)
     plain = object.__new__(TorchGroup)  # of the same processes
     plain.facts = sharded.facts
-    plain.world, plain._statistics = sharded.world, []
+    plain.world, plain._averaged_buffers = sharded.world, []
     told: dict[str, Any] = {}
     begun = Run(sharded, "sgd", net=Net(seed=rank))
     sharded.wrap(begun.net)
@@ -456,7 +456,7 @@ def test_what_one_rank_cannot_write_all_leave_unwritten(told: list[dict[str, Any
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_models_that_cannot_be_spread(told: list[dict[str, Any]], rank: int) -> None:
     scalar, stranger, wholes = told[rank]["refused"]
-    assert "SGD needs whole tensors; use optimizer=adamw" in wholes
+    assert "SGD needs whole tensors. Use optimizer=adamw" in wholes
     assert "trainer.shard=none" in scalar
     assert "scalar" in scalar
     assert "not a parameter of the model" in stranger

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from speechtrain.devices.base import DeviceFacts
 from speechtrain.devices.cuda import CUDA
 from speechtrain.distributed import group as module
-from speechtrain.distributed.group import SingleProcess, TorchGroup, open_group
+from speechtrain.distributed.group import SingleProcess, Status, TorchGroup, open_group
 from speechtrain.distributed.loopback import store_of_one_host
 from speechtrain.errors import MachineError
 from speechtrain.launcher import World
@@ -156,7 +156,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     finally:
         for process in processes:
             process.kill()
-    return [torch.load(folder / f"{r}.pt", weights_only=True) for r in range(RANKS)]
+    with torch.serialization.safe_globals([Status]):
+        return [torch.load(folder / f"{r}.pt", weights_only=True) for r in range(RANKS)]
 
 
 def close(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
@@ -338,7 +339,7 @@ def test_flags_are_reduced_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     group = object.__new__(TorchGroup)
     group.world, group.facts = World(0, 2, 0, 2), DeviceFacts(sum_dtype=torch.float32)
     running = torch.zeros(3, device="meta")
-    group._statistics = [running]
+    group._averaged_buffers = [running]
     nothing = torch.tensor(False, device="meta")
     weight, stop, late, skip = group.all_reduce_status(
         torch.tensor(2.0, device="meta"), stop=True, late=False, skip=nothing
@@ -347,10 +348,10 @@ def test_flags_are_reduced_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (stop, late) == (True, False)
     assert weight.device == skip.device == running.device
     reduced.clear()
-    group._statistics = [torch.ones(3)]
+    group._averaged_buffers = [torch.ones(3)]
     answer = group.all_reduce_status(torch.tensor(2.0), stop=False, late=True, skip=torch.tensor(False))
     assert (len(reduced), answer[1:3]) == (1, (False, True))
-    assert torch.equal(group._statistics[0], torch.full((3,), 0.5))
+    assert torch.equal(group._averaged_buffers[0], torch.full((3,), 0.5))
 
 
 def test_a_lost_peer_is_one_line_without_the_text_of_gloo() -> None:
@@ -376,5 +377,5 @@ def test_sharding_names_the_torch_version_that_it_needs(monkeypatch: pytest.Monk
     from speechtrain.distributed.fsdp import ShardedGroup
 
     monkeypatch.setattr(torch, "__version__", "2.7.1+cu126")
-    with pytest.raises(MachineError, match=r"needs torch 2\.8 or newer, and this is 2\.7\.1\+cu126; use"):
+    with pytest.raises(MachineError, match=r"needs torch 2\.8 or newer, and this is 2\.7\.1\+cu126\. Use"):
         ShardedGroup(World(0, 2, 0, 2))

@@ -130,18 +130,22 @@ def test_a_collective_is_noted_until_its_end() -> None:
     meeting = Meeting()
     assert meeting.meet(False)
     assert not meeting.rank_status.is_waiting
-    assert meeting.rank_status.usual == {"agree"}
+    assert meeting.rank_status.collective_phases == {"agree"}
     with pytest.raises(RuntimeError):
         meeting.meet(True)
     assert meeting.rank_status.is_waiting
 
 
-def waiting(rank: int, phase: str, moved: int, step: int = 3, is_odd: bool = False) -> HangReport:
-    return HangReport(rank, step, phase, moved, is_waiting=True, is_odd=is_odd, still=5.0)
+def waiting(rank: int, phase: str, phase_count: int, step: int = 3, is_odd: bool = False) -> HangReport:
+    return HangReport(rank, step, phase, phase_count, is_waiting=True, is_odd=is_odd, still_seconds=5.0)
 
 
 def test_the_rank_that_others_wait_for_is_named() -> None:
-    notes = [waiting(0, "agree", 14), HangReport(1, 3, "data", 11, still=5.2), waiting(2, "agree", 14)]
+    notes = [
+        waiting(0, "agree", 14),
+        HangReport(1, 3, "data", 11, still_seconds=5.2),
+        waiting(2, "agree", 14),
+    ]
     verdict = diagnose(notes, 3, 5.0)
     assert verdict == diagnose(reversed(notes), 3, 5.0)
     assert verdict.rank == 1
@@ -150,12 +154,15 @@ def test_the_rank_that_others_wait_for_is_named() -> None:
 
 def test_of_several_the_one_furthest_behind_is_named() -> None:
     notes = [
-        HangReport(0, 3, "update", 15, still=9.0),
+        HangReport(0, 3, "update", 15, still_seconds=9.0),
         HangReport(1, 3, "forward", 12),
         waiting(2, "log", 16),
     ]
     assert diagnose(notes, 3, 5.0).rank == 1
-    same = [HangReport(0, 3, "backward", 13, still=5.0), HangReport(1, 3, "backward", 13, still=6.0)]
+    same = [
+        HangReport(0, 3, "backward", 13, still_seconds=5.0),
+        HangReport(1, 3, "backward", 13, still_seconds=6.0),
+    ]
     assert diagnose(same, 2, 5.0).rank == 1
 
 

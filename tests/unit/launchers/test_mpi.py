@@ -39,7 +39,7 @@ def job(folder: Path, world_size: int = 2, **environment: str) -> Job:
 @pytest.mark.parametrize("engine", SAID)
 def test_an_mpirun_is_what_it_says(engine: str, place: Path) -> None:
     program(place, "mpirun", SAID[engine])
-    assert Mpi().found_engine == engine
+    assert Mpi().detected_engine == engine
     other = next(name for name in SAID if name != engine)
     assert Mpi(engine).lacking(job(place)) == ""
     assert f"is {engine}, not engine={other}" in Mpi(other, program="mpirun").lacking(job(place))

@@ -92,7 +92,7 @@ def test_silence_is_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     sent: list[int] = []
     monkeypatch.setattr(node.os, "kill", lambda pid, number: sent.append(number))
     monkeypatch.setattr(node.select, "select", lambda *_: ([], [], []))
-    node._obey(0.0)
+    node._handle_input(0.0)
     assert sent == [node.signal.SIGTERM] * 2
 
 
@@ -112,8 +112,8 @@ def test_it_says_what_it_sees(tmp_path: Path) -> None:
         seen = json.loads(subprocess.run(line, capture_output=True, check=True, timeout=60).stdout)
     assert seen["token"] == "1234"
     assert seen["versions"] == node.versions()
-    assert "use" in seen["taken"]
-    assert node.look(tmp_path / "token", 0, "")["taken"] == ""
+    assert "use" in seen["port_error"]
+    assert node.look(tmp_path / "token", 0, "")["port_error"] == ""
 
 
 def test_an_address_has_its_interface() -> None:

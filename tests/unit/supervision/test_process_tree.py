@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from speechtrain.supervision.process_tree import (
-    acts_on,
     ancestors_of,
     children_of,
     descendants_running,
+    handles_signal,
     is_running,
 )
 
@@ -34,7 +34,7 @@ def test_who_would_be_ended_by_a_signal(first: str, expected: bool) -> None:
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        assert acts_on(child.pid, signal.SIGTERM) is expected
+        assert handles_signal(child.pid, signal.SIGTERM) is expected
         child.communicate()
 
 

@@ -298,7 +298,7 @@ def test_what_the_user_has_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_local_launcher_starts_one_process(tmp_path: Path) -> None:
     from speechtrain.launchers.local import Local
 
-    with pytest.raises(ConfigError, match="use launcher=torchrun, or set world_size=1"):
+    with pytest.raises(ConfigError, match="Use launcher=torchrun, or set world_size=1"):
         Local().check(Job(tmp_path / "c.yaml", tmp_path, world_size=2))
     rendered = Local().render(Job(tmp_path / "c.yaml", tmp_path, environment={"A": "1"}))
     assert rendered == f"A=1 {sys.executable} -P -m speechtrain.train_rank {tmp_path / 'c.yaml'}"

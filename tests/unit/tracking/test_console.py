@@ -141,7 +141,7 @@ def test_a_terminal_that_cannot_spell_the_transcript_is_no_error() -> None:
 
 
 def test_an_unknown_mode_names_the_parameter() -> None:
-    with pytest.raises(ConfigError, match=r"mode is 'lively'; it must be"):
+    with pytest.raises(ConfigError, match=r"mode is 'lively', but it must be"):
         Console(mode="lively")
 
 
@@ -275,7 +275,7 @@ def test_the_form_of_dll_has_three_lines(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_another_form_is_refused() -> None:
-    with pytest.raises(ConfigError, match="form is 'csv'; it must be speechtrain or dll"):
+    with pytest.raises(ConfigError, match="form is 'csv', but it must be speechtrain or dll"):
         Console(form="csv")
 
 

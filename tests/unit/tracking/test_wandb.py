@@ -100,7 +100,7 @@ def test_the_service_does_not_get_a_config_with_a_secret(run_dir: Path) -> None:
 
 def test_a_folder_that_is_a_link_is_refused(run_dir: Path, tmp_path: Path) -> None:
     (run_dir / "wandb").symlink_to(tmp_path)
-    with pytest.raises(RunError, match="wandb is a link; remove it"):
+    with pytest.raises(RunError, match=r"wandb is a link\. Remove it"):
         WandB(str(run_dir)).log("train", {"step": 1, "loss": 0.5})
 
 
