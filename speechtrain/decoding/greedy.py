@@ -187,4 +187,4 @@ def _hypothesis(
     """Return the hypothesis of ``symbols`` without the blanks."""
     is_label = symbols != scorer.blank
     columns = (column[is_label].tolist() for column in (symbols, begins, ends, confidences))
-    return scorer.hypothesis(*columns, score=score)
+    return scorer.hypothesis(*columns, score)
