@@ -186,5 +186,5 @@ def _hypothesis(
 ) -> Hypothesis:
     """Return the hypothesis of ``symbols`` without the blanks."""
     is_label = symbols != scorer.blank
-    columns = (column[is_label].tolist() for column in (symbols, begins, ends, confidences))
-    return scorer.hypothesis(*columns, score)
+    spans = (begins[is_label].tolist(), ends[is_label].tolist(), confidences[is_label].tolist())
+    return scorer.hypothesis(symbols[is_label].tolist(), *spans, score)

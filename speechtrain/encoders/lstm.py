@@ -115,7 +115,7 @@ class LSTMEncoder(LogMelEncoder, PolicyAware):
         size = max(1, self._policy.lstm_segment // factor) * factor
         frames = -(-x.shape[1] // factor)
         padded = F.pad(x, (0, 0, 0, -x.shape[1] % size))
-        segments = [segment + 0 for segment in padded.split(size, 1)]
+        segments = [segment + 0 for segment in torch.split(padded, size, 1)]
         frames_left, position = lengths + 0, torch.arange(size, device=x.device)
         states = self._zero_states(x)
         self._policy.mark_step()

@@ -122,15 +122,28 @@ def train(
     module, optimizer = _prepare_module(rank, task, parts.policy)
     data.obey(stop)
     attempt.metric, attempt.content = task.metric, data.content()
-    tracker = open_tracker(config, world, early_lines)
-    attempt.tracker = tracker
-    _log_start(rank, parts, tracker, schedule, planned_updates=planned_updates)
+    attempt.tracker = tracker = open_tracker(config, world, early_lines)
+    _log_start(rank, parts, tracker, schedule, planned_updates)
     trainer = _build_trainer(rank, parts.policy, tracker, stop)
+    _fit(attempt, rank, parts, trainer, module, optimizer, schedule)
+
+
+def _fit(
+    attempt: Attempt,
+    rank: _Rank,
+    parts: _Parts,
+    trainer: Trainer,
+    module: Task,
+    optimizer: Optimizer,
+    schedule: Schedule,
+) -> None:
+    """Train to the end. ``attempt`` holds the progress and the status."""
     attempt.progress = trainer.progress
-    with contextlib.closing(data), _explained(rank.device, trainer, parts.tokenizer.size):
-        average = EMA(task, settings.ema) if settings.ema > 0 else NoEMA()
+    decay = rank.settings.ema
+    with contextlib.closing(parts.data), _explained(rank.device, trainer, parts.tokenizer.size):
+        average = EMA(parts.task, decay) if decay > 0 else NoEMA()
         attempt.status = trainer.fit(
-            module, data, optimizer, schedule=schedule, average=average, resume=config.resume
+            module, parts.data, optimizer, schedule=schedule, average=average, resume=rank.config.resume
         )
 
 
