@@ -128,10 +128,11 @@ class Trail:
         """Return the hypotheses of each row in the order of the beam. Each label lasts one frame."""
         parents, labels = _numbers(self.parents), _numbers(self.labels)
         confidences = _numbers(self.confidences)
+        all_nodes, all_scores = beam.node.tolist(), beam.score.tolist()
         rows = []
-        for row, nodes in enumerate(beam.node.tolist()):
+        for row, nodes in enumerate(all_nodes):
             texts = []
-            for node, score in zip(nodes, beam.score[row].tolist(), strict=True):
+            for node, score in zip(nodes, all_scores[row], strict=True):
                 if score > NEVER:
                     path = _path(parents, node)
                     begins = [self.frames[node] for node in path]
@@ -167,8 +168,8 @@ class BeamSearch(Decoder):
     Equal sequences are one hypothesis, so the score of a text is the sum over its paths. The model's loss
     scores the best ``nbest`` texts and greedy's text again, so ``score`` is exact and at least the score of
     greedy's text. With ``normalise_score``, the first text has the highest score per label of the texts that
-    are at least as likely as greedy's. The blank at the start counts as a label, as in NeMo. Without it, the
-    first text has the highest score.
+    are at least as likely as greedy's. The blank at the start counts as a label, as in NeMo. Without
+    ``normalise_score``, the first text has the highest score.
     """
 
     sums_paths = True
@@ -318,7 +319,7 @@ class TransducerBeam(BeamSearch):
 
 @dataclass
 class _Level:
-    """Hypotheses with as many labels in the present frame, and the prediction network after each of them.
+    """Hypotheses with equal numbers of labels in the present frame, and the prediction network after each.
 
     The network runs only for the N hypotheses that are alive.
     """

@@ -59,11 +59,11 @@ def contrastive_loss(
         negative = (scores + EXCLUDED * same_code).gather(2, index)
         logits = torch.cat([positive, negative], 2)  # (B, M, 1 + K), the target is class 0
         loss = -(F.log_softmax(logits, 2)[..., 0] * weight).sum()
-        with torch.no_grad():
-            correct, shared, distinct = _weighted_counts(positive, negative, same_code, index, weight)
+        correct, shared, distinct = _weighted_counts(positive, negative, same_code, index, weight)
     return Contrastive(loss, correct, shared, distinct, frames=weight.sum())
 
 
+@torch.no_grad()
 def _weighted_counts(
     positive: Tensor, negative: Tensor, same_code: Tensor, index: Tensor, weight: Tensor
 ) -> list[Tensor]:
