@@ -86,6 +86,10 @@ class Scorer:
     def blank(self) -> int:
         return self.tokenizer.blank
 
+    def text(self, labels: Sequence[int]) -> str:
+        """Return the text of label ids."""
+        return self.tokenizer.decode(labels)
+
     def hypothesis(
         self,
         labels: Sequence[int],
@@ -98,7 +102,7 @@ class Scorer:
         seconds = self.frame_seconds
         return Hypothesis(
             labels=tuple(labels),
-            text=self.tokenizer.decode(labels),
+            text=self.text(labels),
             score=score,
             times=tuple(frame * seconds for frame in begins),
             ends=tuple(frame * seconds for frame in ends),
