@@ -114,20 +114,19 @@ class LSTMEncoder(LogMelEncoder, PolicyAware):
         factor = self.stack_time.factor
         size = max(1, self._policy.lstm_segment // factor) * factor
         frames = -(-x.shape[1] // factor)
-        padded = F.pad(x, (0, 0, 0, -x.shape[1] % size))
-        segments = [segment + 0 for segment in torch.split(padded, size, 1)]
+        stacked_lengths = self._stacked_lengths(lengths)
+        segments = _cut(x, size)
         frames_left, position = lengths + 0, torch.arange(size, device=x.device)
         states = self._zero_states(x)
         self._policy.mark_step()
         outputs = []
         for segment in segments:
             is_valid = position < frames_left[:, None]
-            *states, y = self._segment(segment, is_valid, states)
             frames_left = frames_left - size
+            *states, y = self._segment(segment, is_valid, states)
             outputs.append(y)
         # The backward of these products copies all slices of the gradient before the last segment's backward.
-        encoded = torch.cat([y * 1.0 for y in outputs], 1)
-        return encoded[:, :frames], self._stacked_lengths(lengths)
+        return torch.cat([y * 1.0 for y in outputs], 1)[:, :frames], stacked_lengths
 
     def _zero_states(self, x: Tensor) -> list[Tensor]:
         return [*self.pre_rnn.zeros(x, len(x)), *self.post_rnn.zeros(x, len(x))]
@@ -153,6 +152,12 @@ class LSTMEncoder(LogMelEncoder, PolicyAware):
         units = self.pre_rnn.lstm.num_layers + self.post_rnn.lstm.num_layers / self.stack_time.factor
         values = rate * (6 * self.width * units + 6 * self.features.features)
         return 4 * (values + 8 * self.features.sample_rate)
+
+
+def _cut(x: Tensor, size: int) -> list[Tensor]:
+    """Return copies of the segments of frames (B, T, ·). The last one is padded to ``size`` frames."""
+    x = F.pad(x, (0, 0, 0, -x.shape[1] % size))
+    return [x[:, start : start + size] + 0 for start in range(0, x.shape[1], size)]
 
 
 def _select_rows(state: tuple[Tensor, Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
