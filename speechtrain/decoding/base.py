@@ -1,4 +1,4 @@
-"""Decoders: the search for the text of encoded speech, chosen when a model is used.
+"""The interface of decoders. A decoder searches the text of encoded speech. Each use of a model chooses one.
 
 Legend: B rows, T frames, V classes with the blank.
 """
@@ -47,29 +47,37 @@ class Hypothesis:
     @cached_property
     def words(self) -> tuple[Word, ...]:
         """The words of ``text``, each with its times and its confidence."""
-        tokenizer, spans = self.tokenizer, list[tuple[int, int]]()
-        if tokenizer is None or not self.ends:
+        if self.tokenizer is None or not self.ends:
             return ()
-        for at in range(len(self.labels)):
-            if not tokenizer.decode(self.labels[at : at + 1]).strip():
-                continue  # it separates words
-            # what stands between two labels shows when both are written
-            is_new = not spans or len(tokenizer.decode(self.labels[spans[-1][1] : at + 1]).split()) > 1
-            spans.append((at, at)) if is_new else spans.__setitem__(-1, (spans[-1][0], at))
-        return tuple(
-            Word(
-                tokenizer.decode(self.labels[first : last + 1]).strip(),
-                self.times[first],
-                self.ends[last],
-                min(self.confidences[first : last + 1]),
-            )
-            for first, last in spans
-        )
+        words = []
+        for begin, end in _word_spans(self.tokenizer, self.labels):
+            text = self.tokenizer.decode(self.labels[begin:end]).strip()
+            confidence = min(self.confidences[begin:end])
+            words.append(Word(text, self.times[begin], self.ends[end - 1], confidence))
+        return tuple(words)
+
+
+def _word_spans(tokenizer: Tokenizer, labels: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the positions of the first label of each word and of the label after its last one."""
+    spans = list[tuple[int, int]]()
+    for position, label in enumerate(labels):
+        if not tokenizer.decode([label]).strip():
+            continue  # The label separates words.
+        begin = position
+        if spans:
+            # A space between two labels shows only if both are decoded together.
+            word_begin, word_end = spans[-1]
+            both = tokenizer.decode(labels[word_end - 1 : position + 1])
+            if len(both.split()) < 2:
+                begin = word_begin
+                spans.pop()
+        spans.append((begin, position + 1))
+    return spans
 
 
 @dataclass
 class Scorer:
-    """The interface of a model for a search."""
+    """The interface that a search uses of a model."""
 
     tokenizer: Tokenizer
     frame_seconds: float  # from one frame to the next
@@ -79,6 +87,7 @@ class Scorer:
         return self.tokenizer.blank
 
     def text(self, labels: Sequence[int]) -> str:
+        """Return the text of label ids."""
         return self.tokenizer.decode(labels)
 
     def hypothesis(
@@ -89,7 +98,7 @@ class Scorer:
         confidences: Sequence[float],
         score: float,
     ) -> Hypothesis:
-        """A hypothesis whose labels lie in the frames ``begins`` to before ``ends``."""
+        """Return the hypothesis whose labels last from the frames ``begins`` to before ``ends``."""
         seconds = self.frame_seconds
         return Hypothesis(
             labels=tuple(labels),
@@ -103,16 +112,16 @@ class Scorer:
 
 
 class CTCScorer(Scorer):
-    """A model whose frames are log-probabilities (B, T, V) already."""
+    """A model whose frames are log-probabilities (B, T, V)."""
 
     def log_likelihood(self, frames: Tensor, lengths: Tensor, labels: Tensor, symbols: Tensor) -> Tensor:
-        """The log-probability (B,) of ``labels`` (B, U), of which ``symbols`` (B,) count: minus the loss."""
+        """Return the log-probability (B,) of the first ``symbols`` (B,) of ``labels`` (B, U)."""
         return -ctc_loss(frames.float(), labels, lengths, symbols=symbols, blank=self.blank)
 
 
 @dataclass
 class TransducerScorer(Scorer):
-    """A model whose frames (B, T, H), in the joint's space, are joined with a state of the labels so far."""
+    """A model that joins each frame (B, T, H) with the prediction (B, H). Both are in the joint's space."""
 
     prediction: Prediction
     joint: Joint
@@ -128,7 +137,7 @@ class TransducerScorer(Scorer):
         return self.joint.prediction(output), state
 
     def log_likelihood(self, frames: Tensor, lengths: Tensor, labels: Tensor, symbols: Tensor) -> Tensor:
-        """The log-probability (B,) of ``labels`` (B, U), of which ``symbols`` (B,) count: minus the loss."""
+        """Return the log-probability (B,) of the first ``symbols`` (B,) of ``labels`` (B, U)."""
         joint = self.joint
         return -transducer_loss(
             frames.float(),
@@ -144,27 +153,28 @@ class TransducerScorer(Scorer):
 
 
 class Decoder(ABC):
-    """A search. It has no weights, so any run can be used with any decoder that fits its model."""
+    """A search without weights. A run can be used with any decoder that fits its model."""
 
     searches = True
-    """Whether it finds text; False for the null object."""
+    """Whether the decoder returns texts. False for the null object."""
 
     sums_paths = False
-    """Whether a text's score is that of all its paths, not of its best one."""
+    """Whether the score of a text is the sum over its paths. Otherwise it is the score of the best path."""
 
     @abstractmethod
     def decode(self, scorer: Scorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
-        """Return the best hypothesis of each row of ``frames`` (B, T, ·) of ``lengths`` (B,).
+        """Return the best hypothesis of each row of ``frames`` (B, T, ·) with ``lengths`` (B,).
 
-        Raises ConfigError for a model that it cannot search. The message begins with ``decoder=NAME``, the
-        name of its choice, and a space.
+        Raises ConfigError for a model that the decoder cannot search. The message begins with
+        ``decoder=NAME``, the name of the decoder in ``conf/decoder``, and a space.
         """
 
 
 class NoDecoder(Decoder):
-    """For models that write no text, and where no other decoder is wanted: every text is empty."""
+    """Returns empty texts, for models that write no text and for evaluations without a search."""
 
     searches = False
 
     def decode(self, scorer: Scorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
-        return [Hypothesis(labels=(), text="", score=0.0, times=()) for _ in range(len(lengths))]
+        empty = Hypothesis(labels=(), text="", score=0.0, times=())
+        return [empty] * len(lengths)

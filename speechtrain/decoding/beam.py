@@ -1,4 +1,4 @@
-"""Beam search for transducers, and what every beam search here shares.
+"""Beam search for transducers, and the parts that it shares with CTC's beam search.
 
 Legend: B rows, W hypotheses of a row, T frames, V classes with the blank last, H joint width.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from speechtrain.decoding.base import CTCScorer, Decoder, Hypothesis, Scorer, TransducerScorer
 from speechtrain.decoding.fusion import Fusion
@@ -22,128 +23,153 @@ from speechtrain.files import FilePath
 from speechtrain.text.ngram import read_ngram
 
 NEVER = -torch.inf
-_SPARE = 2  # hypotheses more than ``width`` that a transducer's search follows (NeMo's expansion_beta)
-_MOST_SYMBOLS = 100
-_MOST_WIDTH = 1000
-_AT_ONCE = 2**24  # numbers of repeated frames in memory while texts are scored
+_SPARE = 2  # hypotheses beyond ``width`` that a transducer's search follows (NeMo's expansion_beta)
+_LARGEST_FRAME_LIMIT = 100  # labels
+_LARGEST_WIDTH = 1000
+_SCORED_VALUES = 2**24  # values of the repeated frames in memory while texts are scored
 
 
 @dataclass
 class Beam:
-    """The hypotheses of each row, all (B, W); an empty place has the score −inf."""
+    """The hypotheses of each row. Each tensor is (B, W). An empty slot has the score −inf."""
 
     score: Tensor  # log-probability of the paths found so far
     key: Tensor  # a hash of the labels: equal keys are equal labels
-    before: Tensor  # the key without the last label
-    last: Tensor  # the last label; the blank where there is none
-    node: Tensor  # of the trail
-    extra: Tensor  # what the fusion adds to the score
-    state: Tensor  # of the fusion
+    parent_key: Tensor  # the key without the last label
+    label: Tensor  # the last label, or the blank if the hypothesis is empty
+    node: Tensor  # the last label's node of the trail
+    fusion_score: Tensor  # the score that the fusion adds
+    fusion_state: Tensor
 
     @classmethod
     def start(cls, rows: int, width: int, blank: int, device: torch.device) -> Beam:
         zeros = torch.zeros(rows, width, dtype=torch.int64, device=device)
         score = torch.full((rows, width), NEVER, device=device)
         score[:, 0] = 0.0
-        return cls(score, zeros + 1, zeros, zeros + blank, zeros - 1, score.clamp(0, 0), zeros)
+        return cls(score, zeros + 1, zeros, zeros + blank, zeros - 1, torch.zeros_like(score), zeros)
 
-    def take(self, places: Tensor) -> Beam:
-        return Beam(*(getattr(self, field.name).gather(1, places) for field in fields(self)))
+    def take(self, slots: Tensor) -> Beam:
+        return Beam(*(getattr(self, field.name).gather(1, slots) for field in fields(self)))
 
-    def joined(self, others: Sequence[Beam]) -> Beam:
-        pools = ([getattr(beam, f.name) for beam in (self, *others)] for f in fields(self))
-        return Beam(*(torch.cat(pool, 1) for pool in pools))
+    def join(self, beams: Sequence[Beam]) -> Beam:
+        """Return the hypotheses of this beam and of other ``beams`` as one beam."""
+        columns = []
+        for field in fields(self):
+            columns.append(torch.cat([getattr(beam, field.name) for beam in (self, *beams)], 1))
+        return Beam(*columns)
 
     def arcs(self, scores: Tensor) -> Tensor:
-        """The score (B, W, W) of the label that leads from one hypothesis to another, −inf where none does.
+        """Return the score (B, W, W) of the label that leads from one hypothesis to another.
 
-        ``scores`` (B, W, V) are those of a label after each hypothesis.
+        The score is −inf if no label leads there. ``scores`` (B, W, V) has the score of each label after
+        each hypothesis.
         """
-        alive = self.score > NEVER
-        leads = (self.key[:, :, None] == self.before[:, None]) & alive[:, None] & alive[:, :, None]
-        return _picked(scores, self.last).masked_fill(~leads, NEVER)
+        is_alive = self.score > NEVER
+        is_child = self.key[:, :, None] == self.parent_key[:, None]
+        is_arc = is_child & is_alive[:, None] & is_alive[:, :, None]
+        return _select_labels(scores, self.label).masked_fill(~is_arc, NEVER)
 
     def without(self, arcs: Tensor, scores: Tensor) -> Tensor:
-        """``scores`` (B, W, V − 1) of labels, −inf where the label leads to a hypothesis of the beam."""
-        scores = torch.cat((scores, scores[..., :1]), 2)  # a place for the blank
-        last = torch.where(arcs > NEVER, self.last[:, None], scores.shape[2] - 1)
-        return scores.scatter(2, last, NEVER)[..., :-1]
+        """Return ``scores`` (B, W, V − 1), with −inf for labels that lead to a hypothesis of the beam."""
+        scores = torch.cat((scores, scores[..., :1]), 2)  # The last column is for slots without an arc.
+        label = torch.where(arcs > NEVER, self.label[:, None], scores.shape[2] - 1)
+        return scores.scatter(2, label, NEVER)[..., :-1]
 
-    def merged(self) -> Beam:
-        """One hypothesis, the likeliest, of those with equal labels, with the score of their sum."""
-        same = self.key[:, :, None] == self.key[:, None]
-        total = self.score[:, None].masked_fill(~same, NEVER).logsumexp(2)
+    def merge(self) -> Beam:
+        """Add the scores of hypotheses with equal labels. Only the likeliest of them remains."""
+        is_equal = self.key[:, :, None] == self.key[:, None]
+        total = self.score[:, None].masked_fill(~is_equal, NEVER).logsumexp(2)
         order = torch.arange(self.score.shape[1], device=self.score.device)
-        mine, other = self.score[:, :, None], self.score[:, None]
-        is_better = (other > mine) | ((other == mine) & (order < order[:, None]))
-        self.score = total.masked_fill((same & is_better).any(2), NEVER)
+        score, rival = self.score[:, :, None], self.score[:, None]
+        is_better = (rival > score) | ((rival == score) & (order < order[:, None]))
+        self.score = total.masked_fill((is_equal & is_better).any(2), NEVER)
         return self
 
 
-def extended(key: Tensor, label: Tensor) -> Tensor:
-    """The keys of labels with one more, a hash of 64 bits (the multipliers of SplitMix64)."""
+def extended_key(key: Tensor, label: Tensor) -> Tensor:
+    """Return the keys of hypotheses with one more label: 64-bit hashes (SplitMix64's multipliers)."""
     key = (key ^ ((label + 1) * -0x61C8864680B583EB)) * -0x40A7B892E31B1A47
     return (key ^ (key >> 30)) * -0x6B2FB644ECCEEE15
 
 
-def _picked(scores: Tensor, labels: Tensor) -> Tensor:
-    """``scores`` (B, W, V) of ``labels`` (B, U): (B, W, U)."""
+def _select_labels(scores: Tensor, labels: Tensor) -> Tensor:
+    """Select the ``scores`` (B, W, V) of ``labels`` (B, U): (B, W, U)."""
     return scores.gather(2, labels[:, None].expand(-1, scores.shape[1], -1))
 
 
 @dataclass(frozen=True)
-class Found:
-    """Labels with the frames of each, from ``begins`` to before ``ends``, and its confidence."""
+class TimedLabels:
+    """Labels of a row with their confidences. They last from the frames ``begins`` to before ``ends``."""
 
+    row: int
     labels: tuple[int, ...]
     begins: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
-    sure: tuple[float, ...] = ()
+    confidences: tuple[float, ...] = ()
 
 
 class Trail:
-    """The labels of all hypotheses as a tree: each node has a label, a frame, a confidence and its parent."""
+    """The labels of all hypotheses as a tree. A node has a label, a frame, a confidence and a parent."""
 
     def __init__(self) -> None:
-        self.parents, self.values, self.sure = list[Tensor](), list[Tensor](), list[Tensor]()
-        self.size = 0
+        self.parents, self.labels, self.confidences = list[Tensor](), list[Tensor](), list[Tensor]()
+        self.frames = list[int]()
 
-    def add(self, parents: Tensor, labels: Tensor, frame: int, sure: Tensor) -> Tensor:
-        """Add a node for each element of these tensors of one shape; returns their numbers."""
+    def add(self, parents: Tensor, labels: Tensor, frame: int, confidences: Tensor) -> Tensor:
+        """Add a node for each element of these tensors of one shape. Returns the numbers of the nodes."""
         self.parents.append(parents.flatten())
-        self.values.append(torch.stack((labels, torch.full_like(labels, frame)), -1).flatten(0, -2))
-        self.sure.append(sure.flatten())
-        self.size += labels.numel()
-        return torch.arange(self.size - labels.numel(), self.size, device=labels.device).view(labels.shape)
+        self.labels.append(labels.flatten())
+        self.confidences.append(confidences.flatten())
+        first = len(self.frames)
+        self.frames += [frame] * labels.numel()
+        return torch.arange(first, len(self.frames), device=labels.device).view(labels.shape)
 
-    def found(self, beam: Beam) -> list[list[Found]]:
-        """The hypotheses of each row, in their order, with the frame at which each label began."""
-        tensors = (self.parents, self.values, self.sure)
-        parents, values, sure = (torch.cat(parts).tolist() if parts else [] for parts in tensors)
-        found = list[list[Found]]()
-        for nodes, scores in zip(beam.node.tolist(), beam.score.tolist(), strict=True):
-            found.append([])
-            for node in (node for node, score in zip(nodes, scores, strict=True) if score > NEVER):
-                path = list[int]()
-                at = node
-                while at >= 0:
-                    path.append(at)
-                    at = parents[at]
-                path.reverse()
-                labels, begins = (tuple(values[node][way] for node in path) for way in (0, 1))
-                ends = tuple(begin + 1 for begin in begins)
-                found[-1].append(Found(labels, begins, ends, tuple(sure[node] for node in path)))
-        return found
+    def hypotheses(self, beam: Beam) -> list[list[TimedLabels]]:
+        """Return the hypotheses of each row in the order of the beam. Each label lasts one frame."""
+        parents, labels = _numbers(self.parents), _numbers(self.labels)
+        confidences = _numbers(self.confidences)
+        all_nodes, all_scores = beam.node.tolist(), beam.score.tolist()
+        rows = []
+        for row, nodes in enumerate(all_nodes):
+            texts = []
+            for node, score in zip(nodes, all_scores[row], strict=True):
+                if score > NEVER:
+                    path = _path(parents, node)
+                    begins = [self.frames[node] for node in path]
+                    text = TimedLabels(
+                        row,
+                        labels=tuple(labels[node] for node in path),
+                        begins=tuple(begins),
+                        ends=tuple(begin + 1 for begin in begins),
+                        confidences=tuple(confidences[node] for node in path),
+                    )
+                    texts.append(text)
+            rows.append(texts)
+        return rows
+
+
+def _numbers(parts: list[Tensor]) -> list[Any]:
+    return torch.cat(parts).tolist() if parts else []
+
+
+def _path(parents: Sequence[int], node: int) -> list[int]:
+    """Return the nodes from the root to ``node``."""
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
 
 
 @dataclass(eq=False)
 class BeamSearch(Decoder):
     """A search that keeps the ``width`` likeliest label sequences of each row.
 
-    Equal sequences are one hypothesis, so a text's score is the sum over its paths. The best ``nbest``, and
-    greedy's, are scored again by the model's loss, so ``score`` is exact and never below that of greedy's
-    text. Of the texts at least as likely as greedy's, the first has the highest score per label, with
-    ``normalise_score`` (the blank at the start counts as one, as in NeMo), else the highest score.
+    Equal sequences are one hypothesis, so the score of a text is the sum over its paths. The model's loss
+    scores the best ``nbest`` texts and greedy's text again, so ``score`` is exact and at least the score of
+    greedy's text. With ``normalise_score``, the first text has the highest score per label of the texts that
+    are at least as likely as greedy's. The blank at the start counts as a label, as in NeMo. Without
+    ``normalise_score``, the first text has the highest score.
     """
 
     sums_paths = True
@@ -159,54 +185,59 @@ class BeamSearch(Decoder):
 
     def __post_init__(self) -> None:
         for name, size in {"width": self.width, "nbest": self.nbest}.items():
-            if not 1 <= size <= _MOST_WIDTH:
-                raise ValueError(f"{name} is {size}; it must be 1 to {_MOST_WIDTH}")
+            if not 1 <= size <= _LARGEST_WIDTH:
+                raise ValueError(f"{name} is {size}: it must be 1 to {_LARGEST_WIDTH}")
         model = read_ngram(self.lm) if self.lm else None
         phrases = self.hotwords or ()
         self.fusion = Fusion(model, self.lm_weight, self.word_bonus, phrases, self.hotword_bonus)
 
     @abstractmethod
-    def search(self, scorer: Any, frames: Tensor, lengths: Tensor) -> tuple[list[list[Found]], Tensor]:
-        """The ``width`` best of each row, the best first, and the scores (B, W) that the search summed."""
+    def search(self, scorer: Any, frames: Tensor, lengths: Tensor) -> tuple[list[list[TimedLabels]], Tensor]:
+        """Return the ``width`` best of each row, the best first, and their scores (B, W) in the search."""
 
     def _decode(self, scorer: Any, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
         self.fusion.begin(scorer.tokenizer)
+        texts = self._align(scorer, frames, lengths, self._texts(scorer, frames, lengths))
+        scores = _log_likelihoods(scorer, frames, lengths, texts)
+        candidates = [list[Hypothesis]() for _ in frames]
+        for text, score in zip(texts, scores, strict=True):
+            score += self.fusion.total(text.labels)
+            spans = (text.begins, text.ends, text.confidences)
+            candidates[text.row].append(scorer.hypothesis(text.labels, *spans, score))
+        return [self._best_first(hypotheses) for hypotheses in candidates]
+
+    def _texts(self, scorer: Any, frames: Tensor, lengths: Tensor) -> list[TimedLabels]:
+        """Return for each row greedy's text and the ``nbest`` of the search, without greedy's text."""
         greedy = Greedy().decode(scorer, frames, lengths)
-        found, _ = self.search(scorer, frames, lengths)
-        seconds = scorer.frame_seconds
-        for row, one in zip(found, greedy, strict=True):
-            begins, ends = (tuple(round(x / seconds) for x in times) for times in (one.times, one.ends))
-            kept = [f for f in row[: self.nbest] if f.labels != one.labels]
-            row[:] = [Found(one.labels, begins, ends, one.confidences), *kept]
-        found = self._placed(scorer, frames, lengths, found)
-        rows = [index for index, row in enumerate(found) for _ in row]
-        labels = [f.labels for row in found for f in row]
-        scores = iter(self._exact(scorer, frames, lengths, rows, labels))
-        hypotheses = []
-        for row in found:
-            made = [scorer.hypothesis(f.labels, f.begins, f.ends, f.sure, next(scores)) for f in row]
-            hypotheses.append(self._best_first(made))
-        return hypotheses
+        beams, _ = self.search(scorer, frames, lengths)
+        texts = []
+        for row, (hypothesis, beam) in enumerate(zip(greedy, beams, strict=True)):
+            texts.append(_timed_labels(row, hypothesis, scorer.frame_seconds))
+            texts += [text for text in beam[: self.nbest] if text.labels != hypothesis.labels]
+        return texts
 
-    def _placed(
-        self, scorer: Any, frames: Tensor, lengths: Tensor, found: list[list[Found]]
-    ) -> list[list[Found]]:
-        """``found`` with the frames of each label, where the search does not know them."""
-        return found
+    def _align(
+        self, scorer: Any, frames: Tensor, lengths: Tensor, texts: list[TimedLabels]
+    ) -> list[TimedLabels]:
+        """Return ``texts`` with the frames of their labels, for a search that does not know the frames."""
+        return texts
 
-    def _best_first(self, made: list[Hypothesis]) -> Hypothesis:
-        """The best of hypotheses, of which the first is greedy's, with the others as its alternatives."""
-        scored = [replace(one, merit=self._merit(one, made[0].score)) for one in made]
-        best = max(scored, key=attrgetter("merit"))
-        others = sorted((one for one in scored if one is not best), key=lambda one: -one.score)
-        others = sorted(others[: self.nbest - 1], key=attrgetter("merit"), reverse=True)
-        return replace(best, alternatives=tuple(others))
+    def _best_first(self, candidates: list[Hypothesis]) -> Hypothesis:
+        """Return the best hypothesis with the others as its alternatives. The first candidate is greedy's."""
+        floor = candidates[0].score
+        texts = [replace(candidate, merit=self._merit(candidate, floor)) for candidate in candidates]
+        best = max(texts, key=attrgetter("merit"))
+        texts.remove(best)
+        texts.sort(key=lambda text: -text.score)
+        alternatives = sorted(texts[: self.nbest - 1], key=attrgetter("merit"), reverse=True)
+        return replace(best, alternatives=tuple(alternatives))
 
     def _merit(self, hypothesis: Hypothesis, floor: float) -> float:
-        """Return what orders texts: with ``normalise_score`` the score per label, else the score.
+        """Return the number that orders texts: the score per label with ``normalise_score``, else the score.
 
-        A text below ``floor``, the score of greedy's text, is below all others. It keeps its score, which is
-        at most 0 here: scores of the others are at least ``floor``, and a division raises negative ones.
+        With ``normalise_score``, a text below ``floor``, the score of greedy's text, comes after all others.
+        Its merit is its score, which is at most 0 here. The scores of the others are at least ``floor``, and
+        the division raises negative ones.
         """
         if not self.normalise_score:
             return hypothesis.score
@@ -214,37 +245,39 @@ class BeamSearch(Decoder):
             return min(hypothesis.score, 0.0)
         return hypothesis.score / (len(hypothesis.labels) + 1)
 
-    def _exact(
-        self,
-        scorer: Any,
-        frames: Tensor,
-        lengths: Tensor,
-        rows: list[int],
-        labels: list[tuple[int, ...]],
-    ) -> list[float]:
-        """The score of each of ``labels``: the model's log-probability and what the fusion adds."""
-        symbols = [len(one) for one in labels]
-        padded = [[*one, *[0] * (max(symbols) - len(one))] for one in labels]
-        targets = torch.tensor(padded, dtype=torch.int64).view(len(labels), max(symbols)).to(frames.device)
-        counts, row = (torch.tensor(x, device=frames.device) for x in (symbols, rows))
-        scores = list[float]()
-        step = max(1, _AT_ONCE // max(1, frames[0].numel()))
-        for begin in range(0, len(rows), step):
-            part = slice(begin, begin + step)
-            most = max(symbols[part])
-            given = (frames[row[part]], lengths[row[part]], targets[part, :most], counts[part])
-            scores += scorer.log_likelihood(*given).tolist()
-        return [score + self.fusion.total(one) for score, one in zip(scores, labels, strict=True)]
+
+def _timed_labels(row: int, hypothesis: Hypothesis, frame_seconds: float) -> TimedLabels:
+    begins = [round(seconds / frame_seconds) for seconds in hypothesis.times]
+    ends = [round(seconds / frame_seconds) for seconds in hypothesis.ends]
+    return TimedLabels(row, hypothesis.labels, tuple(begins), tuple(ends), hypothesis.confidences)
+
+
+def _log_likelihoods(scorer: Any, frames: Tensor, lengths: Tensor, texts: list[TimedLabels]) -> list[float]:
+    """Return the model's log-probability of each text."""
+    scores = list[float]()
+    row_values = frames[0].numel()
+    size = max(1, _SCORED_VALUES // max(1, row_values))
+    for begin in range(0, len(texts), size):
+        part = texts[begin : begin + size]
+        rows = torch.tensor([text.row for text in part], device=frames.device)
+        symbols = torch.tensor([len(text.labels) for text in part], device=frames.device)
+        labels = pad_sequence([torch.tensor(text.labels, dtype=torch.int64) for text in part], True)
+        labels = labels.to(frames.device)
+        scores += scorer.log_likelihood(frames[rows], lengths[rows], labels, symbols).tolist()
+    return scores
 
 
 @dataclass(eq=False)
 class TransducerBeam(BeamSearch):
     """Modified adaptive expansion search (Kim et al., ICASSP 2021) for a whole batch at once.
 
-    In each frame, a hypothesis ends by the blank or is extended by labels, at most ``max_symbols_per_step``.
-    Only those extensions are followed that may be among the ``width`` best after this frame, and whose label
-    is at least exp(−``gamma``) times as likely as the likeliest symbol there. A label that leads from one
-    hypothesis of the beam to another adds its probability there.
+    In each frame, a hypothesis ends by the blank or is extended by at most ``max_symbols_per_step`` labels.
+    The search follows an extension only under two conditions:
+
+    - It may be among the ``width`` best after this frame.
+    - Its label is at least exp(−``gamma``) times as likely as the likeliest symbol in this frame.
+
+    If a label leads from one hypothesis of the beam to another, its probability is added to the other.
     """
 
     max_symbols_per_step: int = 5
@@ -253,155 +286,189 @@ class TransducerBeam(BeamSearch):
     def __post_init__(self) -> None:
         super().__post_init__()
         symbols = self.max_symbols_per_step
-        if not 1 <= symbols <= _MOST_SYMBOLS:  # Each symbol of a frame costs memory.
-            raise ValueError(f"max_symbols_per_step is {symbols}; it must be 1 to {_MOST_SYMBOLS}")
+        if not 1 <= symbols <= _LARGEST_FRAME_LIMIT:  # Each symbol of a frame costs memory.
+            raise ValueError(f"max_symbols_per_step is {symbols}: it must be 1 to {_LARGEST_FRAME_LIMIT}")
         if self.gamma <= 0:
-            raise ValueError(f"gamma is {self.gamma}; it must be above 0")
+            raise ValueError(f"gamma is {self.gamma}: it must be above 0")
 
     @torch.no_grad()
     def decode(self, scorer: Scorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
         if isinstance(scorer, TransducerScorer):
             if scorer.joint.durations:
                 raise ConfigError(
-                    "decoder=beam: joint.durations (TDT) has no beam search; set decoder=greedy"
+                    "decoder=beam: joint.durations (TDT) has no beam search. Set decoder=greedy"
                 )
             return self._decode(scorer, frames, lengths)
-        other = "; choose ctc_beam" if isinstance(scorer, CTCScorer) else ""
-        raise ConfigError(f"decoder=beam searches transducers, not {type(scorer).__name__}{other}")
+        advice = ""
+        if isinstance(scorer, CTCScorer):
+            advice = ". Choose ctc_beam"
+        raise ConfigError(f"decoder=beam searches transducers, not {type(scorer).__name__}{advice}")
 
     def search(
         self, scorer: TransducerScorer, frames: Tensor, lengths: Tensor
-    ) -> tuple[list[list[Found]], Tensor]:
+    ) -> tuple[list[list[TimedLabels]], Tensor]:
         search = _TransducerSearch(self, scorer, frames, lengths)
         for frame in range(int(lengths.max())):
             search.advance(frame)
-        total = search.beam.score + search.beam.extra
-        place = total.sort(dim=1, descending=True, stable=True).indices[:, : self.width]
-        best = search.beam.take(place)
-        return search.trail.found(best), best.score
+        beam = search.level.beam
+        total = beam.score + beam.fusion_score
+        slots = total.sort(dim=1, descending=True, stable=True).indices[:, : self.width]
+        best = beam.take(slots)
+        return search.trail.hypotheses(best), best.score
+
+
+@dataclass
+class _Level:
+    """Hypotheses with equal numbers of labels in the present frame, and the prediction network after each.
+
+    The network runs only for the N hypotheses that are alive.
+    """
+
+    beam: Beam
+    alive: Tensor  # (N,) the slots of B · W
+    network_rows: Tensor  # (B · W,) the row of each hypothesis in the tensors of N rows
+    prediction: Tensor  # (N, H)
+    state: Any  # of N rows
 
 
 class _TransducerSearch:
-    """The beam of a batch, and the state of the prediction network of each hypothesis, in rows of B · W."""
+    """The beam of a batch, and its extensions in one frame."""
 
     def __init__(
         self, settings: TransducerBeam, scorer: TransducerScorer, frames: Tensor, lengths: Tensor
     ) -> None:
         self.settings, self.scorer, self.frames, self.lengths = settings, scorer, frames, lengths
-        self.fusion = settings.fusion
+        self.fusion, self.network = settings.fusion, scorer.prediction
         self.rows, self.width = len(frames), settings.width + _SPARE
-        self.beam = Beam.start(self.rows, self.width, scorer.blank, frames.device)
+        slots = torch.arange(self.rows * self.width, device=frames.device)
+        self.row_starts = slots.view(self.rows, self.width)[:, :1]
         self.trail = Trail()
-        self.prediction, self.state = scorer.start(self.rows * self.width)
+        beam = Beam.start(self.rows, self.width, scorer.blank, frames.device)
+        self.level = _Level(beam, slots, slots, *scorer.start(len(slots)))
 
     def advance(self, frame: int) -> None:
-        """Take one frame into account."""
-        beam, live = self.beam, (frame < self.lengths)[:, None]
-        scores = self._joined(self.frames[:, frame].repeat_interleave(self.width, 0), self.prediction)
-        scores = scores.view(self.rows, self.width, -1)
-        arcs = self._fold(scores, live, frame)
-        ended = beam.score + torch.where(live, scores[..., -1], 0.0)
-        # what is less likely before its blank cannot be among the best after it
-        floor = (ended + beam.extra).topk(self.width).values[:, -1:]
-        labels = self._likely(beam.score[..., None] + scores[..., :-1], scores)
-        reached = beam.without(arcs, labels.masked_fill(~live[..., None], NEVER))
-        beam.score, source = ended, beam
-        levels = list[tuple[Beam, Tensor, Tensor, Any]]()
-        for left in range(self.settings.max_symbols_per_step - 1, -1, -1):
-            made = self._extend(source, levels, reached, scores, floor, frame)
-            if made is None:
-                break
-            level, alive = made
-            at = alive.div(self.width, rounding_mode="floor")
-            near = self._joined(self.frames[at, frame], levels[-1][2])
-            source = level
-            if left:
-                scores = near.new_full((self.rows * self.width, near.shape[1]), NEVER)
-                scores[alive] = near
-                scores = scores.view(self.rows, self.width, -1)
-                reached = self._likely(source.score[..., None] + scores[..., :-1], scores)
-            level.score.view(-1)[alive] += near[:, -1]
-        if levels:
-            self._keep_best(levels)
+        """Extend the hypotheses by the symbols of one frame."""
+        beam = self.level.beam
+        is_live = (frame < self.lengths)[:, None]
+        encoded = self.frames[:, frame].repeat_interleave(self.width, 0)
+        scores = self._log_probabilities(encoded, self.level.prediction).view(self.rows, self.width, -1)
+        arcs = self._add_arcs(scores, is_live, frame)
+        paths = self._path_scores(beam, scores).masked_fill(~is_live[..., None], NEVER)
+        paths = beam.without(arcs, paths)
+        beam.score = beam.score + torch.where(is_live, scores[..., -1], 0.0)
+        # An extension that is less likely before its blank cannot be among the best after it.
+        floor = (beam.score + beam.fusion_score).topk(self.width).values[:, -1:]
+        levels = self._extensions(paths, scores, floor, frame)
+        if len(levels) > 1:
+            self.level = self._best(levels)
 
-    def _joined(self, frames: Tensor, prediction: Tensor) -> Tensor:
-        """The log-probabilities (N, V) after N hypotheses at their frames (N, H)."""
-        scores: Tensor = self.scorer.joint(frames, prediction).float().log_softmax(-1)
+    def _extensions(self, paths: Tensor, scores: Tensor, floor: Tensor, frame: int) -> list[_Level]:
+        """Return the present level and a level for each label more, all with the blank of this frame.
+
+        ``paths`` (B, W, V − 1) are the scores of the present hypotheses with one more label. ``scores``
+        (B, W, V) are the scores of the symbols after these hypotheses.
+        """
+        levels = [self.level]
+        for labels_left in reversed(range(self.settings.max_symbols_per_step)):
+            level = self._extend(levels[-1], paths, scores, floor, frame)
+            if level is None:
+                break
+            levels.append(level)
+            rows = level.alive.div(self.width, rounding_mode="floor")
+            alive_scores = self._log_probabilities(self.frames[rows, frame], level.prediction)
+            if labels_left:
+                scores = torch.full_like(scores, NEVER)
+                scores.view(-1, scores.shape[2])[level.alive] = alive_scores
+                paths = self._path_scores(level.beam, scores)
+            level.beam.score.view(-1)[level.alive] += alive_scores[:, -1]
+        return levels
+
+    def _log_probabilities(self, encoded: Tensor, prediction: Tensor) -> Tensor:
+        """Return the log-probabilities (N, V) of the symbols after N predictions in N frames (N, H)."""
+        scores: Tensor = self.scorer.joint(encoded, prediction).float().log_softmax(-1)
         return scores
 
-    def _likely(self, reached: Tensor, scores: Tensor) -> Tensor:
+    def _path_scores(self, beam: Beam, scores: Tensor) -> Tensor:
+        """Return the scores (B, W, V − 1) of hypotheses with one more label, −inf for an unlikely label."""
         highest = scores.max(-1, keepdim=True).values
-        return reached.masked_fill(~(scores[..., :-1] >= highest - self.settings.gamma), NEVER)
+        labels = scores[..., :-1]
+        is_likely = labels >= highest - self.settings.gamma
+        return (beam.score[..., None] + labels).masked_fill(~is_likely, NEVER)
 
-    def _fold(self, scores: Tensor, live: Tensor, frame: int) -> Tensor:
-        """Add the paths of this frame from one hypothesis of the beam to another; returns their arcs."""
-        beam = self.beam
-        arcs = beam.arcs(scores).masked_fill(~live[..., None], NEVER)
+    def _add_arcs(self, scores: Tensor, is_live: Tensor, frame: int) -> Tensor:
+        """Add the paths of this frame from one hypothesis of the beam to another. Returns their arcs."""
+        beam = self.level.beam
+        arcs = beam.arcs(scores).masked_fill(~is_live[..., None], NEVER)
         if not bool((arcs > NEVER).any()):
             return arcs
-        own = beam.score
+        old_score = beam.score
         for _ in range(self.settings.max_symbols_per_step):
             paths = beam.score[..., None] + arcs
-            beam.score = torch.logaddexp(own, paths.logsumexp(1))
+            beam.score = torch.logaddexp(old_score, paths.logsumexp(1))
         highest, parent = paths.max(1)
-        later = highest > own  # the label is rather here than where it was before
-        sure = _picked(scores - scores[..., :-1].logsumexp(-1, keepdim=True), beam.last)
-        sure = sure.gather(1, parent[:, None])[:, 0].exp().clamp(max=1.0)
-        node = self.trail.add(beam.node.gather(1, parent), beam.last, frame, sure)
-        beam.node = torch.where(later, node, beam.node)
+        is_likelier = highest > old_score  # The label is likelier here than in its earlier frame.
+        confidences = _confidences(scores, parent, beam.label)
+        node = self.trail.add(beam.node.gather(1, parent), beam.label, frame, confidences)
+        beam.node = torch.where(is_likelier, node, beam.node)
         return arcs
 
     def _extend(
-        self,
-        source: Beam,
-        levels: list[tuple[Beam, Tensor, Tensor, Any]],
-        reached: Tensor,
-        scores: Tensor,
-        floor: Tensor,
-        frame: int,
-    ) -> tuple[Beam, Tensor] | None:
-        """The best extensions of ``source``, and which of them (N,) are alive; None if none is.
-
-        Appends them to ``levels``, with the row of each in the predictions and states (N, ·) that follow.
-        """
-        labels = reached.shape[2]
-        bonus = self.fusion.next(source.extra, source.state)
-        total, place = (reached + bonus).flatten(1).topk(self.width)
-        score = reached.flatten(1).gather(1, place).masked_fill(total <= floor, NEVER)
-        alive = (score > NEVER).flatten().nonzero()[:, 0]
+        self, source: _Level, paths: Tensor, scores: Tensor, floor: Tensor, frame: int
+    ) -> _Level | None:
+        """Return the best extensions of ``source`` by a label, or None if all are below ``floor`` (B, 1)."""
+        choice, score, fusion_score = self._choose(source.beam, paths, floor)
+        is_alive = score > NEVER
+        alive = is_alive.flatten().nonzero()[:, 0]
         if not len(alive):
             return None
-        parent, label = place.div(labels, rounding_mode="floor"), place % labels
-        old = source.take(parent)
-        wide = scores.gather(1, parent[..., None].expand(-1, -1, scores.shape[2]))[..., :-1]
-        sure = (wide.gather(2, label[..., None])[..., 0] - wide.logsumexp(2)).exp().clamp(max=1.0)
-        node = self.trail.add(old.node, label, frame, sure)
-        extra = bonus.expand_as(reached).flatten(1).gather(1, place)
-        state = self.fusion.advance(old.state, label, score > NEVER)
-        level = Beam(score, extended(old.key, label), old.key, label, node, extra, state)
-        base = torch.arange(self.rows, device=place.device)[:, None] * self.width
-        origin, known = (base + parent).flatten()[alive], self.state
-        if levels:
-            origin, known = levels[-1][1][origin], levels[-1][3]
-        known = self.scorer.prediction.take(origin, known)
-        prediction, known = self.scorer.step(label.flatten()[alive], known)
-        row = torch.zeros(self.rows * self.width, dtype=torch.int64, device=place.device)
-        row[alive] = torch.arange(len(alive), device=place.device)
-        levels.append((level, row, prediction, known))
-        return level, alive
+        parent, label = choice.div(paths.shape[2], rounding_mode="floor"), choice % paths.shape[2]
+        parents = source.beam.take(parent)
+        confidences = _confidences(scores, parent, label)
+        beam = Beam(
+            score=score,
+            key=extended_key(parents.key, label),
+            parent_key=parents.key,
+            label=label,
+            node=self.trail.add(parents.node, label, frame, confidences),
+            fusion_score=fusion_score,
+            fusion_state=self.fusion.advance(parents.fusion_state, label, is_alive),
+        )
+        return self._predict(source, beam, parent, alive)
 
-    def _keep_best(self, levels: list[tuple[Beam, Tensor, Tensor, Any]]) -> None:
-        """Replace the beam by the best of itself and of its extensions, with their states."""
-        pool = self.beam.joined([level for level, *_ in levels]).merged()
-        place = (pool.score + pool.extra).topk(self.width).indices
-        self.beam = pool.take(place)
-        level, slot = place.div(self.width, rounding_mode="floor").flatten(), place % self.width
-        base = torch.arange(self.rows, device=place.device)[:, None] * self.width
-        rows = (base + slot).flatten()
-        network = self.scorer.prediction
-        prediction, state = self.prediction[rows], network.take(rows, self.state)
-        for number, (_, row, new, new_state) in enumerate(levels, 1):
-            is_new = level == number
-            prediction = torch.where(is_new[:, None], new[row[rows]], prediction)
-            state = network.select(is_new, network.take(row[rows], new_state), state)
-        self.prediction, self.state = prediction, state
+    def _choose(self, beam: Beam, paths: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the W best of ``paths``: their numbers, their scores and their fusion scores (B, W)."""
+        fusion_scores = self.fusion.label_scores(beam.fusion_score, beam.fusion_state)
+        totals, choice = (paths + fusion_scores).flatten(1).topk(self.width)
+        score = paths.flatten(1).gather(1, choice).masked_fill(totals <= floor, NEVER)
+        return choice, score, fusion_scores.expand_as(paths).flatten(1).gather(1, choice)
+
+    def _predict(self, source: _Level, beam: Beam, parent: Tensor, alive: Tensor) -> _Level:
+        """Run the prediction network after the ``alive`` hypotheses of ``beam``, from ``parent`` (B, W)."""
+        slots = (self.row_starts + parent).flatten()[alive]
+        state = self.network.take(source.network_rows[slots], source.state)
+        prediction, state = self.scorer.step(beam.label.flatten()[alive], state)
+        rows = torch.zeros_like(self.level.network_rows)
+        rows[alive] = torch.arange(len(alive), device=alive.device)
+        return _Level(beam, alive, rows, prediction, state)
+
+    def _best(self, levels: Sequence[_Level]) -> _Level:
+        """Return the best hypotheses of all levels, with their predictions and states."""
+        present, *extensions = levels
+        pool = present.beam.join([level.beam for level in extensions]).merge()
+        choice = (pool.score + pool.fusion_score).topk(self.width).indices
+        numbers = choice.div(self.width, rounding_mode="floor").flatten()
+        slots = (self.row_starts + choice % self.width).flatten()
+        prediction, state = present.prediction[slots], self.network.take(slots, present.state)
+        for number, level in enumerate(extensions, 1):
+            is_here = numbers == number
+            rows = level.network_rows[slots]
+            prediction = torch.where(is_here[:, None], level.prediction[rows], prediction)
+            state = self.network.select(is_here, self.network.take(rows, level.state), state)
+        return _Level(pool.take(choice), present.alive, present.network_rows, prediction, state)
+
+
+def _confidences(scores: Tensor, parents: Tensor, labels: Tensor) -> Tensor:
+    """Return the probability (B, U) of each of ``labels`` (B, U) after its parent, without the blank."""
+    label_scores = scores.flatten(1).gather(1, parents * scores.shape[2] + labels)
+    totals = scores[..., :-1].logsumexp(2).gather(1, parents)
+    return (label_scores - totals).exp().clamp(max=1.0)

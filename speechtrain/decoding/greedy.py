@@ -1,4 +1,7 @@
-"""Greedy decoding of a whole batch at once."""
+"""Greedy decoding of a whole batch at once.
+
+Legend: B rows, T frames, N frames of a window, V classes with the blank last.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +12,34 @@ from torch import Tensor
 from speechtrain.decoding.base import CTCScorer, Decoder, Hypothesis, Scorer, TransducerScorer
 from speechtrain.errors import ConfigError, require_least
 
-_LABELS_PER_SECOND = 50  # a limit for a model that emits labels without end
-_MOST_SYMBOLS = 1000  # labels of one frame, because a row has no other limit until its next frame
-_WINDOW = 3
-_STEPS_PER_READ = 4  # a device waits for every read by the host
+_LABELS_PER_SECOND = 50  # the limit for a model that emits labels without end
+_LARGEST_FRAME_LIMIT = 1000  # labels, because a row has no other limit until its next frame
+_WINDOW = 3  # frames
+_STEPS_PER_READ = 4  # The device waits whenever the host reads.
 
 
 class Greedy(Decoder):
-    """The most likely symbol at each point; the results do not depend on the batch.
+    """The most likely symbol at each point. The hypotheses do not depend on the batch.
 
-    Transducer: every row has its own frame pointer, and each step looks for its next label in the frames of
-    a window. A blank keeps the prediction state; a label replaces it. A frame ends after
-    ``max_symbols_per_step`` labels. A row ends at the start of a frame if it has more than ``max_symbols``
-    labels, so it may exceed this number by the labels of one frame. MLPerf's reference decoder has the same
-    rule and 300. None allows 50 labels per second of audio, twice the characters of the fastest speech. With
-    durations (TDT), the likeliest duration of each symbol says how many frames are skipped after it, at least
-    one after a blank, and the next frame that is visited checks the limit.
+    Transducer: every row is at a frame of its own, and each step searches a window of frames for the row's
+    next label. A blank keeps the prediction state, and a label replaces it.
 
-    CTC: the best class of each frame, repetitions merged, blanks removed.
+    - A frame ends after ``max_symbols_per_step`` labels.
+    - A row ends at the start of a frame if it has more than ``max_symbols`` labels, so the row may exceed
+      this number by the labels of one frame. MLPerf's reference decoder has the same rule and 300. None
+      allows 50 labels per second of audio, twice the characters of the fastest speech.
+    - With durations (TDT), the likeliest duration of each symbol is the number of frames that the row
+      advances. A blank advances by at least one frame. The limits are checked at the frames where rows stop.
+
+    CTC: the best class of each frame, with repetitions merged and blanks removed.
     """
 
     def __init__(self, max_symbols_per_step: int = 30, max_symbols: int | None = None) -> None:
         require_least(1, max_symbols_per_step=max_symbols_per_step, max_symbols=max_symbols)
-        if max_symbols_per_step > _MOST_SYMBOLS:
+        if max_symbols_per_step > _LARGEST_FRAME_LIMIT:
             raise ValueError(
-                f"max_symbols_per_step is {max_symbols_per_step}, but it must be at most {_MOST_SYMBOLS}"
+                f"max_symbols_per_step is {max_symbols_per_step}, but it must be at most"
+                f" {_LARGEST_FRAME_LIMIT}"
             )
         self.max_symbols_per_step = max_symbols_per_step
         self.max_symbols = max_symbols
@@ -41,89 +47,144 @@ class Greedy(Decoder):
     @torch.no_grad()
     def decode(self, scorer: Scorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
         if isinstance(scorer, TransducerScorer):
-            return self._transducer(scorer, frames, lengths)
+            return _TransducerSearch(self, scorer, frames, lengths).hypotheses()
         if isinstance(scorer, CTCScorer):
-            return _best_path(scorer, frames, lengths)
-        raise ConfigError(f"decoder=greedy cannot search {type(scorer).__name__}; choose another decoder")
+            return _best_paths(scorer, frames, lengths)
+        raise ConfigError(f"decoder=greedy cannot search {type(scorer).__name__}. Choose another decoder")
 
-    def _limits(self, lengths: Tensor, frame_seconds: float) -> Tensor:
-        """Return how many labels (B,) each row may have when a frame begins."""
+    def row_limits(self, lengths: Tensor, frame_seconds: float) -> Tensor:
+        """Return the number of labels (B,) that each row may have if another frame is to begin."""
         if self.max_symbols is None:
             return (lengths * (_LABELS_PER_SECOND * frame_seconds)).ceil().long()
         return torch.full_like(lengths, self.max_symbols)
 
-    def _transducer(self, scorer: TransducerScorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
-        rows, most, _ = frames.shape
-        prediction, state = scorer.start(rows)
-        limits = self._limits(lengths, scorer.frame_seconds)
-        durations = torch.tensor(scorer.joint.durations, dtype=torch.int64, device=frames.device)
-        window = 1 if len(durations) else _WINDOW  # how far a blank goes is not known before it is read
-        index, ahead = (torch.arange(n, device=frames.device) for n in (rows, window))
-        frame = torch.zeros(rows, dtype=torch.int64, device=frames.device)
-        in_frame, emitted = torch.zeros_like(frame), torch.zeros_like(frame)
-        scores = torch.zeros(rows, device=frames.device)
-        found, sure = list[Tensor](), list[Tensor]()
-        active = frame < lengths
-        while bool(active.any()):
+
+class _TransducerSearch:
+    """The position and the labels of each row, and the state of the prediction network."""
+
+    def __init__(self, settings: Greedy, scorer: TransducerScorer, frames: Tensor, lengths: Tensor) -> None:
+        device = frames.device
+        self.scorer, self.frames, self.lengths = scorer, frames, lengths
+        self.frame_limit = settings.max_symbols_per_step
+        self.row_limits = settings.row_limits(lengths, scorer.frame_seconds)
+        self.row = torch.arange(len(frames), device=device)
+        self.durations = self.row.new_tensor(scorer.joint.durations)
+        # The frame after a blank is unknown before the duration of the blank is computed.
+        self.window = 1 if len(self.durations) else _WINDOW
+        self.offsets = torch.arange(self.window, device=device)
+        self.prediction, self.state = scorer.start(len(frames))
+        zeros = self.row.new_zeros(3, len(frames))
+        self.frame, self.labels_in_frame, self.label_counts = zeros.unbind()
+        self.scores = torch.zeros(len(frames), device=device)
+        self.is_active = lengths > 0
+        self.steps = list[tuple[Tensor, Tensor, Tensor]]()  # symbols, frames and confidences, each (B,)
+
+    def hypotheses(self) -> list[Hypothesis]:
+        """Search all rows and return their hypotheses."""
+        while bool(self.is_active.any()):
             for _ in range(_STEPS_PER_READ):
-                at = frame[:, None] + ahead
-                near = frames[index[:, None], at.clamp(max=most - 1)].flatten(0, 1)
-                logits = scorer.joint(near, prediction.repeat_interleave(window, 0)).float()
-                logits = logits.view(rows, window, -1)
-                logits, of_durations = logits.tensor_split([logits.shape[2] - len(durations)], 2)
-                labels = logits.max(-1).indices
-                logs = logits.log_softmax(-1)  # a third of logsumexp's time on a CPU
-                highest = logs.gather(2, labels[..., None])[..., 0]
-                # the first frame of the window is begun; a frame after it begins within the limit only
-                may_begin = (ahead == 0) | (emitted <= limits)[:, None]
-                inside = active[:, None] & (at < lengths[:, None]) & may_begin
-                hits = inside & (labels != scorer.blank)
-                emits = hits.any(1)
-                blanks = torch.where(emits, hits.int().argmax(1), window)
-                seen = inside & (ahead <= blanks[:, None])
-                scores += highest.masked_fill(~seen, 0.0).sum(1)
-                here = (index, blanks.clamp(max=window - 1))
-                label = torch.where(emits, labels[here], 0)
-                found.append(torch.stack((torch.where(emits, label, -1), frame + blanks)))
-                sure.append((highest[here].exp() / -logs[..., -1][here].expm1()).clamp(max=1.0))
-                advanced, new_state = scorer.step(label, state)
-                prediction = torch.where(emits[:, None], advanced, prediction)
-                state = scorer.prediction.select(emits, new_state, state)
-                in_frame = torch.where(emits, in_frame * (blanks == 0) + 1, 0)
-                is_full = in_frame >= self.max_symbols_per_step
-                moved = blanks + is_full
-                if len(durations):
-                    chance, longest = of_durations[:, 0].log_softmax(-1).max(-1)
-                    scores += chance.masked_fill(~active, 0.0)
-                    moved = torch.maximum(moved, durations[longest])
-                in_frame = in_frame.masked_fill(moved > blanks, 0)
-                frame = torch.where(active, frame + moved, frame)
-                emitted += emits
-                active = active & (frame < lengths) & ((in_frame > 0) | (emitted <= limits))
-        if not found:
-            return [scorer.hypothesis((), (), (), (), 0.0) for _ in range(rows)]
-        symbols, places = torch.stack(found, 1).cpu().numpy()
-        chances, totals = torch.stack(sure).cpu().numpy(), scores.tolist()
+                self._step()
+        if not self.steps:
+            return [self.scorer.hypothesis((), (), (), (), 0.0) for _ in self.row]
+        columns = zip(*self.steps, strict=True)
+        symbols, frames, confidences = (torch.stack(column, 1).cpu().numpy() for column in columns)
         hypotheses = []
-        for row, total in enumerate(totals):
-            kept = symbols[:, row] >= 0
-            begins = places[kept, row]
-            spans = (begins.tolist(), (begins + 1).tolist(), chances[kept, row].tolist())
-            hypotheses.append(scorer.hypothesis(symbols[kept, row].tolist(), *spans, score=total))
+        for row, score in enumerate(self.scores.tolist()):
+            spans = (frames[row], frames[row] + 1, confidences[row])
+            hypotheses.append(_hypothesis(self.scorer, symbols[row], *spans, score))
         return hypotheses
 
+    def _step(self) -> None:
+        """Move each row past the first label of its window, or past the window if all symbols are blanks."""
+        frames = self.frame[:, None] + self.offsets
+        logits, duration_logits = self._logits(frames)
+        symbols, scores, confidences = _best_symbols(logits)
+        may_visit = self._may_visit(frames)
+        is_label = may_visit & (symbols != self.scorer.blank)
+        emits = is_label.any(1)
+        blanks = torch.where(emits, is_label.int().argmax(1), self.window)
+        is_visited = may_visit & (self.offsets <= blanks[:, None])
+        self.scores += scores.masked_fill(~is_visited, 0.0).sum(1)
+        index = (self.row, blanks.clamp(max=self.window - 1))
+        symbol = torch.where(emits, symbols[index], self.scorer.blank)
+        self.steps.append((symbol, self.frame + blanks, confidences[index]))
+        self._predict(symbol, emits)
+        self._move(emits, blanks, duration_logits[:, 0])
 
-def _best_path(scorer: CTCScorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
-    best, classes = frames.max(-1)
-    sure = (best - frames[..., :-1].logsumexp(-1)).exp().clamp(max=1.0)
+    def _logits(self, frames: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits of the symbols (B, N, V) and of the durations (B, N, ·) in ``frames`` (B, N)."""
+        last_frame = self.frames.shape[1] - 1
+        encoded = self.frames[self.row[:, None], frames.clamp(max=last_frame)].flatten(0, 1)
+        prediction = self.prediction.repeat_interleave(self.window, 0)
+        logits = self.scorer.joint(encoded, prediction).float().view(*frames.shape, -1)
+        symbols, durations = logits.tensor_split([logits.shape[2] - len(self.durations)], 2)
+        return symbols, durations
+
+    def _may_visit(self, frames: Tensor) -> Tensor:
+        """Return for each of ``frames`` (B, N) whether the row may visit it.
+
+        The first frame of the window has begun. The others begin only if the row is within its limit.
+        """
+        may_begin = (self.offsets == 0) | (self.label_counts <= self.row_limits)[:, None]
+        return self.is_active[:, None] & (frames < self.lengths[:, None]) & may_begin
+
+    def _predict(self, symbol: Tensor, emits: Tensor) -> None:
+        """Advance the prediction network of the rows that emit a label."""
+        prediction, state = self.scorer.step(symbol.masked_fill(~emits, 0), self.state)
+        self.prediction = torch.where(emits[:, None], prediction, self.prediction)
+        self.state = self.scorer.prediction.select(emits, state, self.state)
+
+    def _move(self, emits: Tensor, blanks: Tensor, duration_logits: Tensor) -> None:
+        """Advance each row by ``blanks`` (B,) frames, and by another one if it reaches the frame's limit."""
+        self.labels_in_frame = torch.where(emits, self.labels_in_frame * (blanks == 0) + 1, 0)
+        advance = blanks + (self.labels_in_frame >= self.frame_limit)
+        if len(self.durations):
+            score, likeliest = duration_logits.log_softmax(-1).max(-1)
+            self.scores += score.masked_fill(~self.is_active, 0.0)
+            advance = torch.maximum(advance, self.durations[likeliest])
+        self.labels_in_frame = self.labels_in_frame.masked_fill(advance > blanks, 0)
+        self.frame = torch.where(self.is_active, self.frame + advance, self.frame)
+        self.label_counts += emits
+        may_continue = (self.labels_in_frame > 0) | (self.label_counts <= self.row_limits)
+        self.is_active = self.is_active & (self.frame < self.lengths) & may_continue
+
+
+def _best_symbols(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the likeliest symbol (B, N) in each frame, its log-probability and its confidence."""
+    symbols = logits.max(-1).indices
+    log_probabilities = logits.log_softmax(-1)  # takes a third of logsumexp's time on a CPU
+    scores = log_probabilities.gather(2, symbols[..., None])[..., 0]
+    label_probability = -log_probabilities[..., -1].expm1()
+    return symbols, scores, (scores.exp() / label_probability).clamp(max=1.0)
+
+
+def _best_paths(scorer: CTCScorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
+    """Return the hypothesis of the best class of each frame. Each run of one label in it is one label."""
+    scores, classes = frames.max(-1)
+    label_scores = frames[..., :-1].logsumexp(-1)
+    frame_confidences = (scores - label_scores).exp().clamp(max=1.0)
     hypotheses = []
     for row, length in enumerate(lengths.tolist()):
-        path, chances = classes[row, :length].cpu().numpy(), sure[row, :length].cpu().numpy()
-        begins = np.flatnonzero(np.diff(path, prepend=-1))  # of runs of equal classes
+        path = classes[row, :length].cpu().numpy()
+        confidences = frame_confidences[row, :length].cpu().numpy()
+        begins = np.flatnonzero(np.diff(path, prepend=-1))
         ends = np.append(begins[1:], length)
-        chances = np.maximum.reduceat(chances, begins) if length else chances
-        kept = path[begins] != scorer.blank
-        spans = (begins[kept].tolist(), ends[kept].tolist(), chances[kept].tolist())
-        score = float(best[row, :length].sum())
-        hypotheses.append(scorer.hypothesis(path[begins][kept].tolist(), *spans, score=score))
+        if length:
+            confidences = np.maximum.reduceat(confidences, begins)
+        score = float(scores[row, :length].sum())
+        hypotheses.append(_hypothesis(scorer, path[begins], begins, ends, confidences, score))
     return hypotheses
+
+
+def _hypothesis(
+    scorer: Scorer,
+    symbols: np.ndarray,
+    begins: np.ndarray,
+    ends: np.ndarray,
+    confidences: np.ndarray,
+    score: float,
+) -> Hypothesis:
+    """Return the hypothesis of ``symbols`` without the blanks."""
+    is_label = symbols != scorer.blank
+    spans = (begins[is_label].tolist(), ends[is_label].tolist(), confidences[is_label].tolist())
+    return scorer.hypothesis(symbols[is_label].tolist(), *spans, score)

@@ -18,10 +18,10 @@ class Encoder(nn.Module, ABC):
     """A front end and a network: (B, S) audio to (B, T, ``width``) frames."""
 
     width: int
-    sample_rate: int  # Hz of the audio that it expects; the data module converts recordings to it
+    sample_rate: int  # Hz. The data module converts recordings to this rate.
     frozen: bool = False  # if True, ``encode`` records no graph and the weights do not change
     normalise_audio: bool = False  # the data layer gives recordings zero mean and unit variance
-    reads_padding: bool = False  # a row's frames depend on the padding of its batch, as published
+    reads_padding: bool = False  # if True, the frames of a row depend on the padding of its batch
 
     def encode(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Call ``forward`` for a recogniser, without gradients if ``frozen``."""
@@ -34,19 +34,19 @@ class Encoder(nn.Module, ABC):
         """Encode to frames (B, T, width) and lengths (B,). ``batch.keys`` seed the dither of evaluation."""
 
     def advance(self, step: int, seed: int) -> None:
-        """The encoder's part of ``Task.advance``."""
+        """Do the encoder's part of ``Task.advance``."""
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
-        """The encoder's part of ``Task.prepare``: add its host-side draws and counts to the batch."""
+        """Do the encoder's part of ``Task.prepare``: add draws and counts of the host to the batch."""
         return batch
 
     @abstractmethod
     def frames(self, samples: int) -> int:
-        """The number of frames of ``samples`` samples, on the host: the length that ``forward`` returns."""
+        """Return the length that ``forward`` returns for ``samples`` samples. The host computes it."""
 
     @abstractmethod
     def activation_bytes(self) -> float:
-        """The predicted bytes that forward keeps for backward, per second of a row's audio."""
+        """Return a prediction of the bytes that forward keeps for backward, per second of a row's audio."""
 
 
 class LogMelEncoder(Encoder):
@@ -74,12 +74,12 @@ def kept_layers(seed: int, layers: int, probability: float) -> Tensor:
 
 
 class NoEncoder(Encoder):
-    """For models that read the audio themselves; it is never called."""
+    """A placeholder for models that read the audio themselves. It is never called."""
 
     width, sample_rate = 0, 0
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        raise TypeError("encoder=none: this model needs an encoder; choose one with encoder=NAME")
+        raise TypeError("encoder=none: this model needs an encoder. Choose one with encoder=NAME")
 
     def frames(self, samples: int) -> int:
         return samples

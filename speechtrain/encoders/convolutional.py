@@ -1,7 +1,7 @@
-"""Convolutional encoders: ContextNet (Han et al., 2020) and QuartzNet (Kriman et al., 2020), by their blocks.
+"""Convolutional encoders, as lists of blocks: ContextNet (Han et al., 2020), QuartzNet (Kriman et al., 2020).
 
 Legend: B rows, T frames, C channels, k kernel taps, s stride. Frames after a row's end are 0 in every
-layer, since the norm writes zeros there and the activations keep them; so no result depends on padding.
+layer, because the norm writes zeros there and the activations keep them. So no result depends on padding.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware
 from speechtrain.encoders.base import LogMelEncoder
+from speechtrain.errors import require_least
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.nn.full_precision import at_least_fp32, full_precision
@@ -26,7 +27,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swish": F.silu, "relu": F
 
 
 def _tds_uniform(weight: Tensor) -> None:
-    """Draw from ±2/√fan-in: ContextNet's initial weights in NeMo, of time-depth separable networks."""
+    """Draw a weight within ±2/√fan-in, as time-depth separable networks and NeMo's ContextNet do."""
     bound = 2.0 / weight[0].numel() ** 0.5
     nn.init.uniform_(weight, -bound, bound)
 
@@ -38,12 +39,17 @@ INITS: dict[str, Callable[[Tensor], object]] = {
 
 _MOST = {"filters": 2**16, "kernel": 1023, "repeat": 100, "stride": 100, "dilation": 100, "times": 100}
 _MOST_CONVOLUTIONS = 1000
-_FEW_CHANNELS = 16  # oneDNN of torch 2.13 hangs on up to 16 channels-last ones in bf16 where a kernel is wide
-_BLOCKS_OF_A_GRAPH = 4  # 20 convolutions have about 700 operations, and lazy devices compile thousands slowly
+# With up to 16 channels-last channels in bf16 and a wide kernel, oneDNN of torch 2.13 hangs.
+_FEW_CHANNELS = 16
+# The 20 convolutions of 4 blocks have about 700 operations. Lazy devices compile thousands slowly.
+_BLOCKS_OF_A_GRAPH = 4
 
 
 class SeparableConv(nn.Module):
-    """Depthwise convolution over time (kernel 1: none), pointwise convolution, norm: to (B, T/s, out)."""
+    """Depthwise convolution over time, pointwise convolution and norm: to (B, T/s, out).
+
+    With a kernel of 1, the depthwise convolution is omitted.
+    """
 
     def __init__(self, inputs: int, filters: int, kernel: int, stride: int = 1, dilation: int = 1) -> None:
         super().__init__()
@@ -59,7 +65,7 @@ class SeparableConv(nn.Module):
         if self.depthwise is None:
             x = x[:, :: self.stride]
         else:
-            # as an image of height 1, which Gaudi needs, and whose channels-last layout costs CPUs no copy
+            # Gaudi needs an image, here of height 1. Its channels-last layout costs CPUs no copy.
             weight, options = self.depthwise.weight[:, :, None], ((1, self.stride), (0, self.padding))
             image = x.transpose(1, 2)[:, :, None]
             if len(weight) <= _FEW_CHANNELS:
@@ -81,7 +87,7 @@ class SqueezeExcitation(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        """Scale (B, T, C), which is 0 after each row's ``lengths`` (B,)."""
+        """Scale frames (B, T, C) that are 0 after each row's ``lengths`` (B,)."""
         with full_precision(x.device):
             wide = at_least_fp32(x)
             mean = wide.sum(1) / lengths.clamp(min=1)[:, None].to(wide.dtype)
@@ -90,55 +96,63 @@ class SqueezeExcitation(nn.Module):
 
 
 class Block(nn.Module):
-    """Separable convolutions, the last one with the stride; squeeze and excitation; the residual.
+    """Separable convolutions, then squeeze and excitation, then the residual sum.
 
-    Activation and dropout follow each convolution; the last time, they follow the residual sum.
+    The last convolution has the stride. Activation and dropout follow each of the other convolutions and the
+    residual sum.
     """
 
     def __init__(self, inputs: int, block: dict[str, Any], activation: str, squeeze: int) -> None:
         super().__init__()
         filters, kernel, stride, repeat = (block[k] for k in ("filters", "kernel", "stride", "repeat"))
-        widths, strides = [inputs] + [filters] * (repeat - 1), [1] * (repeat - 1) + [stride]
-        self.convs = nn.ModuleList(
-            SeparableConv(width, filters, kernel, s, block["dilation"])
-            for width, s in zip(widths, strides, strict=True)
-        )
+        self.convs, width = nn.ModuleList(), inputs
+        for conv_stride in [1] * (repeat - 1) + [stride]:
+            self.convs.append(SeparableConv(width, filters, kernel, conv_stride, block["dilation"]))
+            width = filters
         self.activation, self.stride = ACTIVATIONS[activation], int(stride)
         self.squeeze = SqueezeExcitation(filters, squeeze, self.activation) if squeeze else None
         self.residual = SeparableConv(inputs, filters, 1, stride) if block["residual"] else None
         self.dropout = nn.Dropout(block["dropout"])
 
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        start, frames = x, torch.div(lengths + (self.stride - 1), self.stride, rounding_mode="floor")
-        *first, last = self.convs
-        for conv in first:
+        inputs = x
+        frames = torch.div(lengths + (self.stride - 1), self.stride, rounding_mode="floor")
+        *convs, strided_conv = self.convs
+        for conv in convs:
             x = self.dropout(self.activation(conv(x, lengths)))
-        x = last(x, frames)
+        x = strided_conv(x, frames)
         if self.squeeze is not None:
             x = self.squeeze(x, frames)
         if self.residual is not None:
-            x = x + self.residual(start, frames)
+            x = x + self.residual(inputs, frames)
         return self.dropout(self.activation(x)), frames
 
     def values(self, inputs: int, filters: int) -> float:
-        """Values that forward keeps for backward, for each frame of the input."""
-        return inputs + 4.0 * filters * (len(self.convs) - 1 + 1 / self.stride)
+        """Return the number of values that forward keeps for backward, for each frame of the input."""
+        input_convs = len(self.convs) - 1
+        return inputs + 4.0 * filters * (input_convs + 1 / self.stride)
 
 
 class ConvolutionalEncoder(LogMelEncoder, PolicyAware):
-    """Blocks of separable convolutions on log-mel features; every published network is a list of blocks.
+    """Blocks of separable convolutions on log-mel features. Every published network is a list of blocks.
 
-    An item of ``blocks`` may have ``filters``, ``kernel`` (odd), ``repeat`` (convolutions), ``residual`` and
-    ``dropout``, which replace the parameters of these names, and ``stride``, ``dilation`` and ``times``
-    (equal blocks in a row), which are 1 otherwise. ``squeeze`` is the reduction of squeeze and excitation;
-    0: none. ``init`` is the distribution of the initial weights: ``tds_uniform`` within 2/sqrt(fan-in)
-    (time-depth separable; Hannun et al., 2019), as NeMo's ContextNet has it, or ``xavier_uniform`` (Glorot
-    and Bengio, 2010), as NeMo's QuartzNet has it.
+    An item of ``blocks`` has two kinds of optional keys:
 
-    Raises ValueError for a block that cannot be.
+    - ``filters``, ``kernel`` (odd), ``repeat`` (convolutions), ``residual`` and ``dropout`` replace the
+      parameters of these names.
+    - ``stride``, ``dilation`` and ``times`` (equal blocks in a row) are 1 by default.
+
+    ``squeeze`` is the reduction of squeeze and excitation, and 0 omits both. ``init`` is the distribution of
+    the initial weights: ``tds_uniform`` within 2/sqrt(fan-in) (Hannun et al., 2019), as in NeMo's ContextNet,
+    or ``xavier_uniform`` (Glorot and Bengio, 2010), as in NeMo's QuartzNet.
+
+    Raises ValueError for a block with an unknown key or a value out of range.
     """
 
-    shard_units = ("blocks",)  # sharded runs gather the parameters of one block at a time
+    shard_units = ("blocks",)  # Sharded runs gather the parameters of one block at a time.
+    _policy: ComputePolicy = PLAIN
+    _values = 0.0  # that forward keeps for backward, for each feature frame
+    _output_share = 1.0  # output frames for each feature frame
 
     def __init__(
         self,
@@ -155,28 +169,24 @@ class ConvolutionalEncoder(LogMelEncoder, PolicyAware):
         init: str = "tds_uniform",
     ) -> None:
         super().__init__(features, augment)
-        if init not in INITS:
-            raise ValueError(f"init is {init!r}. Choose {' or '.join(INITS)}")
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation is {activation!r}; it must be {' or '.join(ACTIVATIONS)}")
-        if squeeze < 0:
-            raise ValueError(f"squeeze is {squeeze}; it must be at least 0")
-        shared = {"filters": filters, "kernel": kernel, "repeat": repeat, "residual": residual}
+        _check(init, activation, squeeze)
+        defaults: dict[str, Any] = {"filters": filters, "kernel": kernel, "repeat": repeat}
+        defaults |= {"residual": residual, "dropout": dropout}
         self.blocks, self.width = nn.ModuleList(), features.features
         self._strides: list[int] = []
-        self._values, share = 0.0, 1.0  # kept for backward a feature frame; output frames a feature frame
-        for block in _complete(blocks, shared | {"dropout": dropout}):
+        for block in _complete(blocks, defaults):
             for _ in range(block["times"]):
-                layer = Block(self.width, block, activation, squeeze)
-                self._values += share * layer.values(self.width, block["filters"])
-                share /= layer.stride
-                self.blocks.append(layer)
-                self._strides.append(layer.stride)
-                self.width = block["filters"]
-        self._policy = PLAIN
+                self._append(Block(self.width, block, activation, squeeze), block["filters"])
         for weight in self.parameters():
             if weight.dim() > 1:
                 INITS[init](weight)
+
+    def _append(self, block: Block, filters: int) -> None:
+        self._values += self._output_share * block.values(self.width, filters)
+        self._output_share /= block.stride
+        self.blocks.append(block)
+        self._strides.append(block.stride)
+        self.width = filters
 
     def apply_policy(self, policy: ComputePolicy) -> None:
         self._policy = policy
@@ -196,35 +206,54 @@ class ConvolutionalEncoder(LogMelEncoder, PolicyAware):
         return frames
 
     def activation_bytes(self) -> float:
-        # measured as what autograd saves of an update; before the blocks, the front end has 8 copies of the
-        # waveform; within a factor of 2 for the networks in conf/encoder
+        # The values are measured as the tensors that autograd saves in an update. Before the blocks, the
+        # front end has 8 copies of the waveform. The prediction is within a factor of 2 for the networks in
+        # conf/encoder.
         return 4 * max(self._values / self.features.frame_seconds, 8.0 * self.sample_rate)
 
 
-def _complete(blocks: list[dict[str, Any]], shared: dict[str, Any]) -> list[dict[str, Any]]:
-    """``blocks`` with every key. Raises ValueError, which names the item and its key."""
-    known, complete = shared | {"stride": 1, "dilation": 1, "times": 1}, []
+def _check(init: str, activation: str, squeeze: int) -> None:
+    if init not in INITS:
+        raise ValueError(f"init is {init!r}. Choose {' or '.join(INITS)}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}. Choose {' or '.join(ACTIVATIONS)}")
+    require_least(0, squeeze=squeeze)
+
+
+def _complete(blocks: list[dict[str, Any]], defaults: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return ``blocks`` with every key. Raises ValueError, which names the item and its key."""
     if not blocks:
-        raise ValueError("blocks is empty; it must list at least one block")
+        raise ValueError("blocks is empty: it must list at least one block")
+    all_defaults = defaults | {"stride": 1, "dilation": 1, "times": 1}
+    complete, convolutions = [], 0
     for index, block in enumerate(blocks):
-        for key in block.keys() - known.keys():
-            raise ValueError(f"blocks[{index}].{key}: a block takes no {key!r}; it takes {', '.join(known)}")
-        complete.append(found := known | block)
-        for key, value in found.items():
-            name = f"blocks[{index}].{key}" if key in block or key not in shared else key
-            if key == "residual":
-                fits, range_ = isinstance(value, bool), "true or false"
-            elif key == "dropout":
-                fits, range_ = type(value) in (int, float) and 0 <= value < 1, "at least 0 and below 1"
-            else:
-                fits, range_ = type(value) is int and 1 <= value <= _MOST[key], f"1 to {_MOST[key]}"
-                if key == "kernel":
-                    fits, range_ = fits and value % 2 == 1, f"odd, {range_}"
-            if not fits:
-                raise ValueError(f"{name} is {value!r}; it must be {range_}")
-    convolutions = sum(block["times"] * block["repeat"] for block in complete)
+        for key in block.keys() - all_defaults.keys():
+            keys = ", ".join(all_defaults)
+            raise ValueError(f"blocks[{index}].{key}: a block takes no {key!r}, but only {keys}")
+        complete_block = all_defaults | block
+        for key, setting in complete_block.items():
+            name = key
+            if key in block or key not in defaults:
+                name = f"blocks[{index}].{key}"
+            _check_setting(name, key, setting)
+        complete.append(complete_block)
+        convolutions += complete_block["times"] * complete_block["repeat"]
     if convolutions > _MOST_CONVOLUTIONS:
         raise ValueError(
-            f"blocks have {convolutions} convolutions; at most {_MOST_CONVOLUTIONS} are possible"
+            f"blocks have {convolutions} convolutions, but at most {_MOST_CONVOLUTIONS} are possible"
         )
     return complete
+
+
+def _check_setting(name: str, key: str, setting: Any) -> None:
+    """Raise ValueError if the setting of a block's ``key`` is out of range."""
+    if key == "residual":
+        is_valid, valid = isinstance(setting, bool), "true or false"
+    elif key == "dropout":
+        is_valid, valid = type(setting) in (int, float) and 0 <= setting < 1, "at least 0 and below 1"
+    else:
+        is_valid, valid = type(setting) is int and 1 <= setting <= _MOST[key], f"1 to {_MOST[key]}"
+        if key == "kernel":
+            is_valid, valid = is_valid and setting % 2 == 1, f"odd, {valid}"
+    if not is_valid:
+        raise ValueError(f"{name} is {setting!r}: it must be {valid}")

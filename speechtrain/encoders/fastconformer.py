@@ -28,15 +28,16 @@ from speechtrain.nn.full_precision import at_least_fp32
 from speechtrain.nn.norm import MaskedBatchNorm
 from speechtrain.nn.transformer import FORBIDDEN
 
-_SLICE = 2**22  # values of a slice of rows after the first convolution: 16 MB
+_SLICE = 2**22  # values of a slice of rows after the first convolution, which are 16 MB
 
 
 class Subsampling(nn.Module, PolicyAware):
     """Strided convolutions over time and frequency: (B, T, M) to (B, ceil(T / factor), D).
 
-    The first convolution is dense, the others depthwise, then pointwise. Frames beyond a row's length are 0
-    after each of them. On CPUs a batch is convolved in slices of rows, whose values backward computes again:
-    at 256 channels they are more than half of a small model's memory.
+    The first convolution is dense. Each of the others is depthwise, then pointwise. Frames beyond a row's
+    length are 0 after each convolution. On CPUs, a batch is convolved in slices of rows, and backward
+    computes the values of a slice again. At 256 channels, these values are more than half of a small model's
+    memory.
     """
 
     def __init__(self, mels: int, factor: int, channels: int, width: int) -> None:
@@ -49,15 +50,17 @@ class Subsampling(nn.Module, PolicyAware):
                 nn.ReLU(inplace=True),
             ]
         self.linear = nn.Linear(channels * (mels // factor), width)
-        self.values = channels * mels // 4  # of an input frame after the first convolution
+        self.values = channels * mels // 4  # after the first convolution, for each input frame
         self.apply_policy(PLAIN)
 
     def apply_policy(self, policy: ComputePolicy) -> None:
         self._is_sliced = policy.feature_frames > 0
 
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        rows = max(1, _SLICE // (self.values * x.shape[1])) if self._is_sliced else len(x)
-        convolve = self._convolve
+        rows, convolve = len(x), self._convolve
+        if self._is_sliced:
+            row_values = self.values * x.shape[1]
+            rows = max(1, _SLICE // row_values)
         if rows < len(x) and torch.is_grad_enabled():
             convolve = partial(checkpoint, convolve, use_reentrant=False, preserve_rng_state=False)
         parts = map(convolve, torch.split(x, rows), torch.split(lengths, rows))
@@ -72,7 +75,7 @@ class Subsampling(nn.Module, PolicyAware):
                 if layer.stride[0] == 2:
                     lengths = torch.div(lengths + 1, 2, rounding_mode="floor")
                     valid = torch.arange(x.shape[2], device=x.device) < lengths[:, None]
-                # in place, as ReLU is: the first output has 32 times the values of the input
+                # The product is in place, like ReLU: the first output has 32 times the values of the input.
                 x = x.mul_(valid[:, None, :, None].to(x.dtype))
         return x.transpose(1, 2).flatten(2), lengths
 
@@ -90,25 +93,35 @@ class RelativeAttention(nn.Module):
         self.heads, self.dropout = heads, dropout
 
     def forward(self, x: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
-        """Attend from (B, T, D) to the keys where ``allowed`` (B, T or 1, T); ``positions`` (2T − 1, D)."""
+        """Attend from frames (B, T, D) to the ``allowed`` keys (B, T or 1, T).
+
+        ``positions`` (2T − 1, D) are the embeddings of the distances T − 1 to 1 − T.
+        """
         rows, frames, width = x.shape
-        split = (rows, frames, self.heads, width // self.heads)
-        scale = split[-1] ** -0.5
-        q, k, v = (part(x).view(split) for part in (self.q_proj, self.k_proj, self.v_proj))
-        by_distance = self.relative_k_proj(positions).view(1, 2 * frames - 1, *split[2:])
-        scores = torch.matmul(((q + self.bias_u) * scale).transpose(1, 2), k.permute(0, 2, 3, 1))
-        of_distance = torch.matmul(
-            ((q + self.bias_v) * scale).transpose(1, 2), by_distance.permute(0, 2, 3, 1)
-        )
-        scores = at_least_fp32(scores) + at_least_fp32(_by_key(of_distance))
+        shape = (rows, frames, self.heads, width // self.heads)
+        q, k, v = (layer(x).view(shape) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        distance_keys = self.relative_k_proj(positions).view(1, len(positions), *shape[2:])
+        scores = self._scores(q, k, distance_keys)
         weights = scores.masked_fill(~allowed[:, None], FORBIDDEN).softmax(-1).to(v.dtype)
-        y = torch.matmul(F.dropout(weights, self.dropout, self.training), v.transpose(1, 2))
-        attended: Tensor = self.o_proj(y.transpose(1, 2).reshape(rows, frames, width))
-        return attended
+        context = torch.matmul(F.dropout(weights, self.dropout, self.training), v.transpose(1, 2))
+        y: Tensor = self.o_proj(context.transpose(1, 2).reshape(rows, frames, width))
+        return y
+
+    def _scores(self, queries: Tensor, keys: Tensor, distance_keys: Tensor) -> Tensor:
+        """Return the scores (B, H, T, T) of each key for each query, in fp32 or wider."""
+        key_scores = _scaled_scores(queries + self.bias_u, keys)
+        distance_scores = _scaled_scores(queries + self.bias_v, distance_keys)
+        return at_least_fp32(key_scores) + at_least_fp32(_by_key(distance_scores))
+
+
+def _scaled_scores(queries: Tensor, keys: Tensor) -> Tensor:
+    """Return the scaled products (B, H, T, K) of queries (B, T, H, ·) and keys (B or 1, K, H, ·)."""
+    scaled = queries * queries.shape[-1] ** -0.5
+    return torch.matmul(scaled.transpose(1, 2), keys.permute(0, 2, 3, 1))
 
 
 def _by_key(scores: Tensor) -> Tensor:
-    """Map scores (B, H, T, 2T − 1) of the distances T − 1 to 1 − T to those of the keys (B, H, T, T)."""
+    """Convert scores (B, H, T, 2T − 1) of the distances T − 1 to 1 − T to scores of the keys (B, H, T, T)."""
     rows, heads, frames, distances = scores.shape
     skewed = F.pad(scores, (1, 0)).view(rows, heads, distances + 1, frames)[:, :, 1:]
     return skewed.reshape(rows, heads, frames, distances)[..., :frames]
@@ -128,7 +141,7 @@ class FeedForward(nn.Module):
 class Convolution(nn.Module):
     """The Conformer's convolution: gated pointwise, depthwise over k frames, BatchNorm, pointwise.
 
-    Transformers' BatchNorm counts padded frames in training; here, only valid ones count.
+    In training, only valid frames count for the BatchNorm. In transformers' model, padded frames also count.
     """
 
     def __init__(self, width: int, kernel: int, bias: bool) -> None:
@@ -147,7 +160,7 @@ class Convolution(nn.Module):
 
 
 def _pointwise(conv: nn.Conv1d, x: Tensor) -> Tensor:
-    """Compute a convolution over one frame as a product: (B, T, D), without two transposed copies."""
+    """Compute a convolution over one frame as a matmul (B, T, D), which avoids two transposed copies."""
     return F.linear(x, conv.weight[:, :, 0], conv.bias)
 
 
@@ -167,8 +180,8 @@ class ConformerLayer(nn.Module):
         convolution_bias: bool,
     ) -> None:
         super().__init__()
-        hidden = (width, feed_forward, activation_dropout, attention_bias)
-        self.feed_forward1, self.feed_forward2 = FeedForward(*hidden), FeedForward(*hidden)
+        arguments = (width, feed_forward, activation_dropout, attention_bias)
+        self.feed_forward1, self.feed_forward2 = FeedForward(*arguments), FeedForward(*arguments)
         self.self_attn = RelativeAttention(width, heads, attention_dropout, attention_bias)
         self.conv = Convolution(width, kernel, convolution_bias)
         self.norm_feed_forward1, self.norm_feed_forward2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -176,10 +189,12 @@ class ConformerLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, lengths: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
-        x = x + 0.5 * self.dropout(self.feed_forward1(self.norm_feed_forward1(x)))
+        branch = self.feed_forward1(self.norm_feed_forward1(x))
+        x = x + 0.5 * self.dropout(branch)
         x = x + self.dropout(self.self_attn(self.norm_self_att(x), positions, allowed))
         x = x + self.dropout(self.conv(self.norm_conv(x), lengths))
-        x = x + 0.5 * self.dropout(self.feed_forward2(self.norm_feed_forward2(x)))
+        branch = self.feed_forward2(self.norm_feed_forward2(x))
+        x = x + 0.5 * self.dropout(branch)
         y: Tensor = self.norm_out(x)
         return y
 
@@ -187,13 +202,14 @@ class ConformerLayer(nn.Module):
 class FastConformer(LogMelEncoder):
     """Log-mel frames, subsampled by ``subsampling`` (a power of 2), then ``layers`` Conformer layers.
 
-    ``dropout`` follows the subsampling, ``position_dropout`` is that of the relative positions, and
-    ``residual_dropout`` that of each branch of a layer (NeMo has it, transformers does not).
-    ``context`` [left, right] limits attention to so many frames on either side; null: all frames.
-    ``layer_drop`` as in ``Transformer``. Raises ValueError for values out of range.
+    ``dropout`` follows the subsampling, and ``position_dropout`` applies to the relative positions.
+    ``residual_dropout`` applies to each branch of a layer. NeMo has it, transformers does not. ``context``
+    [left, right] limits attention to this number of frames on each side, and null allows all frames.
+    ``layer_drop`` is the same as in ``Transformer``. Raises ValueError for values out of range.
     """
 
     shard_units = ("subsampling", "layers")
+    _update_seed = 0
 
     def __init__(
         self,
@@ -224,35 +240,24 @@ class FastConformer(LogMelEncoder):
         require_least(1, width=width, layers=layers, feed_forward=feed_forward)
         require_least(1, heads=heads, channels=channels)
         if width % heads or width % 2:
-            raise ValueError(f"width is {width}; it must be even and a multiple of heads, {heads}")
-        if kernel < 1 or kernel % 2 == 0:
-            raise ValueError(f"kernel is {kernel}; it must be odd")
-        mels = features.features
-        if subsampling < 2 or subsampling.bit_count() > 1 or mels % subsampling:
-            raise ValueError(
-                f"subsampling is {subsampling}; it must be a power of 2 that divides the {mels} features"
-            )
-        if context is not None and (len(context) != 2 or min(context) < 0):
-            raise ValueError(f"context is {list(context)}; it must be two numbers of frames, or null")
-        self.subsampling = Subsampling(mels, subsampling, channels, width)
-        rates = {"dropout": residual_dropout, "attention_dropout": attention_dropout}
-        biases = {"attention_bias": attention_bias, "convolution_bias": convolution_bias}
-        of_layer = {**rates, "activation_dropout": activation_dropout, **biases}
-        self.layers = nn.ModuleList(
-            ConformerLayer(width, feed_forward, heads, kernel, **of_layer)  # type: ignore[arg-type]
-            for _ in range(layers)
+            raise ValueError(f"width is {width}: it must be even and a multiple of heads, {heads}")
+        _check_spans(kernel, subsampling, features.features, context)
+        self.subsampling = Subsampling(features.features, subsampling, channels, width)
+        new_layer = partial(ConformerLayer, width, feed_forward, heads, kernel, residual_dropout)
+        new_layer = partial(
+            new_layer, attention_dropout, activation_dropout, attention_bias, convolution_bias
         )
+        self.layers = nn.ModuleList(new_layer() for _ in range(layers))
         self.dropout, self.position_dropout = nn.Dropout(dropout), nn.Dropout(position_dropout)
         self.width, self.factor, self.context = width, subsampling, context
         self.scale = math.sqrt(width) if scale_input else 1.0
         self.layer_drop = layer_drop
-        self._update_seed = 0
 
     def advance(self, step: int, seed: int) -> None:
         self._update_seed = seed
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
-        """Add ``keep`` (L,), the layers' factors, to ``extra``, in training with ``layer_drop`` only."""
+        """Add ``keep`` (L,), the factors of the layers, to ``extra`` in training with ``layer_drop``."""
         if not (self.training and self.layer_drop):
             return batch
         keep = kept_layers(self._update_seed, len(self.layers), self.layer_drop)
@@ -260,7 +265,8 @@ class FastConformer(LogMelEncoder):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         x, lengths = self.augmented(batch)
-        return self.contextualise(x, lengths, batch.extra.get("keep") if self.training else None)
+        keep = batch.extra.get("keep") if self.training else None
+        return self.contextualise(x, lengths, keep)
 
     def contextualise(
         self, features: Tensor, lengths: Tensor, keep: Tensor | None = None
@@ -269,42 +275,62 @@ class FastConformer(LogMelEncoder):
         x, lengths = self.subsampling(features, lengths)
         x = self.dropout(x * self.scale)
         positions = self.position_dropout(_positions(x))
-        frame = torch.arange(x.shape[1], device=x.device)
-        # a row without any valid frame attends to its first one: softmax over no key is NaN
-        allowed = (frame < lengths.clamp(min=1)[:, None])[:, None]
-        if self.context is not None:
-            distance = frame - frame[:, None]
-            near = (distance >= -self.context[0]) & (distance <= self.context[1])
-            # a frame beyond the row's end may have no key at all; its output has no meaning
-            allowed = (allowed & near) | (distance == 0)
+        allowed = self._allowed_keys(lengths, x.shape[1])
         for index, layer in enumerate(self.layers):
             y = layer(x, lengths, positions, allowed)
             if keep is not None:
-                kept = keep[index].to(x.dtype)
-                y = y * kept + x * (1 - kept)
+                factor = keep[index].to(x.dtype)
+                y = y * factor + x * (1 - factor)
             x = y
         return x, lengths
+
+    def _allowed_keys(self, lengths: Tensor, frames: int) -> Tensor:
+        """Return for each frame whether it may attend to each key: (B, T, T), or (B, 1, T) for all frames."""
+        frame = torch.arange(frames, device=lengths.device)
+        # A row without any valid frame attends to its first frame, because softmax over no key is NaN.
+        allowed = (frame < lengths.clamp(min=1)[:, None])[:, None]
+        if self.context is None:
+            return allowed
+        left, right = self.context
+        distance = frame - frame[:, None]
+        is_near = (distance >= -left) & (distance <= right)
+        # A frame attends to itself, because a frame beyond the row's end may have no other key.
+        return (allowed & is_near) | (distance == 0)
 
     def frames(self, samples: int) -> int:
         return -(-self.features.frames(samples) // self.factor)
 
     def activation_bytes(self) -> float:
-        # tensors that autograd keeps, counted with saved-tensor hooks at rows of 15 s: a frame of a layer
-        # keeps 24 widths, 3 hidden widths of each feed-forward and 14 bytes per head and key
+        # The tensors that autograd keeps were counted with saved-tensor hooks at rows of 15 s. A frame of a
+        # layer keeps 24 widths, 3 hidden widths of each feed-forward and 14 bytes per head and key.
         rate = 1 / self.features.frame_seconds
-        channels, bins = self.subsampling.linear.in_features, self.features.features
-        values = rate * (6 * bins + channels * self.factor * 0.75)
+        channels = self.subsampling.linear.in_features
+        front_end = rate * (6 * self.features.features + channels * self.factor * 0.75)
         layer = self.layers[0]
         assert isinstance(layer, ConformerLayer)
-        unit = 24.0 * self.width + 6 * layer.feed_forward1.linear1.out_features
-        unit += 14 / 4 * layer.self_attn.heads * 15 * rate / self.factor
-        return 4 * (values + rate / self.factor * len(self.layers) * unit)
+        layer_values = 24.0 * self.width + 6 * layer.feed_forward1.linear1.out_features
+        key_values = 14 / 4 * layer.self_attn.heads
+        layer_values += key_values * 15 * rate / self.factor
+        all_layers = rate / self.factor * len(self.layers) * layer_values
+        return 4 * (front_end + all_layers)
+
+
+def _check_spans(kernel: int, subsampling: int, mels: int, context: Sequence[int] | None) -> None:
+    if kernel < 1 or kernel % 2 == 0:
+        raise ValueError(f"kernel is {kernel}: it must be odd")
+    if subsampling < 2 or subsampling.bit_count() > 1 or mels % subsampling:
+        raise ValueError(
+            f"subsampling is {subsampling}: it must be a power of 2 that divides the {mels} features"
+        )
+    if context is not None and (len(context) != 2 or min(context) < 0):
+        raise ValueError(f"context is {list(context)}: it must be two numbers of frames, or null")
 
 
 def _positions(x: Tensor) -> Tensor:
-    """Sines and cosines, in turn, of the distances T − 1 to 1 − T: (2T − 1, D)."""
+    """Return the sines and cosines, in turn, of the distances T − 1 to 1 − T: (2T − 1, D)."""
     frames, width = x.shape[1:]
     distance = torch.arange(frames - 1, -frames, -1, device=x.device, dtype=torch.float32)
     even = torch.arange(0, width, 2, device=x.device, dtype=torch.float32)
-    angle = distance[:, None] * torch.exp(even * (-math.log(10000.0) / width))
+    frequencies = torch.exp(even * (-math.log(10000.0) / width))
+    angle = distance[:, None] * frequencies
     return torch.stack((angle.sin(), angle.cos()), -1).flatten(1).to(x.dtype)

@@ -19,6 +19,8 @@ from speechtrain.nn.conv_extractor import ConvBlock, ConvExtractor, LayerNorm
 from speechtrain.nn.masking import SpanMask
 from speechtrain.nn.transformer import Transformer, TransformerLayer
 
+_PUBLISHED_CONV_LAYERS = [[512, 10, 5], *[[512, 3, 2]] * 4, *[[512, 2, 2]] * 2]
+
 
 class Wav2Vec2Encoder(Encoder):
     """Raw audio (B, S) to frames (B, T, ``width``), by convolutions and a Transformer.
@@ -27,12 +29,12 @@ class Wav2Vec2Encoder(Encoder):
     ``pre_norm``, 24 layers of 1024 units, no dropout. See ``ConvExtractor`` and ``Transformer`` for
     the parts. ``conv_layers`` None is the published extractor.
 
-    A recogniser calls the encoder with a batch. In training, ``prepare`` draws on the host the frames and
-    channels to mask (``mask``, ``channel_mask``; independently for each row) and the layers to drop (each
-    with probability ``layer_drop``). Pretraining calls ``extract``, draws its own masks, and calls
-    ``contextualise``. ``augment`` adds its noise to the waveform in training; its other parts apply to
-    spectrograms and do nothing here. ``normalise_audio`` is an attribute for the data layer: it gives whole
-    recordings zero mean and unit variance (eps 1e-5), before any crop.
+    A recogniser calls the encoder with a batch. In training, the host draws in ``prepare`` the frames and
+    channels to mask, independently for each row (``mask`` and ``channel_mask``), and the layers to drop, each
+    with probability ``layer_drop``. Pretraining calls ``extract``, draws its own masks, and calls
+    ``contextualise``. ``augment`` adds its noise to the waveform in training. Its other parts apply to
+    spectrograms and do nothing here. ``normalise_audio`` is an attribute for the data layer, which then gives
+    whole recordings zero mean and unit variance (eps 1e-5), before any crop.
 
     Raises ConfigError for values out of range.
     """
@@ -68,7 +70,7 @@ class Wav2Vec2Encoder(Encoder):
         require_shares(dropout=dropout, attention_dropout=attention_dropout, layer_drop=layer_drop)
         require_shares(activation_dropout=activation_dropout, input_dropout=input_dropout)
         if conv_layers is None:
-            conv_layers = [[512, 10, 5], *[[512, 3, 2]] * 4, *[[512, 2, 2]] * 2]
+            conv_layers = _PUBLISHED_CONV_LAYERS
         self.reads_padding = conv_norm == "group"
         self.extractor = ConvExtractor(conv_layers, conv_bias, conv_norm, gradient_scale=gradient_scale)
         channels = self.extractor.channels
@@ -101,8 +103,8 @@ class Wav2Vec2Encoder(Encoder):
         """Map audio (B, S) and samples (B,) to features (B, T, C), frames (B,) and the feature penalty ().
 
         The features are after their LayerNorm and before the projection. The penalty is the mean square
-        of the features before the LayerNorm, in fp32, over all values of the batch with the padding (as
-        in upstream); ``gradient_scale`` applies to its gradient, too.
+        of the features before the LayerNorm, in fp32, over all values of the batch with the padding, as in
+        the published code. ``gradient_scale`` also applies to the gradient of the penalty.
         """
         x = self.extractor(audio)
         penalty = x.float().square().mean()
@@ -118,14 +120,14 @@ class Wav2Vec2Encoder(Encoder):
     ) -> Tensor:
         """Map features (B, T, C) and frames (B,) to contextual frames (B, T, D).
 
-        After the projection, frames where ``mask`` (B, T) is true become the mask embedding, and channels
-        where ``channel_mask`` (B, D) is true become 0; ``keep`` (L,) of zeros and ones drops layers. The
-        masks may be boolean or 0/1 numbers.
+        After the projection, frames where ``mask`` (B, T) is true become the mask embedding. Channels where
+        ``channel_mask`` (B, D) is true become 0. ``keep`` (L,) is 0 for layers to drop, else 1. The masks are
+        boolean, or numbers that are 0 or 1.
         """
         x = self.input_dropout(self.projection(features))
         embedding = self.mask_embedding.to(x.dtype)
         if mask is None:
-            # the embedding gets a gradient of zeros, since data-parallel training waits for one
+            # The embedding gets a gradient of zeros, because data-parallel training waits for a gradient.
             x = x + 0.0 * embedding
         else:
             hidden = mask.to(x.dtype)[:, :, None]
@@ -138,27 +140,28 @@ class Wav2Vec2Encoder(Encoder):
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         audio = self.augment.waveform(batch.audio, batch.audio_lengths)
         features, lengths, _ = self.extract(audio, batch.audio_lengths)
-        drawn = batch.extra if self.training else {}
-        masks = (drawn.get(name) for name in ("mask", "channel_mask", "keep"))
-        return self.contextualise(features, lengths, *masks), lengths
+        if not self.training:
+            return self.contextualise(features, lengths), lengths
+        draws = (batch.extra.get(name) for name in ("mask", "channel_mask", "keep"))
+        return self.contextualise(features, lengths, *draws), lengths
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
-        """Add mask (B, T) and channel_mask (B, D), boolean, and keep (L,) to ``extra``, in training only."""
+        """Add the boolean mask (B, T) and channel_mask (B, D), and keep (L,), to ``extra`` in training."""
         if not self.training:
             return batch
         extra: dict[str, Tensor] = {}
         rows, samples = batch.audio.shape
         if self.mask is not None:
             frames = [self.frames(length) for length in batch.audio_lengths.tolist()]
-            # a very short row may be masked completely: it still has a transcript
-            drawn = self.mask.draw(
+            # A very short row may be masked completely, because it still has a transcript.
+            mask = self.mask.draw(
                 frames, self.frames(samples), seed_at(seed, EncoderStream.FRAMES), counted=[False] * rows
             )
-            extra["mask"] = torch.from_numpy(drawn)
+            extra["mask"] = torch.from_numpy(mask)
         if self.channel_mask is not None:
             widths = [self.width] * rows
-            drawn = self.channel_mask.draw(widths, self.width, seed_at(seed, EncoderStream.CHANNELS))
-            extra["channel_mask"] = torch.from_numpy(drawn)
+            channel_mask = self.channel_mask.draw(widths, self.width, seed_at(seed, EncoderStream.CHANNELS))
+            extra["channel_mask"] = torch.from_numpy(channel_mask)
         if self.layer_drop:
             extra["keep"] = self.draw_keep()
         return replace(batch, extra=batch.extra | extra)
@@ -171,19 +174,21 @@ class Wav2Vec2Encoder(Encoder):
         return self.extractor.frames(samples)
 
     def activation_bytes(self) -> float:
-        # tensors that autograd keeps, counted with saved-tensor hooks. A convolution keeps its output and
-        # those of GELU and norm. A frame of a Transformer layer keeps 13 widths, 2 hidden widths and, with
-        # attention dropout, 9 bytes per head and key, here for rows of 15 s. Within a factor of 2 of the
-        # count for the sizes in conf/encoder
+        # The tensors that autograd keeps were counted with saved-tensor hooks. A convolution keeps its output
+        # and the outputs of GELU and norm. A frame of a Transformer layer keeps 13 widths, 2 hidden widths
+        # and, with attention dropout, 9 bytes per head and key, here for rows of 15 s. The prediction is
+        # within a factor of 2 of the count for the sizes in conf/encoder.
         rate, values = float(self.sample_rate), 0.0
         blocks = zip(self.extractor.layers, self.extractor.widths, self.extractor.spans, strict=True)
         for layer, channels, (_, stride) in blocks:
             assert isinstance(layer, ConvBlock)
             rate /= stride
-            values += rate * channels * (2 if isinstance(layer.norm, nn.Identity) else 3)
+            outputs = 2 if isinstance(layer.norm, nn.Identity) else 3
+            values += rate * channels * outputs
         block = self.transformer.layers[0]
         assert isinstance(block, TransformerLayer)
         unit = 13.0 * self.width + 2 * block.feed_forward_in.out_features
         if block.attention.dropout:
             unit += 9 / 4 * block.attention.heads * 15 * rate
-        return 4 * (values + rate * (4 * self.width + len(self.transformer.layers) * unit))
+        values += rate * (4 * self.width + len(self.transformer.layers) * unit)
+        return 4 * values

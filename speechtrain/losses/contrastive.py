@@ -59,13 +59,20 @@ def contrastive_loss(
         negative = (scores + EXCLUDED * same_code).gather(2, index)
         logits = torch.cat([positive, negative], 2)  # (B, M, 1 + K), the target is class 0
         loss = -(F.log_softmax(logits, 2)[..., 0] * weight).sum()
-        with torch.no_grad():
-            is_correct = _is_correct(positive, negative, weight.dtype)
-            shared = same_code.gather(2, index).sum(2)
-            is_first_of_code = same_code.tril(-1).sum(2) == 0
-            per_frame = (is_correct, shared, is_first_of_code)
-            correct, shared, distinct = ((count.to(weight.dtype) * weight).sum() for count in per_frame)
-    return Contrastive(loss, correct, shared, distinct=distinct, frames=weight.sum())
+        correct, shared, distinct = _weighted_counts(positive, negative, same_code, index, weight)
+    return Contrastive(loss, correct, shared, distinct, frames=weight.sum())
+
+
+@torch.no_grad()
+def _weighted_counts(
+    positive: Tensor, negative: Tensor, same_code: Tensor, index: Tensor, weight: Tensor
+) -> list[Tensor]:
+    """Count the correct frames, the negatives with their positive's code and the codes of the utterances."""
+    is_correct = _is_correct(positive, negative, weight.dtype)
+    shared = same_code.gather(2, index).sum(2)
+    is_first_of_code = same_code.tril(-1).sum(2) == 0
+    per_frame = (is_correct, shared, is_first_of_code)
+    return [(count.to(weight.dtype) * weight).sum() for count in per_frame]
 
 
 def _is_correct(positive: Tensor, negative: Tensor, dtype: torch.dtype) -> Tensor:

@@ -33,8 +33,9 @@ Xu et al., "Efficient sequence transduction by jointly predicting tokens and dur
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -103,21 +104,24 @@ def transducer_loss(
     lengths and labels are not checked, because a read would stall a device. An id of V or more is then
     undefined.
     """
-    _check_settings(activation, dropout, fastemit, chunk=chunk, keep=keep)
-    durations = check_durations(durations)
-    if (fastemit and durations) or not (sigma == 0 or (durations and sigma > 0)):
-        raise ValueError(f"fastemit is {fastemit}, sigma {sigma}: one excludes durations, one needs them")
-    extra = len(durations)
-    _check_tensors(blank, extra, encoder, prediction, weight, bias, labels, encoder_lengths, label_lengths)
+    _check_settings(activation, dropout, fastemit, chunk, keep)
+    durations = _check_durations(durations, fastemit, sigma)
+    tensors = (encoder, prediction, weight, bias, labels, encoder_lengths, label_lengths)
+    _check_tensors(blank, len(durations), *tensors)
     dtype = _matmul_dtype(compute_dtype, encoder.dtype)
+    joint = _Joint(blank, activation, dropout, fastemit, dtype, skip_below, chunk, keep, durations, sigma)
+    return _losses(joint, tensors, seed, static)
+
+
+def _losses(joint: _Joint, tensors: tuple[Tensor, ...], seed: int | Tensor, static: bool) -> Tensor:
+    encoder, prediction, weight, bias, *targets = tensors
     # The seed moves as data. As a constant it would compile the graph again at each step.
     keys = torch.as_tensor(seed, dtype=torch.int64).reshape(1).view(torch.int32).to(encoder.device)
-    targets = labels.long(), encoder_lengths.long(), label_lengths.long()
-    inputs = _Inputs(encoder, prediction, weight, bias, *targets, keys=keys)
+    labels, frames, symbols = (tensor.long() for tensor in targets)
+    inputs = _Inputs(encoder, prediction, weight, bias, labels, frames, symbols, keys=keys)
     if not static:
-        _check_contents(inputs, blank, len(bias) - extra)
-    chunk = min(chunk, encoder.shape[0] * encoder.shape[1] * prediction.shape[1])
-    joint = _Joint(blank, activation, dropout, fastemit, dtype, skip_below, chunk, keep, durations, sigma)
+        _check_contents(inputs, joint.blank, len(bias) - len(joint.durations))
+    joint = replace(joint, chunk=min(joint.chunk, math.prod(_lattice(inputs))))
     is_training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     function = _StaticLoss if static else _RaggedLoss
     loss: Tensor = function.apply(*inputs, joint, is_training)  # type: ignore[no-untyped-call]
@@ -146,6 +150,13 @@ def _check_settings(activation: str, dropout: float, fastemit: float, chunk: int
         raise ValueError(
             f"fastemit is {fastemit}, chunk {chunk}, keep {keep}. They must be at least 0, 1 and 0"
         )
+
+
+def _check_durations(durations: Sequence[int], fastemit: float, sigma: float) -> tuple[int, ...]:
+    durations = check_durations(durations)
+    if (fastemit and durations) or not (sigma == 0 or (durations and sigma > 0)):
+        raise ValueError(f"fastemit is {fastemit}, sigma {sigma}: one excludes durations, one needs them")
+    return durations
 
 
 def _matmul_dtype(compute_dtype: torch.dtype | None, encoder_dtype: torch.dtype) -> torch.dtype:
@@ -360,29 +371,32 @@ class _StaticLoss(torch.autograd.Function):
         return gradients.like(inputs)
 
 
-# ------------------------------------------------------------------------------- the walk over ragged cells
-
-
-class _RaggedWalk:
-    """Visits the cells within the lengths, ``chunk`` at a time. Gradients visit only cells that matter."""
+class _Walk:
+    """The parts that both walks share."""
 
     def __init__(self, joint: _Joint, inputs: _Inputs) -> None:
         self.joint, self.frames, self.symbols = joint, inputs.frames, inputs.symbols
         self.shape = _lattice(inputs)
-        self.encoder = inputs.encoder.to(joint.wide).flatten(0, 1)
-        self.prediction = inputs.prediction.to(joint.wide).flatten(0, 1)
         self.weight = (inputs.weight.to(joint.wide) * joint.scale).to(joint.dtype)
         self.bias = inputs.bias.to(joint.dtype)
-        self.targets = _targets(inputs, joint.blank).flatten()
         self.dropout = _dropout(joint, inputs)
+
+
+# ------------------------------------------------------------------------------- the walk over ragged cells
+
+
+class _RaggedWalk(_Walk):
+    """Visits the cells within the lengths, ``chunk`` at a time. Gradients visit only cells that matter."""
+
+    def __init__(self, joint: _Joint, inputs: _Inputs) -> None:
+        super().__init__(joint, inputs)
+        self.encoder = inputs.encoder.to(joint.wide).flatten(0, 1)
+        self.prediction = inputs.prediction.to(joint.wide).flatten(0, 1)
+        self.targets = _targets(inputs, joint.blank).flatten()
         # log-probabilities (B, T, P) of blank, next label and each duration
         self.arcs = [self.encoder.new_zeros(self.shape) for _ in range(2 + len(joint.durations))]
-        self.sums = _Gradients(
-            torch.zeros_like(self.encoder),
-            torch.zeros_like(self.prediction),
-            torch.zeros_like(self.weight, dtype=joint.wide),
-            bias=torch.zeros_like(self.bias, dtype=joint.wide),
-        )
+        inputs_of_gradients = (self.encoder, self.prediction, self.weight, self.bias)
+        self.sums = _Gradients(*(torch.zeros_like(x, dtype=joint.wide) for x in inputs_of_gradients))
         self.buffers = _Buffers(joint, inputs.weight)
         self.stored_logits = self.buffers.logits[:0]
         # the row of each cell in ``stored_logits``, or -1
@@ -420,7 +434,7 @@ class _RaggedWalk:
         is_stored = self.stored_row[local_cells + offset] >= 0
         for subset in (local_cells[is_stored], local_cells[~is_stored]):
             for chunk in torch.split(subset, self.joint.chunk):
-                cells = _Cells.from_flat(chunk + offset, *self.shape[1:])
+                cells = self._cells(chunk + offset)
                 self._add_cells(cells, weights[chunk], [field[chunk] for field in differences])
 
     def gradients(self) -> _Gradients:
@@ -445,21 +459,26 @@ class _RaggedWalk:
         """Compute the log-probabilities of the arcs, and store the logits that fit the buffer."""
         inside = _inside((len(self.frames[rows]), *self.shape[1:]), self.frames[rows], self.symbols[rows])
         cells = inside.flatten().nonzero()[:, 0] + rows.start * inside[0].numel()
-        is_stored = self._is_worth_storing(_Cells.from_flat(cells, *self.shape[1:]))
+        is_stored = self._is_worth_storing(self._cells(cells))
         stored = cells[is_stored]
         self.stored_row[stored] = torch.arange(len(stored), device=stored.device)
-        # torch.split is not used, because it fails for no cells under the compiler of torch 2.11.
-        for start in range(0, len(stored), self.joint.chunk):
-            chunk = stored[start : start + self.joint.chunk]
+        for start, chunk in self._chunks(stored):
             self._fill_cells(chunk, self.stored_logits[start : start + len(chunk)])
-        remaining = cells[~is_stored]
-        for start in range(0, len(remaining), self.joint.chunk):
-            chunk = remaining[start : start + self.joint.chunk]
+        for _, chunk in self._chunks(cells[~is_stored]):
             self._fill_cells(chunk, self.buffers.logits[: len(chunk)])
+
+    def _chunks(self, cells: Tensor) -> list[tuple[int, Tensor]]:
+        """Return each chunk of the cells (N,) with its start."""
+        # torch.split is not used, because it fails for no cells under the compiler of torch 2.11.
+        size = self.joint.chunk
+        return [(start, cells[start : start + size]) for start in range(0, len(cells), size)]
+
+    def _cells(self, flat: Tensor) -> _Cells:
+        return _Cells.from_flat(flat, *self.shape[1:])
 
     def _fill_cells(self, flat: Tensor, logits: Tensor) -> None:
         """Write the logits (N, V + K), and the arcs of the cells ``flat`` (N,)."""
-        cells = _Cells.from_flat(flat, *self.shape[1:])
+        cells = self._cells(flat)
         buffers = self.buffers
         torch.addmm(self.bias, self._hidden(cells), self.weight.t(), out=logits)
         if logits.dtype != buffers.wide_logits.dtype:
@@ -493,8 +512,9 @@ class _RaggedWalk:
         """Add the gradients of N cells, from their weight (N,) and differences (see ``_differentials``)."""
         hidden = self._hidden(cells)
         gradient = self._logit_gradient(cells, hidden, weight, differences)
-        self.sums.bias.add_(gradient.sum(0, dtype=self.joint.wide))
-        if self.joint.wide == self.joint.dtype:
+        wide = self.joint.wide
+        self.sums.bias.add_(gradient.sum(0, dtype=wide))
+        if wide == self.joint.dtype:
             self.sums.weight.addmm_(gradient.t(), hidden)
         else:
             self.sums.weight.add_(torch.mm(gradient.t(), hidden))
@@ -503,7 +523,7 @@ class _RaggedWalk:
         if self.joint.activation != "relu":  # The dropped units of relu are 0, and their slope is 0.
             self.dropout.apply_(slope, cells)
         unit_gradient *= slope
-        unit_gradient = unit_gradient.to(self.joint.wide)
+        unit_gradient = unit_gradient.to(wide)
         self.sums.encoder.index_add_(0, cells.frame_row, unit_gradient)
         self.sums.prediction.index_add_(0, cells.position_row, unit_gradient)
 
@@ -590,23 +610,19 @@ class _Cells(NamedTuple):
 # -------------------------------------------------------------------------------- the walk in static shapes
 
 
-class _StaticWalk:
+class _StaticWalk(_Walk):
     """Visits every cell of the padded lattice, a few frames of all utterances at a time.
 
     Its operations can be recorded in a graph: no index_add, no in-place write into a slice.
     """
 
     def __init__(self, joint: _Joint, inputs: _Inputs) -> None:
-        self.joint, self.frames, self.symbols = joint, inputs.frames, inputs.symbols
-        self.shape = _lattice(inputs)
+        super().__init__(joint, inputs)
         beyond_frames = _count(self.shape[1], inputs.frames) >= inputs.frames[:, None]
         beyond_symbols = _count(self.shape[2], inputs.symbols) > inputs.symbols[:, None]
         self.encoder = inputs.encoder.to(joint.wide).masked_fill(beyond_frames[..., None], 0)
         self.prediction = inputs.prediction.to(joint.wide).masked_fill(beyond_symbols[..., None], 0)
-        self.weight = (inputs.weight.to(joint.wide) * joint.scale).to(joint.dtype)
-        self.bias = inputs.bias.to(joint.dtype)
         self.targets = _targets(inputs, joint.blank)
-        self.dropout = _dropout(joint, inputs)
 
     def log_probabilities(self) -> list[Tensor]:
         """Log-probabilities (B, T, P) of blank, next label and each duration.
@@ -628,24 +644,32 @@ class _StaticWalk:
         """Compute the gradients of the inputs for the upstream gradients (B,)."""
         wide = self.joint.wide
         masks = self._symbol_masks()
-        cell_weight = differentials[0] * upstream[:, None, None]
+        fields = [differentials[0] * upstream[:, None, None], *differentials[1:]]
         encoder, prediction = [], torch.zeros_like(self.prediction)
         weight = torch.zeros_like(self.weight, dtype=wide)
         bias = torch.zeros_like(self.bias, dtype=wide)
         for span in self._spans():
-            hidden = self._hidden(span)
-            differences = [field[:, span, :, None] for field in differentials[1:]]
-            gradient = self._logit_gradient(hidden, masks, differences, cell_weight[:, span, :, None])
-            bias = bias + gradient.sum((0, 1, 2), dtype=wide)
-            span_weight = gradient.flatten(0, 2).t() @ hidden.flatten(0, 2)
-            weight = weight + span_weight.to(wide)
-            slope = self.joint.slope(hidden)
-            if self.joint.activation != "relu":
-                slope = self.dropout.applied(slope, span.start)
-            unit_gradient = (gradient @ self.weight).to(wide) * slope
-            encoder.append(unit_gradient.sum(2))
-            prediction = prediction + unit_gradient.sum(1)
+            part = self._span_gradients(span, masks, [field[:, span, :, None] for field in fields])
+            encoder.append(part.encoder)
+            prediction = prediction + part.prediction
+            weight = weight + part.weight
+            bias = bias + part.bias
         return _Gradients(torch.cat(encoder, 1), prediction, weight * self.joint.scale, bias=bias)
+
+    def _span_gradients(
+        self, span: slice, masks: tuple[Tensor, Tensor, Tensor], fields: Sequence[Tensor]
+    ) -> _Gradients:
+        """Compute the part of a span in the gradients. The weight's gradient is not scaled."""
+        wide = self.joint.wide
+        hidden = self._hidden(span)
+        gradient = self._logit_gradient(hidden, masks, fields)
+        bias = gradient.sum((0, 1, 2), dtype=wide)
+        weight = gradient.flatten(0, 2).t() @ hidden.flatten(0, 2)
+        slope = self.joint.slope(hidden)
+        if self.joint.activation != "relu":
+            slope = self.dropout.applied(slope, span.start)
+        unit_gradient = (gradient @ self.weight).to(wide) * slope
+        return _Gradients(unit_gradient.sum(2), unit_gradient.sum(1), weight.to(wide), bias=bias)
 
     def _symbol_masks(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return 1 for the blank (V,), the next label (B, 1, P, V) and the remaining symbols, else 0."""
@@ -656,16 +680,15 @@ class _StaticWalk:
         return is_blank, is_label, 1 - is_blank - is_label
 
     def _logit_gradient(
-        self,
-        hidden: Tensor,
-        masks: tuple[Tensor, Tensor, Tensor],
-        differences: Sequence[Tensor],
-        cell_weight: Tensor,
+        self, hidden: Tensor, masks: tuple[Tensor, Tensor, Tensor], fields: Sequence[Tensor]
     ) -> Tensor:
-        """Return the gradient over the logits (B, frames of the span, P, V + K)."""
+        """Return the gradient over the logits (B, frames of the span, P, V + K).
+
+        ``fields`` are the weight of the cells and the differences (see ``_differentials``).
+        """
         is_blank, is_label, is_remaining = masks
         softmax = self._parts(hidden)[0].softmax(-1)
-        blank, label, *durations = differences
+        cell_weight, blank, label, *durations = fields
         gradient = softmax * is_remaining + blank * is_blank + label * is_label
         if durations:
             gradient = torch.cat((gradient, *durations), -1)
@@ -851,11 +874,7 @@ def _posteriors_by_rows(blank: Tensor, label: Tensor, frames: Tensor, symbols: T
     blank, label = blank.double(), label.double()
     batch, length, positions = blank.shape
     turned_cells = _turned_cells(length, positions, frames, symbols)
-    # These arcs lead into each cell: from the previous frame, and from the previous position, which has no
-    # effect at position 0.
-    by_blank = torch.stack((F.pad(blank, (0, 0, 1, -1)), _turned(blank, turned_cells)))
-    by_label = torch.stack((F.pad(label, (1, -1)), _turned(label, turned_cells)))
-    alpha, turned_beta = _forward_by_rows(by_blank, by_label)
+    alpha, turned_beta = _forward_by_rows(*_arcs_into_rows(blank, label, turned_cells))
     beta = _turned(turned_beta, turned_cells)
 
     inside = _inside((batch, length, positions), frames, symbols)
@@ -869,6 +888,16 @@ def _posteriors_by_rows(blank: Tensor, label: Tensor, frames: Tensor, symbols: T
         occupancy=log_occupancy.exp().masked_fill(~inside, 0),
         label_share=log_share.exp().masked_fill(~leaves_by_label, 0),
     )
+
+
+def _arcs_into_rows(blank: Tensor, label: Tensor, turned_cells: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the arcs (2, B, T, P) into each cell by blank and by label, forward and backward.
+
+    They lead from the previous frame, and from the previous position, which has no effect at position 0.
+    """
+    by_blank = torch.stack((F.pad(blank, (0, 0, 1, -1)), _turned(blank, turned_cells)))
+    by_label = torch.stack((F.pad(label, (1, -1)), _turned(label, turned_cells)))
+    return by_blank, by_label
 
 
 def _turned_cells(length: int, positions: int, frames: Tensor, symbols: Tensor) -> Tensor:
@@ -906,18 +935,23 @@ def _posteriors_by_diagonals(blank: Tensor, label: Tensor, frames: Tensor, symbo
     no_blank, no_label, is_last = _arc_masks(length, positions, frames, symbols)
     blank = _skewed(blank.masked_fill(no_blank, _NEVER), _NEVER)
     label = _skewed(label.masked_fill(no_label, _NEVER), _NEVER)
-    by_blank, by_label, carries = _arcs_into_diagonals(blank, label, _skewed(is_last.to(blank.dtype), 0))
-    alpha, beta, totals, log_odds = _normalised_diagonals(by_blank, by_label, carries)
+    arcs = _arcs_into_diagonals(blank, label, _skewed(is_last.to(blank.dtype), 0))
+    alpha, beta, totals, log_odds = _normalised_diagonals(*arcs)
 
     inside = _inside((batch, length, positions), frames, symbols)
     log_occupancy = alpha + beta.flip(1, 2)
     occupancy = _straight(log_occupancy.softmax(-1), length) * inside
     label_share = _straight(log_odds.flip(1, 2).sigmoid(), length) * ~no_label
-    mass = (totals - beta) * beta.exp()
-    mass = mass.sum(-1).flip(1)  # Normalisation removes this from each diagonal.
-    beyond = _count(mass.shape[1], mass) > frames[:, None] - 1 + symbols[:, None]
-    loss = -mass.masked_fill(beyond, 0).sum(-1)
+    loss = _removed_loss(totals, beta, frames[:, None] - 1 + symbols[:, None])
     return _Posteriors(loss.masked_fill(frames == 0, 0), occupancy, label_share)
+
+
+def _removed_loss(totals: Tensor, beta: Tensor, last_diagonal: Tensor) -> Tensor:
+    """Return the loss (B,): minus the sum of the masses that the normalisation removes up to the last one."""
+    mass = (totals - beta) * beta.exp()
+    mass = mass.sum(-1).flip(1)
+    is_beyond = _count(mass.shape[1], mass) > last_diagonal
+    return -mass.masked_fill(is_beyond, 0).sum(-1)
 
 
 def _arc_masks(length: int, positions: int, frames: Tensor, symbols: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -954,19 +988,15 @@ def _normalised_diagonals(
     backward recursion the variables before normalisation and the log-odds of label against blank.
     """
     diagonal = torch.zeros_like(by_blank[:, :, 0])
-    blanks, labels, totals, alphas, betas = [], [], [], [], []
+    columns = []
     for d in range(by_blank.shape[2]):
         paths_by_blank = torch.addcmul(by_blank[:, :, d], carries[:, :, d], diagonal)
         paths_by_label = by_label[:, :, d] + F.pad(diagonal, (1, -1), value=_NEVER)
         total = torch.logaddexp(paths_by_blank, paths_by_label)
         diagonal = total.log_softmax(-1)
-        blanks.append(paths_by_blank[1])
-        labels.append(paths_by_label[1])
-        totals.append(total[1])
-        alphas.append(diagonal[0])
-        betas.append(diagonal[1])
-    log_odds = torch.stack(labels, 1) - torch.stack(blanks, 1)
-    return torch.stack(alphas, 1), torch.stack(betas, 1), torch.stack(totals, 1), log_odds
+        columns.append((diagonal[0], diagonal[1], total[1], paths_by_label[1], paths_by_blank[1]))
+    alpha, beta, totals, labels, blanks = (torch.stack(column, 1) for column in zip(*columns, strict=True))
+    return alpha, beta, totals, labels - blanks
 
 
 def _posteriors_of_durations(
@@ -987,18 +1017,27 @@ def _posteriors_of_durations(
     begins = (_count(positions, loss) == 0) & ~has_no_path[:, None]
     occupied = _occupancy_forward(shares, begins.to(loss.dtype), reach)
 
-    def straight(field: Tensor) -> Tensor:
-        return _straight(field.transpose(0, 1), length)
+    occupancy = _lattice_field(occupied, length) * _inside((batch, length, positions), frames, symbols)
+    label_share = _lattice_field(shares[:, :, reach:].sum(2), length)
+    duration_shares = _duration_shares(joint.durations, shares, length)
+    return _Posteriors(loss.masked_fill(has_no_path, 0), occupancy, label_share, duration_shares)
 
-    occupancy = straight(occupied) * _inside((batch, length, positions), frames, symbols)
-    label_share = straight(shares[:, :, reach:].sum(2))
-    duration_shares = []
-    for d in joint.durations:
+
+def _lattice_field(diagonals: Tensor, frames: int) -> Tensor:
+    """Rearrange diagonals (T + P, B, P) to the lattice (B, T, P)."""
+    return _straight(diagonals.transpose(0, 1), frames)
+
+
+def _duration_shares(durations: tuple[int, ...], shares: Tensor, frames: int) -> tuple[Tensor, ...]:
+    """Return the share (B, T, P) of the arcs of each duration."""
+    reach = durations[-1] + 1
+    fields = []
+    for d in durations:
         share = shares[:, :, reach + d]
         if d:
             share = share + shares[:, :, d - 1]
-        duration_shares.append(straight(share))
-    return _Posteriors(loss.masked_fill(has_no_path, 0), occupancy, label_share, tuple(duration_shares))
+        fields.append(_lattice_field(share, frames))
+    return tuple(fields)
 
 
 def _shares_backward(onward: Tensor, goes_on: Tensor, reach: int) -> tuple[Tensor, Tensor]:
@@ -1007,18 +1046,28 @@ def _shares_backward(onward: Tensor, goes_on: Tensor, reach: int) -> tuple[Tenso
     window = onward.new_full((batch, reach, positions), _NEVER)  # the diagonals that follow
     removed, log_shares = torch.zeros_like(window[:, 0, 0]), list[Tensor]()
     for d in range(len(onward) - 1, -1, -1):
-        paths = onward[d] + torch.cat((window, F.pad(window, (-1, 1), value=_NEVER)), 1)
-        log_share = paths.log_softmax(1)
+        log_share, total = _diagonal_shares(onward[d], window)
         log_shares.append(log_share)
-        total = (paths.amax(1) - log_share.amax(1)) * goes_on[d]  # This is logsumexp, which Gaudi lacks.
-        window = torch.cat((total[:, None], window[:, :-1]), 1)
-        # This keeps the numbers small. At each diagonal it would be a fifth of the operations.
+        window = torch.cat(((total * goes_on[d])[:, None], window[:, :-1]), 1)
+        # At each diagonal, this would be a fifth of the operations.
         if d % 4 == 0:
-            highest = window.amax((1, 2))
-            highest = highest * (highest > _NEVER / 2)
-            window, removed = window - highest[:, None, None], removed + highest
+            window, removed = _lowered(window, removed)
     loss = -(window[:, 0, 0] + removed)
     return loss, torch.stack(log_shares[::-1]).exp()
+
+
+def _lowered(window: Tensor, removed: Tensor) -> tuple[Tensor, Tensor]:
+    """Move each row's highest number from the window (B, R, P) to ``removed`` (B,), to keep numbers small."""
+    highest = window.amax((1, 2))
+    highest = highest * (highest > _NEVER / 2)
+    return window - highest[:, None, None], removed + highest
+
+
+def _diagonal_shares(onward: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-shares (B, 2R, P) of the arcs of a diagonal, and the log-sums (B, P) of their paths."""
+    paths = onward + torch.cat((window, F.pad(window, (-1, 1), value=_NEVER)), 1)
+    log_share = paths.log_softmax(1)
+    return log_share, paths.amax(1) - log_share.amax(1)  # The difference is logsumexp, which Gaudi lacks.
 
 
 def _occupancy_forward(shares: Tensor, begins: Tensor, reach: int) -> Tensor:

@@ -122,5 +122,5 @@ def test_a_model_without_meaning_does_not_end_an_evaluation(value: float) -> Non
 
 def test_a_transducer_is_sent_to_the_other_beam() -> None:
     scorer = TransducerScorer(Letters(), 0.5, prediction=Counting(), joint=Joint())
-    with pytest.raises(ConfigError, match=r"decoder=ctc_beam searches CTC models.*choose beam"):
+    with pytest.raises(ConfigError, match=r"decoder=ctc_beam searches CTC models.*Choose beam"):
         CTCBeam().decode(scorer, torch.zeros(1, 1, 4), torch.tensor([1]))

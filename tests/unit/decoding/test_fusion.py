@@ -76,11 +76,12 @@ def test_a_text_earns_its_words_and_phrases(lm: str, text: str) -> None:
     # the search adds the same, label by label, but for what the end of the text adds
     extra, state = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int64)
     for label in LETTERS.encode(text + " "):
-        extra = fusion.next(extra, state).expand(1, 1, 3)[..., label]
+        extra = fusion.label_scores(extra, state).expand(1, 1, 3)[..., label]
         state = fusion.advance(state, torch.tensor([[label]]), torch.tensor([[True]]))
-    end = 0.8 * model.score(fusion._states[int(state)][0], "</s>")
-    begun = 2.0 * fusion._share(fusion._states[int(state)][2])
-    assert float(extra) + end - begun == pytest.approx(expected, abs=1e-5)
+    context, _, prefixes = fusion._states[int(state)]
+    end = 0.8 * model.score(context, "</s>")
+    incomplete = 2.0 * fusion._fraction(prefixes)
+    assert float(extra) + end - incomplete == pytest.approx(expected, abs=1e-5)
 
 
 def check(
