@@ -52,10 +52,10 @@ def test_study_writes_table_recipe_and_page_and_continues(start: Start, tmp_path
     assert sorted(path.name for path in study.glob("trial-*")) == ["trial-000", "trial-001"]
     assert "optimizer.lr" in (study / "study.html").read_text()
 
-    more = finish(start(*SPACE, objectives, "hydra.sweeper.n_trials=3"))
-    assert more.returncode == 0, more.stderr
-    assert "trial 2: " in more.stdout
-    assert "trial 1: " not in more.stdout
+    command = finish(start(*SPACE, objectives, "hydra.sweeper.n_trials=3"))
+    assert command.returncode == 0, command.stderr
+    assert "trial 2: " in command.stdout
+    assert "trial 1: " not in command.stdout
 
     best = Study(study).best()
     assert best is not None
