@@ -267,7 +267,7 @@ def count_name(figures: FileFigures, node: ast.AST) -> None:
 
 
 def count_body(figures: FileFigures, function: ast.FunctionDef | ast.AsyncFunctionDef, size: int) -> None:
-    """Count the tokens of a body beyond the limit. A signature does not count, since it may list config keys."""
+    """Count the tokens of a body beyond the limit. A signature does not count: it may list config keys."""
     excess = size - LARGEST_FUNCTION
     if excess > 0:
         figures.findings.append(Finding(function.lineno, LARGE_FUNCTIONS, function.name, excess))
