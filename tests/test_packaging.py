@@ -78,7 +78,7 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     source.mkdir()
     # as git ignores them; a fresh clone has neither
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.pyc")
-    for name in ("speechtrain", "conf", "launchers"):
+    for name in ("speechtrain", "conf", "launchers", "hydra_plugins"):
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         if (ROOT / name).exists():
@@ -124,7 +124,8 @@ def _wanted() -> set[str]:
     files |= {
         f"speechtrain/{p.relative_to(ROOT)}" for p in (ROOT / "launchers").rglob("*") if p.suffix != ".pyc"
     }
-    files |= {str(p.relative_to(ROOT)) for p in (ROOT / "speechtrain").rglob("*") if p.suffix != ".pyc"}
+    for folder in ("speechtrain", "hydra_plugins"):
+        files |= {str(p.relative_to(ROOT)) for p in (ROOT / folder).rglob("*") if p.suffix != ".pyc"}
     return {
         f
         for f in files
@@ -217,6 +218,16 @@ def test_the_installed_package_is_the_wheel(site: Path, tmp_path: Path) -> None:
     program = "import speechtrain as s, speechtrain.launchers as l; print(s.__file__, l.__file__)"
     done = _call([sys.executable, "-c", program], tmp_path, environment)
     assert done.stdout.count(str(site)) == 2, done.stdout + done.stderr
+
+
+def test_study_runs_from_the_wheel(site: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    program = "import hydra_plugins.speechtrain_study as plugin; print(plugin.__file__)"
+    assert str(site) in _call([sys.executable, "-c", program], tmp_path, environment).stdout
+    study = ["-m", "hydra/sweeper=study", "hydra.sweeper.n_trials=1", "optimizer.lr=interval(1e-3,2e-3)"]
+    command = _speechtrain(site, tmp_path, "speechtrain-train", *study, *SMALL, "run_dir=study")
+    assert command.returncode == 0, command.stderr
+    assert (tmp_path / "study" / "trial-000" / "result.json").exists()
 
 
 def test_help_lists_the_groups(site: Path, tmp_path: Path) -> None:
