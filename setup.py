@@ -5,7 +5,7 @@ All other metadata is in pyproject.toml.
 
 from setuptools import find_packages, setup
 
-COMMANDS = ("train", "prepare", "evaluate", "transcribe", "export", "report", "doctor", "study")
+COMMANDS = ("train", "prepare", "evaluate", "transcribe", "export", "report", "study", "doctor")
 
 setup(
     packages=[

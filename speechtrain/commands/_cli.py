@@ -79,9 +79,9 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; {self.prog} --help shows the usage")
 
 
-def add_command(commands: Any, name: str, meaning: str, example: str) -> Any:
-    """Add the parser of a subcommand of ``prepare`` to argparse's action ``commands`` and return it."""
-    examples = [f"speechtrain prepare {name} {example}"]
+def add_command(commands: Any, name: str, meaning: str, example: str, program: str = "prepare") -> Any:
+    """Add the parser of a subcommand of ``program`` to argparse's action ``commands`` and return it."""
+    examples = [f"speechtrain {program} {name} {example}"]
     return commands.add_parser(
         name, help=meaning, description=meaning, examples=examples, exit_codes="docs/reference/exit-codes.md"
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speechtrain.commands._cli import Parser, console
+from speechtrain.commands._cli import Parser, add_command, console
 from speechtrain.errors import MALFORMED, ConfigError, printable
 from speechtrain.files import json_of, yaml_text
 from speechtrain.study import require_optuna
@@ -41,10 +41,10 @@ def parser() -> Parser:
         ],
         exit_codes="0 done, 2 usage or a wrong value, 5 no study in the folder, or a finished trial",
     )
-    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
-    ask = commands.add_parser(
-        "ask", help="print the next trial as {id, assignments}; nothing if the study is full"
+    commands = parser.add_subparsers(
+        dest="subcommand", required=True, metavar="SUBCOMMAND", parser_class=Parser
     )
+    ask = _add(commands, "ask", "print the next trials as {id, assignments}, nothing if the study is full")
     ask.add_argument("--count", type=int, default=1, metavar="N", help="number of trials, a line each")
     ask.add_argument(
         "--worker",
@@ -52,17 +52,24 @@ def parser() -> Parser:
         metavar="NAME",
         help="a worker that asks again gets its unfinished trial again",
     )
-    tell = commands.add_parser("tell", help="store the end of trials, {id, values} or {id, failed}")
-    status = commands.add_parser("status", help="print a table of the trials")
+    tell = _add(commands, "tell", "store the end of trials, {id, values} or {id, failed}")
+    tell.add_argument("lines", nargs="*", metavar="JSON", help="a trial each; default: the lines of stdin")
+    status = _add(commands, "status", "print a table of the trials")
     status.add_argument("--html", action="store_true", help="also write optuna's plots, STUDY/study.html")
-    imported = commands.add_parser("import", help="make a study from parameters and metrics in SigOpt's form")
-    imported.add_argument("file", type=Path, metavar="FILE", help="YAML with parameters and metrics")
+    imported = _add(
+        commands, "import", "make a study from parameters and metrics in SigOpt's form", "FILE STUDY"
+    )
     imported.add_argument("--sampler", default="tpe", help="tpe (default), random or grid")
     imported.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the draws (default 1)")
-    for command in (ask, tell, status, imported):
-        command.add_argument("study", type=Path, metavar="STUDY", help="folder of the study")
-    tell.add_argument("lines", nargs="*", metavar="JSON", help="a trial each; default: the lines of stdin")
     return parser
+
+
+def _add(commands: Any, name: str, meaning: str, positionals: str = "STUDY") -> Any:
+    """Add the parser of a subcommand with the arguments ``positionals``, and return it."""
+    subparser = add_command(commands, name, meaning, positionals, program="study")
+    for positional in positionals.split():
+        subparser.add_argument(positional.lower(), type=Path, metavar=positional)
+    return subparser
 
 
 def _ask(arguments: Namespace) -> None:

@@ -89,6 +89,7 @@ def test_no_name_prints_the_commands(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_unknown_option_has_the_same_line_everywhere(name: str) -> None:
     words = {"prepare": ["stats", "DIR"], "transcribe": ["RUN", "a.wav"], "export": ["RUN", "--out", "DIR"]}
+    words["study"] = ["ask", "STUDY"]
     arguments = words.get(name, [] if name in ("train", "doctor") else ["RUN"])
     message = rf"^unknown option --hepl; did you mean '--help'\?; speechtrain {name} --help shows the usage$"
     with pytest.raises(ConfigError, match=message):
