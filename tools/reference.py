@@ -37,7 +37,8 @@ NOTE = "<!-- `make docs-reference` writes this page. Edit its sources instead: {
 LONGEST_SIGNATURE = 100
 
 SUBCOMMANDS = {
-    "prepare": ("tokenizer", "manifest", "convert", "perturb", "split", "stats", "lm", "tsv", "corpus=NAME")
+    "prepare": ("tokenizer", "manifest", "convert", "perturb", "split", "stats", "lm", "tsv", "corpus=NAME"),
+    "study": ("ask", "tell", "status", "import"),
 }
 
 USE = (
