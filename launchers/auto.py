@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from speechtrain.launcher import Job, Launcher, Result
+from speechtrain.launcher import Job, Launcher, LaunchResult
 
 
 class Auto(Launcher):
@@ -18,13 +18,13 @@ class Auto(Launcher):
     def check(self, job: Job) -> None:
         self._launcher_for(job).check(job)
 
-    def lacking(self, job: Job) -> str:
-        return self._launcher_for(job).lacking(job)
+    def missing_program(self, job: Job) -> str:
+        return self._launcher_for(job).missing_program(job)
 
     def is_here(self, job: Job) -> bool:
         return self._launcher_for(job).is_here(job)
 
-    def launch(self, job: Job) -> Result:
+    def launch(self, job: Job) -> LaunchResult:
         return self._launcher_for(job).launch(job)
 
     def render(self, job: Job) -> str:

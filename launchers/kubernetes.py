@@ -17,7 +17,7 @@ from speechtrain.launcher import (
     AGENT,
     Job,
     Launcher,
-    Result,
+    LaunchResult,
     escape_for_torchrun,
     forwarded_environment,
     here_document,
@@ -104,7 +104,7 @@ class Kubernetes(Launcher):
             "same path, as in 'launcher.volumes={CLAIM: /shared}', and set run_dir below that path"
         )
 
-    def launch(self, job: Job) -> Result:
+    def launch(self, job: Job) -> LaunchResult:
         name, manifest = self._name(job), self.manifest(job)
         self._clear(name)
         self._call("apply", "--filename=-", text=manifest)
@@ -114,10 +114,10 @@ class Kubernetes(Launcher):
         print(f"submitted job.batch/{name}; to follow its log: {log}", flush=True)
         if not self.wait:
             delete = shlex.join([*self._kubectl, "delete", *_objects(name)])
-            return Result(0, f"`{delete}` saves the run and ends it; the same command continues")
+            return LaunchResult(0, f"`{delete}` saves the run and ends it; the same command continues")
         code = wait_for_job(partial(self._exit_code, name), partial(self._stop, name), self.poll_seconds)
         self._ask("delete", f"service/{name}", "--ignore-not-found", "--wait=false")
-        return Result(code)
+        return LaunchResult(code)
 
     def render(self, job: Job) -> str:
         return here_document([*self._kubectl, "apply", "--filename=-"], self.manifest(job))

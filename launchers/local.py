@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from speechtrain.errors import ConfigError
-from speechtrain.launcher import WORKER, Job, Launcher, Result, shell_line
+from speechtrain.launcher import WORKER, Job, Launcher, LaunchResult, shell_line
 from speechtrain.supervision.supervise import supervise
 
 
@@ -29,10 +29,10 @@ class Local(Launcher):
     def is_here(self, job: Job) -> bool:
         return True
 
-    def launch(self, job: Job) -> Result:
+    def launch(self, job: Job) -> LaunchResult:
         if self.inline:
-            return Result(importlib.import_module(WORKER).main([str(job.config)]))
-        return Result(supervise(job.command, job.environ()))
+            return LaunchResult(importlib.import_module(WORKER).main([str(job.config)]))
+        return LaunchResult(supervise(job.command, job.environ()))
 
     def render(self, job: Job) -> str:
         return shell_line(job.command, job.environment)

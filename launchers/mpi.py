@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from speechtrain.errors import ConfigError
-from speechtrain.launcher import AGENT, PARENT, Job, Launcher, Result, forwarded_environment, host_lines
+from speechtrain.launcher import AGENT, PARENT, Job, Launcher, LaunchResult, forwarded_environment, host_lines
 from speechtrain.supervision.rendezvous import port_error, rendezvous_port
 from speechtrain.supervision.supervise import supervise
 
@@ -73,7 +73,7 @@ class Mpi(Launcher):
     def host_count(self) -> int:
         return len(set(self._hosts()))
 
-    def lacking(self, job: Job) -> str:
+    def missing_program(self, job: Job) -> str:
         program, engine = self.mpirun, self.detected_engine
         if shutil.which(program) is None:
             fix = "install Open MPI, MPICH or Intel MPI, or set launcher.program"
@@ -89,8 +89,8 @@ class Mpi(Launcher):
             )
         return ""
 
-    def launch(self, job: Job) -> Result:
-        return Result(supervise(self._command(job), job.environ(), job.run_dir / AGENT, is_deep=True))
+    def launch(self, job: Job) -> LaunchResult:
+        return LaunchResult(supervise(self._command(job), job.environ(), job.run_dir / AGENT, is_deep=True))
 
     def render(self, job: Job) -> str:
         return shlex.join(self._command(job))

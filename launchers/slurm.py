@@ -13,7 +13,7 @@ from string import Template
 
 from speechtrain.errors import ConfigError
 from speechtrain.files import open_append, write_text, writing
-from speechtrain.launcher import Job, Launcher, Result, here_document, is_secret
+from speechtrain.launcher import Job, Launcher, LaunchResult, here_document, is_secret
 from speechtrain.supervision.client import ask_client, call_client
 from speechtrain.supervision.node_agent import MODULE
 from speechtrain.supervision.rendezvous import rendezvous_port
@@ -76,7 +76,7 @@ class Slurm(Launcher):
         if "\n" in str(job.run_dir):
             raise ConfigError(f"run_dir={str(job.run_dir)!r}: remove the line break for launcher=slurm")
 
-    def launch(self, job: Job) -> Result:
+    def launch(self, job: Job) -> LaunchResult:
         script = self.script(job)
         with writing(job.run_dir / LOG, "remove it or set another run_dir"):  # Slurm follows links.
             write_text(job.run_dir / SCRIPT, script)
@@ -87,9 +87,9 @@ class Slurm(Launcher):
         print(f"submitted Slurm job {number}; to follow its log: {log}", flush=True)
         if not self.wait:
             stop = f"scancel --signal=TERM {number}"
-            return Result(0, f"`{stop}` saves the run and ends the job; the same command continues")
+            return LaunchResult(0, f"`{stop}` saves the run and ends the job; the same command continues")
         code = wait_for_job(partial(_exit_code, number), partial(_stop, number), self.poll_seconds)
-        return Result(code, log=LOG)
+        return LaunchResult(code, log=LOG)
 
     def render(self, job: Job) -> str:
         return here_document(self._submission(job), self.script(job))

@@ -24,7 +24,7 @@ from speechtrain.launcher import (
     AGENT,
     Job,
     Launcher,
-    Result,
+    LaunchResult,
     escape_for_torchrun,
     forwarded_environment,
     host_lines,
@@ -84,7 +84,7 @@ class Ssh(Launcher):
     def check(self, job: Job) -> None:
         job.ranks_per_node(len(self._hosts()))
 
-    def launch(self, job: Job) -> Result:
+    def launch(self, job: Job) -> LaunchResult:
         hosts = self._hosts()
         clients = list(map(_Client, hosts, self._commands(job, hosts)))
         self._check_hosts(job, hosts)
@@ -95,7 +95,7 @@ class Ssh(Launcher):
         connections = _Connections(
             clients, self.shutdown_seconds, self.max_restarts, self.rejoin_seconds, fault_of
         )
-        return Result(connections.run(), cause=connections.cause)
+        return LaunchResult(connections.run(), cause=connections.cause)
 
     def render(self, job: Job) -> str:
         lines = [shlex.join(command) for command in self._commands(job, self._hosts())]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 
-from speechtrain.launcher import AGENT, Job, Launcher, Result, escape_for_torchrun, shell_line
+from speechtrain.launcher import AGENT, Job, Launcher, LaunchResult, escape_for_torchrun, shell_line
 from speechtrain.supervision.rendezvous import agent_command
 from speechtrain.supervision.supervise import supervise
 
@@ -29,10 +29,10 @@ class Torchrun(Launcher):
     def is_here(self, job: Job) -> bool:
         return True
 
-    def launch(self, job: Job) -> Result:
+    def launch(self, job: Job) -> LaunchResult:
         job = self._with_timeout(job)
         grace = float(self.shutdown_seconds)
-        return Result(supervise(self._command(job), job.environ(), job.run_dir / AGENT, grace=grace))
+        return LaunchResult(supervise(self._command(job), job.environ(), job.run_dir / AGENT, grace=grace))
 
     def render(self, job: Job) -> str:
         job = self._with_timeout(job)

@@ -78,7 +78,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Result:
+class LaunchResult:
     """The end of the processes. The outcome of the run is in its ``result.json``."""
 
     returncode: int
@@ -113,7 +113,7 @@ class Launcher(ABC):
     def check(self, job: Job) -> None:  # noqa: B027 - nothing is a sensible default
         """Raise ConfigError if this launcher cannot start ``job``."""
 
-    def lacking(self, job: Job) -> str:
+    def missing_program(self, job: Job) -> str:
         """Return the reason why this machine cannot start ``job``, with the fix, or an empty text."""
         for name in self.programs:
             if shutil.which(name) is None:
@@ -130,7 +130,7 @@ class Launcher(ABC):
         return int(getattr(self, "nodes", 1))
 
     @abstractmethod
-    def launch(self, job: Job) -> Result:
+    def launch(self, job: Job) -> LaunchResult:
         """Start the processes, pass signals on to them, and wait for their end."""
 
     @abstractmethod

@@ -297,7 +297,7 @@ def _has_type(value: Any, expected: Any) -> bool:
         elements = value.values() if type(value) is dict else value
         return all(_has_type(element, arguments[-1]) for element in elements)
     if expected is float:
-        return number(value) is not None
+        return finite_number(value) is not None
     return type(value) is expected
 
 
@@ -442,7 +442,7 @@ def read_failure(run_dir: Path) -> RunResult | None:
     return min(failures, key=order, default=None)
 
 
-def outcome(metrics: Any, last_metrics: Any, checkpoint: Any, speed: Any = None) -> str:
+def outcome_text(metrics: Any, last_metrics: Any, checkpoint: Any, speed: Any = None) -> str:
     """Return a line with the metrics of the best checkpoint and the speed of a result.
 
     If the last validation has other metrics, they follow.
@@ -457,7 +457,7 @@ def outcome(metrics: Any, last_metrics: Any, checkpoint: Any, speed: Any = None)
     return ", ".join(filter(None, (text, speed_text(speed))))
 
 
-SPEED = {
+SPEED_UNITS = {
     "utterances_per_s": "utt/s",
     "audio_s_per_s": "audio-s/s",
     "epoch_s": "s/epoch",
@@ -469,7 +469,7 @@ SPEED = {
 def speed_text(speed: Mapping[str, float] | None) -> str:
     """Return a line such as ``512.3 utt/s, 1024 audio-s/s, 35.2 s/epoch, 4.12 ms/audio-s`` without zeros."""
     texts = []
-    for name, unit in SPEED.items():
+    for name, unit in SPEED_UNITS.items():
         value = (speed or {}).get(name)
         if value:
             texts.append(f"{value:.4g} {unit}")
@@ -482,10 +482,10 @@ def _metrics_text(metrics: Any) -> str:
         return ""
     # The metrics of the first set are there twice, once without its name.
     named_metrics = {name: value for name, value in metrics.items() if "/" in name}
-    return ", ".join(metric(name, value) for name, value in (named_metrics or metrics).items())
+    return ", ".join(metric_text(name, value) for name, value in (named_metrics or metrics).items())
 
 
-def number(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
     """Return ``value`` as a float if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -495,11 +495,11 @@ def number(value: Any) -> float | None:
         return None
 
 
-def metric(name: str, value: Any) -> str:
+def metric_text(name: str, value: Any) -> str:
     """Return ``wer 3.21 %`` for an error rate, which is a fraction, and ``loss 4.56`` for another metric."""
     if value is None:
         return f"{name} -"
-    if not isinstance(value, float) and number(value) is None:
+    if not isinstance(value, float) and finite_number(value) is None:
         return f"{name} {str(value)[:20]}"
     return f"{name} {100 * value:.2f} %" if is_error_rate(name) else f"{name} {value:.4g}"
 

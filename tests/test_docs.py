@@ -25,10 +25,10 @@ from speechtrain.interop.pretrained import describe
 from speechtrain.interop.weights import write_imported
 from speechtrain.runs.command_line import Command, check_flags, read
 from speechtrain.runs.compose import compose_with_choices
-from speechtrain.runs.from_data import follow_data, typed_keys
+from speechtrain.runs.from_data import explicit_keys, follow_data
 from speechtrain.runs.jobs import _refuse_other_validation
 from speechtrain.runs.recipe_needs import settle_needs
-from speechtrain.runs.resume import continued, run_to_continue
+from speechtrain.runs.resume import config_to_continue, run_to_continue
 from speechtrain.runs.run_name import RunNames
 from speechtrain.runs.start import start_run
 from tests.support.tiny_run import TINY, untrained
@@ -178,7 +178,7 @@ def start(words: list[str], is_partial: bool) -> None:
     check_flags(command.flags)
     run_dir = run_to_continue(command, RunNames(command.config_dir))
     if run_dir is not None:
-        config = continued(run_dir, command)
+        config = config_to_continue(run_dir, command)
     else:
         command = replace(command, overrides=first_job(command.overrides))
         config = new_config(command)
@@ -193,7 +193,7 @@ def new_config(command: Command) -> DictConfig:
     check_device(group_choices, config)
     config.run_dir = str(command.run_dir or Path("new").resolve())
     with_whole_paths(config)
-    follow_data(config, typed_keys(command.overrides, {}), is_plan=settle_needs(config))
+    follow_data(config, explicit_keys(command.overrides, {}), is_plan=settle_needs(config))
     return config
 
 

@@ -76,7 +76,7 @@ PARTS = (
     "speechtrain.compute_policy.PolicyAware",
     "speechtrain.launcher.Launcher",
     "speechtrain.launcher.Job",
-    "speechtrain.launcher.Result",
+    "speechtrain.launcher.LaunchResult",
     "speechtrain.optim.schedules.Schedule",
     "speechtrain.tracking.base.Tracker",
 )

@@ -280,7 +280,7 @@ class Recipe:
         from speechtrain.runs.auto_device import check_launcher
         from speechtrain.runs.command_line import rewrite
         from speechtrain.runs.compose import compose_with_choices
-        from speechtrain.runs.from_data import follow_data, typed_keys
+        from speechtrain.runs.from_data import explicit_keys, follow_data
         from speechtrain.runs.recipe_needs import needs_of
 
         self.config, group_choices = compose_with_choices(rewrite(self.overrides), self.config_dir)
@@ -290,7 +290,7 @@ class Recipe:
         if needs:
             raise DataError(". ".join(map(str, needs)))
         check(self.config)
-        follow_data(self.config, typed_keys(self.overrides, {}))
+        follow_data(self.config, explicit_keys(self.overrides, {}))
         self._sample_rate = int(self.config.data.get("sample_rate") or 16_000)
         yield Finding(GREEN, "recipe", f"{' '.join(self.overrides) or 'the defaults'}: every key is valid")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from speechtrain.commands._cli import Parser, console
 from speechtrain.errors import SPELLING, ConfigError, MachineError, printable
 from speechtrain.files import atomic, finite, json_text, writing
-from speechtrain.run_directory import is_error_rate, metric
+from speechtrain.run_directory import is_error_rate, metric_text
 
 if TYPE_CHECKING:
     from speechtrain.inference.loaded_run import LoadedRun
@@ -112,7 +112,7 @@ def _print_outcome(name: str, outcome: Outcome, mistakes: dict[str, Any] | None)
 
     texts = []
     for metric_name, value in outcome.metrics.items():
-        text = metric(metric_name, value)
+        text = metric_text(metric_name, value)
         if metric_name in outcome.totals and is_error_rate(metric_name):
             errors, units = outcome.totals[metric_name]
             text += f" ({errors:.0f} of {units:.0f})"

@@ -78,15 +78,15 @@ def run(argv: list[str]) -> int:
         print(f"speechtrain {__version__}")
         return 0
     from speechtrain.runs.jobs import start_jobs
-    from speechtrain.runs.resume import continued, run_to_continue
+    from speechtrain.runs.resume import config_to_continue, run_to_continue
     from speechtrain.runs.run_name import RunNames
     from speechtrain.runs.start import start_run
 
     command = read(argv)
-    ranks = command.together
+    ranks = command.external_launch
     if ranks and ranks.world.rank:  # Rank 0 takes the steps that follow.
         return ranks.join()
-    context = ranks.telling() if ranks else nullcontext()
+    context = ranks.reporting_exit_code() if ranks else nullcontext()
     with context:
         check_flags(command.flags)
         names = RunNames(command.config_dir)
@@ -94,7 +94,7 @@ def run(argv: list[str]) -> int:
         if run_dir is None:
             start_jobs(command, names)
         else:
-            start_run(command, continued(run_dir, command), {})
+            start_run(command, config_to_continue(run_dir, command), {})
     return 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from speechtrain.run_directory import RunResult, metric, number
+from speechtrain.run_directory import RunResult, finite_number, metric_text
 
 _POOR_WER, _SILENT_CER = 0.5, 0.9
 _RISE, _FALL = 1.1, 0.99  # of the last loss, against the lowest and against the one before
@@ -25,14 +25,15 @@ def advice(result: RunResult, events: Sequence[Event]) -> Iterator[str]:
     metrics = result.last_metrics or {}
     yield from worse_searches(metrics, metrics, "final/")
     best = result.metrics or {}
-    wer, cer = number(best.get("wer")), number(best.get("cer"))
+    wer, cer = finite_number(best.get("wer")), finite_number(best.get("cer"))
     if result.steps == 0:
         yield f"it made no update: raise {limit_of(result)}"
     elif wer is not None and wer >= _POOR_WER:
         state = "it does not write what was said yet"
         if cer is not None and cer < _SILENT_CER:
             state = "most words have an error"
-        yield f"{state}: {metric('wer', wer)}, {metric('cer', cer)}. {_on_time(limit_of(result), events)}"
+        rates = f"{metric_text('wer', wer)}, {metric_text('cer', cer)}"
+        yield f"{state}: {rates}. {_on_time(limit_of(result), events)}"
         for event in events:
             if event.get("from data"):
                 amount = str(event["from data"]).partition(":")[0]
@@ -55,15 +56,17 @@ def limit_of(result: RunResult) -> str:
 def worse_searches(usual: Event, searched: Event, prefix: str = "") -> Iterator[str]:
     """Yield a line for each set whose WER in ``searched``, where names have ``prefix``, is the higher one."""
     for name, rate in usual.items():
-        search_rate = number(searched.get(prefix + name))
-        if name.endswith("/wer") and search_rate is not None and search_rate > (number(rate) or 0.0):
-            line = f"{prefix}{name}: {metric('wer', search_rate)}, but {metric('wer', rate)} with the decoder"
-            yield f"{line} of training, which is better here (docs/decoding.md)"
+        search_rate = finite_number(searched.get(prefix + name))
+        if name.endswith("/wer") and search_rate is not None and search_rate > (finite_number(rate) or 0.0):
+            line = f"{prefix}{name}: {metric_text('wer', search_rate)}, but {metric_text('wer', rate)}"
+            yield f"{line} with the decoder of training, which is better here (docs/decoding.md)"
 
 
 def _on_time(limit: str, events: Sequence[Event]) -> str:
     """Say whether more time helps, by the loss of the first evaluation set."""
-    validations = [event for event in events if event.get("event") == "valid" and number(event.get("loss"))]
+    validations = [
+        event for event in events if event.get("event") == "valid" and finite_number(event.get("loss"))
+    ]
     losses = [event["loss"] for event in validations if event.get("set") == validations[0].get("set")]
     if len(losses) < 2:
         return f"It ended with {limit}. Raise it"

@@ -18,7 +18,7 @@ from rapidfuzz.distance import Levenshtein
 from speechtrain import __version__
 from speechtrain.report.chart import DASHES, PALETTE, Chart, Line, short, smoothed
 from speechtrain.report.run import Curve, Run, differing, names_of
-from speechtrain.run_directory import is_error_rate, number
+from speechtrain.run_directory import finite_number, is_error_rate
 from speechtrain.tracking.console import duration
 
 KINDS = {"replace": "substituted", "delete": "deleted", "insert": "inserted"}
@@ -44,7 +44,7 @@ def page(runs: Sequence[Run]) -> str:
     )
     filters = (_count, _date, _facts, _figure, _heading, _headline, _median, _setting, _three, _verdict)
     environment.filters |= {filter_.__name__[1:]: filter_ for filter_ in filters}
-    environment.filters |= {"duration": duration, "number": number, "short": short}
+    environment.filters |= {"duration": duration, "number": finite_number, "short": short}
     names, metric = names_of(runs), _headline(runs)
     return environment.get_template("page.html").render(
         runs=runs,
@@ -218,7 +218,7 @@ def _heading(metric: str) -> str:
 
 
 def _figure(value: Any, metric: str) -> str:
-    finite = number(value)
+    finite = finite_number(value)
     if finite is None:
         return "not finite" if value is None else str(value)
     return f"{100 * finite:.2f} %" if is_error_rate(metric) else short(finite)

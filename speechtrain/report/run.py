@@ -25,7 +25,7 @@ from speechtrain.run_directory import (
     About,
     RunResult,
     StoredConfig,
-    number,
+    finite_number,
     read_about,
     read_best,
     read_metrics,
@@ -98,14 +98,14 @@ class Run:
         """Return the curves of an event's numbers, by metric and set."""
         curves: dict[str, dict[str, Curve]] = {}
         for values in self.events_of(event):
-            step, set_name = number(values.get("step")), str(values.get("set", ""))
+            step, set_name = finite_number(values.get("step")), str(values.get("set", ""))
             if step is None:
                 continue
             for metric, value in values.items():
                 is_number = value is None or isinstance(value, int | float)
                 if is_number and metric not in _NO_CURVES:
                     curves_by_set = curves.setdefault(metric, {})
-                    curves_by_set.setdefault(set_name, Curve()).append(step, number(value))
+                    curves_by_set.setdefault(set_name, Curve()).append(step, finite_number(value))
         return curves
 
     @cached_property
@@ -163,7 +163,7 @@ class Run:
             return self.result.wall_s
         attempts: list[list[float]] = []  # the times of each attempt's events
         for values in self.events:
-            event_time = number(values.get("time"))
+            event_time = finite_number(values.get("time"))
             if event_time is None:
                 continue
             if values["event"] == "start" or not attempts:
@@ -211,7 +211,7 @@ class Run:
     def numbers(self, key: str, *names: str) -> list[float]:
         """Return the finite values of a key in the events of these names, or in all events without a name."""
         events = self.events_of(*names) if names else self.events
-        numbers = (number(values.get(key)) for values in events)
+        numbers = (finite_number(values.get(key)) for values in events)
         return [value for value in numbers if value is not None]
 
 

@@ -13,7 +13,7 @@ from speechtrain.config.resume_fields import swept_volatile
 from speechtrain.errors import ConfigError, nearest
 from speechtrain.run_directory import ABOUT
 from speechtrain.runs.choices import config_dir
-from speechtrain.runs.external_launch import ExternalLaunch, started_together
+from speechtrain.runs.external_launch import ExternalLaunch, find_external_launch
 
 # Hydra's options with the values that each accepts. An empty tuple accepts any value, None accepts no value.
 _FLAGS: dict[str, tuple[str, ...] | None] = {
@@ -39,7 +39,9 @@ class Command:
     is_sweep: bool
     config_dir: str | None  # the last one if there are several
     run_dir: Path | None  # None for a sweep, whose jobs have a directory each
-    together: ExternalLaunch | None  # the ranks that another program has started, which no launcher starts
+    external_launch: (
+        ExternalLaunch | None
+    )  # the ranks that another program has started, which no launcher starts
     swept: tuple[str, ...] = ()  # the keys that differ between the jobs of a sweep
 
     def identity(self, user_files: Mapping[str, str]) -> dict[str, Any]:
@@ -69,7 +71,7 @@ def read(argv: Sequence[str]) -> Command:
         is_sweep=is_sweep,
         config_dir=config_dir(flags),
         run_dir=run_dir,
-        together=started_together(run_dir),
+        external_launch=find_external_launch(run_dir),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from speechtrain.errors import ConfigError, MachineError, Preempted, RunError, SpeechtrainError
 from speechtrain.files import read_json, write_json
-from speechtrain.launcher import RANK_MEMORY, Job, Launcher, Result, World
+from speechtrain.launcher import RANK_MEMORY, Job, Launcher, LaunchResult, World
 from speechtrain.run_directory import CONFIG, rank_folder, read_result
 from speechtrain.supervision.process_tree import siblings_of
 from speechtrain.supervision.rendezvous import rendezvous_port
@@ -51,7 +51,7 @@ class ExternalLaunch(Launcher):
                 "world_size, or start as many processes"
             )
 
-    def launch(self, job: Job) -> Result:
+    def launch(self, job: Job) -> LaunchResult:
         environment = dict(job.environment)
         if "MASTER_ADDR" not in os.environ:
             is_here = self.world.local_size == self.world.size
@@ -59,7 +59,7 @@ class ExternalLaunch(Launcher):
         if "MASTER_PORT" not in os.environ:
             environment["MASTER_PORT"] = str(rendezvous_port(job.run_dir))
         self._send({"environment": {name: environment[name] for name in _PASSED if name in environment}})
-        return Result(self._train(replace(job, environment=environment)))
+        return LaunchResult(self._train(replace(job, environment=environment)))
 
     def render(self, job: Job) -> str:
         return f"# {self.world.size} processes were started together. Each runs\n" + " ".join(job.command)
@@ -70,7 +70,7 @@ class ExternalLaunch(Launcher):
         return supervise(command, job.environ())
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting_exit_code(self) -> Iterator[None]:
         """Return the context of rank 0. If it ends before rank 0 trains, the others get its exit code."""
         (self.run_dir / RENDEZVOUS).unlink(missing_ok=True)
         code = 1
@@ -120,7 +120,7 @@ class ExternalLaunch(Launcher):
         )
 
 
-def started_together(run_dir: Path | None) -> ExternalLaunch | None:
+def find_external_launch(run_dir: Path | None) -> ExternalLaunch | None:
     """Return the launcher of the ranks that were started together, or None if this process is alone.
 
     Raises ConfigError if there are several ranks and the command line does not name the run directory.

@@ -54,7 +54,7 @@ _FAST_PERCENTILE = 95  # of the labels per second
 _SENTENCEPIECE = "speechtrain.text.vocabulary.SentencePiece"
 
 
-def typed_keys(overrides: Sequence[str], user_files: Mapping[str, str]) -> set[str]:
+def explicit_keys(overrides: Sequence[str], user_files: Mapping[str, str]) -> set[str]:
     """Return the keys and groups that the user sets by overrides, or in YAML files of the user's own."""
     keys = {key_of(text) for text in overrides}
     for name, text in user_files.items():

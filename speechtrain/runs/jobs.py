@@ -29,21 +29,20 @@ from speechtrain.config.resume_fields import key_of
 from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.errors import ConfigError, MachineError, Preempted, SpeechtrainError, class_of, print_notice
 from speechtrain.files import read_json, say, write_json
-from speechtrain.run_directory import CONFIG, RunResult, speed_text
-from speechtrain.run_directory import metric as metric_text
+from speechtrain.run_directory import CONFIG, RunResult, metric_text, speed_text
 from speechtrain.runs.auto_device import announce_auto, auto_device, check_same_device
 from speechtrain.runs.command_line import Command
 from speechtrain.runs.compose import compose, explain, offer_choices
-from speechtrain.runs.external_launch import started_together
+from speechtrain.runs.external_launch import find_external_launch
 from speechtrain.runs.finetuned import FINETUNED
-from speechtrain.runs.from_data import follow_data, typed_keys
+from speechtrain.runs.from_data import explicit_keys, follow_data
 from speechtrain.runs.recipe_needs import settle_needs
-from speechtrain.runs.resume import continued
+from speechtrain.runs.resume import config_to_continue
 from speechtrain.runs.run_name import RunNames, base_folder
 from speechtrain.runs.start import start_run
 from speechtrain.runs.started_runs import require_started
 from speechtrain.runs.study_jobs import conclude_study, is_study, job_name, register_study, run_job, trial_of
-from speechtrain.runs.user_yaml import written_files
+from speechtrain.runs.user_yaml import user_yaml_files
 
 _CONFIG_PATH = "pkg://speechtrain.conf"
 
@@ -158,20 +157,20 @@ def _start(job: Command, config: DictConfig, settings: Any) -> RunResult:
     """Start or continue the run of a job from its composed ``config``, and return its result."""
     # The path is absolute, because ranks on other hosts and a resumed command must use the same folder.
     run_dir = Path(settings.runtime.output_dir).resolve()
-    user_files = written_files(settings.runtime.choices, job.config_dir)
+    user_files = user_yaml_files(settings.runtime.choices, job.config_dir)
     if (run_dir / CONFIG).is_file():
         if config.run_dir is None:
             require_started(run_dir)
-        config = continued(run_dir, job)
+        config = config_to_continue(run_dir, job)
     else:
         config = _new_config(job, config, settings, run_dir)
-        follow_data(config, typed_keys(job.overrides, user_files), is_plan=settle_needs(config))
+        follow_data(config, explicit_keys(job.overrides, user_files), is_plan=settle_needs(config))
     return start_run(job, config, user_files)
 
 
 def _new_config(job: Command, config: DictConfig, settings: Any, run_dir: Path) -> DictConfig:
     """Return the config of a new run in ``run_dir``. The keys that follow from its data are still open."""
-    announce_auto(settings.runtime.choices, config, job.together)
+    announce_auto(settings.runtime.choices, config, job.external_launch)
     if job.is_sweep and FINETUNED in settings.runtime.choices.values():
         config = compose(job.overrides, job.config_dir)
     config.run_dir = str(run_dir)
@@ -181,8 +180,8 @@ def _new_config(job: Command, config: DictConfig, settings: Any, run_dir: Path) 
         from speechtrain.interop.hub import pinned
 
         config.init_from = pinned(config.init_from)
-    if job.together and config.world_size == 1:
-        config.world_size = job.together.world.size
+    if job.external_launch and config.world_size == 1:
+        config.world_size = job.external_launch.world.size
     return config
 
 
@@ -273,7 +272,7 @@ class _Jobs:
         varied = " ".join(text for text in job.overrides if key_of(text) in job.swept)
         try:
             if os.getpid() != self.process:
-                started_together(None)  # This refuses several processes for one job of a sweep.
+                find_external_launch(None)  # This refuses several processes for one job of a sweep.
                 check_same_device(settings.runtime.choices, self.auto_device)
             if settings.mode == RunMode.MULTIRUN:
                 say(f"{job_name(settings)}: {varied}")

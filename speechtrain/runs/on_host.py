@@ -33,7 +33,7 @@ def host_environment(
     MachineError.
     """
     reason = "" if device.oversubscribe else host.oversubscription(processes, memory)
-    refuse(reason, is_warning=is_dry or bool(Checkpointer(run_dir).folders()))
+    raise_or_warn(reason, is_warning=is_dry or bool(Checkpointer(run_dir).folders()))
     return device.environment(processes)
 
 
@@ -56,7 +56,7 @@ def restart_for(device: Device, *, is_training: bool = False) -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **missing})
 
 
-def refuse(reason: str, is_warning: bool) -> None:
+def raise_or_warn(reason: str, is_warning: bool) -> None:
     """Raise MachineError with ``reason``, or print it as a warning. Do nothing if it is empty."""
     if reason and not is_warning:
         raise MachineError(reason)

@@ -61,7 +61,7 @@ def run_to_continue(command: Command, names: RunNames) -> Path | None:
     return None
 
 
-def continued(run_dir: Path, command: Command) -> DictConfig:
+def config_to_continue(run_dir: Path, command: Command) -> DictConfig:
     """Return the config of the run in ``run_dir`` with the changes of this start.
 
     An override with the same text in the run's ``run.json`` changes nothing, so the stored value is used.
@@ -76,13 +76,13 @@ def continued(run_dir: Path, command: Command) -> DictConfig:
     changes = {**_file_changes(command.config_dir, about.written), **_parse(new_overrides)}
     changes.pop("run_dir", None)
     batch_changes = {key: changes.pop(key) for key in _BATCH_KEYS if key in changes}
-    if command.together:
-        batch_changes["world_size"] = command.together.world.size
+    if command.external_launch:
+        batch_changes["world_size"] = command.external_launch.world.size
     conflicts = _apply_batch_changes(config, batch_changes, run_dir)
     conflicts += _apply_changes(config, changes, command.config_dir)
     if conflicts:
         raise _refusal(run_dir, about, command, conflicts)
-    announce_auto(changes, config, command.together)
+    announce_auto(changes, config, command.external_launch)
     _settle_limits(config, command.overrides, about.overrides, new_overrides)
     return config
 

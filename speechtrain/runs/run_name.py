@@ -10,7 +10,7 @@ from typing import Any
 from speechtrain.config.resume_fields import fingerprint, key_of, swept_volatile, typed_fields
 from speechtrain.errors import RunError
 from speechtrain.run_directory import ABOUT, CONFIG, About, read_about
-from speechtrain.runs.user_yaml import text_of, written_files
+from speechtrain.runs.user_yaml import text_of, user_yaml_files
 
 
 class RunNames:
@@ -32,7 +32,7 @@ class RunNames:
         run_dir = self.existing_run(overrides, swept)
         if run_dir is not None:
             return run_dir.name
-        digest = fingerprint(overrides, written_files(choices, self._config_dir), swept)
+        digest = fingerprint(overrides, user_yaml_files(choices, self._config_dir), swept)
         # A group may be absent here, because check() refuses ~GROUP only later.
         return f"{choices.get('model')}-{choices.get('data')}-{digest}"
 

@@ -37,11 +37,19 @@ from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
 from speechtrain.files import atomic, read_text, say, write_json, write_text
-from speechtrain.launcher import AGENT, NETWORK_VARIABLES, RANK_MEMORY, Job, Launcher, Result, holds_secret
+from speechtrain.launcher import (
+    AGENT,
+    NETWORK_VARIABLES,
+    RANK_MEMORY,
+    Job,
+    Launcher,
+    LaunchResult,
+    holds_secret,
+)
 from speechtrain.report.advice import advice
 from speechtrain.run_directory import ABOUT, CONFIG, DEVICE, ERROR, RANKS, RESULT, About, RunLock, RunResult
 from speechtrain.runs.command_line import Command
-from speechtrain.runs.on_host import host_environment, refuse
+from speechtrain.runs.on_host import host_environment, raise_or_warn
 from speechtrain.runs.recipe_needs import plannable
 from speechtrain.runs.resume import new_run_line
 from speechtrain.runs.started_runs import remember, start_id
@@ -68,7 +76,7 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
     _warn_of_unused_folder(values["data"])
     memory = dry_build(plannable(config))
     device = build_device(config)
-    launcher = command.together or build_launcher(config)
+    launcher = command.external_launch or build_launcher(config)
     job = _checked_job(config, device, launcher, memory)
     if config.dry_run:
         _print_start(config, job, launcher)
@@ -108,10 +116,10 @@ def _checked_job(config: DictConfig, device: Device, launcher: Launcher, memory:
     _check_run_dir(job.run_dir, launcher.files)
     is_dry = config.dry_run
     if launcher.is_here(job):
-        refuse(device.absence(job.world_size), is_warning=is_dry)
+        raise_or_warn(device.absence(job.world_size), is_warning=is_dry)
         variables = host_environment(device, job.world_size, memory, run_dir=job.run_dir, is_dry=is_dry)
         job = replace(job, environment={**job.environment, **variables})
-    refuse(launcher.lacking(job), is_warning=is_dry)
+    raise_or_warn(launcher.missing_program(job), is_warning=is_dry)
     return job
 
 
@@ -152,7 +160,7 @@ def _print_start(config: DictConfig, job: Job, launcher: Launcher) -> None:
         with torch.device("meta"):
             encoder = build_encoder(config)
         data = build_data(config, build_tokenizer(config))
-        refuse(data.crowded(encoder.frames), is_warning=True)
+        raise_or_warn(data.crowded(encoder.frames), is_warning=True)
     lines = f"{_config_lines(config, job)}{launcher.render(job)}\n"
     print(errors.printable(lines, keep=f"\n\t{errors.SPELLING}"), end="", flush=True)
 
@@ -162,7 +170,9 @@ def _warn_of_unused_folder(data: Any) -> None:
     folder = os.environ.get("DATASET_DIR", "").rstrip("/")
     if folder not in str(data):
         choice = f"data=fsdd, or data=manifest data.train={folder}"
-        refuse(f"DATASET_DIR={folder} is set, but this run reads other data. Add {choice}", is_warning=True)
+        raise_or_warn(
+            f"DATASET_DIR={folder} is set, but this run reads other data. Add {choice}", is_warning=True
+        )
 
 
 def _settle_resume(config: DictConfig) -> None:
@@ -321,7 +331,7 @@ def _write_files(config: DictConfig, job: Job, about: About, *, is_named: bool) 
         say(f"trainer.simulate_world={simulated}: {shares}")
 
 
-def _run_result(end: Result, run_dir: Path) -> RunResult:
+def _run_result(end: LaunchResult, run_dir: Path) -> RunResult:
     """Return the result of a run whose processes have ended.
 
     Raises MachineError if they were ended from outside, and RunError if no rank wrote a result.
@@ -402,5 +412,5 @@ def _error_of(result: RunResult, run_dir: Path, log: str = AGENT) -> Speechtrain
 
 def _describe(result: RunResult) -> str:
     """Return status, last step, metrics and speed as a line."""
-    metrics = run_directory.outcome(result.metrics, result.last_metrics, result.checkpoint, result.speed)
+    metrics = run_directory.outcome_text(result.metrics, result.last_metrics, result.checkpoint, result.speed)
     return f"{result.status} at step {result.steps}, {metrics}".rstrip(", ")

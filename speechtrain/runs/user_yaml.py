@@ -15,7 +15,7 @@ from speechtrain.errors import first_line
 from speechtrain.files import small_yaml
 
 
-def written_files(choices: Mapping[str, Any], folder: str | None) -> dict[str, str]:
+def user_yaml_files(choices: Mapping[str, Any], folder: str | None) -> dict[str, str]:
     """Return the text of each chosen YAML file in ``folder``, by ``group/choice``."""
     texts = {}
     for name in sorted(f"{group}/{choice}" for group, choice in choices.items()):

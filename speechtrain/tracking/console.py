@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from speechtrain.errors import SPELLING, ConfigError, printable
 from speechtrain.files import append_line
-from speechtrain.run_directory import metric, outcome
+from speechtrain.run_directory import metric_text, outcome_text
 from speechtrain.tracking.base import Tracker, metrics_of
 from speechtrain.tracking.dll import DLLines
 
@@ -264,13 +264,13 @@ def train_columns(values: Mapping[str, Any]) -> list[str]:
         ("memory_mib", "mem {:>6,.0f} MiB"),
     )
     columns = [form.format(values[name]) for name, form in forms if values.get(name) is not None]
-    return columns + [metric(name, value) for name, value in metrics_of(values).items()]
+    return columns + [metric_text(name, value) for name, value in metrics_of(values).items()]
 
 
 def valid_line(values: Mapping[str, Any]) -> str:
     """Return ``valid    1200  test  wer 3.21 %  loss 4.56  3.2 s``."""
     columns = [f"valid    {values.get('step', '')}", str(values.get("set", ""))]
-    columns += [metric(name, value) for name, value in metrics_of(values).items()]
+    columns += [metric_text(name, value) for name, value in metrics_of(values).items()]
     if _is_finite(values.get("seconds")):
         columns.append(f"{values['seconds']:.1f} s")
     return "  ".join(columns)
@@ -283,7 +283,7 @@ def end_line(values: Mapping[str, Any]) -> str:
         line += f" after {values['steps']} steps"
     if _is_finite(values.get("wall_s")):
         line += f", {duration(values['wall_s'])}"
-    results = outcome(*map(values.get, ("metrics", "last_metrics", "checkpoint", "speed")))
+    results = outcome_text(*map(values.get, ("metrics", "last_metrics", "checkpoint", "speed")))
     line = f"{line}  {results}".rstrip()
     if "error" in values:
         line += f": {values['error']}"

@@ -406,7 +406,7 @@ def test_choices_of_a_device_of_anything(name: str, run_dir: Path, forks: Forks)
 @pytest.mark.timeout(3600)
 def test_each_bit_of_a_result(run_dir: Path, forks: Forks) -> None:
     """By the functions that read it: a command for each bit would take an hour."""
-    from speechtrain.run_directory import outcome, read_failure, read_result
+    from speechtrain.run_directory import outcome_text, read_failure, read_result
     from speechtrain.runs.start import _describe, _is_complete
 
     path = run_dir / "result.json"
@@ -417,7 +417,7 @@ def test_each_bit_of_a_result(run_dir: Path, forks: Forks) -> None:
         path.write_bytes(flipped)
         read_failure(run_dir)
         if (found := read_result(run_dir)) is not None and _is_complete(found, run_dir):
-            assert isinstance(outcome(found.metrics, found.last_metrics, found.checkpoint), str)
+            assert isinstance(outcome_text(found.metrics, found.last_metrics, found.checkpoint), str)
             assert isinstance(_describe(found), str)
 
 

@@ -42,7 +42,7 @@ from speechtrain.optim.schedules import Constant
 from speechtrain.precision import FP32
 from speechtrain.rank.build import open_device, plan_updates
 from speechtrain.runs.compose import compose
-from speechtrain.runs.from_data import follow_data, typed_keys
+from speechtrain.runs.from_data import explicit_keys, follow_data
 from speechtrain.task import Evaluation, Loss, Task
 from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig
@@ -557,6 +557,6 @@ def test_a_device_that_computes_on_the_host_gets_the_network_of_the_cpu(
     summaries = {}
     for choice in ("cpu", "plain_cpu", "cuda"):
         config = composed("device", choice, *keys, f"run_dir={tmp_path / 'run'}")
-        follow_data(config, typed_keys(keys, {}))
+        follow_data(config, explicit_keys(keys, {}))
         summaries[choice] = config.from_data
     assert summaries["plain_cpu"] == summaries["cpu"] != summaries["cuda"]

@@ -13,7 +13,7 @@ from recording import RecordingData
 from speechtrain.batch import Batch
 from speechtrain.data.module import SpeechData
 from speechtrain.data.workers import Processes
-from speechtrain.launcher import Job, Launcher, Result
+from speechtrain.launcher import Job, Launcher, LaunchResult
 
 
 class Nothing(Launcher):
@@ -25,8 +25,8 @@ class Nothing(Launcher):
     def is_here(self, job: Job) -> bool:
         return True
 
-    def launch(self, job: Job) -> Result:
-        return Result(0, submitted="started")
+    def launch(self, job: Job) -> LaunchResult:
+        return LaunchResult(0, submitted="started")
 
     def render(self, job: Job) -> str:
         return "nothing"

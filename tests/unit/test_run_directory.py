@@ -31,7 +31,7 @@ from speechtrain.run_directory import (
     git_state,
     note_environment,
     origin,
-    outcome,
+    outcome_text,
     read_about,
     read_best,
     read_device,
@@ -131,11 +131,13 @@ def test_a_result_of_another_type_is_none(tmp_path: Path, key: str) -> None:
 
 def test_a_result_in_words_is_of_the_best_checkpoint_and_then_of_the_last() -> None:
     metrics = {"wer": 0.1, "dev/wer": 0.1}
-    assert outcome(None, None, None) == ""
-    assert outcome(metrics, None, None) == "dev/wer 10.00 %"
-    assert outcome(metrics, metrics, None) == "dev/wer 10.00 %"
+    assert outcome_text(None, None, None) == ""
+    assert outcome_text(metrics, None, None) == "dev/wer 10.00 %"
+    assert outcome_text(metrics, metrics, None) == "dev/wer 10.00 %"
     latest = {"wer": 0.2, "dev/wer": None}
-    assert outcome(metrics, latest, "step-00000012") == "best at step 12: dev/wer 10.00 %; last dev/wer -"
+    assert (
+        outcome_text(metrics, latest, "step-00000012") == "best at step 12: dev/wer 10.00 %; last dev/wer -"
+    )
 
 
 def test_a_result_in_words_ends_with_its_speed() -> None:
@@ -147,8 +149,8 @@ def test_a_result_in_words_ends_with_its_speed() -> None:
     }
     assert speed_text(speed) == "512.3 utt/s, 35.2 s/epoch"
     assert speed_text(None) == ""
-    assert outcome({"dev/wer": 0.1}, None, None, speed) == "dev/wer 10.00 %, 512.3 utt/s, 35.2 s/epoch"
-    assert outcome(None, None, None, speed) == "512.3 utt/s, 35.2 s/epoch"
+    assert outcome_text({"dev/wer": 0.1}, None, None, speed) == "dev/wer 10.00 %, 512.3 utt/s, 35.2 s/epoch"
+    assert outcome_text(None, None, None, speed) == "512.3 utt/s, 35.2 s/epoch"
 
 
 def test_the_environment_of_a_host_leaves_the_rest_of_the_file_as_it_is(tmp_path: Path) -> None:

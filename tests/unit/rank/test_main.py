@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from speechtrain.config.resolved import dump
-from speechtrain.launcher import Result
+from speechtrain.launcher import LaunchResult
 from speechtrain.rank.main import _restart
 from speechtrain.run_directory import RunLock
 from speechtrain.runs.compose import compose
@@ -86,7 +86,7 @@ def test_a_disk_without_room_for_a_file_of_a_rank_is_the_machines_fault(disk: Di
     assert done.returncode == 4
     assert "result.json cannot be written: [Errno 28] No space left on device" in done.stderr
     with pytest.raises(OSError, match="No space left on device"):  # which is code 4, whatever the agent's is
-        _run_result(Result(1), Path(config.run_dir))
+        _run_result(LaunchResult(1), Path(config.run_dir))
 
 
 def test_a_rank_but_the_first_keeps_its_outcome_to_itself(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from speechtrain.config.resolved import dump
 from speechtrain.config.resolved import load as load_config
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.inference.loaded_run import load
-from speechtrain.launcher import Job, Launcher, Result, World
+from speechtrain.launcher import Job, Launcher, LaunchResult, World
 from speechtrain.run_directory import read_failure
 from speechtrain.runs.auto_device import (
     VARIABLE,
@@ -31,7 +31,7 @@ from speechtrain.runs.auto_device import (
 from speechtrain.runs.command_line import read
 from speechtrain.runs.compose import compose, compose_with_choices
 from speechtrain.runs.external_launch import ExternalLaunch
-from speechtrain.runs.resume import continued, run_to_continue
+from speechtrain.runs.resume import config_to_continue, run_to_continue
 from speechtrain.runs.run_name import RunNames
 from tests.support.digits import write_sample
 from tests.support.tiny_run import TINY, untrained
@@ -43,8 +43,8 @@ ELSEWHERE = ("ssh", "slurm", "mpi", "kubernetes")
 class Plugin(Launcher):
     """A launcher of a user's own that does not say that its ranks run on this host."""
 
-    def launch(self, job: Job) -> Result:
-        return Result(0)
+    def launch(self, job: Job) -> LaunchResult:
+        return LaunchResult(0)
 
     def render(self, job: Job) -> str:
         return "nothing"
@@ -182,11 +182,11 @@ def test_a_run_that_continues_with_another_device_follows_the_same_rule(
     run_dir = untrained(tmp_path, *overrides, "device=lazy", "data.shapes=2")
     (run_dir / "run.json").write_text(json.dumps({"overrides": overrides}))
     command = read([f"run_dir={run_dir}", "device=auto"])
-    assert continued(run_dir, command).device._target_.endswith(".CPU")
+    assert config_to_continue(run_dir, command).device._target_.endswith(".CPU")
     assert capsys.readouterr().out.splitlines()[0] == HOST_LINE
     with pytest.raises(ConfigError, match="launcher=slurm may start ranks on other hosts"):
-        continued(run_dir, read([f"run_dir={run_dir}", "device=auto", "launcher=slurm"]))
-    assert continued(run_dir, read([f"run_dir={run_dir}", "launcher=slurm"])), "the run has a device"
+        config_to_continue(run_dir, read([f"run_dir={run_dir}", "device=auto", "launcher=slurm"]))
+    assert config_to_continue(run_dir, read([f"run_dir={run_dir}", "launcher=slurm"])), "the run has a device"
 
 
 def test_ranks_that_run_already_get_the_device_of_rank_0(
@@ -236,7 +236,7 @@ def test_the_first_line_says_the_device_and_the_run_keeps_it(
     monkeypatch.setenv(VARIABLE, "lazy")  # as on a host whose device is another one
     command = read(overrides)
     assert run_to_continue(command, RunNames(command.config_dir)) == run_dir.resolve()
-    config = continued(run_dir.resolve(), command)
+    config = config_to_continue(run_dir.resolve(), command)
     assert config.device._target_ == "speechtrain.devices.cpu.CPU"
     assert HOST_LINE not in capfd.readouterr().out
 

@@ -20,7 +20,7 @@ from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.rank.build import build_task, load_initial_weights
 from speechtrain.runs import sizing
 from speechtrain.runs.compose import compose
-from speechtrain.runs.from_data import follow_data, rare_characters, typed_keys
+from speechtrain.runs.from_data import explicit_keys, follow_data, rare_characters
 from speechtrain.runs.sizing import Speech, frame, hold_out, scratch
 from tests.support.composed import composed
 from tests.support.tiny_run import untrained
@@ -234,7 +234,7 @@ def lines(folder: Path, texts: list[str], name: str = "train.jsonl", seconds: fl
 def followed(*overrides: str, written: dict[str, str] | None = None) -> DictConfig:
     config = composed(*overrides, "run_dir=/nowhere")
     check(config)
-    follow_data(config, typed_keys(overrides, written or {}))
+    follow_data(config, explicit_keys(overrides, written or {}))
     check(config)
     return config
 
@@ -286,7 +286,7 @@ def test_what_is_typed_wins(tmp_path: Path) -> None:
     assert other.encoder.width == 192
     assert other.tokenizer.alphabet.startswith(" abc")
     own = {"recipe/mine": "# @package _global_\nencoder:\n  hidden: 64\n", "optimizer/my": "lr: 1.0\n"}
-    assert typed_keys(["data=manifest"], own) == {"encoder.hidden", "optimizer.lr"}
+    assert explicit_keys(["data=manifest"], own) == {"encoder.hidden", "optimizer.lr"}
 
 
 @pytest.mark.usefixtures("cache")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from speechtrain.errors import ConfigError
-from speechtrain.run_directory import metric
+from speechtrain.run_directory import metric_text
 from speechtrain.tracking.console import Console, TextLog, duration, start_line
 
 START = {"steps": 5000, "parameters": 480029}
@@ -156,7 +156,7 @@ def test_an_unknown_mode_names_the_parameter() -> None:
     ],
 )
 def test_metric(name: str, value: float, shown: str) -> None:
-    assert metric(name, value) == shown
+    assert metric_text(name, value) == shown
 
 
 def test_duration() -> None:
