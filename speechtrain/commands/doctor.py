@@ -395,14 +395,14 @@ class Recipe:
         ``all_rows`` are the rows of the set ``name`` in ``index``. Of a large set, evenly spaced rows are
         checked.
         """
-        from speechtrain.data.index import crowded
+        from speechtrain.data.index import crowded_transcripts_line
 
         spacing = len(all_rows) // _MOST_TRANSCRIPTS + 1
         rows = all_rows[::spacing].tolist()
         yield self._spelling_finding(name, index, rows)
         encoder = getattr(self.task, "encoder", None)
         if encoder:
-            line = crowded(index, rows, self.tokenizer, encoder.frames, self._sample_rate)
+            line = crowded_transcripts_line(index, rows, self.tokenizer, encoder.frames, self._sample_rate)
             if line:
                 yield Finding(AMBER, f"lengths {name}", line)
 

@@ -29,13 +29,13 @@ from speechtrain.data.prepare.cut_files import (
     check_room,
     cuts_of,
     line_of,
-    opened,
+    open_output,
     parallel,
     refuse_empty,
     write_cuts,
 )
-from speechtrain.data.prepare.stats_table import AudioCheck, Statistics, hear, table
-from speechtrain.data.recordings import Header, Unusable, header, read_header
+from speechtrain.data.prepare.stats_table import AudioCheck, Statistics, check_audio_of, table_lines
+from speechtrain.data.recordings import Header, Unusable, header_or_none, read_header
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
 from speechtrain.data.tar_members import file_of
@@ -247,16 +247,16 @@ def write_stats(arguments: argparse.Namespace) -> int:
     if arguments.no_audio:
         checked_cuts = ((cut, None) for cut in cuts)
     else:
-        checked_cuts = parallel(hear, cuts, arguments.jobs)
+        checked_cuts = parallel(check_audio_of, cuts, arguments.jobs)
     statistics, bad = Statistics(), 0
     for cut, audio_facts in checked_cuts:
         statistics.add(cut, audio_facts)
         bad += isinstance(audio_facts, Unusable)
-    figures = statistics.result() | statistics.long()
+    figures = statistics.as_json() | statistics.long_recordings()
     if arguments.json:
         print(json.dumps(figures, indent=1))
     else:
-        print("\n".join(map(printable, table(figures))))
+        print("\n".join(map(printable, table_lines(figures))))
     return DataError.exit_code if bad else 0
 
 
@@ -290,7 +290,7 @@ def _write_both(out: Path, source: Source, is_held_out: list[bool]) -> None:
     names = ("train", "valid")
     totals = {name: Totals() for name in names}
     with contextlib.ExitStack() as stack:
-        files = {name: stack.enter_context(opened(out / f"{name}.jsonl")) for name in names}
+        files = {name: stack.enter_context(open_output(out / f"{name}.jsonl")) for name in names}
         for cut, is_valid in zip(cuts_of(source), is_held_out, strict=True):
             name = names[is_valid]
             totals[name].add(cut)
@@ -346,7 +346,7 @@ def _read_headers(
 def _write_tsv_file(path: Path, folder: Path, headers: dict[str, Header]) -> None:
     """Write fairseq's manifest of recordings in ``folder``. ``headers`` are by name."""
     seconds = 0.0
-    with opened(path) as file:
+    with open_output(path) as file:
         file.write(f"{folder}\n".encode())
         for name, recording in headers.items():
             file.write(f"{name}\t{recording.frames}\n".encode())
@@ -454,7 +454,7 @@ class Converter:
                     return None
         except OSError:
             return None
-        stored = header(str(path))
+        stored = header_or_none(str(path))
         if stored is None or (stored.samplerate, stored.channels) != (self.rate, 1):
             return None
         return stored.frames

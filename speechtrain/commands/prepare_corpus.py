@@ -13,7 +13,7 @@ from typing import Any
 from speechtrain.commands._cli import Parser
 from speechtrain.data.corpora.downloads import Archive, fetch
 from speechtrain.data.corpora.huggingface import HuggingFace
-from speechtrain.data.corpora.recipes import Set, cuts_by_part, filled
+from speechtrain.data.corpora.recipes import Set, cuts_by_part, fill_names
 from speechtrain.data.formats.manifests import Record
 from speechtrain.data.prepare.cut_files import cuts_of, write_cuts
 from speechtrain.data.prepare.subwords import Subwords
@@ -142,7 +142,7 @@ def _sets_to_write(corpus: Corpus, names: Mapping[str, str]) -> dict[str, Set]:
         known_sets[part] = build_part(Set, {**defaults, **(node or {})}, f"sets.{part}")
     sets, missing_paths = {}, []
     for part in _parts(corpus):
-        path = Path(names["folder"], filled(known_sets[part].place, {**names, "part": part}))
+        path = Path(names["folder"], fill_names(known_sets[part].place, {**names, "part": part}))
         if path.exists():
             sets[part] = known_sets[part]
         else:

@@ -56,7 +56,7 @@ class DataModule(ABC):
         """Yield a line for each fact that the user may not expect, such as recordings that are not used."""
         return iter(())
 
-    def crowded(self, frames: Callable[[int], int]) -> str:
+    def crowded_transcripts(self, frames: Callable[[int], int]) -> str:
         """Return a line on training transcripts with more labels than encoder frames, or an empty one.
 
         ``frames`` maps samples to encoder frames.
@@ -103,7 +103,7 @@ class DataModule(ABC):
         """Return facts to log: skipped recordings, padded and cropped shares, held-out part."""
         return {}
 
-    def obey(self, stop_requested: Callable[[], bool]) -> None:  # noqa: B027 - empty by default
+    def set_stop_check(self, stop_requested: Callable[[], bool]) -> None:  # noqa: B027 - empty by default
         """Raise Preempted in a long wait for a batch if ``stop_requested`` returns true."""
 
     def close(self) -> None:  # noqa: B027 - empty by default

@@ -17,7 +17,7 @@ from speechtrain.data.sampler import BatchSize, Plan, evaluation_plan
 from speechtrain.data.skips import SkipLog
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
-from speechtrain.data.stage import Paths
+from speechtrain.data.stage import PathFinder
 from speechtrain.data.static_shapes import Shape
 from speechtrain.data.training_set import TrainingSet, check_source
 from speechtrain.data.workers import InProcess, Workers
@@ -90,9 +90,9 @@ class EvaluationSets:
             shapes |= {(*shape,) for shape in self[name].plan.shapes}
         return sorted(shapes)
 
-    def files(self, rank: int, world_size: int) -> Iterator[Paths]:
+    def files(self, rank: int, world_size: int) -> Iterator[PathFinder]:
         """Yield a function for each of a rank's batches. It lists the batch's files, in any thread."""
-        finders: list[Paths] = []
+        finders: list[PathFinder] = []
         for name in self.names:
             loader, plan = self[name]
             loader = loader.for_thread()

@@ -140,7 +140,7 @@ def label_count(text: str, tokenizer: Tokenizer) -> int:
         return -1
 
 
-def crowded(
+def crowded_transcripts_line(
     index: Index,
     rows: Iterable[int],
     tokenizer: Tokenizer,
@@ -361,7 +361,7 @@ def _position_of(index: Index, row: int, parts: list[Source]) -> str:
             block = file.read(min(bytes_left, 1 << 20))
             line += block.count(b"\n")
             bytes_left -= len(block)
-    return part.at(line) if isinstance(part, Manifest) else f"{type(part).__name__}:{line}"
+    return part.location_of(line) if isinstance(part, Manifest) else f"{type(part).__name__}:{line}"
 
 
 def _writing(folder: Path) -> contextlib.AbstractContextManager[None]:

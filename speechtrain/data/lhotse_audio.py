@@ -16,7 +16,7 @@ from lhotse.augmentation import AudioTransform, Resample, Speed
 from lhotse.cut.set import deserialize_cut
 from scipy.signal import resample_poly
 
-from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, Samples, UnknownPart, growth, known_cut
+from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, Samples, UnknownPart, known_cut, largest_growth
 
 Decode = Callable[[str, float, float | None], tuple[Samples, int]]
 """Returns samples (C, S) and their rate by a path, a start and a length in seconds (None: to the end)."""
@@ -33,7 +33,7 @@ def load_audio(cut: Mapping[str, Any], decode: Decode, change_rate: ChangeRate) 
     mixture: Any = deserialize_cut(known_cut(cut))
     parts = [track.cut for track in getattr(mixture, "tracks", ())] or [mixture]
     recordings = [part.recording for part in parts if hasattr(part, "recording")]
-    factor = max((growth(recording.to_dict()) for recording in recordings), default=1.0)
+    factor = max((largest_growth(recording.to_dict()) for recording in recordings), default=1.0)
     read = _bounded(decode, factor)
     for recording in recordings:
         recording.sources = [

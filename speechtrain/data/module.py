@@ -163,7 +163,7 @@ class SpeechData(DataModule):
     def warnings(self) -> Iterator[str]:
         return preflight.warnings(self.stream)
 
-    def crowded(self, frames: Callable[[int], int]) -> str:
+    def crowded_transcripts(self, frames: Callable[[int], int]) -> str:
         return preflight.crowded_transcripts(self.stream, frames)
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class SpeechData(DataModule):
     def report(self) -> dict[str, Any]:
         return report(self.stream)
 
-    def obey(self, stop_requested: Callable[[], bool]) -> None:
+    def set_stop_check(self, stop_requested: Callable[[], bool]) -> None:
         self.workers.stop_requested = stop_requested
 
     def close(self) -> None:

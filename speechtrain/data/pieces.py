@@ -19,7 +19,7 @@ from speechtrain.data.formats.lhotse_cuts import Samples, is_simple
 from speechtrain.data.formats.manifests import SEGMENT, Record, seconds_of
 from speechtrain.data.loader import REASONS
 from speechtrain.data.prepare.cut_files import cuts_of
-from speechtrain.data.recordings import Unusable, header, read_header
+from speechtrain.data.recordings import Unusable, header_or_none, read_header
 from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
 
@@ -79,7 +79,7 @@ def recordings(name: str, sample_rate: int, max_seconds: float) -> Iterator[Reco
     """
     is_folder = os.path.isdir(name)
     is_audio = os.path.splitext(name)[1].lower() in AUDIO_SUFFIXES or not os.path.exists(name)
-    if not is_folder and (is_audio or header(name)):
+    if not is_folder and (is_audio or header_or_none(name)):
         yield _file_recording(name, sample_rate, max_seconds)
         return
     try:

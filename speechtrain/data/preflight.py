@@ -11,10 +11,10 @@ from speechtrain.batch import Skip
 from speechtrain.counter_rng import RunStream, uniform_at
 from speechtrain.data.audio import files_of
 from speechtrain.data.equal_content import equal_files
-from speechtrain.data.index import Index, crowded, label_count
+from speechtrain.data.index import Index, crowded_transcripts_line, label_count
 from speechtrain.data.loader import REASONS
 from speechtrain.data.planned_lengths import Integers
-from speechtrain.data.recordings import header
+from speechtrain.data.recordings import header_or_none
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.tar_members import file_of
 from speechtrain.data.training_set import FILTERS, TrainingSet, hours, where_transcripts_are
@@ -159,7 +159,7 @@ def _narrow_recordings(stream: TrainingStream) -> Iterator[str]:
     """Yield a line if each recording has a lower rate than ``sample_rate``, so that high bands are empty."""
     loader = stream.loader
     rows = sample_rows(stream.training_set.rows, _SAMPLED_HEADERS, loader.seed)
-    headers = filter(None, map(header, _paths(loader.index, rows)))
+    headers = filter(None, map(header_or_none, _paths(loader.index, rows)))
     rates = [audio_header.samplerate for audio_header in headers]
     if rates and max(rates) < loader.sample_rate:
         yield (
@@ -197,5 +197,7 @@ def crowded_transcripts(stream: TrainingStream, frames: Callable[[int], int]) ->
     if not loader.tokenizer.reads_text:
         return ""
     rows = sample_rows(stream.training_set.rows, _SAMPLED_TRANSCRIPTS, loader.seed).tolist()
-    line = crowded(loader.index, rows, loader.tokenizer, frames, loader.sample_rate, _CROWDED_SHARE)
+    line = crowded_transcripts_line(
+        loader.index, rows, loader.tokenizer, frames, loader.sample_rate, _CROWDED_SHARE
+    )
     return f"data.train: {line}" if line else ""

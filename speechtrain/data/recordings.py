@@ -117,7 +117,7 @@ def read_header(path: str) -> Header:
         return Header(file.frames, file.samplerate, file.channels)
 
 
-def header(path: str) -> Header | None:
+def header_or_none(path: str) -> Header | None:
     """Return the header of a recording, or None if the recording cannot be used."""
     try:
         return read_header(path)

@@ -342,7 +342,7 @@ class Sampler:
             yield self.plan(epoch)[position]
             epoch, position = self.advance(epoch, position, world_size)
 
-    def sizes(self, epoch: int) -> Integers:
+    def tensor_sizes(self, epoch: int) -> Integers:
         """Return the planned samples of each micro-batch's audio tensor, with padding and padding rows."""
         plan = self.plan(epoch)
         if plan.shapes:
@@ -359,7 +359,7 @@ class Sampler:
         plan = self.plan(epoch)
         cuts, lengths = self._cuts(plan), self.lengths
         uncropped = int(planned_samples(lengths.seconds[cuts], plan.percents, lengths.sample_rate).sum())
-        size = used = int(self.sizes(epoch).sum())
+        size = used = int(self.tensor_sizes(epoch).sum())
         # A crop without shapes leaves no padding.
         if plan.shapes or math.isinf(lengths.crop_seconds):
             used = int(lengths.samples_of(cuts, plan.percents).sum())

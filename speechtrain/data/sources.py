@@ -269,7 +269,7 @@ def _table_in(folder: Path) -> Path | None:
     for name in _TABLES:
         file = folder / name
         if file.is_file():
-            Folder(folder).check_place(file)
+            Folder(folder).refuse_outside(file)
             return file
     return None
 

@@ -34,7 +34,7 @@ _BLOCK = 2**22  # bytes that are copied between two checks for the end
 _END_SECONDS = 10.0  # how long close() waits for a disk that does not answer
 
 Item = TypeVar("Item")
-Paths = Callable[[], Iterable[str]]
+PathFinder = Callable[[], Iterable[str]]
 """A function that finds paths. It is called late, because reading the cuts of a micro-batch takes time."""
 
 _stage_folder: ContextVar[str] = ContextVar("stage", default="")
@@ -93,9 +93,9 @@ class Stager:
     ends the copying with one warning.
     """
 
-    def __init__(self, folder: str, later_finders: Iterator[Paths]) -> None:
+    def __init__(self, folder: str, later_finders: Iterator[PathFinder]) -> None:
         self.folder, self._later_finders = folder, later_finders
-        self._queue: SimpleQueue[tuple[int, Paths] | None] = SimpleQueue()  # batch numbers and finders
+        self._queue: SimpleQueue[tuple[int, PathFinder] | None] = SimpleQueue()  # batch numbers and finders
         self._yielded = 0  # micro-batches whose loading has begun, so that a copy comes too late
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stage", daemon=True)
@@ -140,7 +140,7 @@ class Stager:
         finally:
             self._ended.set()
 
-    def _next_finder(self) -> Paths | None:
+    def _next_finder(self) -> PathFinder | None:
         """Wait for the next finder of files to copy. Returns None at the end."""
         while True:
             try:

@@ -21,7 +21,7 @@ _HEADER_RECORD = re.compile(rb"([0-9]{1,6}) ([^=]{,100})=")  # its length and it
 _MEMBER_PATH = re.compile(r"(.*?\.tar):([0-9]{1,15})\+([0-9]{1,15})//(.*)", re.DOTALL)
 
 
-def place(tar: Path, offset: int, size: int, member: str) -> str:
+def member_path(tar: Path, offset: int, size: int, member: str) -> str:
     """Return the path of a member."""
     return f"{tar}:{offset}+{size}//{member}"
 

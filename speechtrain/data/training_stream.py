@@ -79,7 +79,7 @@ class TrainingStream:
 
     def middle_batch(self) -> Batch:
         """Return the batch of median size of the first epoch. The state does not change."""
-        order = self.sampler.sizes(0).argsort()
+        order = self.sampler.tensor_sizes(0).argsort()
         middle = int(order[len(order) // 2])
         return self.loader(self.sampler.plan(0)[middle])
 

@@ -140,7 +140,7 @@ class Fusion:
     def _context_after(self, number: int) -> tuple[str, ...]:
         """Return the context of the next word."""
         context, word, _ = self._states[number]
-        return self.model.after(context, word) if self.model and word else context
+        return self.model.next_context(context, word) if self.model and word else context
 
     def _phrase_gains(self, prefixes: Prefixes) -> Tensor:
         """Return the score (V − 1) that each next label adds for the phrases."""

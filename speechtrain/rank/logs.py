@@ -99,6 +99,6 @@ def open_tracker(config: DictConfig, world: World, early: MemoryHandler) -> Trac
 def warn_of_crowded_labels(data: DataModule, task: Task) -> None:
     """Warn if many transcripts have more labels than the encoder has frames."""
     encoder = getattr(task, "encoder", None)
-    line = data.crowded(encoder.frames) if encoder else ""
+    line = data.crowded_transcripts(encoder.frames) if encoder else ""
     if line:
         _LOG.warning(line)

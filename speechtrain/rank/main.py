@@ -128,7 +128,7 @@ def _fit(rank: _Rank, parts: _Parts, stop: StopRequest, attempt: Attempt, early_
     schedule, planned_updates = plan_updates(config, settings, data)
     warn_of_crowded_labels(data, task)
     module, optimizer = _prepare_module(rank, task, parts.policy)
-    data.obey(stop)
+    data.set_stop_check(stop)
     attempt.metric, attempt.content = task.metric, data.content()
     tracker = open_tracker(config, rank.world, early_lines)
     attempt.tracker = tracker

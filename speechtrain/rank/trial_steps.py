@@ -50,7 +50,7 @@ def _batches(data: DataModule, places_of: Callable[[int], Sequence[int]]) -> lis
         count = len(places_of(_TIMED_BATCHES))
         return list(itertools.islice(data.train(), count))
     plan = data.sampler.plan(0)
-    order = data.sampler.sizes(0).argsort(kind="stable")
+    order = data.sampler.tensor_sizes(0).argsort(kind="stable")
     places = list(places_of(len(order)))
     numbers = order[places].tolist()
     return [data.stream.loader(plan[number]) for number in numbers]

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from speechtrain.config.build import build, build_launcher
 from speechtrain.config.check import part_class
-from speechtrain.data.corpora.recipes import filled
+from speechtrain.data.corpora.recipes import fill_names
 from speechtrain.errors import MALFORMED, DataError, print_notice
 from speechtrain.files import whole_path
 from speechtrain.launcher import Job
@@ -166,7 +166,7 @@ def _folder() -> str:
 def _command(corpus: Corpus, parts: list[str]) -> str:
     """Return the command that writes the manifests of ``parts``. It downloads them if one is missing."""
     folder = Path(os.environ.get("DATASET_DIR", ""), corpus.folder)
-    paths = [filled(corpus.place, {"part": part}) for part in parts]
+    paths = [fill_names(corpus.place, {"part": part}) for part in parts]
     is_unpacked = all(Path(folder, path).exists() for path in paths)
     download = " download=true" if corpus.archives and not is_unpacked else ""
     return f"speechtrain prepare corpus={corpus.corpus}{download} parts={','.join(parts)}"

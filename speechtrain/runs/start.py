@@ -160,7 +160,7 @@ def _print_start(config: DictConfig, job: Job, launcher: Launcher) -> None:
         with torch.device("meta"):
             encoder = build_encoder(config)
         data = build_data(config, build_tokenizer(config))
-        raise_or_warn(data.crowded(encoder.frames), is_warning=True)
+        raise_or_warn(data.crowded_transcripts(encoder.frames), is_warning=True)
     lines = f"{_config_lines(config, job)}{launcher.render(job)}\n"
     print(errors.printable(lines, keep=f"\n\t{errors.SPELLING}"), end="", flush=True)
 

@@ -124,7 +124,7 @@ class NGram:
             total += self._backoffs.get(shorter, 0.0)
         raise AssertionError  # Each word or <unk> is in the model.
 
-    def after(self, context: tuple[str, ...], word: str) -> tuple[str, ...]:
+    def next_context(self, context: tuple[str, ...], word: str) -> tuple[str, ...]:
         """Return the context of the word that follows ``word``."""
         if word not in self._probabilities:
             word = UNKNOWN
@@ -163,7 +163,7 @@ class KenLM:
             state, next_state = next_state, state
         return float(self._model.BaseScore(state, word, next_state)) * _LN_10
 
-    def after(self, context: tuple[str, ...], word: str) -> tuple[str, ...]:
+    def next_context(self, context: tuple[str, ...], word: str) -> tuple[str, ...]:
         """Return the context of the word that follows ``word``."""
         return (*context, word)[1 - self.order :] if self.order > 1 else ()
 

@@ -18,7 +18,14 @@ from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES
 from speechtrain.data.formats.manifests import Record, simple_cut
 from speechtrain.data.formats.tables import COLUMNS
 from speechtrain.data.prepare.cut_files import FIX, parallel, write_cuts
-from speechtrain.data.recordings import RATES, Unusable, header, open_recording, or_unusable, read_header
+from speechtrain.data.recordings import (
+    RATES,
+    Unusable,
+    header_or_none,
+    open_recording,
+    or_unusable,
+    read_header,
+)
 from speechtrain.errors import ConfigError, DataError, MachineError, one_line
 from speechtrain.files import atomic, whole_path, writing
 
@@ -45,7 +52,7 @@ class Split:
     def cut(self, row: int) -> Record:
         """Return the cut of a row. Its FLAC file is written if it is missing. Raises Unusable."""
         path = self.folder / f"{row // 1000:04d}" / f"{self.cut_id(row)}.flac"
-        recording = header(str(path))
+        recording = header_or_none(str(path))
         if recording is None:
             with writing(path, FIX):
                 _write(path, self.rows[row][self.audio], f"row {row}")

@@ -16,7 +16,7 @@ from typing import Any
 from speechtrain.data.formats.lhotse_cuts import UnknownPart, known_cut
 from speechtrain.data.formats.manifests import Record, simple_cut
 from speechtrain.data.formats.tables import Table
-from speechtrain.data.prepare.cut_files import measured, parallel
+from speechtrain.data.prepare.cut_files import parallel, with_measured_length
 from speechtrain.data.recordings import Unusable, read_header
 from speechtrain.errors import DISK, MALFORMED, ConfigError, DataError, nearest, one_line
 from speechtrain.files import json_of, read_bytes
@@ -61,7 +61,7 @@ def cuts_by_part(sets: Mapping[str, Set], names: Mapping[str, str], jobs: int) -
         for name in parts:
             del remaining[name]
         part_names = {**names, "part": part}
-        arguments = {key: filled(argument, part_names) for key, argument in part_set.arguments.items()}
+        arguments = {key: fill_names(argument, part_names) for key, argument in part_set.arguments.items()}
         cuts_by_name = dict(_read(part_set.recipe, arguments, names["folder"], jobs))
         if part and len(cuts_by_name) == len(parts) == 1:
             # A recipe may give its only part another name.
@@ -71,10 +71,10 @@ def cuts_by_part(sets: Mapping[str, Set], names: Mapping[str, str], jobs: int) -
                 yield name, cuts
 
 
-def filled(value: Any, names: Mapping[str, str]) -> Any:
+def fill_names(value: Any, names: Mapping[str, str]) -> Any:
     """Return a text, or a list of texts, with ``{name}`` replaced. Other values do not change."""
     if isinstance(value, list):
-        return [filled(element, names) for element in value]
+        return [fill_names(element, names) for element in value]
     if not isinstance(value, str):
         return value
     return re.sub(r"\{(\w+)\}", lambda match: names.get(match[1], match[0]), value)
@@ -231,7 +231,7 @@ def _cuts(manifests: Mapping[str, Any]) -> Iterator[Record]:
 
 def _table(path: Path, jobs: int) -> Iterator[Record]:
     """Yield the rows of Common Voice's TSV. lhotse's recipe needs a column that release 9 lacks."""
-    for _, cut in parallel(measured, (entry.cut for entry in Table(path).entries()), jobs):
+    for _, cut in parallel(with_measured_length, (entry.cut for entry in Table(path).entries()), jobs):
         yield cut  # type: ignore[misc]
 
 

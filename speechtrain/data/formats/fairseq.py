@@ -19,7 +19,7 @@ from speechtrain.data.formats.manifests import (
     simple_cut,
     stamp,
 )
-from speechtrain.data.recordings import header
+from speechtrain.data.recordings import header_or_none
 from speechtrain.errors import DataError
 
 LABELS = (".wrd", ".ltr")
@@ -63,7 +63,7 @@ class Fairseq(Manifest):
     def sampling_rate(self) -> int:
         """Assumed sampling rate of the recordings in Hz."""
         for _, name, _ in islice(self._recordings(), _MAX_HEADERS):
-            recording = header(os.path.join(self.root, name))
+            recording = header_or_none(os.path.join(self.root, name))
             if recording is not None:
                 return recording.samplerate
         return ASSUMED_RATE
@@ -74,19 +74,19 @@ class Fairseq(Manifest):
         name = next(self._lines(self.path), (1, ""))[1].strip()
         if not name or _RECORDING.fullmatch(name.encode()):
             problem = f"is {name!r}, a recording" if name else "is empty"
-            raise self.bad(1, f"{problem}. The first line must be the root folder of the paths below")
+            raise self.error_at(1, f"{problem}. The first line must be the root folder of the paths below")
         return os.path.normpath(self.beside(name))
 
     def entries(self) -> Iterator[Entry]:
         if not os.path.isdir(self.root):
-            raise self.bad(1, f"the root folder {self.root} does not exist. Correct it or mount it")
+            raise self.error_at(1, f"the root folder {self.root} does not exist. Correct it or mount it")
         line = 0
         for (line, name, frames), text in self._labelled_recordings():
             path, rate = os.path.join(self.root, name), self.sampling_rate
             if not frames:
-                recording = header(path)
+                recording = header_or_none(path)
                 if recording is None:
-                    raise self.bad(line, f"is {name!r}, not a path, a tab and a number of frames")
+                    raise self.error_at(line, f"is {name!r}, not a path, a tab and a number of frames")
                 frames, rate = recording.frames, recording.samplerate
             cut = simple_cut(f"{self.name}/{name}", path, 0.0, duration=frames / rate, text=text, rate=rate)
             yield Entry(cut, line, -1)
@@ -98,7 +98,7 @@ class Fairseq(Manifest):
         if self.labels is None:
             yield from ((recording, "") for recording in self._recordings())
             return
-        self.check_place(self.labels)
+        self.refuse_outside(self.labels)
         to_text = _text_of_letters if self.labels.suffix == ".ltr" else str.strip
         recordings = labels = 0
         for recording, label in zip_longest(self._recordings(), self._lines(self.labels)):
@@ -123,10 +123,10 @@ class Fairseq(Manifest):
                 continue
             frames = frames.strip()
             if not name or "\t" in name:
-                raise self.bad(line, f"is {text!r}, not a path, a tab and a number of frames")
+                raise self.error_at(line, f"is {text!r}, not a path, a tab and a number of frames")
             # int() would also accept signs, spaces, underscores and the digits of all scripts.
             if not _FRAMES.fullmatch(frames):
-                raise self.bad(line, f"{frames[:40]!r} is not a number of frames")
+                raise self.error_at(line, f"{frames[:40]!r} is not a number of frames")
             yield line, name, int(frames)
 
     def _lines(self, path: Path) -> Iterator[tuple[int, str]]:

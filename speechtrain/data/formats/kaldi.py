@@ -42,7 +42,7 @@ class Kaldi(Manifest):
         stamps = [stamp(self.path / name) for name in _FILES if (self.path / name).is_file()]
         return digest(self.kind, self.name, self._root, stamps)
 
-    def bad(self, line: int, problem: str) -> DataError:
+    def error_at(self, line: int, problem: str) -> DataError:
         """Return a DataError with the list of utterances, the line and the problem."""
         return DataError(f"{self.path / self._utterances}:{line}: {problem}")
 
@@ -77,7 +77,7 @@ class Kaldi(Manifest):
         """
         recording, *times = words.split(" ")
         if len(times) != 2 or recording not in recordings:
-            raise self.bad(line, f"is not 'UTTERANCE RECORDING START END' of a recording in {LIST}")
+            raise self.error_at(line, f"is not 'UTTERANCE RECORDING START END' of a recording in {LIST}")
         record = {"start": times[0], "end": times[1]}
         start = self.time(record, "start", line) or 0.0
         end = self.time(record, "end", line) or 0.0
@@ -89,7 +89,7 @@ class Kaldi(Manifest):
         path = self.path / name
         if not path.is_file():
             return
-        self.check_place(path)
+        self.refuse_outside(path)
         if is_gzip(path):
             raise DataError(f"{path} is gzipped, which Kaldi does not read: unpack it")
         for line, content in numbered_lines(path):

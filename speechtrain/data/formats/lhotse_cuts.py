@@ -59,7 +59,7 @@ def known_cut(cut: Mapping[str, Any]) -> dict[str, Any]:
         mixed_cut["snr_reference"] = _track(cut["snr_reference"])
         cuts.append(mixed_cut["snr_reference"]["cut"])
     seconds = max(track["offset"] + track["cut"]["duration"] for track in tracks)
-    samples = _samples(cuts, seconds * growth(mixed_cut))
+    samples = _samples(cuts, seconds * largest_growth(mixed_cut))
     if samples > MOST_SAMPLES:
         raise UnknownPart(f"its tracks have {samples:.0f} samples, the most are {MOST_SAMPLES}")
     return mixed_cut
@@ -149,7 +149,7 @@ def _transforms(holder: Mapping[str, Any]) -> dict[str, Any]:
     return {"transforms": transforms}
 
 
-def growth(holder: Mapping[str, Any]) -> float:
+def largest_growth(holder: Mapping[str, Any]) -> float:
     """Return the largest factor by which a chain of known transforms lengthens audio on the way."""
     factor = largest = 1.0
     for transform in holder.get("transforms", ()):

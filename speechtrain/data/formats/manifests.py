@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from speechtrain.data.formats.lhotse_cuts import UnknownPart, known_cut
-from speechtrain.data.recordings import RATES, header
+from speechtrain.data.recordings import RATES, header_or_none
 from speechtrain.data.source import Source
 from speechtrain.errors import MALFORMED, DataError
 from speechtrain.files import open_regular, read_bytes, whole_path
@@ -88,18 +88,20 @@ class Manifest(Source):
             try:
                 cut = deserialize_cut(copy.deepcopy(entry.cut))  # lhotse changes the dictionary
             except Exception as error:  # lhotse raises many types of errors for a wrong field
-                raise self.bad(entry.line, f"not a lhotse cut ({type(error).__name__}: {error})") from None
+                raise self.error_at(
+                    entry.line, f"not a lhotse cut ({type(error).__name__}: {error})"
+                ) from None
             yield cut
 
     def fingerprint(self) -> str:
         """Return a hash of the format and of the file's path, size and modification time."""
         return digest(self.kind, self.name, *stamp(self.path))
 
-    def bad(self, line: int, problem: str) -> DataError:
+    def error_at(self, line: int, problem: str) -> DataError:
         """Return a DataError with file, line and problem."""
-        return DataError(f"{self.at(line)}: {problem}")
+        return DataError(f"{self.location_of(line)}: {problem}")
 
-    def at(self, line: int) -> str:
+    def location_of(self, line: int) -> str:
         """Return the file and the line of an entry, as ``FILE:LINE``."""
         return f"{self.path}:{line}"
 
@@ -108,23 +110,23 @@ class Manifest(Source):
         try:
             return known_cut(cut)
         except UnknownPart as error:
-            raise self.bad(line, str(error)) from None
+            raise self.error_at(line, str(error)) from None
 
     def field(self, record: Mapping[str, Any], name: str, line: int) -> Any:
         """Return ``record[name]``. Raises DataError if it is missing."""
         if name not in record:
-            raise self.bad(line, f"has no {name!r}")
+            raise self.error_at(line, f"has no {name!r}")
         return record[name]
 
     def number(self, record: Mapping[str, Any], name: str, line: int) -> float:
         """Return a numeric field. Raises DataError if it is missing, not a number, or a duration below 0."""
         number = self.field(record, name, line)
         if isinstance(number, bool) or not isinstance(number, (int, float)):
-            raise self.bad(line, f"{name!r} is {number!r}, not a number")
+            raise self.error_at(line, f"{name!r} is {number!r}, not a number")
         if not abs(number) < _LARGEST_NUMBER:
-            raise self.bad(line, f"{name!r} is {str(number)[:40]}, not a finite number below 1e6")
+            raise self.error_at(line, f"{name!r} is {str(number)[:40]}, not a finite number below 1e6")
         if number < 0 and name.endswith("duration"):
-            raise self.bad(line, f"{name!r} is {number!r}, below 0. Without it the audio is measured")
+            raise self.error_at(line, f"{name!r} is {number!r}, below 0. Without it the audio is measured")
         return float(number)
 
     def time(self, record: Mapping[str, Any], name: str, line: int) -> float | None:
@@ -134,7 +136,7 @@ class Manifest(Source):
             try:
                 seconds = float(seconds) if seconds.strip() else None
             except ValueError:
-                raise self.bad(line, f"{name!r} is {seconds[:40]!r}, not a number") from None
+                raise self.error_at(line, f"{name!r} is {seconds[:40]!r}, not a number") from None
         return None if seconds is None else self.number({name: seconds}, name, line)
 
     def seconds(
@@ -152,7 +154,7 @@ class Manifest(Source):
         """Return a string field (null is empty). Raises DataError if it is missing or not a string."""
         text = self.field(record, name, line)
         if text is not None and not isinstance(text, str):
-            raise self.bad(line, f"{name!r} is {text!r}, not a string")
+            raise self.error_at(line, f"{name!r} is {text!r}, not a string")
         return text or ""
 
     def rate(self, record: Mapping[str, Any], name: str, line: int) -> int:
@@ -176,7 +178,7 @@ class Manifest(Source):
             folders = [os.path.realpath(self._folder), os.path.dirname(target)]
         return [os.path.join(folder, "") for folder in folders]
 
-    def check_place(self, path: Path) -> None:
+    def refuse_outside(self, path: Path) -> None:
         """Raise DataError for a hidden file or one outside of the source: others may see its text."""
         target = os.path.realpath(path)
         parents = [folder for folder in self._text_folders if target.startswith(folder)]
@@ -187,7 +189,7 @@ class Manifest(Source):
 
     def transcript(self, path: Path, limit: int = MOST_TEXT_BYTES) -> str:
         """Return the text of a file of at most ``limit`` bytes. Raises DataError, OSError, ValueError."""
-        self.check_place(path)
+        self.refuse_outside(path)
         return read_bytes(path, limit, follow=True).decode("utf-8-sig")
 
 
@@ -218,14 +220,14 @@ class LhotseCuts(JsonLines):
     def cut_of(self, record: Record, line: int) -> Record:
         self._check(record, line)
         if not isinstance(record.get("id"), str) or not record["id"]:
-            raise self.bad(line, "has no 'id'")
+            raise self.error_at(line, "has no 'id'")
         return record
 
     def _check(self, cut: Record, line: int) -> None:
         """Raise DataError for a cut that cannot be read. Its id may be missing."""
         kind = cut.get("type")
         if kind not in _CUT_TYPES:
-            raise self.bad(line, f"'type' is {kind!r}. A lhotse cut has one of {', '.join(_CUT_TYPES)}")
+            raise self.error_at(line, f"'type' is {kind!r}. A lhotse cut has one of {', '.join(_CUT_TYPES)}")
         self._check_supervisions(cut.get("supervisions") or [], line)
         if kind == "MixedCut":
             self._check_known_tracks(cut, line)
@@ -236,7 +238,7 @@ class LhotseCuts(JsonLines):
         self.number(cut, "start", line)
         recording = cut.get("recording")
         if not isinstance(recording, dict):
-            raise self.bad(line, "has no 'recording' (a cut with features only has no audio)")
+            raise self.error_at(line, "has no 'recording' (a cut with features only has no audio)")
         self._check_recording(recording, line)
         # lhotse reads the audio of a cut that is not simple.
         if len(recording["sources"]) > 1 or recording.get("transforms"):
@@ -244,12 +246,12 @@ class LhotseCuts(JsonLines):
 
     def _check_supervisions(self, supervisions: object, line: int) -> None:
         if not isinstance(supervisions, list):
-            raise self.bad(line, "'supervisions' is not a list of objects")
+            raise self.error_at(line, "'supervisions' is not a list of objects")
         for supervision in supervisions:
             if not isinstance(supervision, dict):
-                raise self.bad(line, "'supervisions' is not a list of objects")
+                raise self.error_at(line, "'supervisions' is not a list of objects")
             if not isinstance(supervision.get("text"), (str, type(None))):
-                raise self.bad(line, f"'text' is {supervision['text']!r}, not a string")
+                raise self.error_at(line, f"'text' is {supervision['text']!r}, not a string")
 
     def _check_known_tracks(self, cut: Record, line: int) -> None:
         self._known_parts(cut, line)
@@ -260,19 +262,19 @@ class LhotseCuts(JsonLines):
     def _check_recording(self, recording: Record, line: int) -> None:
         rate = self.number(recording, "sampling_rate", line)
         if not RATES[0] <= rate <= RATES[1]:
-            raise self.bad(line, f"'sampling_rate' is {rate:g} Hz, not from {RATES[0]} to {RATES[1]}")
+            raise self.error_at(line, f"'sampling_rate' is {rate:g} Hz, not from {RATES[0]} to {RATES[1]}")
         sources = recording.get("sources")
         if not isinstance(sources, list) or not sources:
-            raise self.bad(line, "'recording' has no 'sources'")
+            raise self.error_at(line, "'recording' has no 'sources'")
         for source in sources:
             if not isinstance(source, dict):
-                raise self.bad(line, "'sources' is not a list of objects")
+                raise self.error_at(line, "'sources' is not a list of objects")
             storage = source.get("type")
             if storage != "file":
                 problem = f"the audio has the type {storage!r}. Save it as files (lhotse: save_audios)"
-                raise self.bad(line, problem)
+                raise self.error_at(line, problem)
             if not isinstance(source.get("source"), str) or not source["source"]:
-                raise self.bad(line, "the audio has no 'source' that is a path")
+                raise self.error_at(line, "the audio has no 'source' that is a path")
 
 
 class LhotseRecordings(LhotseCuts):
@@ -311,7 +313,7 @@ class LhotsePair(LhotseCuts):
             name = self.text(supervision, "id", line)
             recording = self.text(supervision, "recording_id", line)
             if recording not in recordings:
-                raise self.bad(line, f"recording {recording!r} is not in {self.recordings}")
+                raise self.error_at(line, f"recording {recording!r} is not in {self.recordings}")
             channel = supervision.get("channel", 0)
             cut = {
                 "id": name,
@@ -380,13 +382,13 @@ class Nemo(JsonLines):
         """Return the name of the recording. Raises DataError if there is none."""
         audio = next((record[key] for key in self.AUDIO if record.get(key)), None)
         if isinstance(audio, list):
-            raise self.bad(line, "has no 'audio_filepath' of one file: write its channels into one")
+            raise self.error_at(line, "has no 'audio_filepath' of one file: write its channels into one")
         if not isinstance(audio, str):
-            raise self.bad(line, "has no 'audio_filepath'")
+            raise self.error_at(line, "has no 'audio_filepath'")
         if line == 1 and "shard_id" in record and not os.path.isfile(self.beside(audio)):
             problem = f"is of a tarred set, and {self._folder} has no {audio!r}"
             fix = "Unpack the tars with the recordings there (tar -xf audio_0.tar)"
-            raise self.bad(line, f"{problem}. {fix}")
+            raise self.error_at(line, f"{problem}. {fix}")
         return audio
 
     def _transcript(self, record: Record, line: int) -> str:
@@ -397,11 +399,11 @@ class Nemo(JsonLines):
             return ""
         path = Path(self.beside(self.text(record, "text_filepath", line)))
         if path.suffix.lower() not in TEXT_SUFFIXES:
-            raise self.bad(line, f"text_filepath {path} does not end in {', '.join(TEXT_SUFFIXES)}")
+            raise self.error_at(line, f"text_filepath {path} does not end in {', '.join(TEXT_SUFFIXES)}")
         try:
             return " ".join(self.transcript(path).split())
         except (OSError, ValueError) as error:
-            raise self.bad(line, f"text_filepath {path} cannot be read ({error})") from None
+            raise self.error_at(line, f"text_filepath {path} cannot be read ({error})") from None
 
 
 class Mlperf(JsonLines):
@@ -418,7 +420,7 @@ class Mlperf(JsonLines):
         text = self.text(record, "transcript", line) if "transcript" in record else ""
         files = self.field(record, "files", line)
         if not isinstance(files, list) or not files or not all(isinstance(f, dict) for f in files):
-            raise self.bad(line, "'files' is empty or not a list of objects")
+            raise self.error_at(line, "'files' is empty or not a list of objects")
         file = next((f for f in files if f.get("speed", 1) == 1), files[0])
         name = self.text(file, "fname", line)
         fields = {"duration": record.get("original_duration"), **file}
@@ -655,7 +657,7 @@ def json_array(path: Path) -> Iterator[tuple[int, int, Record]]:
 
 def measure(path: str) -> tuple[float, int]:
     """Return seconds and rate from a recording's header, or assumed numbers if it cannot be read."""
-    recording = header(path)
+    recording = header_or_none(path)
     if recording is None:
         return _UNKNOWN_SECONDS, ASSUMED_RATE
     return recording.duration, recording.samplerate

@@ -23,7 +23,7 @@ from speechtrain.data.formats.manifests import (
     records,
     stamp,
 )
-from speechtrain.data.tar_members import members, place
+from speechtrain.data.tar_members import member_path, members
 from speechtrain.errors import DataError
 from speechtrain.files import open_regular
 
@@ -91,9 +91,9 @@ class Shar(LhotseCuts):
                 "{path: …, audio: FOLDER} names their folder"
             )
         for path in cuts:
-            self.check_place(path)
+            self.refuse_outside(path)
         for tar in tars:
-            self._audio.check_place(tar)
+            self._audio.refuse_outside(tar)
         return [Shard(*paths) for paths in zip(cuts, tars, strict=True)]
 
     def fingerprint(self) -> str:
@@ -102,7 +102,7 @@ class Shar(LhotseCuts):
             stamps += [stamp(shard.cuts), stamp(shard.tar)]
         return digest(self.kind, self.name, stamps)
 
-    def at(self, line: int) -> str:
+    def location_of(self, line: int) -> str:
         index = bisect_left(self._cuts_before, line) - 1
         return f"{self._shards[index].cuts}:{line - self._cuts_before[index]}"
 
@@ -116,7 +116,7 @@ class Shar(LhotseCuts):
                 line = cuts_before + number
                 recording = next(recordings, None)
                 if recording is None:
-                    raise self.bad(line, f"{shard.tar} has no recording of this cut. Write both again")
+                    raise self.error_at(line, f"{shard.tar} has no recording of this cut. Write both again")
                 yield Entry(self._with_audio(cut, recording, line), line, -1)
             surplus = next(recordings, None)
             if surplus is not None:
@@ -129,9 +129,9 @@ class Shar(LhotseCuts):
         """Return the known parts of a cut. Its audio is the recording in the tar."""
         if recording.id != cut.get("id"):
             names = f"{str(cut.get('id'))[:200]!r}, its recording {recording.id[:200]!r}"
-            raise self.bad(line, f"the cut is {names}")
+            raise self.error_at(line, f"the cut is {names}")
         if recording.record is None or cut.get("type") not in ("MonoCut", "MultiCut"):
-            raise self.bad(
+            raise self.error_at(
                 line, "has no audio: it needs one recording in its tar, as a MonoCut or MultiCut has"
             )
         sources, source = recording.record.get("sources"), {}
@@ -157,6 +157,6 @@ def _recordings(tar: Path) -> Iterator[TarRecording]:
                 if not name.endswith(".nodata"):
                     content = os.pread(file.fileno(), json_size, json_offset)
                     record = parse(content, tar, number)
-                yield TarRecording(stem, place(tar, offset, size, name), record)
+                yield TarRecording(stem, member_path(tar, offset, size, name), record)
     except OSError as error:
         raise DataError(f"{tar}: {error.strerror}") from None

@@ -142,7 +142,7 @@ class Table(Nemo):
         if len(self.form.columns) > 20:
             columns.append("…")
         setting = f"{{path: {self.path.name}, {key}: COLUMN}}"
-        return self.bad(1, f"has {problem}: {', '.join(columns)}. Choose with {setting}")
+        return self.error_at(1, f"has {problem}: {', '.join(columns)}. Choose with {setting}")
 
     @cached_property
     def _clips(self) -> str:
@@ -167,7 +167,7 @@ class Table(Nemo):
         start, end, duration = (self.time(record, key, line) for key in ("start", "end", "duration"))
         begin = start or 0.0
         if begin < 0 or (end is not None and end < begin):
-            raise self.bad(line, f"starts at {begin:g} s and ends at {end or 0:g} s")
+            raise self.error_at(line, f"starts at {begin:g} s and ends at {end or 0:g} s")
         if end is not None:
             start, duration = begin, end - begin
         text = self.text(record, "text", line) if "text" in record else ""
@@ -184,7 +184,7 @@ class Table(Nemo):
         """Return the path of a recording, as the table has it. Raises DataError if the cell is empty."""
         name = _ROOT.sub("", self.text(record, "audio", line), count=1)
         if not name:
-            raise self.bad(line, f"has no recording in column {self._column_names['audio']!r}")
+            raise self.error_at(line, f"has no recording in column {self._column_names['audio']!r}")
         if self._is_ljspeech:
             if not name.lower().endswith(AUDIO_SUFFIXES):
                 name = f"{name}.wav"
@@ -217,7 +217,7 @@ class Table(Nemo):
             for line, content in numbered_lines(self.path):
                 bytes_left -= len(content)
                 if bytes_left < 0:
-                    raise self.bad(line, "a row is too long to be read. Is a quotation mark not closed?")
+                    raise self.error_at(line, "a row is too long to be read. Is a quotation mark not closed?")
                 yield decode_line(content, self.path, line)
 
         reader = _reader(lines(), form.delimiter)
@@ -229,10 +229,10 @@ class Table(Nemo):
                 if len(cells) != len(form.columns):
                     counts = f"has {len(cells)} cells, the table has {len(form.columns)} columns"
                     fix = f"Put a cell with {form.delimiter!r} in quotation marks"
-                    raise self.bad(reader.line_num, f"{counts}. {fix}")
+                    raise self.error_at(reader.line_num, f"{counts}. {fix}")
                 yield reader.line_num, cells
         except csv.Error as error:
-            raise self.bad(reader.line_num, f"is not a row of a table ({error})") from None
+            raise self.error_at(reader.line_num, f"is not a row of a table ({error})") from None
 
 
 def _reader(lines: Iterable[str], delimiter: str) -> Any:

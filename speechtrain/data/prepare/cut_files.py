@@ -16,7 +16,7 @@ from typing import IO, TypeVar, cast
 
 from speechtrain.counter_rng import key_of
 from speechtrain.data.formats.manifests import Manifest, Record, seconds_of, text_of
-from speechtrain.data.recordings import Unusable, header
+from speechtrain.data.recordings import Unusable, header_or_none
 from speechtrain.data.source import Facts, Source
 from speechtrain.data.sources import parts_of
 from speechtrain.errors import DataError, MachineError, printable, shortened
@@ -43,11 +43,11 @@ def cuts_of(source: Source) -> Iterator[Record]:
         for entry in part.entries():
             key = key_of(str(entry.cut["id"]))
             if key in seen_keys:
-                raise part.bad(entry.line, f"cut id {entry.cut['id']!r} is repeated. Ids must be unique")
+                raise part.error_at(entry.line, f"cut id {entry.cut['id']!r} is repeated. Ids must be unique")
             seen_keys.add(key)
             _apply_facts(entry.cut, part.facts)
             if part.kind in _MEASURED:
-                yield measured(entry.cut, counts_samples=part.kind == "fairseq")
+                yield with_measured_length(entry.cut, counts_samples=part.kind == "fairseq")
             else:
                 yield entry.cut
 
@@ -61,7 +61,7 @@ def _apply_facts(cut: Record, facts: Facts) -> None:
             supervision["text"] = normaliser(facts.normaliser)(supervision["text"])
 
 
-def measured(cut: Record, counts_samples: bool = False) -> Record:
+def with_measured_length(cut: Record, counts_samples: bool = False) -> Record:
     """Set the rate, length and channels of a cut of one file from its recording's header, if readable.
 
     The lines of NeMo and MLPerf lack them, and lhotse refuses a recording that differs from its file. The end
@@ -69,7 +69,7 @@ def measured(cut: Record, counts_samples: bool = False) -> Record:
     ``counts_samples`` and the header has the same count, the header's duration replaces the cut's.
     """
     recording = cut["recording"]
-    file = header(recording["sources"][0]["source"])
+    file = header_or_none(recording["sources"][0]["source"])
     if file is None:
         return cut  # The cut is kept, because it is reported like any other bad recording.
     if counts_samples and file.frames == recording["num_samples"]:
@@ -131,7 +131,7 @@ def write_cuts(
     cannot be written.
     """
     totals = Totals()
-    with opened(out) as file:
+    with open_output(out) as file:
         for cut, new_cut in checked:
             if isinstance(new_cut, Unusable):
                 totals.refuse(cut["id"], new_cut)
@@ -157,7 +157,7 @@ def refuse_empty(totals: Totals, out: Path) -> None:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
+def open_output(path: Path) -> Iterator[IO[bytes]]:
     """Open a file to write, gzipped if its name ends in ``.gz``. It gets its name only on success.
 
     Raises MachineError if the file cannot be written.

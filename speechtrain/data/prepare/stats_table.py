@@ -29,7 +29,7 @@ class AudioCheck(NamedTuple):
     fault: str  # the likely error, or ""
 
 
-def hear(cut: Record) -> AudioCheck:
+def check_audio_of(cut: Record) -> AudioCheck:
     """Decode a cut at the rate of its recording. Raises Unusable."""
     from speechtrain.data.audio import read_cut
 
@@ -81,13 +81,13 @@ class Statistics:
         if not text.strip():
             self.errors["no_transcript"].append(name)
 
-    def long(self) -> dict[str, Any]:
+    def long_recordings(self) -> dict[str, Any]:
         """Return the number and hours of recordings that a run does not use by default."""
         seconds = [length for length in self.seconds if length > LONG]
         hours = sum(seconds) / 3600
         return {"long": {"recordings": len(seconds), "hours": round(hours, 4)}}
 
-    def result(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return the statistics as JSON stores them, with the ids of the recordings by likely error."""
         seconds, spoken = np.array(self.seconds), np.array(self.spoken)
         rates = np.divide(spoken, seconds, out=np.zeros(len(spoken)), where=seconds > 0)
@@ -124,8 +124,8 @@ class Statistics:
         return {name: ids for name, ids in errors.items() if ids}
 
 
-def table(result: Mapping[str, Any]) -> Iterable[str]:
-    """Yield the lines of a text table of ``Statistics.result`` and ``Statistics.long``."""
+def table_lines(result: Mapping[str, Any]) -> Iterable[str]:
+    """Yield the lines of a text table of ``Statistics.as_json`` and ``Statistics.long_recordings``."""
     unknown = f" ({result['without_speaker']} recordings without one)" if result["without_speaker"] else ""
     lengths = ", ".join(f"{name} {seconds:g}" for name, seconds in result["seconds"].items())
     yield f"recordings  {result['recordings']}"

@@ -223,7 +223,7 @@ def test_the_rule_of_1_4_million_samples(
         assert len(samples) * min(250_000, samples.max()) <= 1_400_000 * (1 + 1e-5)
         odd += len(samples) > multiple and len(samples) % multiple != 0
     assert odd == 0
-    assert sampler.sizes(0).max() <= 1_400_000 * (1 + 1e-5)
+    assert sampler.tensor_sizes(0).max() <= 1_400_000 * (1 + 1e-5)
     if window > 2:  # full, but for the last
         assert (np.sort(np.diff(plan.bounds))[1:] >= 5).all()
 

@@ -34,7 +34,7 @@ def plain_total(text: str, model: NGram, weight: float) -> float:
     words, total, context = text.split(), 0.0, ("<s>",)
     for word in [*words, "</s>"]:
         total += weight * model.score(context, word)
-        context = model.after(context, word)
+        context = model.next_context(context, word)
     return total + ADDED["word_bonus"] * len(words)
 
 

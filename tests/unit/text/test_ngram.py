@@ -49,7 +49,7 @@ def test_backoff_and_unknown_words(tmp_path: Path) -> None:
     assert model.score(("<s>",), "a") == pytest.approx(-0.1 * ten)
     assert model.score(("a",), "a") == pytest.approx(-0.7 * ten)
     assert model.score(("a",), "new") == pytest.approx(-0.9 * ten)  # as unlikely as the rarest
-    assert model.after(("<s>",), "new") == ("<unk>",)
+    assert model.next_context(("<s>",), "new") == ("<unk>",)
 
 
 def test_ngram_gives_an_unknown_word_the_probability_of_the_rarest_word(
