@@ -104,7 +104,7 @@ _PATH = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP
 _PATH |= {errno.ENXIO, errno.EINVAL, errno.ENAMETOOLONG}
 
 
-def disk_explained(error: Exception) -> Exception:
+def explain_disk_error(error: Exception) -> Exception:
     """Return a MachineError for an error of a disk or a path, and any other ``error`` as it is.
 
     The disk is full, read-only or broken, or the path is of the wrong kind or not accessible.
@@ -167,7 +167,7 @@ def first_line(error: BaseException) -> str:
 
 def one_line(message: str, limit: int = 8_000) -> str:
     """Return a message on one line: printable, without repeated spaces, and at most ``limit`` characters."""
-    return printable(shortened(" ".join(message.split()), limit))
+    return escape_controls(shorten(" ".join(message.split()), limit))
 
 
 def print_notice(message: str) -> None:
@@ -175,7 +175,7 @@ def print_notice(message: str) -> None:
     print(one_line(f"speechtrain: {message}"), file=sys.stderr, flush=True)
 
 
-def shortened(text: str, limit: int) -> str:
+def shorten(text: str, limit: int) -> str:
     """Return ``text``, or its two ends if it is longer than ``limit`` characters.
 
     A stranger's file may put megabytes between the cause of an error and the fix.
@@ -184,7 +184,7 @@ def shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
 
 
-def printable(text: str, keep: str = "") -> str:
+def escape_controls(text: str, keep: str = "") -> str:
     """Return ``text`` with escapes for characters that a terminal obeys or cannot print.
 
     These have the Unicode categories Cc and Cf (colours, titles, reversed lines), Cs, Zl and Zp. Characters
@@ -204,7 +204,7 @@ _BAR_MOVES = re.compile(r"\r|(\x1b\[A)+\Z")  # tqdm begins a line of a progress 
 
 
 class Terminal:
-    """A standard stream that escapes control and direction characters, as ``printable`` does.
+    """A standard stream that escapes control and direction characters, as ``escape_controls`` does.
 
     Line breaks, tabs, ``SPELLING`` and the moves of progress bars stay as they are. rich writes its colours
     and moves to ``rich_proxied_file``.
@@ -217,7 +217,7 @@ class Terminal:
         """Write ``text`` with escapes."""
         moves = _BAR_MOVES.match(text)
         start = moves.end() if moves else 0
-        return self.rich_proxied_file.write(text[:start] + printable(text[start:], SPELLING + "\n\t"))
+        return self.rich_proxied_file.write(text[:start] + escape_controls(text[start:], SPELLING + "\n\t"))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rich_proxied_file, name)

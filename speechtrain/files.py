@@ -27,7 +27,7 @@ from typing import IO, Annotated, Any, cast
 
 import yaml
 
-from speechtrain.errors import MALFORMED, SPELLING, MachineError, print_notice, printable
+from speechtrain.errors import MALFORMED, SPELLING, MachineError, escape_controls, print_notice
 
 MOST_BYTES = 2**24
 """The limit for a file that is read whole. The largest one, checkpoint.json of 1000 ranks, has 0.1 MB."""
@@ -40,7 +40,7 @@ FilePath = Annotated[str, "path"]
 """A parameter that names a file or folder. The config of a run stores its absolute path."""
 
 
-def whole_path(name: str | Path) -> Path:
+def absolute_path(name: str | Path) -> Path:
     """Return an absolute path without ``~`` and ``..``.
 
     ``..`` is kept if the path without it leads elsewhere, because a link stands before it.
@@ -51,7 +51,7 @@ def whole_path(name: str | Path) -> Path:
     return short if is_same else path
 
 
-def lost_output(text: str = "") -> str:
+def stdout_problem(text: str = "") -> str:
     """Print ``text`` and flush. Return why stdout cannot be written, or an empty text.
 
     If stdout cannot be written, it is replaced by the null device.
@@ -99,7 +99,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def follow_umask(path: Path) -> None:
+def apply_umask(path: Path) -> None:
     """Give a file the mode of a new one. safetensors writes files that only their owner may read."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     new.touch()
@@ -374,7 +374,7 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-json_of = json.JSONDecoder(parse_int=_integer).decode
+parse_json = json.JSONDecoder(parse_int=_integer).decode
 """Parse a stranger's JSON. Raises ValueError or RecursionError."""
 
 
@@ -389,33 +389,33 @@ def json_lines(lines: Iterable[bytes | str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         with contextlib.suppress(*MALFORMED):
             text = line.decode() if isinstance(line, bytes) else line
-            record = json_of(text)
+            record = parse_json(text)
             if isinstance(record, dict):
                 yield record
 
 
-def finite(content: Any, default: Callable[[Any], Any] | None = None) -> Any:
+def with_finite_numbers(content: Any, default: Callable[[Any], Any] | None = None) -> Any:
     """Return ``content`` as JSON stores it, with None for infinities and NaN. ``default`` is json.dumps's."""
     return json.loads(json.dumps(content, default=default), parse_constant=lambda name: None)
 
 
 def write_json(path: Path, content: Mapping[str, Any], durable: bool = True, private: bool = False) -> None:
     """Replace ``path`` by ``content`` as JSON, as ``atomic`` does. A number that is not finite is null."""
-    write_text(path, json.dumps(finite(content), indent=2) + "\n", durable, private)
+    write_text(path, json.dumps(with_finite_numbers(content), indent=2) + "\n", durable, private)
 
 
 def read_json(path: Path, follow: bool = False) -> dict[str, Any]:
     """Return the mapping in ``path``, empty if the file is missing, unreadable, a link or not a mapping."""
     try:
-        content = json_of(read_bytes(path, follow=follow).decode())
+        content = parse_json(read_bytes(path, follow=follow).decode())
     except (OSError, *MALFORMED):
         return {}
     return content if isinstance(content, dict) else {}
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line that no work depends on. If stdout cannot be written, a warning on stderr replaces it."""
-    problem = lost_output(f"{line}\n")
+    problem = stdout_problem(f"{line}\n")
     if problem:
         print_notice(f"warning: stdout: {problem}: {line}")
 
@@ -423,4 +423,4 @@ def say(line: str) -> None:
 def json_text(content: Any) -> str:
     """Return JSON on one line, with the letters of all scripts. Control characters are escaped."""
     text = json.dumps(content, ensure_ascii=False)
-    return text if text == printable(text, SPELLING) else json.dumps(content)
+    return text if text == escape_controls(text, SPELLING) else json.dumps(content)

@@ -36,9 +36,9 @@ from speechtrain.errors import DISK, MALFORMED, ConfigError, RunError, one_line
 from speechtrain.files import (
     YAML_LOADER,
     json_lines,
-    json_of,
     log_lines,
     open_append,
+    parse_json,
     read_text,
     remove_temporaries,
     write_json,
@@ -261,7 +261,7 @@ def _read(path: Path, kind: type[Record]) -> Record | None:
     Keys without a field of that name are ignored.
     """
     try:
-        content = json_of(read_text(path))
+        content = parse_json(read_text(path))
         digest = content.pop("sha256", None)  # Only checkpoint.json has a sha256.
         if digest not in (None, _digest(content)):
             raise ValueError("it does not match its own sha256")

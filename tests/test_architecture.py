@@ -339,7 +339,7 @@ def test_what_opens_a_file(text: str, is_found: bool) -> None:
 
 
 PARSERS = re.compile(
-    r"read_json|json_lines|log_lines|json_of|yaml_text|small_yaml|json\.loads?|yaml\.(safe_)?load|OmegaConf\.load"
+    r"read_json|json_lines|log_lines|parse_json|yaml_text|small_yaml|json\.loads?|yaml\.(safe_)?load|OmegaConf\.load"
 )
 PARSE_FILES = {
     "run_directory.py": "the door of a run directory",

@@ -18,7 +18,7 @@ import soundfile
 from omegaconf import DictConfig
 
 from speechtrain.commands import prepare, train
-from speechtrain.config.resolved import with_whole_paths
+from speechtrain.config.resolved import with_absolute_paths
 from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.errors import SpeechtrainError
 from speechtrain.interop.pretrained import describe
@@ -192,7 +192,7 @@ def new_config(command: Command) -> DictConfig:
     config, group_choices = compose_with_choices(command.overrides, command.config_dir)
     check_device(group_choices, config)
     config.run_dir = str(command.run_dir or Path("new").resolve())
-    with_whole_paths(config)
+    with_absolute_paths(config)
     follow_data(config, explicit_keys(command.overrides, {}), is_plan=settle_needs(config))
     return config
 

@@ -32,14 +32,14 @@ from conf_files import (
     read_file,
 )
 
-from speechtrain.config.schema import INTERFACES, NODES, OFFERED, Config
+from speechtrain.config.schema import INJECTED, INTERFACES, NESTED_GROUPS, Config
 from speechtrain.config.targets import import_class, parameter_types
 from speechtrain.data.corpora.downloads import Archive
 from speechtrain.data.corpora.huggingface import HuggingFace
 from speechtrain.runs.named_corpus import Corpus
 from speechtrain.trainer_config import TrainerConfig
 
-GROUPS = [*dict.fromkeys([*INTERFACES, *NODES])]
+GROUPS = [*dict.fromkeys([*INTERFACES, *NESTED_GROUPS])]
 FEWEST_SHARED_ROWS = 3
 """If classes share fewer rows, each class shows these rows itself."""
 
@@ -155,8 +155,8 @@ class Keys:
         """Return a row for each key that only the constructor has."""
         rows = []
         for name, parameter in signature.parameters.items():
-            is_known = name in self.paths or name in OFFERED.get(self.group, ())
-            is_node = f"{self.group}.{name}" in NODES.values()
+            is_known = name in self.paths or name in INJECTED.get(self.group, ())
+            is_node = f"{self.group}.{name}" in NESTED_GROUPS.values()
             if is_known or is_node or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
             meaning = sentences(self.comments.get(f"+{name}", ""))
@@ -191,7 +191,7 @@ def default_text(entry: Entry) -> str:
 
 def keys_of_group(group: str, choices: list[Choice]) -> dict[str, Keys]:
     """Return the keys of each class that the choices of a group name, by the class."""
-    root = NODES.get(group, group)
+    root = NESTED_GROUPS.get(group, group)
     keys: dict[str, Keys] = {}
     for choice in choices:
         classes = choice.classes()
@@ -236,7 +236,7 @@ def defaults_of(choice: Choice, keys: dict[str, Keys]) -> dict[str, Entry]:
 
 def differences(choice: Choice, keys: dict[str, Keys], group: str) -> list[str]:
     """Return the settings of a choice that differ from the defaults: values, classes, other choices."""
-    root, defaults = NODES.get(group, group), defaults_of(choice, keys)
+    root, defaults = NESTED_GROUPS.get(group, group), defaults_of(choice, keys)
     settings = [code(f"{key}={value}") for key, value in choice.selections.items()]
     for path, entry in choice.entries.items():
         node, _, key = path.rpartition(".")
@@ -256,7 +256,7 @@ def differences(choice: Choice, keys: dict[str, Keys], group: str) -> list[str]:
 
 def choice_table(group: str, choices: list[Choice], keys: dict[str, Keys]) -> str:
     """Return the table of a group's choices."""
-    root = NODES.get(group, group)
+    root = NESTED_GROUPS.get(group, group)
     lines = ["| choice | meaning | class | it sets |", "|---|---|---|---|"]
     default, comment = default_choice(group)
     if default and default not in [choice.name for choice in choices]:

@@ -32,7 +32,7 @@ from speechtrain.checkpoint.fit import fit, load_optimizer
 from speechtrain.checkpoint.migrations import current_name, migrate_names
 from speechtrain.dtensor import empty, is_sharded, like, load_shares
 from speechtrain.errors import MALFORMED, RunError, SpeechtrainError, one_line
-from speechtrain.files import flush, follow_umask, names_in_archive, remove_temporaries, sha256, write_json
+from speechtrain.files import apply_umask, flush, names_in_archive, remove_temporaries, sha256, write_json
 from speechtrain.run_directory import BEST, CheckpointManifest, read_manifest, write_manifest
 
 _LOG = logging.getLogger(__name__)
@@ -285,7 +285,7 @@ class Checkpointer:
         torch.save(state, temporary / "state.pt", pickle_protocol=2)
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         save_file(on_cpu, temporary / WEIGHTS)
-        follow_umask(temporary / WEIGHTS)
+        apply_umask(temporary / WEIGHTS)
 
     def _end(self, folder: Path, temporary: Path, form: int, step: int) -> None:
         """Flush and hash the written files, and rename their folder to ``folder``."""

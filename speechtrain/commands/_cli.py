@@ -22,13 +22,13 @@ from speechtrain.errors import (
     MachineError,
     Preempted,
     SpeechtrainError,
-    disk_explained,
     escape_output,
+    explain_disk_error,
     nearest,
     one_line,
     print_notice,
 )
-from speechtrain.files import lost_output
+from speechtrain.files import stdout_problem
 from speechtrain.runs.command_line import unquoted
 
 _HELP_WIDTH = 100
@@ -96,7 +96,7 @@ def console(run: Callable[[list[str]], int]) -> Callable[[], NoReturn]:
         _check_working_folder()
         return run(sys.argv[1:])
 
-    return lambda: sys.exit(guarded(command))
+    return lambda: sys.exit(exit_code_of(command))
 
 
 def _open_standard_streams() -> None:
@@ -120,7 +120,7 @@ def _check_working_folder() -> None:
         raise MachineError("the working folder was deleted. Change to a folder that exists") from None
 
 
-def guarded(command: Callable[[], int]) -> int:
+def exit_code_of(command: Callable[[], int]) -> int:
     """Run a command and return its exit code. If it fails, print the error as one line."""
     try:
         code = command()
@@ -146,13 +146,13 @@ def _report_unexpected(error: Exception) -> int:
     nothing is printed and the code is 0. Any other error is a defect of speechtrain: its code is 1, and a
     temporary file, which the line names, holds the trace.
     """
-    output_problem = lost_output("\n") if isinstance(error, OSError) else ""
+    output_problem = stdout_problem("\n") if isinstance(error, OSError) else ""
     if output_problem:
         if isinstance(error, BrokenPipeError):  # as in `… | head`
             return 0
         print_notice(f"error: stdout: {output_problem}")
         return MachineError.exit_code
-    disk_error = disk_explained(error)
+    disk_error = explain_disk_error(error)
     if isinstance(disk_error, MachineError):
         print_notice(f"error: {disk_error}")
         return disk_error.exit_code

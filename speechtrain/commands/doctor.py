@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console
-from speechtrain.config.resume_fields import key_of
+from speechtrain.config.resume_fields import key_of_override
 from speechtrain.errors import ConfigError, DataError, MachineError, SpeechtrainError, one_line
-from speechtrain.files import whole_path
+from speechtrain.files import absolute_path
 from speechtrain.runs.choices import choices
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def run(argv: list[str]) -> int:
     folder = arguments.config_dir
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"--config-dir {folder}: it is not a folder")
-    keys = {key_of(text) for text in arguments.overrides if "=" in text or "~" in text}
+    keys = {key_of_override(text) for text in arguments.overrides if "=" in text or "~" in text}
     if arguments.overrides and keys <= {"run_dir"}:
         raise ConfigError("the doctor checks a recipe and no run. Name its keys, such as recipe=demo")
     code = 0
@@ -168,7 +168,7 @@ def machine_findings() -> Iterator[Finding]:
 
 def _space_finding(subject: str, path: Path, variable: str) -> Finding:
     """Return the finding on whether ``path``, or its nearest existing parent, is writable and has space."""
-    absolute = whole_path(path)
+    absolute = absolute_path(path)
     folder = next(parent for parent in (absolute, *absolute.parents) if parent.is_dir())
     if not os.access(folder, os.W_OK):
         return Finding(RED, subject, f"{folder} is not writable. Set {variable} to a folder that is")
@@ -304,7 +304,7 @@ class Recipe:
             self.device, self.precision = open_device(self.config, 0)
         except Exception as error:  # A doctor reports every error.
             finding = failure("device", error)
-            is_explicit = "device" in map(key_of, self.overrides)
+            is_explicit = "device" in map(key_of_override, self.overrides)
             if is_explicit and not self.device.on_host and self.device.absence(1):
                 # An accelerator that is absent here. The recorder says whether the recipe suits it.
                 finding = replace(finding, state=AMBER)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speechtrain.commands._cli import Parser, console
-from speechtrain.errors import SPELLING, ConfigError, MachineError, printable
-from speechtrain.files import atomic, finite, json_text, writing
+from speechtrain.errors import SPELLING, ConfigError, MachineError, escape_controls
+from speechtrain.files import atomic, json_text, with_finite_numbers, writing
 from speechtrain.run_directory import is_error_rate, metric_text
 
 if TYPE_CHECKING:
@@ -83,13 +83,13 @@ def run(argv: list[str]) -> int:
         _write_rows(outcomes, arguments.out)
     mistakes_by_set = _mistakes(outcomes, arguments.worst)
     for warning in _warnings(outcomes, loaded, arguments):
-        print(printable(f"speechtrain: warning: {warning}", SPELLING), file=sys.stderr)
+        print(escape_controls(f"speechtrain: warning: {warning}", SPELLING), file=sys.stderr)
     if arguments.json:
         metrics = {name: outcome.metrics for name, outcome in outcomes.items()}
         summary = {"checkpoint": str(loaded.checkpoint), "metrics": metrics, "mistakes": mistakes_by_set}
-        print(json_text(finite(summary)))
+        print(json_text(with_finite_numbers(summary)))
     else:
-        print(printable(f"checkpoint {loaded.checkpoint}"))
+        print(escape_controls(f"checkpoint {loaded.checkpoint}"))
         for name, outcome in outcomes.items():
             _print_outcome(name, outcome, mistakes_by_set.get(name))
     return 0
@@ -117,7 +117,7 @@ def _print_outcome(name: str, outcome: Outcome, mistakes: dict[str, Any] | None)
             errors, units = outcome.totals[metric_name]
             text += f" ({errors:.0f} of {units:.0f})"
         texts.append(text)
-    print(printable(f"{name}: {', '.join(texts)}"))
+    print(escape_controls(f"{name}: {', '.join(texts)}"))
     if mistakes is not None:
         print("\n".join(lines_of(mistakes)))
 

@@ -39,8 +39,8 @@ from speechtrain.data.recordings import Header, Unusable, header_or_none, read_h
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
 from speechtrain.data.tar_members import file_of
-from speechtrain.errors import ConfigError, DataError, print_notice, printable
-from speechtrain.files import atomic, whole_path
+from speechtrain.errors import ConfigError, DataError, escape_controls, print_notice
+from speechtrain.files import absolute_path, atomic
 
 _FLAC_SHARE = 0.7  # FLAC takes at most this share of the size of PCM. Speech takes about half.
 _EXAMPLES = (
@@ -256,7 +256,7 @@ def write_stats(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(figures, indent=1))
     else:
-        print("\n".join(map(printable, table_lines(figures))))
+        print("\n".join(map(escape_controls, table_lines(figures))))
     return DataError.exit_code if bad else 0
 
 
@@ -308,7 +308,7 @@ def write_tsv(arguments: argparse.Namespace) -> int:
     share = arguments.valid_percent
     if not 0 <= share <= 1:
         raise ConfigError(f"--valid-percent {share}: it must be a share from 0 to 1")
-    folder = whole_path(arguments.folder).resolve()
+    folder = absolute_path(arguments.folder).resolve()
     if not _fits_tsv(str(folder)):
         raise DataError(f"{str(folder)!a}: a TSV cannot contain this path. Rename the folder")
     suffix = f".{arguments.ext.lstrip('.')}"

@@ -19,7 +19,7 @@ from speechtrain.data.prepare.cut_files import cuts_of, write_cuts
 from speechtrain.data.prepare.subwords import Subwords
 from speechtrain.data.sources import open_source
 from speechtrain.errors import ConfigError, DataError, nearest
-from speechtrain.files import read_json, say, whole_path, write_json, writing
+from speechtrain.files import absolute_path, print_line, read_json, write_json, writing
 from speechtrain.runs.choices import corpora
 from speechtrain.runs.named_corpus import MANIFESTS, Corpus, build_part, corpus_by_name, with_pairs
 
@@ -40,7 +40,7 @@ def prepare_corpus(argv: list[str]) -> int:
     named_root = corpus.root or os.environ.get("DATASET_DIR", "")
     if not named_root:
         raise ConfigError("root is not set. Set root=DIR, or the variable DATASET_DIR")
-    root = whole_path(named_root)
+    root = absolute_path(named_root)
     if corpus.download:
         _download(corpus, root)
     folder = root / corpus.folder
@@ -58,7 +58,7 @@ def _write_manifests(corpus: Corpus, names: Mapping[str, str]) -> None:
     ``names`` are the root, folder and language, which replace the placeholders of the recipe.
     """
     parent = f"{os.environ.get('DATASET_DIR') or names['root']}/{MANIFESTS}"
-    out = whole_path(corpus.out or f"{parent}/{corpus.corpus}")
+    out = absolute_path(corpus.out or f"{parent}/{corpus.corpus}")
     origin = {"corpus": corpus.corpus, **names, "arguments": corpus.arguments}
     sets = _sets_to_write(corpus, names)
     _check_origin(out, origin)
@@ -67,13 +67,13 @@ def _write_manifests(corpus: Corpus, names: Mapping[str, str]) -> None:
         # A recipe without parts in the YAML names its parts when it runs.
         path = _manifest(out, part)
         if part and path.exists():
-            say(f"{path} is there already. Delete it to write it again")
+            print_line(f"{path} is there already. Delete it to write it again")
         else:
             missing_sets[part] = part_set
     for part, cuts in cuts_by_part(missing_sets, names, corpus.jobs):
         _write_part(_manifest(out, part), iter(cuts), origin, is_optional="" in sets)
     _train_tokenizers(corpus, out)
-    say(_next_command(corpus, out, has_named_parts="" not in sets))
+    print_line(_next_command(corpus, out, has_named_parts="" not in sets))
 
 
 def _parser() -> Parser:
@@ -176,12 +176,12 @@ def _train_tokenizers(corpus: Corpus, out: Path) -> None:
         path = out / name
         subwords = build_part(Subwords, {**options, "normaliser": corpus.normaliser}, f"tokenizers.{name}")
         if path.exists():
-            say(f"{path} is there already. Delete it to train it again")
+            print_line(f"{path} is there already. Delete it to train it again")
         elif sources:
             try:
                 subwords.train(cuts_of(open_source(sources)), path)
             except DataError as error:  # The manifests of a small corpus are useful without a tokenizer.
-                say(f"{path} is not written: {error}")
+                print_line(f"{path} is not written: {error}")
 
 
 def _check_origin(out: Path, origin: dict[str, Any]) -> None:

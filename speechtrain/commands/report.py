@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from speechtrain.commands._cli import Parser, console
-from speechtrain.errors import RunError, printable
+from speechtrain.errors import RunError, escape_controls
 from speechtrain.files import write_text
 
 
@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
             write_text(out, page(runs), private=hold_secrets(runs))
     except OSError as error:
         raise RunError(f"{out}: {error.strerror or error}. Name another file with --out FILE") from error
-    print(printable(str(out)))
+    print(escape_controls(str(out)))
     return 0
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speechtrain.commands._cli import Parser, add_command, console
-from speechtrain.errors import MALFORMED, ConfigError, printable
-from speechtrain.files import json_of, yaml_text
+from speechtrain.errors import MALFORMED, ConfigError, escape_controls
+from speechtrain.files import parse_json, yaml_text
 from speechtrain.study import require_optuna
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _tell_line(study: Study, line: str) -> None:
     form = '{"id": 0, "values": {"NAME": VALUE}}, or {"id": 0, "failed": "CAUSE"}'
     error = ConfigError(f"{line.strip()[:200]}: a trial is {form}")
     try:
-        content = json_of(line)
+        content = parse_json(line)
         number, values, failure = content["id"], content.get("values"), content.get("failed")
     except (AttributeError, KeyError, TypeError, *MALFORMED):
         raise error from None
@@ -118,10 +118,10 @@ def _status(arguments: Namespace) -> None:
     from speechtrain.study.store import Study
 
     study = Study(arguments.study)
-    print(printable(table(study), keep="\n"))
+    print(escape_controls(table(study), keep="\n"))
     if arguments.html:
         write_page(study)
-        print(printable(str(arguments.study / PAGE)))
+        print(escape_controls(str(arguments.study / PAGE)))
 
 
 def _import(arguments: Namespace) -> None:
@@ -144,7 +144,7 @@ def _import(arguments: Namespace) -> None:
     )
     Study(arguments.study, spec)
     print(
-        printable(
+        escape_controls(
             f"{arguments.study}: {len(parameters)} parameters, {len(metrics)} objectives, {n_trials} trials"
         )
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console
-from speechtrain.errors import ConfigError, DataError, print_notice, printable
+from speechtrain.errors import ConfigError, DataError, escape_controls, print_notice
 from speechtrain.files import atomic, writing
 from speechtrain.inference.transcript import FORMATS, ONE_RECORDING, Transcript, written
 
@@ -180,13 +180,13 @@ def _captions_output(recordings: list[Recording | DataError], names: list[str], 
             problem = f"{path} exists"
         if problem:
             fix = "Name a folder for the captions by --out DIR"
-            raise ConfigError(f"--format {form}: {printable(problem)}. {fix}")
+            raise ConfigError(f"--format {form}: {escape_controls(problem)}. {fix}")
         paths[recording.audio] = path
 
     def output(transcript: Transcript, form: str) -> None:
         path = paths[transcript.audio]
         _write(transcript, path, form)
-        print(printable(str(path)), flush=True)
+        print(escape_controls(str(path)), flush=True)
 
     return output
 

@@ -155,10 +155,10 @@ def dry_build(config: DictConfig) -> int:
     return rank_bytes(config, weights)
 
 
-def rank_bytes(config: DictConfig, values: int) -> int:
+def rank_bytes(config: DictConfig, weights: int) -> int:
     """Return the bytes of a rank's weights, gradients, optimizer state and average.
 
-    ``values`` is the number of weights of the model, in fp32.
+    ``weights`` is their number, in fp32.
     """
     import torch
 
@@ -170,7 +170,7 @@ def rank_bytes(config: DictConfig, values: int) -> int:
     state = [tensor.nbytes for tensor in optimizer.state[probe].values() if isinstance(tensor, torch.Tensor)]
     copies = 2 + sum(state) / probe.nbytes + bool(config.trainer.ema)
     shards = 1 if config.trainer.shard == "none" else config.world_size
-    return int(copies * values * 4) // int(shards)
+    return int(copies * weights * 4) // int(shards)
 
 
 def size_of_network(config: DictConfig, tokenizer: Tokenizer) -> tuple[int, int]:

@@ -18,8 +18,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from speechtrain.config.resolved import resolved
-from speechtrain.config.schema import INTERFACES, OFFERED, Config
+from speechtrain.config.resolved import resolve
+from speechtrain.config.schema import INJECTED, INTERFACES, Config
 from speechtrain.config.targets import import_class, parameter_types, target_class
 from speechtrain.errors import ConfigError, nearest
 from speechtrain.trainer_config import TrainerConfig, profile_steps
@@ -42,7 +42,7 @@ def check(config: DictConfig) -> dict[str, Any]:
 
     Raises ConfigError, which names the key and the nearest valid name.
     """
-    values = resolved(config)
+    values = resolve(config)
     _check_root(values)
     if values["resume"] not in ("auto", "never", "must"):
         raise ConfigError(f"resume={values['resume']}: choose auto, never or must")
@@ -55,7 +55,7 @@ def check(config: DictConfig) -> dict[str, Any]:
 def check_part(group: str, node: Any) -> None:
     """Check the resolved node of one part against its group's interface and its class's constructor."""
     part_class(group, node)
-    check_node(group, node, OFFERED.get(group, set()))
+    check_node(group, node, INJECTED.get(group, set()))
 
 
 def part_class(group: str, node: Any) -> type[Any]:
@@ -132,15 +132,15 @@ def _check_world(world_size: int, simulated: int | None, accumulate: int) -> Non
         )
 
 
-def check_node(path: str, node: Mapping[str, Any], offered: Collection[str] = ()) -> type:
+def check_node(path: str, node: Mapping[str, Any], injected: Collection[str] = ()) -> type:
     """Check one ``_target_`` node and the nodes nested in it. Return its class.
 
-    ``offered`` are the parameters that the ranks fill in. Raises ConfigError.
+    ``injected`` are the parameters that the ranks fill in. Raises ConfigError.
     """
     node_class = target_class(str(node["_target_"]), path)
     parameters = {}
     for name, parameter in inspect.signature(node_class).parameters.items():
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and name not in offered:
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and name not in injected:
             parameters[name] = parameter
     annotations = parameter_types(node_class)
     for key, value in node.items():

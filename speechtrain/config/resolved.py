@@ -17,7 +17,7 @@ from speechtrain.config.migrations import FORMAT, migrate
 from speechtrain.config.schema import Config
 from speechtrain.config.targets import parameter_types, target_class
 from speechtrain.errors import MALFORMED, ConfigError, first_line
-from speechtrain.files import FilePath, whole_path
+from speechtrain.files import FilePath, absolute_path
 from speechtrain.run_directory import damaged_config, is_storable, read_stored_config, with_digest
 
 
@@ -49,11 +49,11 @@ def dump(config: DictConfig) -> str:
     """
     content = OmegaConf.to_container(config, resolve=False)
     untyped = OmegaConf.create(typing.cast("dict[str, Any]", content))  # A reference fits no typed key.
-    values = resolved(untyped)
+    values = resolve(untyped)
     # The replaced resolver marks each value that reads the environment, directly or through another key.
     OmegaConf.register_new_resolver("oc.env", _reference, replace=True)
     try:
-        texts = resolved(untyped)
+        texts = resolve(untyped)
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     stored = _stored(values, texts, "")
@@ -83,7 +83,7 @@ def _stored(value: Any, text: Any, key: str) -> Any:
     return text
 
 
-def resolved(config: DictConfig) -> dict[str, Any]:
+def resolve(config: DictConfig) -> dict[str, Any]:
     """Return the config as plain containers. Raises ConfigError for a missing or unresolvable key."""
     try:
         missing = sorted(OmegaConf.missing_keys(config))
@@ -97,7 +97,7 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     return typing.cast("dict[str, Any]", values)
 
 
-def with_whole_paths(config: DictConfig, path: str = "") -> DictConfig:
+def with_absolute_paths(config: DictConfig, path: str = "") -> DictConfig:
     """Make the paths in ``config`` absolute in place: the values of parameters of the type ``FilePath``."""
     annotations: dict[str, Any] = {"init_from": FilePath}
     if "_target_" in config:
@@ -107,13 +107,13 @@ def with_whole_paths(config: DictConfig, path: str = "") -> DictConfig:
         if OmegaConf.is_missing(config, key):
             continue
         if str(FilePath) in str(annotations.get(key)):
-            config[key] = whole_value(value)
+            config[key] = with_absolute_path(value)
         if not OmegaConf.is_interpolation(config, key) and isinstance(config[key], DictConfig):
-            with_whole_paths(config[key], f"{path}.{key}".lstrip("."))
+            with_absolute_paths(config[key], f"{path}.{key}".lstrip("."))
     return config
 
 
-def whole_value(value: Any) -> Any:
+def with_absolute_path(value: Any) -> Any:
     """Return a value with its path, or its several paths, absolute.
 
     Of a reference to the environment, the default becomes absolute unless it is null.
@@ -123,13 +123,13 @@ def whole_value(value: Any) -> Any:
             return value
         # the path of one source, or the paths of several sources by name
         keys = ["path"] if "path" in value else [*value]
-        return value | {key: whole_value(value[key]) for key in keys}
+        return value | {key: with_absolute_path(value[key]) for key in keys}
     if isinstance(value, list):
-        return [whole_value(item) for item in value]
+        return [with_absolute_path(item) for item in value]
     reference = re.fullmatch(r"(\$\{oc\.env:\w+,)(?!null)([^'\"{}]+)\}", str(value))
     if reference:
-        return f"{reference[1]}'{whole_path(reference[2])}'}}"
+        return f"{reference[1]}'{absolute_path(reference[2])}'}}"
     if not isinstance(value, str) or not value or "${" in value or "://" in value or value.startswith("hf:"):
         return value
     names = [value] if os.path.exists(os.path.expanduser(value)) else value.split(",")
-    return ",".join(str(whole_path(name.strip())) for name in names)
+    return ",".join(str(absolute_path(name.strip())) for name in names)

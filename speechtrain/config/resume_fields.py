@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from speechtrain.files import whole_path
+from speechtrain.files import absolute_path
 
 PER_START = ("resume", "dry_run")
 """Keys that apply to one start of a run only."""
@@ -47,7 +47,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat_values
 
 
-def key_of(override: str) -> str:
+def key_of_override(override: str) -> str:
     """Return the key of an override KEY=VALUE, without Hydra's +, ++, ~ and package."""
     key = override.partition("=")[0].lstrip("+~")
     return key.partition("@")[0]
@@ -58,7 +58,7 @@ def swept_volatile(swept: Collection[str]) -> list[str]:
     return sorted(key for key in swept if is_volatile(key))
 
 
-def with_whole_paths(override: str, folder: str) -> str:
+def with_absolute_paths(override: str, folder: str) -> str:
     """Return an override in which each path of a file below ``folder`` is absolute, so that texts compare.
 
     The choice of a group is never a path. Without a ``folder`` the text stays.
@@ -69,12 +69,14 @@ def with_whole_paths(override: str, folder: str) -> str:
 
     def absolute(match: re.Match[str]) -> str:
         path = Path(folder, os.path.expanduser(match[0].rstrip()))
-        return str(whole_path(path)) if path.exists() else match[0]
+        return str(absolute_path(path)) if path.exists() else match[0]
 
     return key + equals + _PATH.sub(absolute, value)
 
 
-def typed_fields(overrides: Sequence[str], swept: Collection[str] = (), folder: str = "") -> list[str]:
+def identifying_overrides(
+    overrides: Sequence[str], swept: Collection[str] = (), folder: str = ""
+) -> list[str]:
     """Return the overrides that identify a run, sorted by key. Overrides of one key keep their order.
 
     A volatile key identifies a run only if a sweep varies it, that is if ``swept`` holds it. Paths of files
@@ -82,10 +84,10 @@ def typed_fields(overrides: Sequence[str], swept: Collection[str] = (), folder: 
     """
     fields = []
     for override in overrides:
-        key = key_of(override)
+        key = key_of_override(override)
         if key in swept or not is_volatile(key):
-            fields.append(with_whole_paths(override, folder))
-    return sorted(fields, key=key_of)
+            fields.append(with_absolute_paths(override, folder))
+    return sorted(fields, key=key_of_override)
 
 
 def fingerprint(overrides: Sequence[str], user_yaml: Mapping[str, str], swept: Collection[str] = ()) -> str:
@@ -93,5 +95,5 @@ def fingerprint(overrides: Sequence[str], user_yaml: Mapping[str, str], swept: C
 
     ``user_yaml`` has the content of each file by the choice that it defines.
     """
-    text = json.dumps([typed_fields(overrides, swept, os.getcwd()), user_yaml], sort_keys=True)
+    text = json.dumps([identifying_overrides(overrides, swept, os.getcwd()), user_yaml], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -56,7 +56,7 @@ INTERFACES = {
 }
 """The interface that the class of each group implements. It is a text, so that nothing is imported."""
 
-OFFERED = {
+INJECTED = {
     "model": {"tokenizer", "encoder"},
     "encoder": {"augment"},
     "data": {"tokenizer", "footprint", "normalise"},
@@ -65,10 +65,10 @@ OFFERED = {
 }
 """Constructor parameters that the ranks fill in. No YAML file has them."""
 
-NODES = {"prediction": "model.prediction"}
+NESTED_GROUPS = {"prediction": "model.prediction"}
 """Groups that compose a node inside another part, each with the key of this node."""
 
-PLACES = {"final_decoder": "decoder@final_decoder"}
+BORROWED_GROUPS = {"final_decoder": "decoder@final_decoder"}
 """Parts that are chosen from the group of another part, each with the choice in Hydra's syntax."""
 
 ConfigStore.instance().store(name="schema", node=Config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from speechtrain.files import whole_path
+from speechtrain.files import absolute_path
 
 
 def cache_folder() -> Path:
@@ -14,4 +14,4 @@ def cache_folder() -> Path:
     Missing files in the folder are made again.
     """
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return whole_path(os.environ.get("SPEECHTRAIN_CACHE") or f"{base}/speechtrain")
+    return absolute_path(os.environ.get("SPEECHTRAIN_CACHE") or f"{base}/speechtrain")

@@ -30,7 +30,7 @@ from speechtrain.data.hold_out import groups_of
 from speechtrain.data.source import Facts, Source
 from speechtrain.data.sources import parts_of
 from speechtrain.errors import MALFORMED, DataError, print_notice
-from speechtrain.files import atomic, flush, open_append, read_text, whole_path, writing
+from speechtrain.files import absolute_path, atomic, flush, open_append, read_text, writing
 from speechtrain.text.normalise import Normaliser, normaliser
 from speechtrain.text.vocabulary import Tokenizer
 
@@ -178,7 +178,7 @@ def open_index(source: Source, cache: str = "") -> Index:
     system without locks each of them builds an index, and one of these is kept. Raises DataError for
     malformed or repeated cuts, MachineError if the cache cannot be written.
     """
-    root = whole_path(cache) if cache else cache_folder()
+    root = absolute_path(cache) if cache else cache_folder()
     root /= "index"
     folder = root / digest(FORMAT, source.fingerprint())
     with _writing(root):

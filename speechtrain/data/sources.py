@@ -35,7 +35,7 @@ from speechtrain.data.formats.shar import Shar, looks_like_shar
 from speechtrain.data.formats.tables import COLUMNS, Table
 from speechtrain.data.source import Facts, Source
 from speechtrain.errors import ConfigError, DataError, nearest
-from speechtrain.files import small_yaml, whole_path
+from speechtrain.files import absolute_path, small_yaml
 from speechtrain.text.normalise import normaliser
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _paths_in(spec: Spec | Sequence[Spec], facts: Facts) -> Iterator[_SourcePath
             if problem:
                 raise DataError(problem)
             if isinstance(part, str):
-                yield _SourcePath(whole_path(part), {}, facts)
+                yield _SourcePath(absolute_path(part), {}, facts)
             else:
                 yield from _paths_in(part, facts)
     elif not isinstance(spec, Mapping):

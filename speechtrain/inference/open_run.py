@@ -18,7 +18,7 @@ from speechtrain.checkpoint.migrations import migrate_names
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.config.build import build_device, build_precision, build_tokenizer, size_of_network
-from speechtrain.config.resume_fields import key_of
+from speechtrain.config.resume_fields import key_of_override
 from speechtrain.config.stored import read_config
 from speechtrain.devices.base import Device
 from speechtrain.errors import RunError, nearest, one_line
@@ -98,8 +98,8 @@ def _apply_for_use(config: DictConfig, overrides: Sequence[str], config_dir: str
     ``device=auto`` replaces a device that this host lacks unless ``overrides`` choose the device. If the new
     device lacks the run's precision, it computes in fp32 unless ``overrides`` choose the precision.
     """
-    choices = {key_of(override): override.partition("=")[2] for override in overrides}
-    device_overrides = [override for override in overrides if key_of(override).startswith("device.")]
+    choices = {key_of_override(override): override.partition("=")[2] for override in overrides}
+    device_overrides = [override for override in overrides if key_of_override(override).startswith("device.")]
     other_overrides = [override for override in overrides if override not in device_overrides]
     apply_overrides(config, other_overrides, config_dir)
     line = ""

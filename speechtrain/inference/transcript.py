@@ -11,8 +11,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from speechtrain.errors import SPELLING, printable
-from speechtrain.files import finite, json_text
+from speechtrain.errors import SPELLING, escape_controls
+from speechtrain.files import json_text, with_finite_numbers
 
 if TYPE_CHECKING:
     from speechtrain.decoding.base import Hypothesis, Word
@@ -177,15 +177,15 @@ def _lines(text: str) -> list[str]:
 
 
 def _printable_text(text: str) -> str:
-    return printable(text, SPELLING)
+    return escape_controls(text, SPELLING)
 
 
 def _text(transcript: Transcript) -> str:
-    return f"{printable(transcript.name)}\t{_printable_text(transcript.text)}\n"
+    return f"{escape_controls(transcript.name)}\t{_printable_text(transcript.text)}\n"
 
 
 def _json(transcript: Transcript) -> str:
-    return json_text(finite(transcript.content())) + "\n"
+    return json_text(with_finite_numbers(transcript.content())) + "\n"
 
 
 def _srt(transcript: Transcript) -> str:
@@ -209,7 +209,7 @@ def _ctm(transcript: Transcript) -> str:
     """Return the form of NIST: file, channel, start, duration, word, confidence."""
     is_file = transcript.name == transcript.audio
     name = Path(transcript.name).stem if is_file else transcript.name
-    name = printable(re.sub(r"\s", "_", name))
+    name = escape_controls(re.sub(r"\s", "_", name))
     lines = []
     for word in transcript.words:
         seconds = max(0.0, word.end - word.start)

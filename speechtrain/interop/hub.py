@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from speechtrain.errors import DataError, MachineError, one_line
-from speechtrain.files import whole_path
+from speechtrain.files import absolute_path
 
 PREFIX = "hf:"
 _SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json")
@@ -22,7 +22,7 @@ def folder_of(name: str, weights: bool = True) -> Path:
     MachineError without ``huggingface_hub``.
     """
     name = name.removeprefix(PREFIX)
-    place = whole_path(name)
+    place = absolute_path(name)
     if place.is_dir():
         return place
     model, _, commit = name.partition("@")
@@ -37,7 +37,7 @@ def folder_of(name: str, weights: bool = True) -> Path:
 
 def pinned(name: str) -> str:
     """``name`` with an absolute folder, or with the commit that the hub has for it now."""
-    place = whole_path(name.removeprefix(PREFIX))
+    place = absolute_path(name.removeprefix(PREFIX))
     if place.is_dir():
         return f"{PREFIX}{place}"
     return f"{PREFIX}{name.removeprefix(PREFIX).partition('@')[0]}@{folder_of(name, weights=False).name}"

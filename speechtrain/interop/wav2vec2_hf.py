@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from speechtrain.errors import MALFORMED, ConfigError, DataError, MachineError, one_line
-from speechtrain.files import follow_umask, open_filled, read_bytes, read_json, write_json
+from speechtrain.files import apply_umask, open_filled, read_bytes, read_json, write_json
 from speechtrain.interop.pickles import read_pickle, tensors_of
 from speechtrain.interop.pretrained import CONV, LAYER, Pretrained, Rule, Settings, inward, outward, renamed
 from speechtrain.nn.masking import SpanMask
@@ -400,7 +400,7 @@ def writing(folder: Path) -> Iterator[Path]:
     try:
         yield temporary
         for path in temporary.glob("*.safetensors"):
-            follow_umask(path)
+            apply_umask(path)
         shutil.copytree(temporary, folder, copy_function=os.replace, dirs_exist_ok=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -18,7 +18,7 @@ from speechtrain.checkpoint.migrations import migrate_names
 from speechtrain.checkpoint.whole import WEIGHTS, Checkpointer
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError, SpeechtrainError
-from speechtrain.files import whole_path
+from speechtrain.files import absolute_path
 from speechtrain.interop import hub, parakeet_hf, wav2vec2_fairseq, wav2vec2_hf
 from speechtrain.interop.pretrained import Pretrained
 from speechtrain.text.huggingface import HuggingFace
@@ -42,7 +42,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
     Raises RunError, DataError or MachineError, each naming the path and what to do.
     """
-    found = hub.folder_of(path) if path.startswith(hub.PREFIX) else whole_path(path)
+    found = hub.folder_of(path) if path.startswith(hub.PREFIX) else absolute_path(path)
     if found.is_dir():
         return _of_folder(found)
     if not found.is_file():
@@ -62,7 +62,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
 def read_labels(path: str) -> list[str] | None:
     """The labels of the published recogniser at ``path``; None of any other weights."""
-    place = hub.folder_of(path, weights=False) if path.startswith(hub.PREFIX) else whole_path(path)
+    place = hub.folder_of(path, weights=False) if path.startswith(hub.PREFIX) else absolute_path(path)
     if not parakeet_hf.is_parakeet(place):
         return None
     node = parakeet_hf.nodes(place)["tokenizer"]

@@ -9,7 +9,7 @@ from typing import Any
 from speechtrain.checkpoint.whole import Checkpointer, validated
 from speechtrain.distributed.group import Group, SingleProcess
 from speechtrain.distributed.watchdog import Watch
-from speechtrain.files import finite
+from speechtrain.files import with_finite_numbers
 from speechtrain.tracking.base import Tracker
 from speechtrain.training.run_state import Progress
 
@@ -30,7 +30,7 @@ class Attempt:
 
     def result(self) -> dict[str, Any]:
         """Return the content of ``result.json``, with the metrics of the best checkpoint if it exists."""
-        last_metrics: dict[str, Any] = finite(self.progress.metrics)
+        last_metrics: dict[str, Any] = with_finite_numbers(self.progress.metrics)
         metrics, best = last_metrics, None
         memory_mib = None
         if self.peak_memory is not None:

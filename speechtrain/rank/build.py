@@ -28,7 +28,7 @@ from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group, open_group
 from speechtrain.distributed.watchdog import MARGIN_SECONDS
 from speechtrain.errors import ConfigError, MachineError
-from speechtrain.files import whole_path
+from speechtrain.files import absolute_path
 from speechtrain.launcher import World
 from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import FP32, Precision
@@ -83,7 +83,7 @@ def load_initial_weights(config: DictConfig, task: Task, tokenizer: Tokenizer) -
     from speechtrain.interop.weights import initialise, read_labels, read_weights
 
     weights = read_weights(path)
-    run_dir = None if path.startswith("hf:") else run_of(whole_path(path).resolve())
+    run_dir = None if path.startswith("hf:") else run_of(absolute_path(path).resolve())
     labels = build_tokenizer(read_config(run_dir)).labels if run_dir else read_labels(path)
     vocabulary_tensors: set[str] = set()
     if labels not in ([], tokenizer.labels):

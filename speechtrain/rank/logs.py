@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from speechtrain.compute_policy import usable_cpus
 from speechtrain.config.build import build
-from speechtrain.config.resolved import resolved
+from speechtrain.config.resolved import resolve
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.launcher import Job, World, forwarded_environment
@@ -57,7 +57,7 @@ def log_environment(run_dir: Path, world: World, device: Device, tracker: Tracke
 
 def log_start(config: DictConfig, task: Task, data: DataModule, tracker: Tracker, facts: Any) -> None:
     """Log the data pipeline with the number of its recordings, and the start with its ``facts``."""
-    nodes = resolved(config)
+    nodes = resolve(config)
     features = {"sample_rate": task.sample_rate, **nodes["encoder"].get("features", {})}
     pipeline_keys = features | nodes["augment"]
     del pipeline_keys["_target_"]

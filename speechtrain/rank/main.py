@@ -37,10 +37,10 @@ from speechtrain.errors import (
     OutOfMemory,
     RunError,
     SpeechtrainError,
-    disk_explained,
+    explain_disk_error,
     print_notice,
 )
-from speechtrain.files import lost_output, open_append, write_text
+from speechtrain.files import open_append, stdout_problem, write_text
 from speechtrain.launcher import World, is_number
 from speechtrain.optim.ema import EMA, Average, NoEMA
 from speechtrain.optim.schedules import Schedule
@@ -322,7 +322,7 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
 
 def _failed_result(attempt: Attempt, error: Exception, rank: int) -> dict[str, Any]:
     """Return the content of ``result.json`` after ``error``."""
-    cause = disk_explained(attempt.group.explained(error))
+    cause = explain_disk_error(attempt.group.explained(error))
     exit_code = cause.exit_code if isinstance(cause, SpeechtrainError) else 1
     attempt.status = "failed"
     # If several ranks fail, the first failure is the cause.
@@ -360,5 +360,5 @@ def end_process(code: int) -> NoReturn:
                 stream.flush()
         kill_descendants(os.getpid())
         os._exit(code)
-    lost_output()  # A full disk below stdout must not change the exit code.
+    stdout_problem()  # A full disk below stdout must not change the exit code.
     sys.exit(code)

@@ -14,9 +14,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
 from speechtrain.config.build import build_launcher
-from speechtrain.config.resume_fields import key_of
+from speechtrain.config.resume_fields import key_of_override
 from speechtrain.errors import ConfigError
-from speechtrain.files import say
+from speechtrain.files import print_line
 from speechtrain.launcher import Job, Launcher
 from speechtrain.runs.choices import choices
 
@@ -68,7 +68,7 @@ def offer_auto(overrides: Sequence[str], config_dir: str | None) -> None:
 
     Raises ConfigError for a variable that names no device.
     """
-    device_overrides = [text for text in overrides if key_of(text) == "device"]
+    device_overrides = [text for text in overrides if key_of_override(text) == "device"]
     if device_overrides and AUTO not in device_overrides[-1]:
         return  # The driver of no device has to be loaded.
     choice, names = auto_device().name, choices(config_dir)["device"]
@@ -104,7 +104,7 @@ def announce_auto(group_choices: Mapping[str, Any], config: DictConfig, ranks: L
     if config.dry_run:
         print(device, file=sys.stderr)
     else:
-        say(str(device))
+        print_line(str(device))
 
 
 def check_same_device(group_choices: Mapping[str, Any], name: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from speechtrain.config.resume_fields import key_of
+from speechtrain.config.resume_fields import key_of_override
 from speechtrain.errors import ConfigError
 
 CORPUS = "corpus"
@@ -53,7 +53,7 @@ def refuse_bases(overrides: Sequence[str], folder: str | None) -> None:
         base = re.search(r"(?<![\w.*?-])_\w+", text.partition("=")[2])
         if base is None:
             continue
-        group = key_of(text)
+        group = key_of_override(text)
         names = choices(folder).get(group)
         if names:
             raise ConfigError(f"{group}={base[0]}: a base YAML is not a choice, choose {', '.join(names)}")

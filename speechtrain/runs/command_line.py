@@ -108,7 +108,7 @@ def rewrite(argv: Sequence[str]) -> list[str]:
     - ``final_decoder=`` chooses from the group of decoders.
     - ``allow_targets=`` moves to the environment, so that no file can set it.
     """
-    from speechtrain.config.schema import PLACES
+    from speechtrain.config.schema import BORROWED_GROUPS
     from speechtrain.config.targets import ALLOW_TARGETS
 
     rewritten = []
@@ -125,7 +125,7 @@ def rewrite(argv: Sequence[str]) -> list[str]:
         elif re.fullmatch(r"glob\([^()]*\)", value) and "exclude" not in value:
             value = f"{value[:-1]},exclude=_*)"
         if equals:
-            key = PLACES.get(key, key)
+            key = BORROWED_GROUPS.get(key, key)
         rewritten.append(f"{key}{equals}{value}")
     return rewritten
 

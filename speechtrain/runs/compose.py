@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from speechtrain.config import schema  # noqa: F401 - registers the typed root with Hydra
-from speechtrain.config.resume_fields import flat, key_of
+from speechtrain.config.resume_fields import flat, key_of_override
 from speechtrain.errors import ConfigError, first_line, nearest, one_line
 from speechtrain.runs.auto_device import offer_auto
 from speechtrain.runs.choices import choices, refuse_bases
@@ -67,7 +67,7 @@ def override_value(text: str) -> Any:
     except HydraException as error:
         raise explain(error, [text]) from None
     if override.is_sweep_override():
-        raise ConfigError(f"{text}: a run takes one value, write a list as {key_of(text)}=[…]")
+        raise ConfigError(f"{text}: a run takes one value, write a list as {key_of_override(text)}=[…]")
     if override.is_delete():
         raise ConfigError(f"{text}: no key of a run can be removed, omit it or set another run_dir")
     return override.value()
@@ -132,7 +132,7 @@ def _explain_choice(message: str, overrides: Sequence[str], config_dir: str | No
         return ""
     for text in overrides:
         if re.fullmatch(r"[\w/@]*=(null|[\d.]+|true|false)", text, flags=re.IGNORECASE):
-            names = choices(config_dir).get(key_of(text), ["model=rnnt"])
+            names = choices(config_dir).get(key_of_override(text), ["model=rnnt"])
             return f"{text}: a group takes a name: {', '.join(names)}"
     return "the command line: a group takes a name: model=rnnt"
 

@@ -12,9 +12,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from speechtrain.config.check import part_class
-from speechtrain.config.resume_fields import key_of
+from speechtrain.config.resume_fields import key_of_override
 from speechtrain.errors import ConfigError
-from speechtrain.files import whole_path, yaml_text
+from speechtrain.files import absolute_path, yaml_text
 from speechtrain.run_directory import CONFIG, run_of
 
 _DEFAULTS = {"model": "ctc", "encoder": "wav2vec2", "tokenizer": "auto"}  # for weights without a run
@@ -31,14 +31,14 @@ def offer_finetuned(overrides: Sequence[str]) -> None:
     nodes: dict[str, Any] = {group: {"defaults": [choice]} for group, choice in _DEFAULTS.items()}
     weights = _initial_weights(overrides)
     if weights is not None:
-        nodes |= _nodes_of(weights, is_encoder_set="encoder" in map(key_of, overrides))
+        nodes |= _nodes_of(weights, is_encoder_set="encoder" in map(key_of_override, overrides))
     for group, node in nodes.items():
         ConfigStore.instance().store(group=group, name=FINETUNED, node=node)
 
 
 def _initial_weights(overrides: Sequence[str]) -> Path | None:
     """Return the path of the last ``init_from`` among ``overrides``, or None without one."""
-    texts = [text for text in overrides if key_of(text) == "init_from"]
+    texts = [text for text in overrides if key_of_override(text) == "init_from"]
     if not texts:
         return None
     parser = OverridesParser.create()
@@ -50,7 +50,7 @@ def _initial_weights(overrides: Sequence[str]) -> Path | None:
         from speechtrain.interop.hub import folder_of
 
         return folder_of(str(name), weights=False)
-    return whole_path(str(name)) if name else None
+    return absolute_path(str(name)) if name else None
 
 
 def _nodes_of(weights: Path, *, is_encoder_set: bool) -> dict[str, Any]:

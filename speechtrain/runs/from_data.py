@@ -28,14 +28,14 @@ from speechtrain.config.build import (
     build_tokenizer,
 )
 from speechtrain.config.check import check
-from speechtrain.config.resume_fields import key_of
+from speechtrain.config.resume_fields import key_of_override
 from speechtrain.data.base import DataModule
 from speechtrain.data.cache import cache_folder
 from speechtrain.data.formats.manifests import digest
 from speechtrain.devices import host
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError
-from speechtrain.files import say, writing
+from speechtrain.files import print_line, writing
 from speechtrain.launcher import Job
 from speechtrain.runs.resume import drop_recipe_hours
 from speechtrain.runs.sizing import TABLES, Speech, pieces
@@ -56,7 +56,7 @@ _SENTENCEPIECE = "speechtrain.text.vocabulary.SentencePiece"
 
 def explicit_keys(overrides: Sequence[str], user_files: Mapping[str, str]) -> set[str]:
     """Return the keys and groups that the user sets by overrides, or in YAML files of the user's own."""
-    keys = {key_of(text) for text in overrides}
+    keys = {key_of_override(text) for text in overrides}
     for name, text in user_files.items():
         keys |= values_of(name, text).keys()
     return keys - {"data"}  # A choice of data names the data and sets no key.
@@ -248,7 +248,7 @@ def _report_rare(rare: Sequence[str], counts: Counter[str], skipped: int) -> Non
     if len(rare) > _SHOWN:
         examples.append("…")
     line = f"{len(rare)} rare characters have no label, {skipped} recordings are skipped"
-    say(f"tokenizer: {line}: {', '.join(examples)}")
+    print_line(f"tokenizer: {line}: {', '.join(examples)}")
 
 
 def _train_pieces(texts: Sequence[str], size: int, normaliser: str) -> DictConfig:

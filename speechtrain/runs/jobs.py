@@ -24,11 +24,11 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from speechtrain.config.resolved import with_whole_paths
-from speechtrain.config.resume_fields import key_of
+from speechtrain.config.resolved import with_absolute_paths
+from speechtrain.config.resume_fields import key_of_override
 from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.errors import ConfigError, MachineError, Preempted, SpeechtrainError, class_of, print_notice
-from speechtrain.files import read_json, say, write_json
+from speechtrain.files import print_line, read_json, write_json
 from speechtrain.run_directory import CONFIG, RunResult, metric_text, speed_text
 from speechtrain.runs.auto_device import announce_auto, auto_device, check_same_device
 from speechtrain.runs.command_line import Command
@@ -149,8 +149,8 @@ def _swept_keys(command: Command, settings: Any) -> tuple[str, ...]:
     fixed_keys = set()
     for override in OverridesParser.create().parse_overrides(command.overrides):
         if not override.is_sweep_override():
-            fixed_keys.add(key_of(override.input_line or ""))
-    return tuple(key for key in map(key_of, _overrides(settings)) if key not in fixed_keys)
+            fixed_keys.add(key_of_override(override.input_line or ""))
+    return tuple(key for key in map(key_of_override, _overrides(settings)) if key not in fixed_keys)
 
 
 def _start(job: Command, config: DictConfig, settings: Any) -> RunResult:
@@ -175,7 +175,7 @@ def _new_config(job: Command, config: DictConfig, settings: Any, run_dir: Path) 
         config = compose(job.overrides, job.config_dir)
     config.run_dir = str(run_dir)
     _refuse_other_validation(job, config, str(settings.runtime.choices.get("data")))
-    with_whole_paths(config)
+    with_absolute_paths(config)
     if str(config.init_from).startswith("hf:"):
         from speechtrain.interop.hub import pinned
 
@@ -191,7 +191,7 @@ def _refuse_other_validation(job: Command, config: DictConfig, choice: str) -> N
     The validation sets of the corpus would then choose the best checkpoint. ``choice`` is the value of
     ``data=``.
     """
-    if "data.train" not in map(key_of, job.overrides) or isinstance(config.data.train, DictConfig):
+    if "data.train" not in map(key_of_override, job.overrides) or isinstance(config.data.train, DictConfig):
         return
     data: Any = OmegaConf.to_container(compose([f"data={choice}"], job.config_dir).data)
     if isinstance(data.get("train"), dict):
@@ -269,13 +269,13 @@ class _Jobs:
         os.environ |= self.inherited_variables  # The job may run in another process.
         settings = HydraConfig.get()
         job = replace(self.command, overrides=_overrides(settings), swept=_swept_keys(self.command, settings))
-        varied = " ".join(text for text in job.overrides if key_of(text) in job.swept)
+        varied = " ".join(text for text in job.overrides if key_of_override(text) in job.swept)
         try:
             if os.getpid() != self.process:
                 find_external_launch(None)  # This refuses several processes for one job of a sweep.
                 check_same_device(settings.runtime.choices, self.auto_device)
             if settings.mode == RunMode.MULTIRUN:
-                say(f"{job_name(settings)}: {varied}")
+                print_line(f"{job_name(settings)}: {varied}")
             result = run_job(partial(_start, job, config, settings), settings)
         except Exception as error:
             return self._handle_error(error, varied, settings)
@@ -339,9 +339,9 @@ class _Jobs:
         metrics = [outcome.metric for outcome in self.outcomes if outcome.metric is not None]
         width = max(len(outcome.speed) for outcome in self.outcomes)
         heading = "speed".ljust(width + 1) if width else ""
-        say(f"job      {'metric':>20}  {'status':<12} {heading}overrides")
+        print_line(f"job      {'metric':>20}  {'status':<12} {heading}overrides")
         for number, outcome in enumerate(self.outcomes, 1):
             best = "  (best)" if metrics and outcome.metric == min(metrics) else ""
             speed = outcome.speed.ljust(len(heading))
             figures = f"{outcome.metric_text:>20}  {outcome.status:<12} {speed}"
-            say(f"job {number:>3}  {figures}{outcome.overrides}{best}")
+            print_line(f"job {number:>3}  {figures}{outcome.overrides}{best}")

@@ -17,7 +17,7 @@ from speechtrain.config.build import build, build_launcher
 from speechtrain.config.check import part_class
 from speechtrain.data.corpora.recipes import fill_names
 from speechtrain.errors import MALFORMED, DataError, print_notice
-from speechtrain.files import whole_path
+from speechtrain.files import absolute_path
 from speechtrain.launcher import Job
 from speechtrain.runs.choices import corpora
 from speechtrain.runs.named_corpus import MANIFESTS, Corpus, corpus_by_name
@@ -149,9 +149,9 @@ def _corpus_of(path: str) -> str:
 
     It is also empty if no corpus has the file.
     """
-    file = whole_path(path)
+    file = absolute_path(path)
     name = file.parent.name
-    folder = whole_path(f"{os.environ.get('DATASET_DIR', '')}/{MANIFESTS}/{name}")
+    folder = absolute_path(f"{os.environ.get('DATASET_DIR', '')}/{MANIFESTS}/{name}")
     if file.parent == folder and name in corpora(None) and not os.path.exists(file):
         return name
     return ""
@@ -185,9 +185,9 @@ def _missing_subwords(tokenizer: Any) -> dict[str, Any]:
 
 def _tokenizer_need(tokenizer: dict[str, Any], sources: list[str], corpus_needs: dict[str, Need]) -> Need:
     """Return the need of a tokenizer. If its corpus is missing, too, the command of the corpus makes both."""
-    model = whole_path(tokenizer["model"])
+    model = absolute_path(tokenizer["model"])
     name = _corpus_of(str(model))
-    is_of_corpus = name and {whole_path(source).parent for source in sources} == {model.parent}
+    is_of_corpus = name and {absolute_path(source).parent for source in sources} == {model.parent}
     subwords = {**_missing_subwords(tokenizer), "normaliser": tokenizer.get("normaliser")}
     options = " ".join(f"--{key} {value}" for key, value in subwords.items())
     command = f"speechtrain prepare tokenizer {shlex.join(sources) or 'SOURCE'} {options} --out "

@@ -10,11 +10,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from speechtrain.config.resolved import whole_value
-from speechtrain.config.resume_fields import PER_START, is_volatile, key_of, with_whole_paths
-from speechtrain.config.schema import INTERFACES, NODES
+from speechtrain.config.resolved import with_absolute_path
+from speechtrain.config.resume_fields import PER_START, is_volatile, key_of_override, with_absolute_paths
+from speechtrain.config.schema import INTERFACES, NESTED_GROUPS
 from speechtrain.errors import ConfigError, RunError, first_line, print_notice
-from speechtrain.files import say
+from speechtrain.files import print_line
 from speechtrain.run_directory import ABOUT, CONFIG, About, read_about
 from speechtrain.runs.auto_device import announce_auto
 from speechtrain.runs.command_line import Command, split
@@ -25,7 +25,7 @@ from speechtrain.runs.stored_config import choose, config_at, set_key, stored_va
 from speechtrain.runs.user_yaml import text_of, values_of
 
 _ONLY_PRINTS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
-_GROUPS = (*INTERFACES, *NODES, "recipe")
+_GROUPS = (*INTERFACES, *NESTED_GROUPS, "recipe")
 _BATCH_KEYS = ("world_size", "trainer.accumulate", "trainer.simulate_world")
 _WEIGHTS_FIT = {"optimizer", "schedule", "augment", "data", "trainer", "seed", "precision"}
 """Keys and groups whose values do not change the shape of a tensor."""
@@ -52,7 +52,7 @@ def run_to_continue(command: Command, names: RunNames) -> Path | None:
         return run_dir.resolve()
     if (command.run_dir / CONFIG).is_file():
         return command.run_dir
-    keys = {*map(key_of, command.overrides)} - {"run_dir", *PER_START}
+    keys = {*map(key_of_override, command.overrides)} - {"run_dir", *PER_START}
     if all(key.startswith("trainer.") and is_volatile(key) for key in keys):
         raise RunError(
             f"{command.run_dir} holds no run ({CONFIG} is missing). Correct run_dir, or add the keys of a "
@@ -97,7 +97,7 @@ def _apply_changes(config: DictConfig, changes: Mapping[str, Any], config_dir: s
             conflicts.append(f"{key}={value} was not an override when the run started")
         elif is_volatile(key):
             set_key(config, key, value)
-        elif stored_value(config, key) not in (value, whole_value(value)):
+        elif stored_value(config, key) not in (value, with_absolute_path(value)):
             conflicts.append(_conflict(config, key, value))
     return conflicts
 
@@ -117,10 +117,10 @@ def _refusal(run_dir: Path, about: About, command: Command, conflicts: Sequence[
 def _new_overrides(about: About, command: Command) -> list[str]:
     """Return the overrides that the first start did not have, and those that apply to one start."""
     first_folder, current_folder = folders_of(about)
-    first_texts = {with_whole_paths(text, first_folder) for text in about.overrides}
+    first_texts = {with_absolute_paths(text, first_folder) for text in about.overrides}
     overrides = []
     for text in command.overrides:
-        if key_of(text) in PER_START or with_whole_paths(text, current_folder) not in first_texts:
+        if key_of_override(text) in PER_START or with_absolute_paths(text, current_folder) not in first_texts:
             overrides.append(text)
     return overrides
 
@@ -132,8 +132,8 @@ def new_run_line(about: About, command: Command, *overrides: str) -> str:
     """
     texts = {}
     for text in (*about.overrides, *command.overrides, "run_dir=NEW", *overrides):
-        if key_of(text) not in PER_START:
-            texts[key_of(text)] = text
+        if key_of_override(text) not in PER_START:
+            texts[key_of_override(text)] = text
     flags = command.flags or split(about.argv or [])[0]
     return shlex.join(["speechtrain", "train", *flags, *texts.values()])
 
@@ -142,7 +142,9 @@ def _other_run(run_dir: Path, about: About, command: Command) -> str:
     """Return the advice to start another run. It starts from the weights of this run if they fit."""
     if about.argv is None:
         return "set another run_dir"
-    groups = {key_of(text).partition(".")[0] for text in command.overrides if text not in about.overrides}
+    groups = {
+        key_of_override(text).partition(".")[0] for text in command.overrides if text not in about.overrides
+    }
     if groups - {"run_dir"} <= _WEIGHTS_FIT:
         return f"this command starts from its weights: {new_run_line(about, command, f'init_from={run_dir}')}"
     return f"this command starts a new run: {new_run_line(about, command)}"
@@ -157,7 +159,7 @@ def drop_recipe_hours(config: DictConfig, keys: Collection[str]) -> None:
     hours = OmegaConf.select(config, "trainer.max_hours")
     if length_keys and hours is not None and "trainer.max_hours" not in keys:
         config.trainer.max_hours = None
-        say(f"{length_keys[0]} replaces the recipe's trainer.max_hours={hours}. Set both to keep both")
+        print_line(f"{length_keys[0]} replaces the recipe's trainer.max_hours={hours}. Set both to keep both")
 
 
 def _abridged(texts: Sequence[str]) -> str:
@@ -170,7 +172,7 @@ def _abridged(texts: Sequence[str]) -> str:
 
 def _parse(overrides: Iterable[str]) -> dict[str, Any]:
     """Return the values of KEY=VALUE texts by key. Raises ConfigError."""
-    return {key_of(text): override_value(text) for text in overrides}
+    return {key_of_override(text): override_value(text) for text in overrides}
 
 
 def _file_changes(config_dir: str | None, user_files: Mapping[str, str]) -> dict[str, Any]:
@@ -223,8 +225,8 @@ def _settle_limits(
 
     Print one line if the command repeats a limit of the first start that a later start has changed.
     """
-    if "trainer.max_hours" not in map(key_of, first_overrides):
-        drop_recipe_hours(config, {*map(key_of, new_overrides)})
+    if "trainer.max_hours" not in map(key_of_override, first_overrides):
+        drop_recipe_hours(config, {*map(key_of_override, new_overrides)})
     limits = []
     for key, value in _parse(text for text in overrides if text not in new_overrides).items():
         if key.startswith("trainer.") and is_volatile(key):
@@ -232,4 +234,4 @@ def _settle_limits(
             if stored != value:
                 limits.append(f"{key}={stored}")
     if limits:
-        say(f"{config.run_dir}: the run keeps its {_abridged(limits)}")
+        print_line(f"{config.run_dir}: the run keeps its {_abridged(limits)}")

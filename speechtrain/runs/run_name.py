@@ -7,7 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from speechtrain.config.resume_fields import fingerprint, key_of, swept_volatile, typed_fields
+from speechtrain.config.resume_fields import (
+    fingerprint,
+    identifying_overrides,
+    key_of_override,
+    swept_volatile,
+)
 from speechtrain.errors import RunError
 from speechtrain.run_directory import ABOUT, CONFIG, About, read_about
 from speechtrain.runs.user_yaml import text_of, user_yaml_files
@@ -49,12 +54,12 @@ class RunNames:
             if about.argv is None or about.swept != volatile:
                 continue  # A damaged run.json has no command line and matches no command.
             first_folder, current_folder = folders_of(about)
-            fields = typed_fields(overrides, swept, current_folder)
-            if typed_fields(about.overrides, volatile, first_folder) != fields:
+            fields = identifying_overrides(overrides, swept, current_folder)
+            if identifying_overrides(about.overrides, volatile, first_folder) != fields:
                 continue
             if not self._has_same_files(about) or not (run_dir / CONFIG).is_file():
                 continue
-            if "run_dir" in map(key_of, about.overrides):
+            if "run_dir" in map(key_of_override, about.overrides):
                 named_dirs.append(run_dir)
             else:
                 run_dirs.append(run_dir)

@@ -30,13 +30,13 @@ from speechtrain.config.build import (
     dry_build,
 )
 from speechtrain.config.check import check
-from speechtrain.config.resolved import dump, resolved
-from speechtrain.config.resume_fields import key_of
+from speechtrain.config.resolved import dump, resolve
+from speechtrain.config.resume_fields import key_of_override
 from speechtrain.config.targets import ALLOW_TARGETS, target_class
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
-from speechtrain.files import atomic, read_text, say, write_json, write_text
+from speechtrain.files import atomic, print_line, read_text, write_json, write_text
 from speechtrain.launcher import (
     AGENT,
     NETWORK_VARIABLES,
@@ -97,7 +97,7 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
     run_directory.write_result(run_dir, asdict(result))
     if result.status == "preempted":
         raise Preempted(f"saved at step {result.steps} in {run_dir}. The same command continues")
-    say(f"{run_dir}: {_describe(result)}")
+    print_line(f"{run_dir}: {_describe(result)}")
     _conclude(config, command, result)
     return result
 
@@ -140,7 +140,7 @@ def _launch(job: Job, launcher: Launcher, *, is_new: bool) -> RunResult:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"the same command continues from {_last_saved(run_dir)}") from None
     if end.submitted:
-        say(end.submitted)
+        print_line(end.submitted)
         return RunResult("submitted")
     result = _run_result(end, run_dir)
     if result.status == "failed":
@@ -162,7 +162,7 @@ def _print_start(config: DictConfig, job: Job, launcher: Launcher) -> None:
         data = build_data(config, build_tokenizer(config))
         raise_or_warn(data.crowded_transcripts(encoder.frames), is_warning=True)
     lines = f"{_config_lines(config, job)}{launcher.render(job)}\n"
-    print(errors.printable(lines, keep=f"\n\t{errors.SPELLING}"), end="", flush=True)
+    print(errors.escape_controls(lines, keep=f"\n\t{errors.SPELLING}"), end="", flush=True)
 
 
 def _warn_of_unused_folder(data: Any) -> None:
@@ -202,7 +202,7 @@ def _earlier_result(config: DictConfig, command: Command) -> RunResult | None:
     max_steps = config.trainer.max_steps
     if max_steps is not None and max_steps < (result.steps or 0):
         reason = f" with {result.steps} updates, so trainer.max_steps={max_steps} adds none"
-    elif result.limits != resolved(config)["trainer"]:
+    elif result.limits != resolve(config)["trainer"]:
         return None
     former_content: Mapping[str, Any] = result.data or {}
     content = former_content
@@ -214,7 +214,7 @@ def _earlier_result(config: DictConfig, command: Command) -> RunResult | None:
         counts = f"{former_content['recordings']} recordings then, {content['recordings']} now"
         cause = f"data.train has changed since {run_dir} ended ({counts})"
         raise DataError(f"{cause}. This command starts a new run: {line}")
-    say(f"{run_dir} is done{reason}: {_describe(result)}")
+    print_line(f"{run_dir} is done{reason}: {_describe(result)}")
     return result
 
 
@@ -259,16 +259,21 @@ def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
     """
     run_dir = Path(config.run_dir)
     for line in advice(result, run_directory.read_metrics(run_dir).rows):
-        say(line)
+        print_line(line)
     if "console" in (config.tracking.get("trackers") or {}):
         _write_report(run_dir)
     if _is_example(config.data.get("train")) and not command.is_sweep:
         words = ["speechtrain", "train", "recipe=scratch", "data.train=FOLDER_OR_MANIFEST"]
         words.append("trainer.max_hours=0.5")
         for override in command.overrides:
-            if key_of(override).partition(".")[0] in ("device", "precision", "launcher", "world_size"):
+            if key_of_override(override).partition(".")[0] in (
+                "device",
+                "precision",
+                "launcher",
+                "world_size",
+            ):
                 words.append(override)
-        print(errors.printable(f"your own recordings: {shlex.join(words)}"))
+        print(errors.escape_controls(f"your own recordings: {shlex.join(words)}"))
 
 
 def _write_report(run_dir: Path) -> None:
@@ -279,7 +284,7 @@ def _write_report(run_dir: Path) -> None:
     try:
         runs = [run.read_run(run_dir)]
         write_text(path, page.page(runs), private=run.hold_secrets(runs))
-        print(errors.printable(f"report: {path}"))
+        print(errors.escape_controls(f"report: {path}"))
     except Exception as error:
         print(f"no report: {type(error).__name__}: {errors.one_line(str(error))}")
 
@@ -311,7 +316,7 @@ def _write_files(config: DictConfig, job: Job, about: About, *, is_named: bool) 
             line = f"{job.run_dir} belongs to user {owner}, who can change what it executes"
             if not is_named:
                 raise RunError(f"{line}. run_dir={job.run_dir} uses it all the same")
-            say(line)
+            print_line(line)
         tokenizer = build_tokenizer(config)
         tokenizer.save(str(job.run_dir))  # Ranks on other hosts may not see its source.
         config.tokenizer.update(tokenizer.saved(str(job.run_dir)))
@@ -328,7 +333,7 @@ def _write_files(config: DictConfig, job: Job, about: About, *, is_named: bool) 
     simulated = config.trainer.simulate_world
     if simulated:
         shares = f"world_size {job.world_size} × accumulate {simulated // job.world_size}"
-        say(f"trainer.simulate_world={simulated}: {shares}")
+        print_line(f"trainer.simulate_world={simulated}: {shares}")
 
 
 def _run_result(end: LaunchResult, run_dir: Path) -> RunResult:

@@ -14,7 +14,7 @@ import secrets
 from pathlib import Path
 
 from speechtrain.errors import RunError
-from speechtrain.files import read_text, say, whole_path, write_text
+from speechtrain.files import absolute_path, print_line, read_text, write_text
 from speechtrain.run_directory import ABOUT, read_about
 
 
@@ -23,7 +23,7 @@ def state_folder() -> Path:
     base = os.environ.get("XDG_STATE_HOME", "")
     if not os.path.isabs(base):
         base = "~/.local/state"
-    return whole_path(f"{base}/speechtrain")
+    return absolute_path(f"{base}/speechtrain")
 
 
 def require_started(run_dir: Path) -> None:
@@ -60,7 +60,7 @@ def remember(run_dir: Path) -> None:
         text = f"{read_about(run_dir).start_id}\n{run_dir.resolve()}"
         write_text(_file(run_dir), text, durable=False, private=True)
     except OSError as error:
-        say(f"{folder} cannot be written ({error}): only run_dir={run_dir} continues this run")
+        print_line(f"{folder} cannot be written ({error}): only run_dir={run_dir} continues this run")
 
 
 def _remembered_id(run_dir: Path) -> str | None:

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from speechtrain.config.check import mismatch
 from speechtrain.config.resume_fields import flat
-from speechtrain.config.schema import PLACES
+from speechtrain.config.schema import BORROWED_GROUPS
 from speechtrain.config.stored import read_config
 from speechtrain.config.targets import parameter_types, target_class
 from speechtrain.errors import ConfigError, first_line, nearest
@@ -54,7 +54,7 @@ def apply_overrides(config: DictConfig, overrides: Sequence[str], config_dir: st
 
 def choose(config: DictConfig, group: str, choice: str, config_dir: str | None = None) -> None:
     """Replace a group of a run's config by another choice. Its interpolations refer to the run's config."""
-    node = compose([f"{PLACES.get(group, group)}={choice}"], config_dir)[group]
+    node = compose([f"{BORROWED_GROUPS.get(group, group)}={choice}"], config_dir)[group]
     config[group] = OmegaConf.create(OmegaConf.to_container(node, resolve=False))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from hydra.core.plugins import Plugins
 
 from speechtrain.errors import RunError
-from speechtrain.files import say
+from speechtrain.files import print_line
 from speechtrain.run_directory import RunResult
 from speechtrain.runs.started_runs import state_folder
 from speechtrain.study import require_optuna
@@ -64,6 +64,6 @@ def conclude_study(folder: Path) -> None:
 
     study = Study(folder)
     for line in table(study).splitlines():
-        say(line)
+        print_line(line)
     if study.best() is None:
         raise RunError(f"no trial of the study in {folder} is complete")

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from optuna.trial import FrozenTrial
 
 from speechtrain.compute_policy import usable_cpus
-from speechtrain.config.resume_fields import key_of
+from speechtrain.config.resume_fields import key_of_override
 from speechtrain.errors import ConfigError, RunError
 from speechtrain.study.objectives import read_objectives
 from speechtrain.study.output import write_page, write_recipe
@@ -58,7 +58,7 @@ def run_study(config: DictConfig, parser: OverridesParser, arguments: Sequence[s
 
 def _spec(settings: dict[str, Any], parser: OverridesParser, arguments: Sequence[str]) -> StudySpec:
     fixed, space = split_overrides(parser.parse_overrides(list(arguments)))
-    if any(key_of(text) == "dry_run" for text in fixed):
+    if any(key_of_override(text) == "dry_run" for text in fixed):
         raise ConfigError("dry_run: a study trains its trials. Try one value without -m")
     return StudySpec(
         space=space,

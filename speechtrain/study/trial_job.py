@@ -21,7 +21,7 @@ from optuna.trial import TrialState
 from speechtrain import run_directory
 from speechtrain.compute_policy import usable_cpus
 from speechtrain.errors import ConfigError, DataError, Diverged, Preempted, SpeechtrainError
-from speechtrain.files import open_append, say
+from speechtrain.files import open_append, print_line
 from speechtrain.run_directory import RunResult
 from speechtrain.study.objectives import numbers_of, values_of
 from speechtrain.study.store import Outcome, Study
@@ -110,7 +110,7 @@ class TrialJob:
         status = self._status(error)
         handling: Handling = getattr(self._settings, status)
         if handling == "retry" and self._study.attempt(number) <= self._settings.retries:
-            say(f"trial {number} {status} and is tried again")
+            print_line(f"trial {number} {status} and is tried again")
             return
         values = self._study.worst_values() if handling == "worst" else None
         state = TrialState.FAIL if handling == "retry" else TrialState.PRUNED
@@ -194,7 +194,7 @@ def _claim_cores(file: IO[bytes], cores: set[int], count: int) -> set[int]:
             return claimed
         fcntl.lockf(file, fcntl.LOCK_UN)
         if not is_announced:
-            say(
+            print_line(
                 f"waiting for {count} free cores; hydra.sweeper.cores=N makes the trials of this host smaller"
             )
             is_announced = True

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from speechtrain.errors import DataError, MachineError, one_line
-from speechtrain.files import FilePath, json_of
+from speechtrain.files import FilePath, parse_json
 from speechtrain.text.vocabulary import FileTokenizer, cannot_spell, check_ids
 
 _MOST_GROWTH = 4_000  # the most characters that all steps may make of one
@@ -112,7 +112,7 @@ class HuggingFace(FileTokenizer):
 
 def _library_of(kind: Any, content: bytes) -> Any:
     text = content.decode()
-    parts = json_of(text)
+    parts = parse_json(text)
     steps = [parts.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]
     if _growth(steps) > _MOST_GROWTH:
         raise ValueError(f"its steps make a text more than {_MOST_GROWTH} times as long")

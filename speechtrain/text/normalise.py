@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
-from speechtrain.errors import ConfigError, DataError, nearest, shortened
+from speechtrain.errors import ConfigError, DataError, nearest, shorten
 from speechtrain.text.numbers import expand_numbers
 
 Normaliser = Callable[[str], str]
@@ -47,7 +47,7 @@ def _unicode_form(form: Literal["NFC", "NFKD"], text: str) -> str:
         if not unicodedata.combining(character):
             marks = 0
         elif marks > _MOST_MARKS:
-            name = shortened(text, 100)
+            name = shorten(text, 100)
             raise DataError(f"the transcript {name!r} has more than {_MOST_MARKS} combining marks in a row")
     return unicodedata.normalize(form, text)
 

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from speechtrain.errors import SPELLING, ConfigError, printable
+from speechtrain.errors import SPELLING, ConfigError, escape_controls
 from speechtrain.files import append_line
 from speechtrain.run_directory import metric_text, outcome_text
 from speechtrain.tracking.base import Tracker, metrics_of
@@ -307,6 +307,6 @@ def _printable(text: str, encoding: str | None) -> str:
 
     Characters that ``encoding`` does not have are escaped.
     """
-    text = printable(" ".join(text.splitlines()), SPELLING)
+    text = escape_controls(" ".join(text.splitlines()), SPELLING)
     encoding = encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

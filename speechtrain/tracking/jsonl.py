@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from speechtrain.files import append_line, finite
+from speechtrain.files import append_line, with_finite_numbers
 from speechtrain.run_directory import METRICS
 from speechtrain.tracking.base import Tracker
 
@@ -28,7 +28,9 @@ class Jsonl(Tracker):
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
         """Append one line. Raises ``OSError`` if the file cannot be written."""
-        content = finite({"event": event, "time": round(time.time(), 3), **values}, default=_json_value)
+        content = with_finite_numbers(
+            {"event": event, "time": round(time.time(), 3), **values}, default=_json_value
+        )
         line = json.dumps(content, ensure_ascii=False)
         # A lone surrogate becomes the escape \udcxx, as JSON writes it.
         append_line(self.path, line.encode("utf-8", "backslashreplace"))

@@ -13,7 +13,7 @@ from typing import Any, final
 
 import psutil
 
-from speechtrain.files import append_line, finite
+from speechtrain.files import append_line, with_finite_numbers
 from speechtrain.run_directory import DATE, MLPERF, timing_start
 from speechtrain.tracking.base import Tracker
 
@@ -141,7 +141,7 @@ class MLPerf(Tracker):
             "value": value,
             "metadata": {"file": __file__, "lineno": traceback.extract_stack(limit=2)[0].lineno, **metadata},
         }
-        self._append(f":::MLLOG {json.dumps(finite(line))}")
+        self._append(f":::MLLOG {json.dumps(with_finite_numbers(line))}")
 
     def _append(self, line: str) -> None:
         append_line(self.path, line.encode())

@@ -83,7 +83,7 @@ TARGETS: list[Any] = [
     *("antigravity.x", "conftest.X", "this.x", "speechtrain.text.vocabulary.Path", "torch.classes.x.y"),
     *("speechtrain.files.MOST_BYTES.x", "speechtrain.files.MOST_BYTES.real", "torch.optim.SGD.step.x.y"),
     *("torch.optim.optimizer.torch.classes.x.y", "torch.optim.optimizer.torch.ops.aten.add"),
-    "speechtrain.config.schema.OFFERED.keys",
+    "speechtrain.config.schema.INJECTED.keys",
     *("torch.serialization.pickle.Unpickler", "speechtrain.interop.pickles.Inert", "torch.ops.aten.add"),
     *("ｓｐｅｅｃｈｔｒａｉｎ.x", "speechtrain.\x1b[31mX", "speechtrain.x\u202e", "speechtrain.\nX"),
     *(5, None, ["x"], {"a": 1}, True, 1.5, "x.y" * 10**4, "${oc.env:HOME}", "${tokenizer}", "a" * 10**5),

@@ -30,7 +30,7 @@ from speechtrain.compute_policy import ComputePolicy
 from speechtrain.config.build import build, dry_build
 from speechtrain.config.check import check
 from speechtrain.config.resolved import dump
-from speechtrain.config.schema import INTERFACES, NODES, OFFERED, PLACES
+from speechtrain.config.schema import BORROWED_GROUPS, INJECTED, INTERFACES, NESTED_GROUPS
 from speechtrain.config.targets import target_class
 from speechtrain.encoders.base import Encoder
 from speechtrain.errors import ConfigError, MachineError
@@ -133,7 +133,7 @@ def _keys(node: Any, path: str) -> list[str]:
     absent = []
     if "_target_" in node:
         parameters = inspect.signature(target_class(node["_target_"], path)).parameters.values()
-        offered = OFFERED.get(path, set())
+        offered = INJECTED.get(path, set())
         absent = [
             f"{path}.{p.name}"
             for p in parameters
@@ -168,7 +168,9 @@ def test_every_key_can_be_set_without_a_plus(group: str, choice: str, required: 
 
 @pytest.mark.skipif(bool(PARTS), reason="another package has some groups only")
 def test_every_group_has_its_interface_and_its_default() -> None:
-    assert {folder for folder, _ in ALL} - {"recipe", "sweep"} == {*INTERFACES, *NODES} - {*PLACES}
+    assert {folder for folder, _ in ALL} - {"recipe", "sweep"} == {*INTERFACES, *NESTED_GROUPS} - {
+        *BORROWED_GROUPS
+    }
 
 
 def _inherited(group: str, name: str) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.commands import evaluate, prepare, report, train
-from speechtrain.commands._cli import guarded
+from speechtrain.commands._cli import exit_code_of
 
 from ..integration.conftest import TINY
 
@@ -88,7 +88,7 @@ class Flips:
             "report": lambda: report.run([str(self.run_dir), "--out", str(self.run_dir / "page.html")]),
         }[name]
         self.capsys.readouterr()
-        code = guarded(run)
+        code = exit_code_of(run)
         return code, "".join(self.capsys.readouterr())
 
     def flip(self, path: Path, place: int) -> None:
@@ -149,7 +149,7 @@ def test_a_rank_that_reads_a_flipped_bit_keeps_the_best_checkpoint(
             path = max(path for path in flips.sound if path.name == name)
             flips.flip(path, int(8 * len(flips.sound[path]) * share))
             inline = ["launcher._target_=speechtrain.launchers.local.Local", "launcher.inline=true"]
-            code = guarded(lambda: train.run([f"run_dir={run_dir}", *inline, "trainer.max_steps=6"]))  # noqa: B023
+            code = exit_code_of(lambda: train.run([f"run_dir={run_dir}", *inline, "trainer.max_steps=6"]))  # noqa: B023
             said = "".join(capsys.readouterr())
             assert code == 0, (name, share, said)
             assert flips.best is not None

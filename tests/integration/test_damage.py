@@ -79,8 +79,8 @@ def test_a_disk_that_is_full_during_a_save(
     code = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))\n"
-        "from speechtrain.commands.train import run; from speechtrain.commands._cli import guarded\n"
-        "sys.exit(guarded(lambda: run(sys.argv[1:])))"
+        "from speechtrain.commands.train import run; from speechtrain.commands._cli import exit_code_of\n"
+        "sys.exit(exit_code_of(lambda: run(sys.argv[1:])))"
     )
     assert (run.checkpoints()[0] / "model.safetensors").stat().st_size > 100_000
     line = [

@@ -16,15 +16,15 @@ from speechtrain.launchers.mpi import Mpi
 from speechtrain.launchers.ssh import Ssh
 
 from speechtrain.commands import prepare, report
-from speechtrain.commands._cli import console, guarded
+from speechtrain.commands._cli import console, exit_code_of
 from speechtrain.errors import (
     SPELLING,
     ConfigError,
     DataError,
     MachineError,
+    escape_controls,
     escape_output,
     one_line,
-    printable,
 )
 from speechtrain.files import json_lines, json_text, read_json
 from speechtrain.launcher import Job, World
@@ -40,22 +40,24 @@ EVIL = "a\x1b]0;title\x07\x1b[2J\u202e\u2028\x9b\udcff\u200b.wav"
 @pytest.mark.parametrize("category", ["Cc", "Cf", "Cs", "Zl", "Zp"])
 def test_no_character_of_a_category_that_drives_a_terminal_is_printed(category: str) -> None:
     of_it = [chr(i) for i in range(0x110000) if unicodedata.category(chr(i)) == category]
-    for shown in (printable("".join(of_it)), one_line(".".join(of_it))):
+    for shown in (escape_controls("".join(of_it)), one_line(".".join(of_it))):
         assert not [c for c in shown if unicodedata.category(c) == category]
-    assert printable(of_it[0]) == ascii(of_it[0])[1:-1]
+    assert escape_controls(of_it[0]) == ascii(of_it[0])[1:-1]
 
 
 def test_letters_of_every_script_stay_and_transcripts_keep_their_joiners() -> None:
     persian, hindi, polish = "می\u200cخواهم", "क\u094d\u200dष", "jeść łąkę"
-    assert all(printable(text, SPELLING) == text for text in (persian, hindi, polish, "日本語", "שלום\u200f"))
-    assert printable(persian) == "می\\u200cخواهم"
-    assert printable("a\u202eb", SPELLING) == "a\\u202eb"
+    assert all(
+        escape_controls(text, SPELLING) == text for text in (persian, hindi, polish, "日本語", "שלום\u200f")
+    )
+    assert escape_controls(persian) == "می\\u200cخواهم"
+    assert escape_controls("a\u202eb", SPELLING) == "a\\u202eb"
 
 
 def test_json_for_a_terminal_has_no_raw_escapes_and_is_the_same_content() -> None:
     for content in ({"a": EVIL}, {"text": "می\u200cخواهم"}):
         assert json.loads(json_text(content)) == content
-        assert printable(json_text(content), SPELLING) == json_text(content)
+        assert escape_controls(json_text(content), SPELLING) == json_text(content)
     assert json_text({"text": "jeść"}) == '{"text": "jeść"}'
 
 
@@ -78,7 +80,7 @@ def printed(*texts: str) -> str:
 
 
 def test_a_command_escapes_what_any_library_prints() -> None:
-    assert printed(f"a: {EVIL}\n\tb\n") == f"a: {printable(EVIL)}\n\tb\n{printable(EVIL)}\n"
+    assert printed(f"a: {EVIL}\n\tb\n") == f"a: {escape_controls(EVIL)}\n\tb\n{escape_controls(EVIL)}\n"
 
 
 def test_joiners_and_the_moves_of_a_progress_bar_are_written() -> None:
@@ -112,9 +114,9 @@ def test_an_error_line_with_a_name_in_it_is_printable(capsys: pytest.CaptureFixt
     def fail() -> int:
         raise DataError(f"{EVIL} does not exist")
 
-    assert guarded(fail) == 3
+    assert exit_code_of(fail) == 3
     line = capsys.readouterr().err
-    assert printable(line.rstrip("\n")) == line.rstrip("\n")
+    assert escape_controls(line.rstrip("\n")) == line.rstrip("\n")
     assert r"\x1b]0;title" in line
 
 

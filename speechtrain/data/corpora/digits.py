@@ -30,7 +30,7 @@ from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES
 from speechtrain.data.formats.manifests import digest
 from speechtrain.data.recordings import Unusable, open_recording
 from speechtrain.errors import MALFORMED, DataError
-from speechtrain.files import FilePath, json_of, read_bytes, whole_path
+from speechtrain.files import FilePath, absolute_path, parse_json, read_bytes
 
 EMBEDDED = Path(__file__).parent / "digits_audio"
 
@@ -61,7 +61,7 @@ class Digits(Connected):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        folder = whole_path(self.root) if self.root else EMBEDDED
+        folder = absolute_path(self.root) if self.root else EMBEDDED
         self.clips = WordClips(folder, self.split)
 
     def plan(self) -> list[Utterance]:
@@ -119,7 +119,7 @@ class WordClips(Clips):
 
     def _load_index(self, path: Path, split: str) -> object:
         """Set the attributes from ``index.json``, and return its sampling rate."""
-        index: Any = json_of(read_bytes(path, follow=True).decode())
+        index: Any = parse_json(read_bytes(path, follow=True).decode())
         split_index = index["splits"][split]
         self.words = tuple(map(str, index["words"]))
         self.voices = tuple(str(voice["id"]) for voice in split_index["voices"])

@@ -20,7 +20,7 @@ from typing import Any
 from speechtrain.data.corpora.unpacking import unpack
 from speechtrain.data.prepare.cut_files import check_room
 from speechtrain.errors import DISK, ConfigError, DataError, MachineError
-from speechtrain.files import open_append, open_regular, whole_path, write_text, writing
+from speechtrain.files import absolute_path, open_append, open_regular, write_text, writing
 
 _BLOCK = 2**20  # bytes
 _MAX_FAILURES = 5  # the most connections in a row that bring less than a block
@@ -53,7 +53,7 @@ def fetch(root: Path, url: str, archives: Mapping[str, Archive], folder: str) ->
     and for a server that cannot be reached. Raises DataError for an archive that the server does not have,
     and for a damaged one, one larger than declared, or one with another checksum than published.
     """
-    root = whole_path(root)
+    root = absolute_path(root)
     if not re.match(r"https?://", url):
         raise ConfigError(f"url={url}: it must start with https:// or http://")
     _check_names(root, archives, folder)
@@ -77,7 +77,7 @@ def fetch(root: Path, url: str, archives: Mapping[str, Archive], folder: str) ->
 def _check_names(root: Path, archives: Mapping[str, Archive], folder: str) -> None:
     """Raise ConfigError unless each name is a file in ``root``, and its content goes below ``root``."""
     for name, archive in archives.items():
-        is_below = root in whole_path(root / (archive.into or folder)).parents
+        is_below = root in absolute_path(root / (archive.into or folder)).parents
         if not is_below or Path(name).name != name or not name.isprintable():
             raise ConfigError(
                 f"archives.{name}: it is not the name of a file, or its folder is not below root"

@@ -22,7 +22,7 @@ from speechtrain.counter_rng import FsddStream, addressed, key_of, uniform_at
 from speechtrain.data.corpora.connected import GAP_SECONDS, SAMPLE_RATE, Clips, Connected, Samples, Utterance
 from speechtrain.data.recordings import Unusable, open_recording, read_header
 from speechtrain.errors import DataError, nearest
-from speechtrain.files import FilePath, read_bytes, whole_path
+from speechtrain.files import FilePath, absolute_path, read_bytes
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TEST_INDICES = range(5)
@@ -148,7 +148,7 @@ class Fsdd(Connected):
 
 def find_takes(root: str) -> list[Take]:
     """Return the recordings in ``root/recordings`` or ``root``. Raises DataError if there are none."""
-    folder = whole_path(root)
+    folder = absolute_path(root)
     if (folder / "recordings").is_dir():
         folder = folder / "recordings"
     takes = []

@@ -27,7 +27,7 @@ from speechtrain.data.recordings import (
     read_header,
 )
 from speechtrain.errors import ConfigError, DataError, MachineError, one_line
-from speechtrain.files import atomic, whole_path, writing
+from speechtrain.files import absolute_path, atomic, writing
 
 _PACKAGE = "corpus=huggingface needs the package datasets, 4 or newer: pip install -e '.[huggingface]'"
 # JSON is not among the formats, because pyarrow crashes if it is nested deeply.
@@ -92,7 +92,7 @@ class HuggingFace:
         speaker = next((c for c in rows.features if c.lower() in COLUMNS["speaker"]), None)
         rows = self._undecoded(rows, audio)
         label_columns = [text, speaker] if speaker else [text]
-        name, out = re.sub(r"[^\w.-]", "_", self.split), whole_path(self.out)
+        name, out = re.sub(r"[^\w.-]", "_", self.split), absolute_path(self.out)
         folder = out / "audio" / name
         split = Split(name, rows, rows.select_columns(label_columns), audio, text, speaker, folder)
         manifest = out / f"{name}.jsonl.gz"
@@ -109,7 +109,7 @@ class HuggingFace:
             raise MachineError(_PACKAGE) from None
         if int(datasets.__version__.split(".")[0]) < 4:  # older versions run a program of the data set
             raise MachineError(f"{_PACKAGE}. This is {datasets.__version__}")
-        path = whole_path(self.name)
+        path = absolute_path(self.name)
         try:
             if path.is_file():
                 _check_table(path)

@@ -19,7 +19,7 @@ from speechtrain.data.formats.tables import Table
 from speechtrain.data.prepare.cut_files import parallel, with_measured_length
 from speechtrain.data.recordings import Unusable, read_header
 from speechtrain.errors import DISK, MALFORMED, ConfigError, DataError, nearest, one_line
-from speechtrain.files import json_of, read_bytes
+from speechtrain.files import parse_json, read_bytes
 
 
 @dataclass
@@ -279,7 +279,7 @@ def _voice_activity(path: Path, jobs: int) -> Iterator[Record]:
     def read(audio: Path) -> list[Record]:
         labels_path = audio.with_suffix(".json")
         try:
-            labels = json_of(read_bytes(labels_path).decode())
+            labels = parse_json(read_bytes(labels_path).decode())
             name = str(audio.relative_to(path.parent).with_suffix(""))
             spans = []
             for number, (start, end) in enumerate(labels["voice_activity"]):

@@ -24,7 +24,7 @@ from speechtrain.data.formats.lhotse_cuts import UnknownPart, known_cut
 from speechtrain.data.recordings import RATES, header_or_none
 from speechtrain.data.source import Source
 from speechtrain.errors import MALFORMED, DataError
-from speechtrain.files import open_regular, read_bytes, whole_path
+from speechtrain.files import absolute_path, open_regular, read_bytes
 
 if TYPE_CHECKING:
     from lhotse.cut import Cut
@@ -66,7 +66,7 @@ class Manifest(Source):
     """A short word for the format. It is part of the fingerprint."""
 
     def __init__(self, path: Path) -> None:
-        self.path = whole_path(path)
+        self.path = absolute_path(path)
         self.name = self.path.stem
         self._folder = str(self.path.parent)
 
@@ -302,7 +302,7 @@ class LhotsePair(LhotseCuts):
 
     def __init__(self, recordings: Path, supervisions: Path) -> None:
         super().__init__(supervisions)
-        self.recordings = whole_path(recordings)
+        self.recordings = absolute_path(recordings)
 
     def fingerprint(self) -> str:
         return digest(self.kind, *stamp(self.recordings), *stamp(self.path))

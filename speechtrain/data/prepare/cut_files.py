@@ -19,7 +19,7 @@ from speechtrain.data.formats.manifests import Manifest, Record, seconds_of, tex
 from speechtrain.data.recordings import Unusable, header_or_none
 from speechtrain.data.source import Facts, Source
 from speechtrain.data.sources import parts_of
-from speechtrain.errors import DataError, MachineError, printable, shortened
+from speechtrain.errors import DataError, MachineError, escape_controls, shorten
 from speechtrain.files import atomic, writing
 from speechtrain.text.normalise import normaliser
 
@@ -107,8 +107,8 @@ class Totals:
 
     def refuse(self, name: object, problem: Unusable) -> None:
         self.bad[problem.reason] += 1
-        columns = [shortened(text, 8_000) for text in (str(name), problem.reason, problem.detail)]
-        print("bad: " + "\t".join(map(printable, columns)), flush=True)
+        columns = [shorten(text, 8_000) for text in (str(name), problem.reason, problem.detail)]
+        print("bad: " + "\t".join(map(escape_controls, columns)), flush=True)
 
     def describe(self) -> str:
         hours = self.seconds / 3600

@@ -16,7 +16,7 @@ import soundfile
 
 from speechtrain.batch import Batch
 from speechtrain.commands import doctor
-from speechtrain.commands._cli import guarded
+from speechtrain.commands._cli import exit_code_of
 from speechtrain.config.build import build_device
 from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.models.rnnt import RNNT
@@ -251,7 +251,7 @@ def test_transcripts_are_held_against_symbols_and_frames(
 
 
 def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert guarded(lambda: doctor.run(["--verbose"])) == 2
+    assert exit_code_of(lambda: doctor.run(["--verbose"])) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 

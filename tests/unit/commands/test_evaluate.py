@@ -13,7 +13,7 @@ import soundfile
 import yaml
 
 from speechtrain.commands import evaluate
-from speechtrain.commands._cli import guarded
+from speechtrain.commands._cli import exit_code_of
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError
 from speechtrain.inference.loaded_run import LoadedRun, load
 from speechtrain.run_directory import RunLock, read_manifest, write_manifest
@@ -181,7 +181,7 @@ def test_errors_are_told_in_one_line(
 ) -> None:
     with pytest.raises(error, match=match):
         evaluate.run([str(run_dir), *argv])
-    assert guarded(lambda: evaluate.run([str(run_dir), *argv])) == error.exit_code  # type: ignore[attr-defined]
+    assert exit_code_of(lambda: evaluate.run([str(run_dir), *argv])) == error.exit_code  # type: ignore[attr-defined]
     assert capsys.readouterr().err.count("\n") == 1
 
 

@@ -14,7 +14,7 @@ import pytest
 import soundfile
 
 from speechtrain.commands import prepare
-from speechtrain.commands._cli import guarded
+from speechtrain.commands._cli import exit_code_of
 from speechtrain.data.corpora.digits import Digits
 from speechtrain.data.prepare.stats_table import LONG
 from speechtrain.errors import ConfigError, DataError, MachineError
@@ -49,7 +49,7 @@ def test_help_answers_without_torch() -> None:
     [[], ["manifst"], ["manifest", "--out", "x.jsonl"], ["tokenizer", "a", "--out", "t", "--size", "x"]],
 )
 def test_usage_is_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert guarded(lambda: prepare.run(argv)) == 2
+    assert exit_code_of(lambda: prepare.run(argv)) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 

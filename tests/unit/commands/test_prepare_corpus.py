@@ -20,7 +20,7 @@ import soundfile
 import yaml
 
 from speechtrain.commands import evaluate, prepare, train
-from speechtrain.commands._cli import guarded
+from speechtrain.commands._cli import exit_code_of
 from speechtrain.errors import ConfigError, DataError, MachineError
 from tests.support.corpora import CORPORA, librispeech, mini_librispeech, said, switchboard, write
 
@@ -199,7 +199,7 @@ def test_what_is_typed_wrongly_is_one_line(
     argv: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     librispeech(tmp_path / "root")
-    assert guarded(lambda: prepare.run([*argv, "out=out"])) == 2
+    assert exit_code_of(lambda: prepare.run([*argv, "out=out"])) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert told in error
@@ -222,7 +222,7 @@ def test_what_is_not_there_is_one_line(
     argv: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     librispeech(tmp_path / "root")
-    assert guarded(lambda: prepare.run([*argv, "out=out"])) == 3
+    assert exit_code_of(lambda: prepare.run([*argv, "out=out"])) == 3
     *before, error = capsys.readouterr().err.splitlines()
     assert told in error
     assert not [line for line in before if line and "it/s" not in line]  # bars of lhotse
@@ -233,7 +233,7 @@ def test_shorten_is_refused_with_its_conversion(tmp_path: Path, capsys: pytest.C
     path = tmp_path / "root/LDC97S62/swb1_d1/data/sw02001.sph"
     header = b"NIST_1A\n   1024\nsample_coding -s26 ulaw,embedded-shorten-v2.00\nend_head\n"
     path.write_bytes(header.ljust(1024) + b"ajkg")
-    assert guarded(lambda: prepare.run(["corpus=switchboard", "root=root", "out=out"])) == 3
+    assert exit_code_of(lambda: prepare.run(["corpus=switchboard", "root=root", "out=out"])) == 3
     error = capsys.readouterr().err
     assert "sph2pipe -f wav" in error
     assert error.count("\n") == 1
@@ -261,7 +261,9 @@ def test_prepare_corpus_refuses_a_wrong_yaml_in_one_line(
     librispeech(tmp_path / "root")
     (tmp_path / "conf" / "corpus").mkdir(parents=True)
     (tmp_path / "conf" / "corpus" / "wrong.yaml").write_text(yaml.safe_dump(node))
-    exit_code = guarded(lambda: prepare.run(["corpus=wrong", "root=root", "out=out", "--config-dir=conf"]))
+    exit_code = exit_code_of(
+        lambda: prepare.run(["corpus=wrong", "root=root", "out=out", "--config-dir=conf"])
+    )
     assert exit_code in (2, 3)
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.config.build import build, dry_build
 from speechtrain.config.check import check, mismatch
-from speechtrain.config.resolved import dump, load, resolved, with_whole_paths
+from speechtrain.config.resolved import dump, load, resolve, with_absolute_paths
 from speechtrain.config.resume_fields import fingerprint, flat, is_volatile
 from speechtrain.config.targets import ALLOW_TARGETS, target_class
 from speechtrain.devices.cpu import CPU
@@ -184,7 +184,7 @@ def test_simulated_worlds(config: DictConfig) -> None:
 
 def resume_fields(*overrides: str) -> dict[str, Any]:
     """The keys and values that a resume may not change."""
-    found = flat(resolved(composed(*overrides)))
+    found = flat(resolve(composed(*overrides)))
     return {key: value for key, value in found.items() if not is_volatile(key)}
 
 
@@ -253,7 +253,7 @@ def test_a_runs_name_follows_from_what_was_typed_and_written() -> None:
 def test_the_file_reads_back(config: DictConfig, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(dump(config))
-    assert resolved(load(path)) == resolved(config)
+    assert resolve(load(path)) == resolve(config)
     assert "${" not in path.read_text().replace("${oc.env:", "")
 
 
@@ -266,7 +266,7 @@ def test_each_bit_of_a_stored_config_is_guarded(config: DictConfig, tmp_path: Pa
         damaged[place // 8] ^= 1 << place % 8
         path.write_bytes(damaged)
         try:
-            assert resolved(load(path)) == resolved(config)  # the mark of the digest itself
+            assert resolve(load(path)) == resolve(config)  # the mark of the digest itself
             assert place // 8 < len("# sha256 of what follows: ")
         except (ConfigError, RunError):
             pass
@@ -285,7 +285,7 @@ def test_values_of_the_environment_stay_out_of_the_file(
     config.tokenizer.alphabet = "${data.cache}"  # resolved: a copy would leak
     text = dump(config)
     assert yaml.safe_load(text)["data"]["cache"] == "${oc.env:TOKEN}/cache"
-    assert resolved(config)["data"]["cache"] == "secret/cache"
+    assert resolve(config)["data"]["cache"] == "secret/cache"
     assert "secret" not in text
 
 
@@ -325,7 +325,7 @@ def test_a_secret_stays_out_however_it_is_spelt(
     assert "secret" not in json.dumps(stored)
     assert stored["tokenizer"]["alphabet"] == SPELLINGS[text]
     assert stored["model"]["names"] == ["a", SPELLINGS[text], {"b": SPELLINGS[text]}]
-    assert resolved(config)["data"]["cache"] == "xsecret"  # OmegaConf's own resolver is back
+    assert resolve(config)["data"]["cache"] == "xsecret"  # OmegaConf's own resolver is back
 
 
 @pytest.mark.parametrize("text", DERIVED)
@@ -353,7 +353,7 @@ def test_a_path_is_stored_absolute_so_that_a_run_works_from_any_folder(
         "init_from=w",
     ]
     digits = "{_target_: speechtrain.data.corpora.digits.Digits, split: valid, root: words}"
-    config = with_whole_paths(compose([*own, f"+data.valid.two={digits}", "data.cache=/c/../cache"]))
+    config = with_absolute_paths(compose([*own, f"+data.valid.two={digits}", "data.cache=/c/../cache"]))
     assert config.data.train == [f"{tmp_path}/a.jsonl", f"{tmp_path}/one, two.jsonl"]
     assert config.data.valid.dev == f"{tmp_path}/b.jsonl"
     assert config.data.valid.table == {"path": f"{tmp_path}/t.csv", "text": "said"}
@@ -361,13 +361,13 @@ def test_a_path_is_stored_absolute_so_that_a_run_works_from_any_folder(
     check(config)
     assert (config.data.valid.two.root, config.data.valid.two.split) == (f"{tmp_path}/words", "valid")
     assert (config.data.cache, config.init_from) == ("/cache", f"{tmp_path}/w")
-    config = with_whole_paths(compose(["data=fsdd"]))
-    assert resolved(config)["data"]["valid"]["test"]["root"] == f"{tmp_path}/fsdd"
+    config = with_absolute_paths(compose(["data=fsdd"]))
+    assert resolve(config)["data"]["valid"]["test"]["root"] == f"{tmp_path}/fsdd"
     assert f"${{oc.env:DATASET_DIR,'{tmp_path}/fsdd'}}" in dump(config)  # the environment still decides
     (tmp_path / "far" / "in").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "far" / "in")
     (tmp_path / "far" / "c.jsonl").write_text("")
-    config = with_whole_paths(compose(["data=manifest", "data.train=link/../c.jsonl"]))
+    config = with_absolute_paths(compose(["data=manifest", "data.train=link/../c.jsonl"]))
     assert Path(config.data.train).read_text() == ""  # not the file of that name in this folder
 
 
@@ -425,14 +425,12 @@ def test_an_error_of_a_class_names_the_key(overrides: list[str], message: str) -
 
 def plan(*overrides: str) -> dict[str, Any]:
     """What decides how long and how a run trains: every part and key of a training plan."""
-    plain = resolved(composed(*overrides))
+    plain = resolve(composed(*overrides))
     return {key: plain[key] for key in ("trainer", "augment", "optimizer", "schedule")}
 
 
 def test_model_rnnt_is_the_small_network_under_two_names() -> None:
-    assert (
-        resolved(compose(["model=rnnt"])) == resolved(compose(["model=rnnt_small"])) == resolved(compose([]))
-    )
+    assert resolve(compose(["model=rnnt"])) == resolve(compose(["model=rnnt_small"])) == resolve(compose([]))
     assert compose(["model=rnnt_mlperf"]).encoder.hidden == 1024
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
 from speechtrain import run_directory
-from speechtrain.commands._cli import guarded
+from speechtrain.commands._cli import exit_code_of
 from speechtrain.commands.report import run as report
 from speechtrain.errors import RunError
 from speechtrain.report import page as page_module
@@ -600,7 +600,7 @@ def test_a_page_that_cannot_be_written_names_the_fix(
 ) -> None:
     folder = _whole_run(tmp_path / "run")
     for target in (tmp_path, tmp_path / "no" / "x.html"):
-        assert guarded(lambda target=target: report([str(folder), "--out", str(target)])) == 5
+        assert exit_code_of(lambda target=target: report([str(folder), "--out", str(target)])) == 5
         assert f"error: {target}: " in capsys.readouterr().err
 
 

@@ -135,7 +135,7 @@ def test_a_fault_of_ours_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(config: DictConfig) -> None:
         raise KeyError("seed")
 
-    monkeypatch.setattr("speechtrain.config.check.resolved", broken)
+    monkeypatch.setattr("speechtrain.config.check.resolve", broken)
     with pytest.raises(KeyError):
         _outcome(["seed=1"])
     with pytest.raises(ConfigError):

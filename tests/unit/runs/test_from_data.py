@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.commands import train
-from speechtrain.commands._cli import guarded
+from speechtrain.commands._cli import exit_code_of
 from speechtrain.config.build import build, build_tokenizer
 from speechtrain.config.check import check
 from speechtrain.devices import host
@@ -132,7 +132,7 @@ def test_start_jobs_gives_each_job_of_a_sweep_its_own_model(
         (f"{recogniser},{pretrained}", "encoder.hidden=24"),
         (f"{pretrained},{recogniser}", "encoder.width=96"),
     ):
-        exit_code = guarded(lambda: train.run([*line, f"init_from={beginnings}", key]))  # noqa: B023
+        exit_code = exit_code_of(lambda: train.run([*line, f"init_from={beginnings}", key]))  # noqa: B023
         output = capsys.readouterr()
         assert exit_code == ConfigError.exit_code
         assert output.out.count("speechtrain.train_rank") == 1

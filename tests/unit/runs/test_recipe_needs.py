@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from speechtrain.commands import doctor, prepare, train
-from speechtrain.commands._cli import guarded
+from speechtrain.commands._cli import exit_code_of
 from speechtrain.config.build import build_data, build_tokenizer, dry_build
 from speechtrain.runs.compose import compose
 from speechtrain.runs.recipe_needs import needs_of, plannable
@@ -42,7 +42,7 @@ def _own_folder(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def start(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, list[str]]:
     """Return the exit code of a training command, its output, and its lines on stderr."""
-    code = guarded(lambda: train.run(list(argv)))
+    code = exit_code_of(lambda: train.run(list(argv)))
     out, err = capsys.readouterr()
     return code, out, err.splitlines()
 

@@ -15,7 +15,7 @@ import soundfile
 
 from speechtrain.commands import train
 from speechtrain.config.resolved import dump, load
-from speechtrain.config.resume_fields import typed_fields, with_whole_paths
+from speechtrain.config.resume_fields import identifying_overrides, with_absolute_paths
 from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.run_directory import CONFIG
 from speechtrain.runs.command_line import read
@@ -103,8 +103,8 @@ def test_a_run_continues_as_its_recordings_limits_and_folder_say(
 def test_paths_of_files_are_compared_whole(override: str, absolute: str, tmp_path: Path) -> None:
     (tmp_path / "rec").mkdir()
     override, absolute = (text.replace("/P", str(tmp_path)) for text in (override, absolute))
-    assert with_whole_paths(override, str(tmp_path)) == absolute
-    assert with_whole_paths(override, "") == override
+    assert with_absolute_paths(override, str(tmp_path)) == absolute
+    assert with_absolute_paths(override, "") == override
 
 
 @pytest.mark.parametrize("overrides", [[], ["resume=must"], ["trainer.max_steps=9000", "dry_run=true"]])
@@ -157,7 +157,7 @@ def test_no_two_commands_of_the_readme_have_one_run() -> None:
         command = read([word for word in words if not word.startswith("allow_targets=")])
         if command.is_sweep or command.run_dir is not None or not command.overrides:
             continue
-        identity = tuple(typed_fields(command.overrides))
+        identity = tuple(identifying_overrides(command.overrides))
         assert identity not in runs, f"{line.strip()} continues the run of {runs[identity]}"
         runs[identity] = line.strip()
     assert len(runs) >= 2

@@ -14,7 +14,7 @@ import pytest
 from omegaconf import DictConfig
 
 from speechtrain.commands import train
-from speechtrain.commands._cli import guarded
+from speechtrain.commands._cli import exit_code_of
 from speechtrain.config.resolved import dump, load
 from speechtrain.devices.cpu import CPU
 from speechtrain.errors import ConfigError, MachineError, RunError, SpeechtrainError
@@ -358,11 +358,11 @@ def test_a_disk_without_room_for_a_file_of_the_start_is_the_machines_fault(
 ) -> None:
     for files in range(1, 5):  # the run's folder, its lock, run.json, config.yaml
         disk.mount(f"remount,nr_inodes={files}")
-        assert guarded(lambda: train.run([*DRY[:1], f"run_dir={disk.path / 'run'}"])) == 4
+        assert exit_code_of(lambda: train.run([*DRY[:1], f"run_dir={disk.path / 'run'}"])) == 4
         assert "No space left on device" in capsys.readouterr().err
         assert not (disk.path / "run" / "config.yaml").exists()
     disk.mount("remount,nr_inodes=100")
-    assert guarded(lambda: train.run([*DRY, f"run_dir={disk.path / 'run'}"])) == 0
+    assert exit_code_of(lambda: train.run([*DRY, f"run_dir={disk.path / 'run'}"])) == 0
 
 
 @pytest.mark.parametrize("result", [{}, {"metric": 0.5}, {"metrics": None}])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from speechtrain.commands import train
-from speechtrain.commands._cli import guarded
+from speechtrain.commands._cli import exit_code_of
 from speechtrain.config.resolved import dump
 from speechtrain.errors import RunError
 from speechtrain.run_directory import RunLock, other_owner
@@ -115,7 +115,7 @@ def test_start_jobs_refuses_a_received_run(
     name = run_name_of(options) if has_default_name else "any"
     run_dir = received(tmp_path / "runs" / name, DRY)
     before = content(tmp_path / "runs")
-    assert guarded(lambda: train.run([*DRY, *options])) == RunError.exit_code
+    assert exit_code_of(lambda: train.run([*DRY, *options])) == RunError.exit_code
     output = capsys.readouterr()
     assert output.err.count("\n") == (2 if "-m" in options else 1)  # a sweep adds a line for all its jobs
     assert f"run_dir={run_dir} continues it" in output.err
@@ -142,7 +142,7 @@ def test_train_continues_what_the_user_has_started(
     assert train.run(command) == 0
     assert f"{run_dir} is done" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "state")
-    assert guarded(lambda: train.run(command)) == RunError.exit_code
+    assert exit_code_of(lambda: train.run(command)) == RunError.exit_code
     assert train.run([f"run_dir={run_dir}", "trainer.max_steps=3"]) == 0
     capsys.readouterr()
     assert train.run(command) == 0
@@ -162,13 +162,15 @@ def test_a_folder_of_another_user_is_trained_in_only_if_it_is_named(
 
     assert other_owner(tmp_path) is None
     monkeypatch.setattr(RunLock, "acquire", acquire_of_another_user)
-    assert guarded(lambda: train.run([*TINY])) == RunError.exit_code
+    assert exit_code_of(lambda: train.run([*TINY])) == RunError.exit_code
     assert "belongs to user 65534, who can change what it executes. run_dir=" in capsys.readouterr().err
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert [path.name for path in run_dir.iterdir()] == ["lock"]
     assert other_owner(run_dir) == 65534
     assert (
-        guarded(lambda: train.run([*TINY, f"run_dir={run_dir}", "launcher=local", "launcher.inline=true"]))
+        exit_code_of(
+            lambda: train.run([*TINY, f"run_dir={run_dir}", "launcher=local", "launcher.inline=true"])
+        )
         == 0
     )
     assert f"{run_dir} belongs to user 65534" in capsys.readouterr().out

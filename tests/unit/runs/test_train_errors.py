@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from speechtrain.commands import train
-from speechtrain.commands._cli import guarded
+from speechtrain.commands._cli import exit_code_of
 from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.run_directory import RunLock
 from speechtrain.runs import start as launching
@@ -33,7 +33,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _run(*argv: str) -> int:
-    return guarded(lambda: train.run(list(argv)))
+    return exit_code_of(lambda: train.run(list(argv)))
 
 
 def _error(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
