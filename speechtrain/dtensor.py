@@ -31,7 +31,7 @@ def local(tensor: Tensor) -> Tensor:
     return shard
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor. Every rank of the group must call this."""
     if not is_sharded(tensor):
         return tensor

@@ -18,7 +18,7 @@ _MAX_COUNT = 2**62  # Integers of torch have 63 bits.
 _UNFUSED = {"fused": None, "foreach": False}  # settings by which an optimizer updates tensors one by one
 
 
-def fit(saved: Any, expected: Any, path: str) -> None:
+def check_fit(saved: Any, expected: Any, path: str) -> None:
     """Raise ValueError if ``saved`` has another kind of value than ``expected`` at a key that both have.
 
     A number must be at least 0, because parts save only counts, times, positions and scales.
@@ -27,7 +27,7 @@ def fit(saved: Any, expected: Any, path: str) -> None:
         fits = isinstance(saved, Mapping)
         if fits:
             for key in expected.keys() & saved.keys():
-                fit(saved[key], expected[key], f"{path}/{key}")
+                check_fit(saved[key], expected[key], f"{path}/{key}")
     elif isinstance(expected, Tensor):
         fits = isinstance(saved, Tensor)
     elif isinstance(expected, bool) or not isinstance(expected, int | float):

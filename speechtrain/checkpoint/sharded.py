@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speechtrain.checkpoint.whole import SHARDED, SHARDS, UNWRITABLE, Checkpointer, Stateful, map_tensors
 from speechtrain.distributed.group import Group
-from speechtrain.dtensor import is_sharded, save_shares, whole
+from speechtrain.dtensor import full_tensor, is_sharded, save_shares
 
 
 class ShardedCheckpointer(Checkpointer):
@@ -23,7 +23,7 @@ class ShardedCheckpointer(Checkpointer):
     safetensors file per rank. If one rank cannot write its file, no checkpoint is kept.
     """
 
-    needs_all = True
+    needs_all_ranks = True
 
     def __init__(self, run_dir: str | Path, keep: int, group: Group) -> None:
         super().__init__(run_dir, keep)
@@ -51,7 +51,7 @@ class ShardedCheckpointer(Checkpointer):
         """Return the whole weights on rank 0, in host memory. Other ranks hold one whole tensor at a time."""
         gathered = {}
         for name, tensor in weights.items():
-            whole_tensor = whole(tensor)
+            whole_tensor = full_tensor(tensor)
             if self.group.world.rank == 0:
                 gathered[name] = whole_tensor.cpu()
         return gathered

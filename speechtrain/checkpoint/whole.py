@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speechtrain.checkpoint.best_metric import selection_key
-from speechtrain.checkpoint.fit import fit, load_optimizer
+from speechtrain.checkpoint.fit import check_fit, load_optimizer
 from speechtrain.checkpoint.migrations import current_name, migrate_names
 from speechtrain.dtensor import empty, is_sharded, like, load_shares
 from speechtrain.errors import MALFORMED, RunError, SpeechtrainError, one_line
@@ -76,7 +76,7 @@ def map_tensors(state: Any, change: Callable[[str, Tensor], Tensor], path: str =
     return state
 
 
-def on_host(state: Any) -> Any:
+def copy_to_host(state: Any) -> Any:
     """Return ``state`` with every tensor in host memory. A checkpoint does not belong to a device."""
     return map_tensors(state, lambda path, tensor: tensor.detach().cpu())
 
@@ -144,7 +144,7 @@ def _shard(state: Any, states: Mapping[str, Stateful], folder: Path) -> Any:
     return sharded
 
 
-def validated(folder: Path) -> dict[str, float | None]:
+def validation_metrics(folder: Path) -> dict[str, float | None]:
     """Return the metrics of a checkpoint's validation. They are empty if it has none."""
     manifest = read_manifest(folder)
     return (manifest and manifest.metrics) or {}
@@ -200,7 +200,7 @@ class Checkpointer:
     ``<name>.damaged`` and never loads it.
     """
 
-    needs_all = False
+    needs_all_ranks = False
     """Whether every rank must call ``save``, not only rank 0."""
 
     def __init__(self, run_dir: str | Path, keep: int = 2) -> None:
@@ -213,7 +213,7 @@ class Checkpointer:
         folder, temporary = self._folders(step)
         self._begin(temporary)
         try:
-            state = {name: on_host(part.state_dict()) for name, part in states.items()}
+            state = {name: copy_to_host(part.state_dict()) for name, part in states.items()}
             self._write(temporary, state, weights)
             self._end(folder, temporary, WHOLE, step)
         except UNWRITABLE as error:
@@ -222,7 +222,9 @@ class Checkpointer:
         self._prune()
         return folder
 
-    def note(self, step: int, score: float | None, metrics: Mapping[str, float], wall_s: float = 0.0) -> None:
+    def add_validation(
+        self, step: int, score: float | None, metrics: Mapping[str, float], wall_s: float = 0.0
+    ) -> None:
         """Add a later validation to the manifest of ``step``.
 
         ``score`` is the value of the task's metric. ``metrics`` are all metrics of the validation.
@@ -243,8 +245,8 @@ class Checkpointer:
         self._name_best()
         self._prune()
 
-    def noted(self, step: int) -> dict[str, Any]:
-        """Return the fields of a run's progress that ``note`` has added, or {} without a validation."""
+    def read_validation(self, step: int) -> dict[str, Any]:
+        """Return the fields of a run's progress from ``add_validation``, or {} without a validation."""
         manifest = read_manifest(self._folders(step)[0])
         if manifest is None or manifest.metrics is None:
             return {}
@@ -420,7 +422,7 @@ class Checkpointer:
                 if isinstance(part, torch.optim.Optimizer):
                     load_optimizer(part, saved[name])
                 else:
-                    fit(saved[name], part.state_dict(), name)
+                    check_fit(saved[name], part.state_dict(), name)
                     part.load_state_dict(saved[name])
         except (SpeechtrainError, OSError, torch.OutOfMemoryError):
             raise

@@ -152,11 +152,11 @@ def _warnings(
             shown_symbols = " ".join(repr(symbol) for symbol in sorted(symbols)[:10])
             yield f"{name}: {share} ({shown_symbols}). They count as errors, and have no loss"
     if not arguments.set and any(text.startswith("decoder") for text in arguments.overrides):
-        from speechtrain.checkpoint.whole import validated
+        from speechtrain.checkpoint.whole import validation_metrics
         from speechtrain.report.advice import worse_searches
 
         rates = {f"{name}/wer": outcome.metrics.get("wer") for name, outcome in outcomes.items()}
-        yield from worse_searches(validated(loaded.checkpoint), rates)
+        yield from worse_searches(validation_metrics(loaded.checkpoint), rates)
 
 
 def _sets_by_name(pairs: list[str]) -> dict[str, str]:

@@ -45,7 +45,9 @@ class DeviceFacts:
 
     # The torch.distributed backend of each torch device type. Without cpu, the host has its own group.
     collectives: Mapping[str, str] = field(default_factory=lambda: {"cpu": "gloo"})
-    bound: str = ""  # the torch device type to whose opened chip the group is bound, empty for no binding
+    group_device: str = (
+        ""  # the torch device type to whose opened chip the group is bound, empty for no binding
+    )
     ddp_options: Mapping[str, Any] = field(default_factory=dict)  # of torch's DistributedDataParallel
     network_variables: tuple[str, ...] = ("GLOO_SOCKET_IFNAME",)  # they name the collectives' interface
     forwarded_variables: tuple[str, ...] = ()  # patterns of the vendor's variables that remote ranks also get

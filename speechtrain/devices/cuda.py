@@ -119,7 +119,7 @@ class CUDA(Device):
     name = "cuda"
     facts = DeviceFacts(
         collectives={"cpu": "gloo", "cuda": "nccl"},
-        bound="cuda",
+        group_device="cuda",
         sum_dtype=torch.float32,
         network_variables=("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
         forwarded_variables=("NCCL_*", "TORCH_NCCL_*", "TORCH_FR_*", "PYTORCH_CUDA_ALLOC_CONF"),

@@ -97,7 +97,7 @@ class Group(ABC):
         flags_set = self.sum(torch.tensor([float(flag)]))
         return bool(flags_set[0] > 0)
 
-    def explained(self, error: Exception) -> Exception:
+    def explain_error(self, error: Exception) -> Exception:
         """Return ``error``, or a PeerLost if a lost peer is the cause of ``error``."""
         return error
 
@@ -141,7 +141,7 @@ class TorchGroup(Group):
         timeout = timedelta(seconds=timeout_seconds)
         try:
             # The group is bound to the device that this rank has opened. Its communicator starts there.
-            bound_device = torch.empty(0, device=facts.bound).device if facts.bound else None
+            bound_device = torch.empty(0, device=facts.group_device).device if facts.group_device else None
             dist.init_process_group(
                 facts.backends,
                 store=store_of_one_host(world, facts.network_variables, timeout_seconds),
@@ -221,7 +221,7 @@ class TorchGroup(Group):
         for buffer, mean in zip(self._averaged_buffers, means, strict=True):
             buffer.copy_(mean.view_as(buffer))
 
-    def explained(self, error: Exception) -> Exception:
+    def explain_error(self, error: Exception) -> Exception:
         if isinstance(error, RuntimeError) and re.search(self.facts.peer_lost, str(error), re.I):
             # The trace has the text of gloo or nccl.
             rank = f"rank {self.world.rank} ({self.rank_status})"

@@ -49,7 +49,7 @@ class RankStatus:
         self._left = 0
         self._lock = threading.Lock()  # Threads of a backend also call ``leave``.
 
-    def at(self, step: int, phase: str) -> None:
+    def begin_phase(self, step: int, phase: str) -> None:
         """Record that the rank starts ``phase`` of ``step``, or a part of it."""
         self.step, self.phase = step, phase
         self.phase_count += 1
@@ -108,7 +108,7 @@ class HangReport:
     host: str = ""
     location: str = ""  # the innermost frames of the main thread
     stack: str = ""  # the stack of the main thread
-    others: str = ""  # the stacks of the other threads
+    other_stacks: str = ""  # the stacks of the other threads
 
     def __str__(self) -> str:
         return f"rank {self.rank} (step {self.step}, {self.phase})"
@@ -121,7 +121,7 @@ class HangDiagnosis:
     rank: int
     message: str
     stack: str = ""
-    silent: frozenset[int] = field(default_factory=frozenset)
+    silent_ranks: frozenset[int] = field(default_factory=frozenset)
 
 
 class Stuck(MachineError):
@@ -147,7 +147,7 @@ def diagnose(reports: Iterable[HangReport], size: int, seconds: float) -> HangDi
         rank = min(silent)
         waiting = ", ".join(map(str, reports[:3]))
         message = f"rank {rank} does not answer: it is stopped, or hangs with the interpreter's lock held"
-        return HangDiagnosis(rank, f"{message}; {waiting} waited for it; {limit}", silent=silent)
+        return HangDiagnosis(rank, f"{message}; {waiting} waited for it; {limit}", silent_ranks=silent)
     outside = [report for report in reports if not report.is_waiting]
     if outside:
         cause = min(outside, key=lambda report: (report.phase_count, -report.still_seconds, report.rank))
@@ -283,7 +283,7 @@ class Watch:
             host=platform.node(),
             location=_innermost_frames(frame),
             stack=stack,
-            others=other_stacks,
+            other_stacks=other_stacks,
         )
         with contextlib.suppress(OSError):
             write_json(self.folder / f"rank-{self.rank}.json", asdict(report), durable=False)

@@ -179,7 +179,7 @@ class Wav2Vec2(Task, PolicyAware):
         width = encoder.frames(batch.audio.shape[1])
         counted = _counted_rows(batch.ids, lengths, encoder.mask.shortest())
         mask = encoder.mask.draw(lengths, width, seeds[BatchStream.FRAMES], equal=True, counted=counted)
-        table_width = encoder.mask.most(width) if self.fixed_width else None
+        table_width = encoder.mask.max_masked_frames(width) if self.fixed_width else None
         index, weight = frame_table(mask, table_width)
         row_weight = batch.weight * torch.tensor(counted)
         seed = seeds[BatchStream.NEGATIVES]

@@ -107,7 +107,7 @@ class SpanMask:
             mask[row, frames] = True
         return mask
 
-    def most(self, width: int) -> int:
+    def max_masked_frames(self, width: int) -> int:
         """Return an upper bound of the masked frames among ``width`` frames.
 
         For static overlapping spans the bound is exact.

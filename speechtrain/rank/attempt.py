@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from speechtrain.checkpoint.whole import Checkpointer, validated
+from speechtrain.checkpoint.whole import Checkpointer, validation_metrics
 from speechtrain.distributed.group import Group, SingleProcess
 from speechtrain.distributed.watchdog import Watch
 from speechtrain.files import with_finite_numbers
@@ -38,7 +38,7 @@ class Attempt:
         if self.checkpointer is not None:
             best, best_value = self.checkpointer.best()
             if best is not None:
-                metrics = validated(best) or {self.metric: best_value}
+                metrics = validation_metrics(best) or {self.metric: best_value}
         return {
             "status": self.status,
             "metric": metrics.get(self.metric),

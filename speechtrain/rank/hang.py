@@ -46,7 +46,7 @@ def _exit_stuck(attempt: Attempt, folder: Path, diagnosis: HangDiagnosis, report
     """End this rank even if its main thread hangs. The result of the rank names the stuck rank."""
     # The stuck rank reports. If it does not answer, the next rank that answers does.
     reporter = diagnosis.rank
-    while reporter in diagnosis.silent:
+    while reporter in diagnosis.silent_ranks:
         reporter += 1
     is_cause = report.rank == reporter % attempt.group.world.size
     message = f"{report}: rank {diagnosis.rank} is stuck"
@@ -55,7 +55,9 @@ def _exit_stuck(attempt: Attempt, folder: Path, diagnosis: HangDiagnosis, report
     failure = {"rank": report.rank, "failed_at": time.time(), "is_cause": is_cause}
     result = {**attempt.result(), "error": message, "exit_code": Stuck.exit_code, **failure}
     with contextlib.suppress(OSError):
-        write_text(folder / ERROR, f"{diagnosis.message}\n\n{report.others}{report.stack}", durable=False)
+        write_text(
+            folder / ERROR, f"{diagnosis.message}\n\n{report.other_stacks}{report.stack}", durable=False
+        )
         write_result(folder, result)
     with contextlib.suppress(OSError, ValueError):
         stack = f"speechtrain: the stack of rank {diagnosis.rank}:\n{diagnosis.stack}"
@@ -63,7 +65,7 @@ def _exit_stuck(attempt: Attempt, folder: Path, diagnosis: HangDiagnosis, report
     if report.rank:
         time.sleep(_RANK0_HEAD_START_SECONDS)
     kill_descendants(os.getpid())
-    _kill_siblings(diagnosis.silent)
+    _kill_siblings(diagnosis.silent_ranks)
     os._exit(Stuck.exit_code)
 
 

@@ -300,7 +300,7 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
     try:
         train(load(path), World.from_environment(os.environ), stop, attempt=attempt, is_watched=is_watched)
         result = attempt.result()
-        attempt.group.rank_status.at(attempt.progress.step, "end")
+        attempt.group.rank_status.begin_phase(attempt.progress.step, "end")
         attempt.group.close()
         attempt.unwatch()
     except Exception as error:  # The process ends here. The parent reads the result.
@@ -322,7 +322,7 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
 
 def _failed_result(attempt: Attempt, error: Exception, rank: int) -> dict[str, Any]:
     """Return the content of ``result.json`` after ``error``."""
-    cause = explain_disk_error(attempt.group.explained(error))
+    cause = explain_disk_error(attempt.group.explain_error(error))
     exit_code = cause.exit_code if isinstance(cause, SpeechtrainError) else 1
     attempt.status = "failed"
     # If several ranks fail, the first failure is the cause.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.checkpoint.whole import on_host
+from speechtrain.checkpoint.whole import copy_to_host
 from speechtrain.devices.base import Device
 from speechtrain.errors import RunError
 from speechtrain.tracking.base import Tracker
@@ -145,4 +145,4 @@ def _read_states(parts: Parts) -> None:
     No tensor outlives this function: a tensor that is alive at mark_step would be an output of the graph.
     """
     weights = parts.average.averaged_state_dict(parts.task)
-    on_host([weights, *(part.state_dict() for part in parts.states.values())])
+    copy_to_host([weights, *(part.state_dict() for part in parts.states.values())])

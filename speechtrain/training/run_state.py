@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from speechtrain.batch import Batch
-from speechtrain.checkpoint.fit import fit
+from speechtrain.checkpoint.fit import check_fit
 from speechtrain.checkpoint.whole import Stateful
 from speechtrain.data.base import DataModule
 from speechtrain.metrics import MetricSums
@@ -62,7 +62,7 @@ class Progress:
         """
         fields = dict(state)
         metrics = fields.pop("metrics", self.metrics)
-        fit(fields, vars(self), "progress")
+        check_fit(fields, vars(self), "progress")
         self.metrics = {str(name): mean for name, mean in metrics.items() if type(mean) in (int, float)}
         for name, stored in fields.items():
             if name in vars(self):

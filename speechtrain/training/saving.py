@@ -42,7 +42,7 @@ class Saving:
                 step = self.checkpointer.restore(parts.states)
         if step is not None:
             self._attempted_step, self._saved_step = step, step
-            validation = self.checkpointer.noted(step)
+            validation = self.checkpointer.read_validation(step)
             if validation:
                 parts.progress.load_state_dict({**validation, "validated": step})
             self.tracker.log("resume", {"step": step})
@@ -55,9 +55,9 @@ class Saving:
         A failed save may be a warning only. With ``is_last``, at the end of the run, it is an error.
         """
         step = parts.progress.step
-        self.group.rank_status.at(step, "checkpoint")
+        self.group.rank_status.begin_phase(step, "checkpoint")
         self._attempted_step = step
-        if (self.group.world.rank == 0 or self.checkpointer.needs_all) and self._saved_step != step:
+        if (self.group.world.rank == 0 or self.checkpointer.needs_all_ranks) and self._saved_step != step:
             with self._checked(is_last):
                 self._write(parts)
         self.group.barrier()
@@ -68,7 +68,7 @@ class Saving:
         if self.group.world.rank == 0 and self._saved_step == progress.step == progress.validated:
             metric = metric_value(parts.task, progress.metrics)
             with self._checked(is_last):
-                self.checkpointer.note(progress.step, metric, progress.metrics, progress.wall_s)
+                self.checkpointer.add_validation(progress.step, metric, progress.metrics, progress.wall_s)
 
     @contextlib.contextmanager
     def rescued(self, parts: Parts) -> Iterator[None]:
@@ -87,7 +87,7 @@ class Saving:
 
         After an error the other ranks may have ended.
         """
-        can_save = self.group.world.rank == 0 and not self.checkpointer.needs_all
+        can_save = self.group.world.rank == 0 and not self.checkpointer.needs_all_ranks
         if self._data_state is None or parts.progress.step <= self._attempted_step or not can_save:
             return
         # A continued run reads the micro-batches of the unfinished update again.

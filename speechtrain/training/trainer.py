@@ -136,7 +136,7 @@ class Trainer:
         )
         micro_batches = self.group.world.size * self.config.accumulate
         self._updates_per_epoch = data.micro_batches_per_epoch / micro_batches
-        self.group.rank_status.at(0, "resume")
+        self.group.rank_status.begin_phase(0, "resume")
         self.saving.restore(self.parts, resume)
         self.parts.wrapped = self.group.wrap(task)
         self._start_clock = time.perf_counter() - self.progress.wall_s
@@ -185,7 +185,7 @@ class Trainer:
         """Prepare the first update. Return the micro-batches, and the status before that update."""
         world = self.group.world
         parts.task.train()
-        self.group.rank_status.at(0, "warm-up")
+        self.group.rank_status.begin_phase(0, "warm-up")
         self._warm_up(parts)
         self.planning.start(parts, self._updates_per_epoch)
         batches = parts.data.train(world.rank, world.size, self.config.accumulate)
@@ -202,7 +202,7 @@ class Trainer:
         parts.task.planned_updates = self.planning.length(progress.step)
         parts.task.advance(progress.step, seed_at(self.seed, RunStream.UPDATE_DRAWS, step))
         batch = self._accumulate(parts, batches, step, interval=interval)
-        self.group.rank_status.at(step, "update")
+        self.group.rank_status.begin_phase(step, "update")
         rate = parts.schedule.rate(step)
         with self.saving.updating(parts):
             norm = self._step(parts, batch, rate)
@@ -237,7 +237,7 @@ class Trainer:
             finite.append(torch.isfinite(loss.total.detach()).to(torch.float32))
             interval.add(batch, loss)
             self.device.mark_step()
-        self.group.rank_status.at(step, "all-reduce")
+        self.group.rank_status.begin_phase(step, "all-reduce")
         return self._agree(weights, finite)
 
     def _next_batch(
@@ -245,11 +245,11 @@ class Trainer:
     ) -> Batch:
         """Return the next micro-batch, with the random draws of the host at ``address``."""
         step = address[0]
-        self.group.rank_status.at(step, "data")
+        self.group.rank_status.begin_phase(step, "data")
         wait_start = time.perf_counter()
         batch = next(batches)
         interval.waited_s += time.perf_counter() - wait_start
-        self.group.rank_status.at(step, "forward")
+        self.group.rank_status.begin_phase(step, "forward")
         batch = parts.task.prepare(batch, seed_at(self.seed, RunStream.HOST_DRAWS, *address))
         parts.micro_batches.append(batch)
         parts.latest = batch
@@ -267,7 +267,7 @@ class Trainer:
                 weight = float(self.group.sum(loss.weight.detach().clone()))
                 size = max(1.0, weight * self.config.accumulate)
                 progress.backward_divisor = 2.0 ** round(math.log2(size))  # Division by it is exact.
-            self.group.rank_status.at(step, "backward")
+            self.group.rank_status.begin_phase(step, "backward")
             self.precision.backward(scaled(loss.total, 1.0 / progress.backward_divisor))
         return loss
 
@@ -380,7 +380,7 @@ class Trainer:
             progress.epoch_start_utterances = progress.utterances
 
     def _log(self, interval: Interval, rate: float, norm: Tensor) -> None:
-        self.group.rank_status.at(self.progress.step, "log")
+        self.group.rank_status.begin_phase(self.progress.step, "log")
         self.device.synchronize()  # The speed below counts finished work.
         speed = interval.speed(self.group.world.size)
         interval.sums.reduce(self.group.sum)

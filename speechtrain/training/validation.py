@@ -66,7 +66,7 @@ class Validation:
 
         def stop() -> bool:
             """Return whether any rank was asked to stop. The evaluation calls it before every batch."""
-            group.rank_status.at(parts.progress.step, "validation")
+            group.rank_status.begin_phase(parts.progress.step, "validation")
             return group.any(self.stop_requested())
 
         sets: dict[str, Iterable[Batch]] = {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from speechtrain.checkpoint.fit import fit, load_optimizer
+from speechtrain.checkpoint.fit import check_fit, load_optimizer
 from speechtrain.optim.adamw import AdamW
 from speechtrain.optim.lamb import LAMB
 from speechtrain.optim.novograd import NovoGrad
@@ -69,7 +69,7 @@ def test_half_a_state_of_an_optimizer_does_not_load(name: str) -> None:
 
 def test_values_of_another_kind_do_not_fit() -> None:
     own = {"step": 3, "seconds": 0.5, "name": "a", "weight": torch.zeros(2)}
-    fit({**own, "step": 4, "other": object()}, own, "part")
+    check_fit({**own, "step": 4, "other": object()}, own, "part")
     for key, value in {"step": -1, "seconds": "1", "name": None, "weight": [0.0, 0.0]}.items():
         with pytest.raises(ValueError, match=f"part/{key} is"):
-            fit({**own, key: value}, own, "part")
+            check_fit({**own, key: value}, own, "part")

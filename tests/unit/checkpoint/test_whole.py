@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from speechtrain.checkpoint.whole import SHARDED, Checkpointer, validated
+from speechtrain.checkpoint.whole import SHARDED, Checkpointer, validation_metrics
 from speechtrain.errors import RunError
 from speechtrain.files import read_json
 from speechtrain.run_directory import read_manifest, write_manifest
@@ -41,7 +41,7 @@ def saved(
         tensor = torch.full((100,), float(step))
         checkpointer.save(step, {"value": Value(tensor)}, {"weight": tensor + 0.5})
         if metrics:
-            checkpointer.note(step, metrics[index], {"wer": metrics[index]})
+            checkpointer.add_validation(step, metrics[index], {"wer": metrics[index]})
     return checkpointer
 
 
@@ -208,12 +208,14 @@ def test_of_equal_metrics_the_lower_loss_is_the_best_and_then_the_first(tmp_path
     for step, loss in ((1, None), (2, 0.4), (3, 0.1), (4, 0.1), (5, math.inf)):
         metrics = {} if loss is None else {"wer": 0.0, "loss": loss, "dev/wer": 0.0}
         checkpointer.save(step, {"value": Value(torch.zeros(1))}, {"w": torch.zeros(1)})
-        checkpointer.note(step, 0.0, metrics)
+        checkpointer.add_validation(step, 0.0, metrics)
     best, least = Checkpointer(tmp_path).best()
     assert best is not None
     assert (best.name, least) == ("step-00000003", 0.0)
-    assert validated(best) == {"wer": 0.0, "loss": 0.1, "dev/wer": 0.0}
-    assert validated(tmp_path / "checkpoints" / "step-00000001") == {}  # as older checkpoints have it
+    assert validation_metrics(best) == {"wer": 0.0, "loss": 0.1, "dev/wer": 0.0}
+    assert (
+        validation_metrics(tmp_path / "checkpoints" / "step-00000001") == {}
+    )  # as older checkpoints have it
     for step in (2, 3, 4, 5):
         shutil.rmtree(tmp_path / "checkpoints" / f"step-{step:08d}")
     saved(tmp_path, (6, 7), metrics=(0.0, 0.0))
@@ -233,7 +235,7 @@ def test_above_a_wer_of_90_percent_the_cer_and_then_the_loss_choose(tmp_path: Pa
     checkpointer = Checkpointer(tmp_path, keep=10)
     for step, wer, cer, loss, best in rows:
         checkpointer.save(step, {"value": Value(torch.zeros(1))}, {"w": torch.zeros(1)})
-        checkpointer.note(step, wer, {"wer": wer, "cer": cer, "loss": loss})
+        checkpointer.add_validation(step, wer, {"wer": wer, "cer": cer, "loss": loss})
         name = f"step-00000{best}"
         assert checkpointer.best()[0] == checkpointer.root / name
         assert read_json(checkpointer.root / "best.json")["name"] == name
@@ -244,7 +246,7 @@ def test_a_loss_above_one_is_no_word_error_rate(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, keep=10)
     for step, loss, cer in ((1, 2.0, 0.5), (2, 3.0, 0.1)):
         checkpointer.save(step, {"value": Value(torch.zeros(1))}, {"w": torch.zeros(1)})
-        checkpointer.note(step, loss, {"loss": loss, "cer": cer})
+        checkpointer.add_validation(step, loss, {"loss": loss, "cer": cer})
     assert checkpointer.best() == (checkpointer.root / "step-00000001", 2.0)
 
 
@@ -299,7 +301,7 @@ def test_a_disk_that_fills_at_each_file_in_turn_loses_no_checkpoint(disk: Disk, 
             checkpointer.save(3, states, weights)
             outcomes[-1] = "saved"
             leave(disk, measure, room % 2)  # the save has made room: older checkpoints are removed
-            checkpointer.note(3, 0.125, {"wer": 0.125})
+            checkpointer.add_validation(3, 0.125, {"wer": 0.125})
             outcomes[-1] = "noted"
         best, metric = checkpointer.best()
         assert best is not None
@@ -310,7 +312,7 @@ def test_a_disk_that_fills_at_each_file_in_turn_loses_no_checkpoint(disk: Disk, 
         disk.free()
         disk.mount("remount,nr_inodes=1000")
         checkpointer.save(4, states, weights)  # there is room again
-        checkpointer.note(4, 0.5, {})
+        checkpointer.add_validation(4, 0.5, {})
         assert read_json(checkpointer.root / "best.json")["name"] == checkpointer.best()[0].name
     assert set(outcomes) == {"lost", "saved", "noted"}
 
@@ -337,7 +339,7 @@ def test_each_flipped_bit_of_the_note_on_the_best_changes_nothing(
         note.write_bytes(damaged)
         assert checkpointer.best() == (tmp_path / "checkpoints" / "step-00000002", 0.25)
     checkpointer.save(4, {"value": Value(torch.zeros(1))}, {"weight": torch.zeros(1)})
-    checkpointer.note(4, 0.9, {})
+    checkpointer.add_validation(4, 0.9, {})
     assert [folder.name for folder in checkpointer.folders()] == ["step-00000002", "step-00000004"]
     assert note.read_bytes() == sound
 
@@ -372,10 +374,10 @@ def test_no_flipped_bit_of_a_manifest_loses_the_best_checkpoint(
 
 def test_a_validation_is_noted_where_its_checkpoint_is(tmp_path: Path) -> None:
     checkpointer = saved(tmp_path, (1, 2), keep=1, metrics=(0.5, 0.25))
-    assert checkpointer.noted(2) == {"metrics": {"wer": 0.25}, "wall_s": 0.0}
-    checkpointer.note(7, 0.1, {})  # its checkpoint could not be written
+    assert checkpointer.read_validation(2) == {"metrics": {"wer": 0.25}, "wall_s": 0.0}
+    checkpointer.add_validation(7, 0.1, {})  # its checkpoint could not be written
     assert [folder.name for folder in checkpointer.folders()] == ["step-00000002"]
-    assert checkpointer.noted(7) == {}
+    assert checkpointer.read_validation(7) == {}
     assert checkpointer.restore({"value": Value(torch.zeros(100))}) == 2
 
 

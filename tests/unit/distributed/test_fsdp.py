@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 
 from speechtrain.checkpoint.whole import SHARDED, WHOLE, Checkpointer
 from speechtrain.distributed.group import Group, SingleProcess, TorchGroup
-from speechtrain.dtensor import local, whole
+from speechtrain.dtensor import full_tensor, local
 from speechtrain.errors import ConfigError, RunError
 from speechtrain.launcher import World
 from speechtrain.nn.transformer import Transformer
@@ -175,7 +175,7 @@ class Run:
 
 
 def whole_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: whole(value).clone() for name, value in state.items()}
+    return {name: full_tensor(value).clone() for name, value in state.items()}
 
 
 def member(rank: int, folder: Path) -> dict[str, Any]:
@@ -475,7 +475,7 @@ def test_one_process_shares_nothing_and_fixed_graphs_cannot(tmp_path: Path) -> N
     limits = TrainerConfig(shard="parameters")
     group, checkpointer = open_ranks(limits, World(), Lazy(), tmp_path)
     assert isinstance(group, SingleProcess)
-    assert not checkpointer.needs_all
+    assert not checkpointer.needs_all_ranks
     for device in (Lazy(), HPU(), IPEX()):
         with pytest.raises(ConfigError, match=f"device={device.name} needs whole parameters.*shard=none"):
             open_ranks(limits, World(0, 2, 0, 2), device, tmp_path)

@@ -357,9 +357,9 @@ def test_flags_are_reduced_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lost_peer_is_one_line_without_the_text_of_gloo() -> None:
     group = object.__new__(TorchGroup)
     group.world, group.facts = World(1, 2, 1, 2), DeviceFacts()
-    group.rank_status.at(7, "backward")
+    group.rank_status.begin_phase(7, "backward")
     text = "[/third_party/gloo/transport/tcp/pair.cc:547] Connection closed by peer. GLHF!\nAt: group.py(276)"
-    error = group.explained(RuntimeError(text))
+    error = group.explain_error(RuntimeError(text))
     assert str(error) == "rank 1 (step 7, backward) has lost a peer, or got no answer from it"
 
 
@@ -367,10 +367,10 @@ def test_the_group_is_bound_to_the_chip_that_the_device_names(monkeypatch: pytes
     given: dict[str, Any] = {}
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **named: given.update(named))
     monkeypatch.setattr(module, "store_of_one_host", lambda *_: None)
-    for facts, expected in ((DeviceFacts(), None), (DeviceFacts(bound="meta"), torch.device("meta"))):
+    for facts, expected in ((DeviceFacts(), None), (DeviceFacts(group_device="meta"), torch.device("meta"))):
         TorchGroup(World(0, 2, 0, 2), facts)
         assert given["device_id"] == expected
-    assert CUDA.facts.bound == "cuda"
+    assert CUDA.facts.group_device == "cuda"
 
 
 def test_sharding_names_the_torch_version_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

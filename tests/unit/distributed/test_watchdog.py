@@ -55,9 +55,9 @@ class Rig:
 
 def test_a_place_that_stands_still_raises_an_alarm(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    rig.rank_status.at(1, "data")
+    rig.rank_status.begin_phase(1, "data")
     assert not rig.wait(9)
-    rig.rank_status.at(1, "forward")
+    rig.rank_status.begin_phase(1, "forward")
     assert not rig.wait(9)
     rig.rank_status.enter()
     assert not rig.wait(9)
@@ -70,7 +70,7 @@ def test_a_place_that_stands_still_raises_an_alarm(tmp_path: Path) -> None:
 
 def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    rig.rank_status.at(1, "forward")
+    rig.rank_status.begin_phase(1, "forward")
     assert not rig.wait(5)
     for _ in range(4):
         rig.clock.now += 3600
@@ -80,7 +80,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) ->
 
 def test_before_the_first_step_only_waiting_counts_and_has_its_own_limit(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    rig.rank_status.at(0, "warm-up")
+    rig.rank_status.begin_phase(0, "warm-up")
     assert not rig.wait(3 * START_SECONDS), "a long compilation"
     rig.rank_status.enter()
     assert not rig.wait(START_SECONDS - 10)
@@ -89,7 +89,7 @@ def test_before_the_first_step_only_waiting_counts_and_has_its_own_limit(tmp_pat
 
 def test_the_alarm_of_a_peer_is_heard(tmp_path: Path) -> None:
     rig = Rig(tmp_path, size=2)
-    rig.rank_status.at(1, "forward")
+    rig.rank_status.begin_phase(1, "forward")
     assert not rig.wait(1)
     rig.folder.mkdir()
     (rig.folder / ALARM).touch()
@@ -98,7 +98,7 @@ def test_the_alarm_of_a_peer_is_heard(tmp_path: Path) -> None:
 
 def test_an_answer_says_where_the_main_thread_is(tmp_path: Path) -> None:
     rig = Rig(tmp_path, seconds=0.2)
-    rig.rank_status.at(7, "validation")
+    rig.rank_status.begin_phase(7, "validation")
     rig.watch.clock = time.monotonic
     rig.watch.start()
     for _ in range(3000):
@@ -118,7 +118,7 @@ def test_a_collective_is_noted_until_its_end() -> None:
     class Meeting:
         def __init__(self) -> None:
             self.rank_status = RankStatus()
-            self.rank_status.at(1, "agree")
+            self.rank_status.begin_phase(1, "agree")
 
         @collective
         def meet(self, fails: bool) -> bool:
@@ -168,7 +168,7 @@ def test_of_several_the_one_furthest_behind_is_named() -> None:
 
 def test_a_rank_without_an_answer_is_named() -> None:
     verdict = diagnose([waiting(0, "agree", 14), waiting(1, "agree", 14)], 3, 5.0)
-    assert (verdict.rank, verdict.silent) == (2, frozenset({2}))
+    assert (verdict.rank, verdict.silent_ranks) == (2, frozenset({2}))
     assert "rank 2 does not answer" in verdict.message
 
 

@@ -156,7 +156,7 @@ def test_static_shapes_give_the_dynamic_loss_and_gradients(
     mask = spans.draw(lengths, FRAMES, seed=1, equal=equal)
     counts = mask.sum(1).tolist()
     assert (len(set(counts)) == 1) == equal
-    width = None if surplus is None else spans.most(FRAMES)
+    width = None if surplus is None else spans.max_masked_frames(FRAMES)
     negatives = draw_negatives(counts, width or max(counts), NEGATIVES, seed=2)
     noise = gumbel(torch.rand(ROWS, FRAMES, 2, ENTRIES))
     # the oracle is float64 with the same weights, whatever the precision of what is tested

@@ -98,10 +98,14 @@ def test_most_bounds_every_draw_and_is_reached(settings: dict[str, Any]) -> None
         most = max(
             len(s) for row in range(4000) if len(s := np.flatnonzero(module.draw([width], width, row)))
         )
-        assert most == module.most(width) if module.overlap else most <= module.most(width)
-    assert SpanMask().most(499) == 330
-    assert SpanMask().most(781) == 510
-    assert all(SpanMask().most(w) <= SpanMask().most(w + 1) for w in range(1, 300))
+        assert (
+            most == module.max_masked_frames(width)
+            if module.overlap
+            else most <= module.max_masked_frames(width)
+        )
+    assert SpanMask().max_masked_frames(499) == 330
+    assert SpanMask().max_masked_frames(781) == 510
+    assert all(SpanMask().max_masked_frames(w) <= SpanMask().max_masked_frames(w + 1) for w in range(1, 300))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +114,7 @@ def test_most_bounds_every_kind(kind: str, overlap: bool) -> None:
     module = SpanMask(kind=kind, other=3, overlap=overlap)
     for width in (60, 150):
         mask = module.draw([width, width - 20] * 100, width, seed=4)
-        assert 0 < mask.sum(1).max() <= module.most(width)
+        assert 0 < mask.sum(1).max() <= module.max_masked_frames(width)
         assert not mask[1::2, width - 20 :].any()
 
 
@@ -204,7 +208,7 @@ def test_a_row_is_drawn_at_its_address_whatever_surrounds_it() -> None:
 
 def test_probability_zero_masks_nothing_and_rows_longer_than_the_batch_are_refused() -> None:
     assert not SpanMask(probability=0.0).draw([100, 3], 100, seed=0).any()
-    assert SpanMask(probability=0.0).most(100) == 0
+    assert SpanMask(probability=0.0).max_masked_frames(100) == 0
     assert SpanMask().draw([], 100, seed=0, equal=True).shape == (0, 100)
     with pytest.raises(ValueError, match="101 frames"):
         SpanMask().draw([101], 100, seed=0)
