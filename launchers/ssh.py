@@ -202,7 +202,7 @@ class Ssh(Launcher):
             path.unlink(missing_ok=True)
 
     def _look(self, host: str, port: int, path: Path, job: Job, seconds: int) -> CompletedProcess[str]:
-        """Run ``node_agent.look`` on ``host``."""
+        """Run ``node_agent.check_host`` on ``host``."""
         # The variables include PYTHONPATH if it is forwarded.
         environment = forwarded_environment(Job(job.config, job.run_dir), self.forward)
         address = host if port else ""

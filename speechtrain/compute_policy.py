@@ -182,7 +182,7 @@ def _shard_layers(module: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def fastest(
+def fastest_policy(
     candidates: Sequence[ComputePolicy], seconds_of: Callable[[ComputePolicy], float]
 ) -> tuple[ComputePolicy, list[float]]:
     """Return the policy to use, and the median seconds of each of ``candidates``.
@@ -208,7 +208,7 @@ def fastest(
     return candidates[0], medians
 
 
-def scaled(scalar: Tensor, factor: float) -> Tensor:
+def scale_scalar(scalar: Tensor, factor: float) -> Tensor:
     """Multiply a scalar tensor () by a number in the tensor's dtype. Lazy tensors would return fp64."""
     return scalar * torch.full_like(scalar, factor)
 

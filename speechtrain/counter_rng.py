@@ -51,7 +51,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def addressed(*address: int | NDArray[np.int64]) -> NDArray[np.uint64]:
+def bits_at(*address: int | NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return 64 random bits for each address. Its parts broadcast, so one call draws a whole epoch."""
     with np.errstate(over="ignore"):
         state = np.zeros((), np.uint64)
@@ -63,12 +63,12 @@ def addressed(*address: int | NDArray[np.int64]) -> NDArray[np.uint64]:
 
 def seed_at(*address: int) -> int:
     """Return a non-negative 63-bit seed for an address, e.g. ``seed_at(run_seed, update, micro_batch)``."""
-    return int(addressed(*address)) >> 1
+    return int(bits_at(*address)) >> 1
 
 
 def uniform_at(*address: int | NDArray[np.int64]) -> NDArray[np.float64]:
     """Return a uniform draw in [0, 1) with 53 bits for each address."""
-    return (addressed(*address) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (bits_at(*address) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def key_of(name: str) -> int:

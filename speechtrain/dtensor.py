@@ -22,7 +22,7 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard, in the same memory: rows of the full tensor, perhaps none."""
     if not is_sharded(tensor):
         return tensor
@@ -40,18 +40,18 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return full_tensor
 
 
-def like(value: Tensor, model: Tensor) -> Tensor:
+def shard_like(value: Tensor, model: Tensor) -> Tensor:
     """Shard ``value``, which every rank holds in full, like ``model``, without communication."""
     if not is_sharded(model):
         return value
     from torch.distributed.tensor import distribute_tensor
 
     sharded: Any = model
-    full_tensor = value.to(local(model).device)
+    full_tensor = value.to(local_shard(model).device)
     return distribute_tensor(full_tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 
-def empty(value: Tensor, model: Tensor | None) -> Tensor:
+def empty_shard_like(value: Tensor, model: Tensor | None) -> Tensor:
     """Allocate memory of ``value``'s shape and dtype, sharded and placed like ``model``.
 
     Without ``model``, the memory is on the host.
@@ -74,7 +74,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
     Either all tensors are sharded over the same ranks, or none is sharded.
     """
-    norm = torch.nn.utils.get_total_norm([local(tensor) for tensor in tensors])
+    norm = torch.nn.utils.get_total_norm([local_shard(tensor) for tensor in tensors])
     if not tensors or not is_sharded(tensors[0]):
         return norm
     return sum_shares(norm.square(), tensors[0]).sqrt()
@@ -84,7 +84,7 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Return whether every value of every tensor is finite, the same on every rank, by one host read."""
     if not tensors:
         return True
-    flags = [(~torch.isfinite(local(tensor))).any() for tensor in tensors]
+    flags = [(~torch.isfinite(local_shard(tensor))).any() for tensor in tensors]
     has_bad_values = torch.stack(flags).any()
     return not bool(sum_shares(has_bad_values.float(), tensors[0]))
 

@@ -49,7 +49,7 @@ class Job:
     run_dir: Path
     world_size: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
-    forwarded: tuple[str, ...] = ()
+    forwarded_variables: tuple[str, ...] = ()
     """Patterns of the device's own variables, which ranks on other hosts get from this process."""
 
     @property
@@ -82,7 +82,7 @@ class LaunchResult:
     """The end of the processes. The outcome of the run is in its ``result.json``."""
 
     returncode: int
-    submitted: str = ""
+    stop_hint: str = ""
     """A line that says how to stop the processes, if they run without this command."""
     cause: str = ""
     """The cause, such as a lost host, that has ended the processes from outside."""
@@ -164,9 +164,9 @@ def forwarded_environment(job: Job, patterns: Iterable[str] | None) -> dict[str,
     """Return the environment of a job's processes on other machines.
 
     It has the job's variables, with the values that the user has set, and the variables of this process whose
-    names match one of ``patterns`` (``HF_*``) or of ``job.forwarded``. Secrets are left out.
+    names match one of ``patterns`` (``HF_*``) or of ``job.forwarded_variables``. Secrets are left out.
     """
-    patterns = (*(patterns or ()), *job.forwarded)
+    patterns = (*(patterns or ()), *job.forwarded_variables)
     variables = {name: os.environ.get(name, value) for name, value in job.environment.items()}
     for name, value in os.environ.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speechtrain import torch_private
-from speechtrain.dtensor import all_finite, local
+from speechtrain.dtensor import all_finite, local_shard
 
 
 class Precision(ABC):
@@ -89,7 +89,7 @@ class FP16(Precision):
         torch.autograd.backward(loss * self.scale)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        gradients = [local(gradient) for gradient in gradients_of(optimizer)]
+        gradients = [local_shard(gradient) for gradient in gradients_of(optimizer)]
         if gradients:
             torch_private.foreach_mul_(gradients, 1.0 / self.scale)
 

@@ -23,7 +23,7 @@ from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.errors import SpeechtrainError
 from speechtrain.interop.pretrained import describe
 from speechtrain.interop.weights import write_imported
-from speechtrain.runs.command_line import Command, check_flags, read
+from speechtrain.runs.command_line import Command, check_flags, read_command
 from speechtrain.runs.compose import compose_with_choices
 from speechtrain.runs.from_data import explicit_keys, follow_data
 from speechtrain.runs.jobs import _refuse_other_validation
@@ -174,7 +174,7 @@ def start(words: list[str], is_partial: bool) -> None:
     if "--help" in words:
         assert train.run(words) == 0
         return
-    command = read([*words, "dry_run=true"])
+    command = read_command([*words, "dry_run=true"])
     check_flags(command.flags)
     run_dir = run_to_continue(command, RunNames(command.config_dir))
     if run_dir is not None:

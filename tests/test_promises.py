@@ -13,7 +13,7 @@ import pytest
 
 from speechtrain.config.check import check
 from speechtrain.errors import SpeechtrainError
-from speechtrain.runs.command_line import read
+from speechtrain.runs.command_line import read_command
 from speechtrain.runs.compose import compose_with_choices
 from tests.support.documented_commands import (
     Example,
@@ -114,7 +114,7 @@ def fault_of(example: Example, folder: Path) -> str:
     words = with_fixtures(example.words, folder)
     try:
         if example.program == "train":
-            command = read(words)
+            command = read_command(words)
             overrides = first_job(command.overrides)
             config, group_choices = compose_with_choices(overrides, command.config_dir)
             check_device(group_choices, config)

@@ -30,7 +30,7 @@ from torch import Tensor
 from speechtrain.checkpoint.best_metric import selection_key
 from speechtrain.checkpoint.fit import check_fit, load_optimizer
 from speechtrain.checkpoint.migrations import current_name, migrate_names
-from speechtrain.dtensor import empty, is_sharded, like, load_shares
+from speechtrain.dtensor import empty_shard_like, is_sharded, load_shares, shard_like
 from speechtrain.errors import MALFORMED, RunError, SpeechtrainError, one_line
 from speechtrain.files import apply_umask, flush, names_in_archive, remove_temporaries, sha256, write_json
 from speechtrain.run_directory import BEST, CheckpointManifest, read_manifest, write_manifest
@@ -134,9 +134,9 @@ def _shard(state: Any, states: Mapping[str, Stateful], folder: Path) -> Any:
         if saved.nbytes > stored_bytes:
             raise ValueError(f"{path} is larger than its file")
         if saved.is_meta:
-            missing[path] = empty(saved, run_tensor)
+            missing[path] = empty_shard_like(saved, run_tensor)
             return missing[path]
-        return saved if run_tensor is None else like(saved, run_tensor)
+        return saved if run_tensor is None else shard_like(saved, run_tensor)
 
     sharded = map_tensors(state, shard_tensor)
     if missing:

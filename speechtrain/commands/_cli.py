@@ -29,7 +29,7 @@ from speechtrain.errors import (
     print_notice,
 )
 from speechtrain.files import stdout_problem
-from speechtrain.runs.command_line import unquoted
+from speechtrain.runs.command_line import unquote
 
 _HELP_WIDTH = 100
 
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         remainder = []
         for argument in argv:
             if argument.startswith("run_dir="):
-                runs.append(unquoted(argument.removeprefix("run_dir=")))
+                runs.append(unquote(argument.removeprefix("run_dir=")))
             else:
                 remainder.append(argument)
         return self.parse_intermixed_args(runs + remainder)

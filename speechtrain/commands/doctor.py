@@ -158,7 +158,7 @@ def machine_findings() -> Iterator[Finding]:
     yield Finding(_green_or_amber(memory >= 2), "memory", f"{memory:.1f} GiB available")
     from speechtrain.devices import links
 
-    are_up, line = links.describe(links.interfaces(), links.cards())  # drivers and states
+    are_up, line = links.describe_links(links.interfaces(), links.cards())  # drivers and states
     yield Finding(_green_or_amber(are_up), "links", line)
     yield _space_finding("disk", Path(os.environ.get("OUTPUT_DIR") or "runs"), "OUTPUT_DIR")
     from speechtrain.data.cache import cache_folder
@@ -278,12 +278,14 @@ class Recipe:
     def _config_findings(self) -> Iterator[Finding]:
         from speechtrain.config.check import check
         from speechtrain.runs.auto_device import check_launcher
-        from speechtrain.runs.command_line import rewrite
+        from speechtrain.runs.command_line import translate_arguments
         from speechtrain.runs.compose import compose_with_choices
         from speechtrain.runs.from_data import explicit_keys, follow_data
         from speechtrain.runs.recipe_needs import needs_of
 
-        self.config, group_choices = compose_with_choices(rewrite(self.overrides), self.config_dir)
+        self.config, group_choices = compose_with_choices(
+            translate_arguments(self.overrides), self.config_dir
+        )
         check_launcher(group_choices, self.config)
         self.config.run_dir = self.run_dir
         needs = needs_of(self.config)
@@ -460,11 +462,11 @@ class Recipe:
 
         try:
             steps = TrialSteps(self.config, self.data, self.task, self.device, precision)
-            yield Finding(GREEN, "one step", steps.on_largest(self.data, self._sample_rate))
+            yield Finding(GREEN, "one step", steps.describe_largest_step(self.data, self._sample_rate))
         except Exception as error:  # A doctor reports every error.
             yield failure("one step", error)
             return
-        yield try_check("epoch", lambda: steps.epoch(self.data, self.config.world_size))
+        yield try_check("epoch", lambda: steps.predict_epoch(self.data, self.config.world_size))
 
 
 def _record_batches(recorder: Recorder, policy: ComputePolicy, task: Task, batches: list[Batch]) -> int:

@@ -29,8 +29,8 @@ from speechtrain.data.prepare.cut_files import (
     check_room,
     cuts_of,
     line_of,
+    map_in_threads,
     open_output,
-    parallel,
     refuse_empty,
     write_cuts,
 )
@@ -225,7 +225,7 @@ def write_manifest(arguments: argparse.Namespace) -> int:
     """Write the sources' cuts. Return 3 if --check finds a bad recording, otherwise 0."""
     cuts = cuts_of(named_source(arguments))
     if arguments.check or arguments.drop_bad:
-        checked_cuts = parallel(_decode, cuts, arguments.jobs)
+        checked_cuts = map_in_threads(_decode, cuts, arguments.jobs)
     else:
         checked_cuts = ((cut, cut) for cut in cuts)
     bad = write_cuts(arguments.out, checked_cuts, keeps_bad=not arguments.drop_bad)
@@ -247,7 +247,7 @@ def write_stats(arguments: argparse.Namespace) -> int:
     if arguments.no_audio:
         checked_cuts = ((cut, None) for cut in cuts)
     else:
-        checked_cuts = parallel(check_audio_of, cuts, arguments.jobs)
+        checked_cuts = map_in_threads(check_audio_of, cuts, arguments.jobs)
     statistics, bad = Statistics(), 0
     for cut, audio_facts in checked_cuts:
         statistics.add(cut, audio_facts)
@@ -332,7 +332,9 @@ def _read_headers(
     """Return the headers of both splits by name. ``totals`` counts the recordings, and refuses bad ones."""
     draw = random.Random(arguments.seed).random
     headers: dict[str, dict[str, Header]] = {"train": {}, "valid": {}}
-    for name, header_or_problem in parallel(lambda name: _header_of(folder, name), names, arguments.jobs):
+    for name, header_or_problem in map_in_threads(
+        lambda name: _header_of(folder, name), names, arguments.jobs
+    ):
         split = "train" if draw() > arguments.valid_percent else "valid"
         if isinstance(header_or_problem, Unusable):
             printed_name = name if _fits_tsv(name) else ascii(name)
@@ -481,7 +483,7 @@ def convert_to_files(source: Source, arguments: argparse.Namespace, percents: Se
     original = Converter(arguments.out, arguments.format, arguments.rate)
     converters = [replace(original, percent=percent) for percent in percents]
     _check_room(converters, source)
-    copies = (parallel(converter, cuts_of(source), arguments.jobs) for converter in converters)
+    copies = (map_in_threads(converter, cuts_of(source), arguments.jobs) for converter in converters)
     bad = write_cuts(arguments.out / "cuts.jsonl", itertools.chain.from_iterable(copies))
     return DataError.exit_code if bad else 0
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from speechtrain import __version__
 from speechtrain.commands._cli import console
 from speechtrain.runs.choices import choices, config_dir
-from speechtrain.runs.command_line import check_flags, read
+from speechtrain.runs.command_line import check_flags, read_command
 
 HELP = """usage: speechtrain train [-h] [-m] [--config-dir DIR] [--cfg job] [--version] [RUN] [KEY=VALUE ...]
 
@@ -82,7 +82,7 @@ def run(argv: list[str]) -> int:
     from speechtrain.runs.run_name import RunNames
     from speechtrain.runs.start import start_run
 
-    command = read(argv)
+    command = read_command(argv)
     ranks = command.external_launch
     if ranks and ranks.world.rank:  # Rank 0 takes the steps that follow.
         return ranks.join()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from speechtrain.commands._cli import Parser, console
 from speechtrain.errors import ConfigError, DataError, escape_controls, print_notice
 from speechtrain.files import atomic, writing
-from speechtrain.inference.transcript import FORMATS, ONE_RECORDING, Transcript, written
+from speechtrain.inference.transcript import FORMATS, ONE_RECORDING, Transcript, format_transcript
 
 if TYPE_CHECKING:
     from speechtrain.data.formats.lhotse_cuts import Samples
@@ -134,7 +134,7 @@ def _check(arguments: argparse.Namespace, names: list[str]) -> None:
 
 
 def _to_console(transcript: Transcript, form: str) -> None:
-    print(written(transcript, form), end="", flush=True)
+    print(format_transcript(transcript, form), end="", flush=True)
 
 
 def _to_folder(folder: Path) -> Output:
@@ -193,7 +193,7 @@ def _captions_output(recordings: list[Recording | DataError], names: list[str], 
 
 def _write(transcript: Transcript, path: Path, form: str) -> None:
     with writing(str(path), _FIX), atomic(path) as temporary:
-        temporary.write_text(written(transcript, form), encoding="utf-8")
+        temporary.write_text(format_transcript(transcript, form), encoding="utf-8")
 
 
 @contextlib.contextmanager

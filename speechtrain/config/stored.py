@@ -22,5 +22,5 @@ def read_config(run_dir: Path) -> DictConfig:
     """
     config = load(run_dir / CONFIG)
     tokenizer_class = cast("type[Tokenizer]", part_class("tokenizer", config.tokenizer))
-    config.tokenizer.update(tokenizer_class.saved(str(run_dir.resolve())))
+    config.tokenizer.update(tokenizer_class.saved_arguments(str(run_dir.resolve())))
     return config

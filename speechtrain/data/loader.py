@@ -23,7 +23,7 @@ from speechtrain.data.planned_lengths import Integers, PlannedLengths, crop_samp
 from speechtrain.data.recordings import Unusable
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.speed import change_speed
-from speechtrain.data.stage import reading_from
+from speechtrain.data.stage import use_stage
 from speechtrain.data.static_shapes import Shape
 from speechtrain.errors import DataError, one_line
 from speechtrain.text.vocabulary import Tokenizer
@@ -101,7 +101,7 @@ class BatchLoader:
 
         Raises DataError for unreadable audio of an evaluation set, or if a manifest has changed.
         """
-        with _one_thread(), reading_from(self.stage):
+        with _one_thread(), use_stage(self.stage):
             return self._load(micro_batch)
 
     def for_thread(self) -> BatchLoader:

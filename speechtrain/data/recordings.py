@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from speechtrain.data.stage import open_near
+from speechtrain.data.stage import open_staged
 from speechtrain.data.tar_members import file_of, open_member
 from speechtrain.errors import one_line
 
@@ -49,7 +49,7 @@ def open_recording(path: str) -> Iterator[SoundFile]:
     from soundfile import LibsndfileError, SoundFile
 
     try:
-        file = open_near(file_of(path))
+        file = open_staged(file_of(path))
     except (FileNotFoundError, NotADirectoryError):
         raise Unusable("missing", path) from None
     except (OSError, ValueError) as error:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from speechtrain.batch import Footprint
-from speechtrain.counter_rng import RunStream, addressed, uniform_at
+from speechtrain.counter_rng import RunStream, bits_at, uniform_at
 from speechtrain.data.planned_lengths import Integers, PlannedLengths, Seconds, planned_samples
 from speechtrain.data.speed import speed_grid
 from speechtrain.data.static_shapes import Shape, fill_shapes, fitting_shapes, shape_table
@@ -267,7 +267,7 @@ class CutDraws:
         passes: int | Integers = epoch
         if self.sets:
             cuts, passes = self._draw_from_sets(epoch)
-        order = np.argsort(addressed(self.seed, RunStream.ORDER, passes, self.keys[cuts]), kind="stable")
+        order = np.argsort(bits_at(self.seed, RunStream.ORDER, passes, self.keys[cuts]), kind="stable")
         cuts = cuts[order]
         if not isinstance(passes, int):
             passes = passes[order]
@@ -283,7 +283,7 @@ class CutDraws:
             # Both are positions in the endless sequence of draws from the set.
             start, end = epoch * count, (epoch + 1) * count
             pass_numbers = np.arange(start // len(members), -(-end // len(members)))[:, None]
-            draws = addressed(self.seed, RunStream.SHARES, pass_numbers, self.keys[members])
+            draws = bits_at(self.seed, RunStream.SHARES, pass_numbers, self.keys[members])
             sequence = members[draws.argsort(axis=1, kind="stable")].ravel()
             offset = start % len(members)  # in the first of these passes
             cuts.append(sequence[offset : offset + count])
@@ -373,7 +373,7 @@ class Sampler:
         cuts, percents, passes = self.draws.draw(epoch)
         window = self.size.limits.window
         order, bounds, shape_numbers = _bucket(self.lengths, cuts, percents, self.size, self.shapes, window)
-        draws = addressed(self.draws.seed, RunStream.BATCHES, epoch, np.arange(len(bounds) - 1))
+        draws = bits_at(self.draws.seed, RunStream.BATCHES, epoch, np.arange(len(bounds) - 1))
         batch_order = np.argsort(draws, kind="stable")
         if self.shapes:
             shape_numbers = shape_numbers[batch_order]

@@ -41,8 +41,8 @@ _stage_folder: ContextVar[str] = ContextVar("stage", default="")
 
 
 @contextlib.contextmanager
-def reading_from(folder: str) -> Iterator[None]:
-    """Return a context in which ``open_near`` prefers the copies in ``folder``."""
+def use_stage(folder: str) -> Iterator[None]:
+    """Return a context in which ``open_staged`` prefers the copies in ``folder``."""
     token = _stage_folder.set(folder)
     try:
         yield
@@ -50,7 +50,7 @@ def reading_from(folder: str) -> Iterator[None]:
         _stage_folder.reset(token)
 
 
-def open_near(path: str) -> BufferedReader:
+def open_staged(path: str) -> BufferedReader:
     """Open a regular file, or its copy if the copy has the same size and time.
 
     Raises the errors of ``open_regular``.

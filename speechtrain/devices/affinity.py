@@ -34,11 +34,11 @@ def topology(root: Path = _SYS) -> list[Core]:
     """Return this host's cores, as Linux lists them below ``root``. If it lists none, every CPU is a core."""
     nodes: dict[int, int] = {}
     for folder in root.glob("node/node[0-9]*"):
-        for cpu in cpus_of(read(folder / "cpulist")):
+        for cpu in cpus_of(read_small_file(folder / "cpulist")):
             nodes[cpu] = int(folder.name.removeprefix("node"))
     cores: set[Core] = set()
     for folder in root.glob("cpu/cpu[0-9]*"):
-        siblings = cpus_of(read(folder / "topology" / "thread_siblings_list"))
+        siblings = cpus_of(read_small_file(folder / "topology" / "thread_siblings_list"))
         if siblings:  # absent if the CPU is offline
             cores.add(Core(tuple(siblings), nodes.get(siblings[0], 0)))
     if not cores:
@@ -46,7 +46,7 @@ def topology(root: Path = _SYS) -> list[Core]:
     return sorted(cores, key=lambda core: (core.node, core.first))
 
 
-def read(path: Path) -> str:
+def read_small_file(path: Path) -> str:
     """Return the text of a small file, or an empty text if it cannot be read."""
     try:
         return path.read_text().strip()
@@ -63,7 +63,7 @@ def cpus_of(text: str) -> list[int]:
     return cpus
 
 
-def usable(cores: Sequence[Core], cpus: Collection[int]) -> list[Core]:
+def cores_within(cores: Sequence[Core], cpus: Collection[int]) -> list[Core]:
     """Return the part of ``cores`` that a process limited to ``cpus`` may use."""
     usable_cores = []
     for core in cores:
@@ -73,7 +73,7 @@ def usable(cores: Sequence[Core], cpus: Collection[int]) -> list[Core]:
     return usable_cores
 
 
-def share(cores: Sequence[Core], processes: int, rank: int, reserved: int = 0) -> list[Core]:
+def cores_of_rank(cores: Sequence[Core], processes: int, rank: int, reserved: int = 0) -> list[Core]:
     """Return the cores that rank ``rank`` computes on if ``processes`` ranks divide ``cores`` evenly.
 
     The first ``reserved`` cores of its share are left out. Raises MachineError if a rank would have no core.
@@ -97,7 +97,7 @@ def reserved_cpus(cores: Sequence[Core], processes: int, reserved: int) -> list[
     return cpus
 
 
-def on_node(cores: Sequence[Core], processes: int, rank: int) -> list[Core]:
+def cores_of_node(cores: Sequence[Core], processes: int, rank: int) -> list[Core]:
     """Return all cores of the memory node of rank ``rank``. Ranks fill the nodes in order.
 
     If there are more nodes than ranks, a rank has several nodes.
@@ -108,7 +108,7 @@ def on_node(cores: Sequence[Core], processes: int, rank: int) -> list[Core]:
     return [core for core in cores if core.node in nodes[start:end]]
 
 
-def mask(cores: Iterable[Core]) -> str:
+def core_mask(cores: Iterable[Core]) -> str:
     """Return the bit mask of the cores' first CPUs: cores 1 and 2 are ``0x6``."""
     return hex(sum(1 << core.first for core in cores))
 
@@ -117,7 +117,7 @@ def pin_domains(cores: Sequence[Core], processes: int, reserved: int) -> str:
     """Return the masks of all ranks in the syntax of ``I_MPI_PIN_DOMAIN``: ``[0x3,0xc,]``."""
     masks = ""
     for rank in range(processes):
-        masks += mask(share(cores, processes, rank, reserved=reserved)) + ","
+        masks += core_mask(cores_of_rank(cores, processes, rank, reserved=reserved)) + ","
     return f"[{masks}]"
 
 

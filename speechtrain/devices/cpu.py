@@ -156,7 +156,7 @@ class CPU(Device):
             variables["I_MPI_PIN_DOMAIN"] = affinity.pin_domains(cores, processes, self.comm_cores)
             variables["CCL_WORKER_COUNT"] = str(self.comm_cores)
             variables["CCL_WORKER_AFFINITY"] = ",".join(map(str, workers))
-        return variables | self._preloads(preload.folders(os.environ))
+        return variables | self._preloads(preload.library_folders(os.environ))
 
     def _preloads(self, folders: list[Path]) -> dict[str, str]:
         """Return ``LD_PRELOAD`` and the settings of its libraries.
@@ -167,7 +167,7 @@ class CPU(Device):
         libraries = []
         names = {"auto": ["jemalloc", "tcmalloc"], "default": []}.get(self.allocator, [self.allocator])
         for name in names:
-            allocator = preload.library(ALLOCATORS[name], folders)
+            allocator = preload.find_library(ALLOCATORS[name], folders)
             if allocator is not None:
                 libraries.append(allocator)
                 if name == "jemalloc":
@@ -179,7 +179,7 @@ class CPU(Device):
                 f"device.allocator={self.allocator}: lib{self.allocator}.so is in no library folder. "
                 f"apt-get install {package}, or set device.allocator=default"
             )
-        openmp = None if self.openmp == "default" else preload.library(INTEL_OPENMP, folders)
+        openmp = None if self.openmp == "default" else preload.find_library(INTEL_OPENMP, folders)
         if openmp is None and self.openmp == "intel":
             raise MachineError(
                 "device.openmp=intel: libiomp5.so is in no library folder. "
@@ -196,7 +196,7 @@ class CPU(Device):
         return variables
 
     def _cores(self) -> list[affinity.Core]:
-        return affinity.usable(affinity.topology(), usable_cpus())
+        return affinity.cores_within(affinity.topology(), usable_cpus())
 
     # --- at the start -----------------------------------------------------------------------------
 
@@ -230,9 +230,9 @@ class CPU(Device):
             if not is_useful or len(cores) // processes <= self.comm_cores:
                 return set()
         if self.pin == "numa":
-            rank_cores = affinity.on_node(cores, processes, rank)
+            rank_cores = affinity.cores_of_node(cores, processes, rank)
         else:
-            rank_cores = affinity.share(cores, processes, rank, reserved=self.comm_cores)
+            rank_cores = affinity.cores_of_rank(cores, processes, rank, reserved=self.comm_cores)
         if self.pin == "cores":
             return {core.first for core in rank_cores}
         # The data workers use the hyperthreads.

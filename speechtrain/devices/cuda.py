@@ -67,9 +67,9 @@ def _near_cpus(index: int, devices: Path = Path("/sys/bus/pci/devices")) -> set[
     if not hasattr(gpu, "pci_domain_id"):  # torch 2.8
         return set()
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    node = affinity.read(devices / address / "numa_node")  # -1 on a host of one node
+    node = affinity.read_small_file(devices / address / "numa_node")  # -1 on a host of one node
     cpus = set()
-    for core in affinity.usable(affinity.topology(), usable_cpus()):
+    for core in affinity.cores_within(affinity.topology(), usable_cpus()):
         if str(core.node) == node:
             cpus |= {*core.cpus}
     return cpus

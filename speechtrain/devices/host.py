@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from speechtrain.compute_policy import usable_cpus
-from speechtrain.devices.affinity import read, topology, usable
+from speechtrain.devices.affinity import cores_within, read_small_file, topology
 
 _GROUPS = Path("/sys/fs/cgroup")
 _PERIOD = "100000"  # microseconds, the period of every quota that Docker, Kubernetes and systemd set
@@ -26,7 +26,7 @@ def cpu_quota() -> int:
 
 def threads(processes: int) -> int:
     """Return the number of cores for each of ``processes`` ranks on an accelerator's host, at least 1."""
-    cores = min(len(usable(topology(), usable_cpus())), cpu_quota())
+    cores = min(len(cores_within(topology(), usable_cpus())), cpu_quota())
     return max(1, cores // processes)
 
 
@@ -59,10 +59,10 @@ def _limits(file: str, file_v1: str) -> list[list[str]]:
     ``file`` holds the limit in cgroup v2, ``file_v1`` in cgroup v1.
     """
     limits = []
-    for line in read(Path("/proc/self/cgroup")).splitlines():
+    for line in read_small_file(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         group = _GROUPS / controllers / path.lstrip("/")
         name = file_v1 if controllers else file
         # The parents limit it as well. A container may see its group as the root, under the host's path.
-        limits += [read(folder / name).split() for folder in (group, *group.parents)]
+        limits += [read_small_file(folder / name).split() for folder in (group, *group.parents)]
     return [words for words in limits if words and words[0].isdigit()]

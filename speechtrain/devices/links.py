@@ -37,7 +37,7 @@ def interfaces(folder: Path = Path("/sys/class/net")) -> list[Interface]:
         if path.name != "lo" and (path / "operstate").is_file():
             driver = path / "device" / "driver"
             driver_name = driver.resolve().name if driver.exists() else ""
-            state = affinity.read(path / "operstate")
+            state = affinity.read_small_file(path / "operstate")
             ports.append(Interface(path.name, driver_name, state))
     return ports
 
@@ -56,7 +56,7 @@ def cards(query: Sequence[str] = _QUERY) -> list[Card]:
     return accelerators
 
 
-def describe(ports: Sequence[Interface], accelerators: Sequence[Card]) -> tuple[bool, str]:
+def describe_links(ports: Sequence[Interface], accelerators: Sequence[Card]) -> tuple[bool, str]:
     """Return whether no port of an accelerator is down, and one line about cards and interfaces.
 
     Gaudi's ports belong to the driver ``habanalabs``. Several cards train together only if these are up.

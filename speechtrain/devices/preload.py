@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 
-def folders(environ: Mapping[str, str]) -> list[Path]:
+def library_folders(environ: Mapping[str, str]) -> list[Path]:
     """Return the folders with libraries of this environment and of the system, nearest first."""
     prefixes = [environ.get("VIRTUAL_ENV", ""), environ.get("CONDA_PREFIX", ""), sys.prefix, sys.base_prefix]
     paths = [Path(prefix) / "lib" for prefix in prefixes if prefix]
@@ -31,7 +31,7 @@ def _loader_folders(root: Path = Path("/etc/ld.so.conf.d")) -> list[Path]:
     return paths
 
 
-def library(names: Sequence[str], folders: Iterable[Path]) -> str | None:
+def find_library(names: Sequence[str], folders: Iterable[Path]) -> str | None:
     """Return the path of the first library with one of ``names`` (``libjemalloc.so``), or None.
 
     The name may be followed by a version. A library for another kind of processor is skipped.

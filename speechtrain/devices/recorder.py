@@ -174,7 +174,7 @@ class Recorder:
         for name, field in {**vars(batch), **batch.extra}.items():
             if isinstance(field, Tensor):
                 self._check_value(field, f"the copy of Batch.{name}")
-        return batch.to(self.copied)
+        return batch.to(self.copy_to_device)
 
     # --- called by the modes --------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ class Recorder:
         for tensor in _tensors(values):
             self._host_storages[tensor.untyped_storage()] = True
 
-    def copied(self, tensor: Tensor) -> Tensor:
+    def copy_to_device(self, tensor: Tensor) -> Tensor:
         """Return the copy of a host tensor on the device."""
         self._check_value(tensor, "the copy to the device")
         with self._unwatched():
@@ -354,7 +354,7 @@ class _Methods(TorchFunctionMode):
         finally:
             makes_on_host, self.recorder.makes_on_host = self.recorder.makes_on_host, False
         if func in _COPIES and self.recorder.is_on_host(args[0]) and _names_device(args[1:], kwargs):
-            return self.recorder.copied(output)
+            return self.recorder.copy_to_device(output)
         if makes_on_host and isinstance(output, Tensor):
             self.recorder.keep_on_host(output)
         return output

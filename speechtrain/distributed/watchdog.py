@@ -232,7 +232,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._is_closed.wait(self.tick):
-            if self.look():
+            if self.find_alarm():
                 self._is_leaving = True
                 # The forced exit needs neither the interpreter's lock nor a disk.
                 faulthandler.dump_traceback_later(self.report_seconds + _EXIT_SECONDS, exit=True, file=2)
@@ -241,7 +241,7 @@ class Watch:
                 faulthandler.cancel_dump_traceback_later()  # Only the ``leave`` of a test returns.
                 return
 
-    def look(self) -> bool:
+    def find_alarm(self) -> bool:
         """Return whether this rank or a peer has raised an alarm. This is called once a tick."""
         look_time = self.clock()
         # If more time has passed, the process was stopped.

@@ -29,7 +29,7 @@ from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.inference.open_run import OpenedRun, open_run
 from speechtrain.inference.transcript import Segment, Transcript
-from speechtrain.runs.stored_config import choose, set_key
+from speechtrain.runs.stored_config import set_group, set_key
 from speechtrain.training.evaluation import Outcome, evaluate
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class LoadedRun:
             return self.opened.task.decoder
         config = copy.deepcopy(self.opened.config)
         if choice:
-            choose(config, "decoder", choice, None)
+            set_group(config, "decoder", choice, None)
         for key, value in options.items():
             set_key(config, f"decoder.{key}", value)
         return build(config, "decoder")
@@ -231,14 +231,14 @@ class LoadedRun:
 
     def transcripts(
         self,
-        found: Iterable[Recording | DataError],
+        recordings: Iterable[Recording | DataError],
         batch: int = 4,
         piece_seconds: float = PIECE_SECONDS,
     ) -> Iterator[Transcript | DataError]:
         """Yield the transcript or the error of each recording, in order and as early as possible."""
         queue: deque[_PendingTranscript | DataError] = deque()
         pieces: list[_Piece] = []
-        for recording in found:
+        for recording in recordings:
             if isinstance(recording, DataError):
                 queue.append(recording)
                 continue

@@ -26,7 +26,7 @@ from speechtrain.rank.build import build_task, open_device
 from speechtrain.run_directory import CONFIG, read_device
 from speechtrain.runs.auto_device import AUTO, auto_device
 from speechtrain.runs.on_host import restart_for
-from speechtrain.runs.stored_config import apply_overrides, choose, relocate
+from speechtrain.runs.stored_config import apply_overrides, relocate, set_group
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.training.autotune import recorded_policy
@@ -106,11 +106,11 @@ def _apply_for_use(config: DictConfig, overrides: Sequence[str], config_dir: str
     if choices.get("device") == AUTO:
         line = str(auto_device())
     elif "device" not in choices and build_device(config).obstacle():
-        choose(config, "device", AUTO, config_dir)
+        set_group(config, "device", AUTO, config_dir)
         line = str(auto_device())
         dtype = build_precision(config).dtype
         if "precision" not in choices and not build_device(config).supports(dtype):
-            choose(config, "precision", "fp32")
+            set_group(config, "precision", "fp32")
             line += ", precision=fp32"
     # The keys of the device are set last, because a new choice of the device replaces all of them.
     apply_overrides(config, device_overrides)

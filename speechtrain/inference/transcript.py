@@ -231,6 +231,6 @@ ONE_RECORDING = ("srt", "vtt")
 """Formats with one recording per file."""
 
 
-def written(transcript: Transcript, form: str) -> str:
+def format_transcript(transcript: Transcript, form: str) -> str:
     """Return a transcript in a form of FORMATS, with an end of line. Control characters are escaped."""
     return _FORMS[form](transcript)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speechtrain.compute_policy import scaled
+from speechtrain.compute_policy import scale_scalar
 from speechtrain.nn.full_precision import at_least_fp32, full_precision
 
 EXCLUDED = -(2.0**30)
@@ -98,6 +98,6 @@ def _same_code(ids: Tensor) -> Tensor:
     return same
 
 
-def bits(nats: Tensor) -> Tensor:
+def nats_to_bits(nats: Tensor) -> Tensor:
     """Convert nats () to bits, the unit of logged losses. Chance among 101 is log2(101) = 6.658."""
-    return scaled(nats, 1 / math.log(2))
+    return scale_scalar(nats, 1 / math.log(2))

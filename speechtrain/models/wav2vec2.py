@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
-from speechtrain.compute_policy import ComputePolicy, PolicyAware, scaled
+from speechtrain.compute_policy import ComputePolicy, PolicyAware, scale_scalar
 from speechtrain.counter_rng import BatchStream, seed_at
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, require_shares
-from speechtrain.losses.contrastive import Contrastive, bits, contrastive_loss
+from speechtrain.losses.contrastive import Contrastive, contrastive_loss, nats_to_bits
 from speechtrain.nn.masking import draw_negatives, frame_table
 from speechtrain.nn.quantizer import GumbelQuantizer, Quantized, code_temperature, gumbel
 from speechtrain.task import Alarm, Evaluation, Loss, Sums, Task
@@ -216,14 +216,14 @@ class Wav2Vec2(Task, PolicyAware):
         temperature = extra.get("temperature", torch.ones_like(penalty))  # Evaluation ignores it.
         contrastive, quantized = self._contrast(features, lengths, temperature, extra)
         count = contrastive.frames
-        diversity = scaled(quantized.diversity(), self.diversity_weight) * count
-        feature_penalty = scaled(penalty, self.penalty_weight) * count
+        diversity = scale_scalar(quantized.diversity(), self.diversity_weight) * count
+        feature_penalty = scale_scalar(penalty, self.penalty_weight) * count
         total = contrastive.loss + diversity + feature_penalty
         metrics: Sums = {
-            "loss_bits": (bits(total), count),
-            "loss_contrastive": (bits(contrastive.loss), count),
-            "loss_diversity": (bits(diversity), count),
-            "loss_penalty": (bits(feature_penalty), count),
+            "loss_bits": (nats_to_bits(total), count),
+            "loss_contrastive": (nats_to_bits(contrastive.loss), count),
+            "loss_diversity": (nats_to_bits(diversity), count),
+            "loss_penalty": (nats_to_bits(feature_penalty), count),
             **self._negatives_metrics(contrastive),
             "masked_share": (count, (lengths * batch.weight).sum()),
             **_codebook_metrics(quantized, temperature, count),
@@ -256,7 +256,7 @@ class Wav2Vec2(Task, PolicyAware):
         count = contrastive.frames
         return {
             "accuracy": (contrastive.correct, count),
-            "shared_negatives": (contrastive.shared, scaled(count, self.negatives)),
+            "shared_negatives": (contrastive.shared, scale_scalar(count, self.negatives)),
             "distinct_codes": (contrastive.distinct, count),
         }
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speechtrain import torch_private
-from speechtrain.dtensor import is_sharded, local, sum_shares
+from speechtrain.dtensor import is_sharded, local_shard, sum_shares
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ class TensorwiseOptimizer(torch.optim.Optimizer):
             unsharded = [p for p in trained if not is_sharded(p)]
             for parameters in (sharded, unsharded):
                 if parameters:
-                    self._update(parameters, [local(p.grad) for p in parameters], group)
+                    self._update(parameters, [local_shard(p.grad) for p in parameters], group)
         return loss
 
     @abstractmethod

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain import torch_private
-from speechtrain.dtensor import local
+from speechtrain.dtensor import local_shard
 from speechtrain.errors import RunError
 
 
@@ -20,13 +20,13 @@ class Average:
     updates: int = 0
     """Updates in the average so far."""
 
-    def update(self, module: nn.Module, taken: Tensor | None = None) -> None:
+    def update(self, module: nn.Module, is_counted: Tensor | None = None) -> None:
         """Add the module's state after an update to the average.
 
-        ``taken`` () is 1 on the device if the update counts, else 0. With None it counts.
+        ``is_counted`` () is 1 on the device if the update counts, else 0. With None it counts.
         """
 
-    def swapped(self, module: nn.Module) -> AbstractContextManager[None]:
+    def use_average(self, module: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the module has the average. Its state returns afterwards, bit by bit."""
         return nullcontext()
 
@@ -77,25 +77,25 @@ class EMA(Average):
             self._average[name] = copy.float() if copy.is_floating_point() else copy
 
     @torch.no_grad()
-    def update(self, module: nn.Module, taken: Tensor | None = None) -> None:
+    def update(self, module: nn.Module, is_counted: Tensor | None = None) -> None:
         decay = self._decay_now()
         self.updates += 1
         tensors = _tensors(module)
         averages, values = [], []
         for name, average in self._average.items():
             if average.is_floating_point():
-                averages.append(local(average))
-                values.append(local(tensors[name]))
+                averages.append(local_shard(average))
+                values.append(local_shard(tensors[name]))
             else:
-                local(average).copy_(local(tensors[name]))
+                local_shard(average).copy_(local_shard(tensors[name]))
         # The differences are added, so that constant values stay bit by bit.
-        if taken is None:
+        if is_counted is None:
             torch_private.foreach_add_(averages, torch_private.foreach_sub(values, averages), alpha=1 - decay)
             return
         # The rate moves as data. A number that equals another number of the step would change the recorded
         # graph.
-        rates = torch.tensor([1 - decay]).to(taken.device)
-        rate = rates[0] * taken
+        rates = torch.tensor([1 - decay]).to(is_counted.device)
+        rate = rates[0] * is_counted
         for average, value in zip(averages, values, strict=True):
             average.add_((value - average) * rate)
 
@@ -105,7 +105,7 @@ class EMA(Average):
         return min(self.decay, (1 + self.updates) / (10 + self.updates))
 
     @contextmanager
-    def swapped(self, module: nn.Module) -> Iterator[None]:
+    def use_average(self, module: nn.Module) -> Iterator[None]:
         tensors = _tensors(module)
         weights = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         try:

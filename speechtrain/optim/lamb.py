@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speechtrain import torch_private
-from speechtrain.dtensor import local
+from speechtrain.dtensor import local_shard
 from speechtrain.optim.common import TensorwiseOptimizer, check_settings, scalars, squared_norms
 
 
@@ -36,7 +36,7 @@ class LAMB(TensorwiseOptimizer):
         super().__init__(params, settings)
 
     def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        weights = [local(parameter) for parameter in parameters]
+        weights = [local_shard(parameter) for parameter in parameters]
         directions = self._directions(parameters, weights, gradients, group)
         norms = squared_norms([*weights, *directions], parameters[0]).sqrt()
         weight_norms, direction_norms = norms[: len(weights)], norms[len(weights) :]
@@ -50,8 +50,8 @@ class LAMB(TensorwiseOptimizer):
     ) -> list[Tensor]:
         """Update the moments by the gradients, and return u of each parameter."""
         states = self._next_states(parameters)
-        means = [local(state["exp_avg"]) for state in states]
-        squares = [local(state["exp_avg_sq"]) for state in states]
+        means = [local_shard(state["exp_avg"]) for state in states]
+        squares = [local_shard(state["exp_avg_sq"]) for state in states]
         beta1, beta2 = group["betas"]
         torch_private.foreach_mul_(means, beta1)
         torch_private.foreach_add_(means, gradients, alpha=1 - beta1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speechtrain import torch_private
-from speechtrain.dtensor import local
+from speechtrain.dtensor import local_shard
 from speechtrain.optim.common import TensorwiseOptimizer, check_settings, scalars, squared_norms
 
 
@@ -46,7 +46,7 @@ class NovoGrad(TensorwiseOptimizer):
         torch_private.foreach_mul_(second_moments, beta2)
         torch_private.foreach_add_(second_moments, scalars(squares * new_share))
 
-        weights = [local(parameter) for parameter in parameters]
+        weights = [local_shard(parameter) for parameter in parameters]
         denominators = torch.stack(second_moments).sqrt() + group["eps"]
         directions = torch_private.foreach_div(gradients, scalars(denominators))
         torch_private.foreach_add_(directions, weights, alpha=group["weight_decay"])
@@ -62,5 +62,5 @@ class NovoGrad(TensorwiseOptimizer):
             if not state:
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(squares[0])
-        means = [local(state["exp_avg"]) for state in states]
+        means = [local_shard(state["exp_avg"]) for state in states]
         return means, [state["exp_avg_sq"] for state in states]

@@ -44,7 +44,7 @@ class _Warnings(logging.Handler):
 
 def log_environment(run_dir: Path, world: World, device: Device, tracker: Tracker) -> None:
     """Log this rank's environment without secrets. The first rank of a host stores it."""
-    job = Job(run_dir / CONFIG, run_dir, forwarded=device.facts.forwarded_variables)
+    job = Job(run_dir / CONFIG, run_dir, forwarded_variables=device.facts.forwarded_variables)
     environment = {
         **forwarded_environment(job, (*_ENVIRONMENT, *device.facts.network_variables)),
         "threads": str(torch.get_num_threads()),

@@ -95,7 +95,7 @@ class TrialSteps:
         mean_loss = loss.total.item() / max(1.0, loss.weight.item())
         return mean_loss, time.perf_counter() - start
 
-    def on_largest(self, data: DataModule, rate: int) -> str:
+    def describe_largest_step(self, data: DataModule, rate: int) -> str:
         """Describe one step on the largest batch of ``data``, whose sample rate is ``rate``."""
         batch = _batches(data, lambda count: [count - 1])[0]
         loss, seconds = self(batch)
@@ -107,7 +107,7 @@ class TrialSteps:
             f"loss {loss:.1f}, {seconds:.1f} s, peak memory {memory:.0f} MiB"
         )
 
-    def epoch(self, data: DataModule, ranks: int) -> str:
+    def predict_epoch(self, data: DataModule, ranks: int) -> str:
         """Predict the time of an epoch of ``ranks`` processes, without validation, from a few steps.
 
         On a host's device, the workers that load batches compute on the same cores as the steps.

@@ -114,12 +114,12 @@ class Chart:
             axes.axvline(step, color=_GREY, linewidth=1, dashes=(2, 4))
         axes.set(xlabel="step", xlim=(0, min(self.last_step, _LARGEST)))
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=_TICK_STEPS, integer=True))
-        axes.xaxis.set_major_formatter(lambda value, _: short(value))
+        axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
         if self._is_log:
             self._set_log_axis(axes)
         else:
             self._set_linear_axis(axes)
-        axes.yaxis.set_major_formatter(lambda value, _: short(value))
+        axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
 
     def _set_log_axis(self, axes: Axes) -> None:
         low, high = self._limits
@@ -174,7 +174,7 @@ def _draw_line(axes: Axes, line: Line, y: np.ndarray) -> None:
     )
 
 
-def smoothed(curve: Curve) -> Curve:
+def smooth_curve(curve: Curve) -> Curve:
     """Return an exponential average over about a fiftieth of the curve, unbiased at its beginning."""
     decay = 1 - 1 / max(1.0, len(curve.x) / 50)
     total = weight = 0.0
@@ -187,7 +187,7 @@ def smoothed(curve: Curve) -> Curve:
     return average
 
 
-def short(value: float) -> str:
+def short_number(value: float) -> str:
     """Return a number for an axis or a legend: ``1.2k``, ``3.4M``, ``0.05``, ``2e-5``."""
     size = abs(value)
     if size >= 10_000:

@@ -16,8 +16,8 @@ from markupsafe import Markup
 from rapidfuzz.distance import Levenshtein
 
 from speechtrain import __version__
-from speechtrain.report.chart import DASHES, PALETTE, Chart, Line, short, smoothed
-from speechtrain.report.run import Curve, Run, differing, names_of
+from speechtrain.report.chart import DASHES, PALETTE, Chart, Line, short_number, smooth_curve
+from speechtrain.report.run import Curve, Run, differing_keys, names_of
 from speechtrain.run_directory import finite_number, is_error_rate
 from speechtrain.tracking.console import duration
 
@@ -44,7 +44,7 @@ def page(runs: Sequence[Run]) -> str:
     )
     filters = (_count, _date, _facts, _figure, _heading, _headline, _median, _setting, _three, _verdict)
     environment.filters |= {filter_.__name__[1:]: filter_ for filter_ in filters}
-    environment.filters |= {"duration": duration, "number": finite_number, "short": short}
+    environment.filters |= {"duration": duration, "number": finite_number, "short": short_number}
     names, metric = names_of(runs), _headline(runs)
     return environment.get_template("page.html").render(
         runs=runs,
@@ -52,7 +52,7 @@ def page(runs: Sequence[Run]) -> str:
         charts=_charts(runs, names),
         metric=metric,
         scores=_scores(runs, metric),
-        differences=differing(runs),
+        differences=differing_keys(runs),
         palette=PALETTE,
         dashes=DASHES,
         align=align,
@@ -136,7 +136,7 @@ def _train_lines(runs: Sequence[Run], names: Sequence[str], metric: str, smooth:
         if smooth and len(line.curve.x) >= _MIN_SMOOTHED:
             if len(runs) == 1:
                 lines.append(replace(line, is_faint=True))
-            line = replace(line, curve=smoothed(line.curve))
+            line = replace(line, curve=smooth_curve(line.curve))
         lines.append(line)
     return lines
 
@@ -221,12 +221,12 @@ def _figure(value: Any, metric: str) -> str:
     finite = finite_number(value)
     if finite is None:
         return "not finite" if value is None else str(value)
-    return f"{100 * finite:.2f} %" if is_error_rate(metric) else short(finite)
+    return f"{100 * finite:.2f} %" if is_error_rate(metric) else short_number(finite)
 
 
 def _three(value: float) -> str:
     """Return a throughput, which is known to three significant digits."""
-    return short(float(f"{value:.3g}"))
+    return short_number(float(f"{value:.3g}"))
 
 
 def _setting(value: Any) -> str:

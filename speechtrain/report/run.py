@@ -123,7 +123,7 @@ class Run:
         examples = {}
         words = 0
         for name, values in latest.items():
-            rows = [row for row in listing(values.get("rows")) if isinstance(row, dict)]
+            rows = [row for row in list_or_empty(values.get("rows")) if isinstance(row, dict)]
             short_rows = []
             for row in rows[:_MAX_EXAMPLES]:
                 texts = f"{row.get('reference')} {row.get('hypothesis')}"
@@ -302,7 +302,7 @@ def _distinct_overrides(runs: Sequence[Run]) -> list[str]:
     return names
 
 
-def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
+def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Return the config keys whose values are not the same in all runs, with each run's value.
 
     Keys with the run directory are left out.
@@ -319,7 +319,7 @@ def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
     return differences
 
 
-def listing(value: Any) -> list[Any]:
+def list_or_empty(value: Any) -> list[Any]:
     """Return ``value`` if it is a list, otherwise an empty list."""
     return value if isinstance(value, list) else []
 

@@ -54,13 +54,13 @@ class Command:
         }
 
 
-def read(argv: Sequence[str]) -> Command:
+def read_command(argv: Sequence[str]) -> Command:
     """Read the arguments, and the rank of this process from the environment.
 
     ``allow_targets=`` moves to the environment. Raises ConfigError if another program has started several
     ranks and ``argv`` does not name the run directory.
     """
-    flags, texts = split(rewrite(argv))
+    flags, texts = split_options(translate_arguments(argv))
     overrides = [_with_run_dir(text) for text in texts]
     is_sweep = bool({"-m", "--multirun"} & {*flags})
     run_dir = None if is_sweep else _explicit_run_dir(overrides)
@@ -94,11 +94,11 @@ def _explicit_run_dir(overrides: Sequence[str]) -> Path | None:
     for override in reversed(overrides):
         key, _, value = override.partition("=")
         if key == "run_dir":
-            return Path(unquoted(value)).resolve()
+            return Path(unquote(value)).resolve()
     return None
 
 
-def rewrite(argv: Sequence[str]) -> list[str]:
+def translate_arguments(argv: Sequence[str]) -> list[str]:
     """Translate arguments in the syntax of other toolkits into Hydra's syntax.
 
     - ``data.train=a.jsonl,b.jsonl`` becomes a list, because Hydra would read it as a sweep.
@@ -140,7 +140,7 @@ def _rewrite_sources(key: str, value: str) -> tuple[str, str]:
     return key, value
 
 
-def unquoted(text: str) -> str:
+def unquote(text: str) -> str:
     """Return a value without the quotes of Hydra's syntax around it."""
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         quote, text = text[0], text[1:-1]
@@ -159,7 +159,7 @@ def _quoted_parts(value: str) -> str:
     return ",".join(_quoted(part) for part in value.split(","))
 
 
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return Hydra's options with their values, and the overrides. Hydra's parser refuses a mixture."""
     options = []
     overrides = []

@@ -85,7 +85,7 @@ def needs_of(config: DictConfig) -> list[Need]:
     return needs
 
 
-def plannable(config: DictConfig) -> DictConfig:
+def config_for_plan(config: DictConfig) -> DictConfig:
     """Return a copy of ``config`` that can be built without the missing parts.
 
     A missing tokenizer is replaced by one of the same size, and the missing data of a plan by a placeholder.

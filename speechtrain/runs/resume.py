@@ -17,11 +17,11 @@ from speechtrain.errors import ConfigError, RunError, first_line, print_notice
 from speechtrain.files import print_line
 from speechtrain.run_directory import ABOUT, CONFIG, About, read_about
 from speechtrain.runs.auto_device import announce_auto
-from speechtrain.runs.command_line import Command, split
+from speechtrain.runs.command_line import Command, split_options
 from speechtrain.runs.compose import override_value
 from speechtrain.runs.run_name import RunNames, folders_of
 from speechtrain.runs.started_runs import require_started
-from speechtrain.runs.stored_config import choose, config_at, set_key, stored_value
+from speechtrain.runs.stored_config import config_at, set_group, set_key, stored_value
 from speechtrain.runs.user_yaml import text_of, values_of
 
 _ONLY_PRINTS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
@@ -92,7 +92,7 @@ def _apply_changes(config: DictConfig, changes: Mapping[str, Any], config_dir: s
     conflicts = []
     for key, value in changes.items():
         if key in _GROUPS and is_volatile(key):
-            choose(config, key, str(value), config_dir)
+            set_group(config, key, str(value), config_dir)
         elif key in _GROUPS:
             conflicts.append(f"{key}={value} was not an override when the run started")
         elif is_volatile(key):
@@ -134,7 +134,7 @@ def new_run_line(about: About, command: Command, *overrides: str) -> str:
     for text in (*about.overrides, *command.overrides, "run_dir=NEW", *overrides):
         if key_of_override(text) not in PER_START:
             texts[key_of_override(text)] = text
-    flags = command.flags or split(about.argv or [])[0]
+    flags = command.flags or split_options(about.argv or [])[0]
     return shlex.join(["speechtrain", "train", *flags, *texts.values()])
 
 

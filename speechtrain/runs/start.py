@@ -50,7 +50,7 @@ from speechtrain.report.advice import advice
 from speechtrain.run_directory import ABOUT, CONFIG, DEVICE, ERROR, RANKS, RESULT, About, RunLock, RunResult
 from speechtrain.runs.command_line import Command
 from speechtrain.runs.on_host import host_environment, raise_or_warn
-from speechtrain.runs.recipe_needs import plannable
+from speechtrain.runs.recipe_needs import config_for_plan
 from speechtrain.runs.resume import new_run_line
 from speechtrain.runs.started_runs import remember, start_id
 from speechtrain.text.vocabulary import NoText
@@ -74,7 +74,7 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
     values = check(config)
     _settle_resume(config)
     _warn_of_unused_folder(values["data"])
-    memory = dry_build(plannable(config))
+    memory = dry_build(config_for_plan(config))
     device = build_device(config)
     launcher = command.external_launch or build_launcher(config)
     job = _checked_job(config, device, launcher, memory)
@@ -139,8 +139,8 @@ def _launch(job: Job, launcher: Launcher, *, is_new: bool) -> RunResult:
         raise
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"the same command continues from {_last_saved(run_dir)}") from None
-    if end.submitted:
-        print_line(end.submitted)
+    if end.stop_hint:
+        print_line(end.stop_hint)
         return RunResult("submitted")
     result = _run_result(end, run_dir)
     if result.status == "failed":
@@ -249,7 +249,9 @@ def _job(config: DictConfig, device: Device, memory: int) -> Job:
     environment = {name: value for name, value in os.environ.items() if name == ALLOW_TARGETS}
     environment |= {NETWORK_VARIABLES: " ".join(device.facts.network_variables), RANK_MEMORY: str(memory)}
     forwarded, size = device.facts.forwarded_variables, int(config.world_size)
-    return Job(run_dir / CONFIG, run_dir, world_size=size, environment=environment, forwarded=forwarded)
+    return Job(
+        run_dir / CONFIG, run_dir, world_size=size, environment=environment, forwarded_variables=forwarded
+    )
 
 
 def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
@@ -319,7 +321,7 @@ def _write_files(config: DictConfig, job: Job, about: About, *, is_named: bool) 
             print_line(line)
         tokenizer = build_tokenizer(config)
         tokenizer.save(str(job.run_dir))  # Ranks on other hosts may not see its source.
-        config.tokenizer.update(tokenizer.saved(str(job.run_dir)))
+        config.tokenizer.update(tokenizer.saved_arguments(str(job.run_dir)))
         text = dump(config)
         content = asdict(about)
         private = holds_secret(f"{text}\n{content}")

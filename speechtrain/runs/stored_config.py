@@ -17,7 +17,7 @@ from speechtrain.config.schema import BORROWED_GROUPS
 from speechtrain.config.stored import read_config
 from speechtrain.config.targets import parameter_types, target_class
 from speechtrain.errors import ConfigError, first_line, nearest
-from speechtrain.runs.command_line import rewrite
+from speechtrain.runs.command_line import translate_arguments
 from speechtrain.runs.compose import compose, override_value
 
 _CHOICES = ("device", "precision", "decoder")
@@ -46,13 +46,13 @@ def apply_overrides(config: DictConfig, overrides: Sequence[str], config_dir: st
     for override in overrides:
         key, _, text = override.partition("=")
         if key in _CHOICES and text:
-            choose(config, key, text, config_dir)
+            set_group(config, key, text, config_dir)
             continue
-        for rewritten in rewrite([override]):  # ``allow_targets=`` moves to the environment
+        for rewritten in translate_arguments([override]):  # ``allow_targets=`` moves to the environment
             set_key(config, key, override_value(rewritten))
 
 
-def choose(config: DictConfig, group: str, choice: str, config_dir: str | None = None) -> None:
+def set_group(config: DictConfig, group: str, choice: str, config_dir: str | None = None) -> None:
     """Replace a group of a run's config by another choice. Its interpolations refer to the run's config."""
     node = compose([f"{BORROWED_GROUPS.get(group, group)}={choice}"], config_dir)[group]
     config[group] = OmegaConf.create(OmegaConf.to_container(node, resolve=False))

@@ -48,7 +48,7 @@ def versions() -> dict[str, str]:
     return versions_of("speechtrain", "torch")
 
 
-def look(file: Path, port: int, address: str) -> dict[str, Any]:
+def check_host(file: Path, port: int, address: str) -> dict[str, Any]:
     """Return the content of ``file``, the versions, and the error of listening on ``port`` of ``address``."""
     content = None
     for _ in range(_LOOKS):
@@ -125,7 +125,7 @@ def _handle_input(grace: float) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def outcome(run_dir: Path) -> int:
+def exit_code_of_run(run_dir: Path) -> int:
     """Return the exit code that the command would have for the run in ``run_dir``, or 1 without a result."""
     result = read_result(run_dir)
     if result is None or result.status == "failed":
@@ -145,7 +145,7 @@ def wait_for_outcome(run_dir: Path) -> int:
         if read_result(run_dir) or read_failure(run_dir):
             break
         time.sleep(_LOOK_SECONDS)
-    return outcome(run_dir)
+    return exit_code_of_run(run_dir)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -170,11 +170,11 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.part == "look":
-        print(json.dumps(look(arguments.file, arguments.port, arguments.address)))
+        print(json.dumps(check_host(arguments.file, arguments.port, arguments.address)))
         return 0
     if arguments.part == "outcome":
-        return outcome(arguments.run_dir)
-    if arguments.outcome is not None and outcome(arguments.outcome) == 0:
+        return exit_code_of_run(arguments.run_dir)
+    if arguments.outcome is not None and exit_code_of_run(arguments.outcome) == 0:
         return 0  # The run ended while this node was lost.
     log = arguments.log
     if arguments.node:

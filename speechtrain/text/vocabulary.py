@@ -68,7 +68,7 @@ class Tokenizer(ABC):
         """Copy the files that the constructor reads into the run."""
 
     @classmethod
-    def saved(cls, run_dir: str) -> dict[str, str]:
+    def saved_arguments(cls, run_dir: str) -> dict[str, str]:
         """Return constructor arguments that load the tokenizer of a run, or nothing if the run has none."""
         return {}
 
@@ -191,7 +191,7 @@ class FileTokenizer(NormalisingTokenizer):
             raise RunError(f"{path} differs from tokenizer.model. Use a new run_dir")
 
     @classmethod
-    def saved(cls, run_dir: str) -> dict[str, str]:
+    def saved_arguments(cls, run_dir: str) -> dict[str, str]:
         path = Path(run_dir) / cls.saved_name
         return {"model": str(path)} if path.exists() else {}
 

@@ -88,7 +88,9 @@ class Trackers(Tracker):
         deadline = time.monotonic() + _CLOSING_SECONDS
         for member in members:
             member.join(deadline)
-        return {member.name: member.dropped for member in members + self._direct if member.dropped}
+        return {
+            member.name: member.dropped_events for member in members + self._direct if member.dropped_events
+        }
 
 
 class _Member:
@@ -103,7 +105,7 @@ class _Member:
         self._thread = threading.Thread(target=self._work, name=_THREAD + name, daemon=True)
 
     @property
-    def dropped(self) -> int:
+    def dropped_events(self) -> int:
         """The number of events that have no record."""
         return self._events - self._records
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import ComputePolicy, apply_policy, compile_module, fastest
+from speechtrain.compute_policy import ComputePolicy, apply_policy, compile_module, fastest_policy
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
@@ -68,7 +68,7 @@ def choose_policy(
     if batch is None:
         policy = device.policy(precision.dtype)
         return DeviceRecord(device.name, chip, precision.name, policy.record())
-    policy, medians = fastest(candidates, _timer(task, device, precision, batch=batch))
+    policy, medians = fastest_policy(candidates, _timer(task, device, precision, batch=batch))
     milliseconds = _milliseconds(candidates, medians)
     _warn_of_fp32(policy, precision, milliseconds)
     return DeviceRecord(device.name, chip, precision.name, policy.record(), milliseconds=milliseconds)

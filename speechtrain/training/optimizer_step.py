@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain import torch_private
-from speechtrain.dtensor import local, total_norm
+from speechtrain.dtensor import local_shard, total_norm
 from speechtrain.optim.common import squared_norm
 from speechtrain.optim.ema import Average
 from speechtrain.precision import Precision, gradients_of
@@ -79,7 +79,7 @@ class HostCheckedUpdate(Update):
         # This is the only host read of an update. All ranks read the same.
         is_finite = bool(healthy.bool() & torch.isfinite(norm))
         if is_finite:
-            torch_private.foreach_mul_([local(gradient) for gradient in gradients], scale)
+            torch_private.foreach_mul_([local_shard(gradient) for gradient in gradients], scale)
             self._set_rate(optimizer, rate)
             self.precision.step(optimizer)
             average.update(module)

@@ -70,7 +70,7 @@ class Recovery:
             torch.save(bundle, temporary, pickle_protocol=2)
         return path
 
-    def act_on(self, alarm: Alarm | None, step: int) -> None:
+    def handle_alarm(self, alarm: Alarm | None, step: int) -> None:
         """Log an alarm of the task's ``watch``. Raises Diverged if ``on_collapse`` is ``stop``."""
         if alarm is None:
             return

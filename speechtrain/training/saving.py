@@ -62,7 +62,7 @@ class Saving:
                 self._write(parts)
         self.group.barrier()
 
-    def note(self, parts: Parts, is_last: bool = False) -> None:
+    def add_validation(self, parts: Parts, is_last: bool = False) -> None:
         """Add the validation of this step to its checkpoint."""
         progress = parts.progress
         if self.group.world.rank == 0 and self._saved_step == progress.step == progress.validated:
@@ -71,7 +71,7 @@ class Saving:
                 self.checkpointer.add_validation(progress.step, metric, progress.metrics, progress.wall_s)
 
     @contextlib.contextmanager
-    def rescued(self, parts: Parts) -> Iterator[None]:
+    def save_after_error(self, parts: Parts) -> Iterator[None]:
         """A context that saves the last whole update after any error except Diverged, if possible."""
         try:
             yield
@@ -98,7 +98,7 @@ class Saving:
             self.tracker.log("warning", {"message": f"not saved after an error: {error}"})
 
     @contextlib.contextmanager
-    def updating(self, parts: Parts) -> Iterator[None]:
+    def block_rescue(self, parts: Parts) -> Iterator[None]:
         """A context of an update. An error in it is not followed by a save, as the update is not whole."""
         self._data_state = None
         yield

@@ -74,7 +74,7 @@ class TimePlan:
     def seconds(self) -> float:
         return self.hours * 3600
 
-    def until(self, step: int, validated: int) -> list[Revision]:
+    def revisions_until(self, step: int, validated: int) -> list[Revision]:
         """Return the revisions made up to update ``step`` and the validation of step ``validated``."""
         point = (step, validated)
         return [revision for revision in self.revisions if (revision.step, revision.validated) <= point]
@@ -258,7 +258,7 @@ class TimedPlanning(Planning):
             parts.schedule.plan(_UNPLANNED)
         if self.plan.hours != hours or not self.plan.revisions:
             self.plan.hours = hours
-            self.plan.revisions = self.plan.until(progress.step, progress.validated)
+            self.plan.revisions = self.plan.revisions_until(progress.step, progress.validated)
             if self.plan.seconds_per_update:
                 self._revise(parts)
         self._follow(parts)
@@ -348,7 +348,7 @@ class TimedPlanning(Planning):
     def _follow(self, parts: Parts) -> None:
         """Apply the revision of this point, which the run may have stored before it was interrupted."""
         progress = parts.progress
-        revisions = self.plan.until(progress.step, progress.validated)
+        revisions = self.plan.revisions_until(progress.step, progress.validated)
         if not revisions or revisions[-1] == self._revision:
             return
         self._revision = revision = revisions[-1]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.compute_policy import PLAIN, ComputePolicy, scaled
+from speechtrain.compute_policy import PLAIN, ComputePolicy, scale_scalar
 from speechtrain.counter_rng import RunStream, seed_at
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
@@ -141,7 +141,7 @@ class Trainer:
         self.parts.wrapped = self.group.wrap(task)
         self._start_clock = time.perf_counter() - self.progress.wall_s
         try:
-            with self.saving.rescued(self.parts):
+            with self.saving.save_after_error(self.parts):
                 return self._train(self.parts)
         except Preempted:
             if self.group.world.size > 1:
@@ -204,7 +204,7 @@ class Trainer:
         batch = self._accumulate(parts, batches, step, interval=interval)
         self.group.rank_status.begin_phase(step, "update")
         rate = parts.schedule.rate(step)
-        with self.saving.updating(parts):
+        with self.saving.block_rescue(parts):
             norm = self._step(parts, batch, rate)
             progress.step = step
             progress.wall_s = self._wall_seconds()
@@ -268,7 +268,7 @@ class Trainer:
                 size = max(1.0, weight * self.config.accumulate)
                 progress.backward_divisor = 2.0 ** round(math.log2(size))  # Division by it is exact.
             self.group.rank_status.begin_phase(step, "backward")
-            self.precision.backward(scaled(loss.total, 1.0 / progress.backward_divisor))
+            self.precision.backward(scale_scalar(loss.total, 1.0 / progress.backward_divisor))
         return loss
 
     def _agree(self, weights: list[Tensor], finite: list[Tensor]) -> GlobalBatch:
@@ -347,7 +347,7 @@ class Trainer:
         if new_status:
             # The run ends here, and the save before the validation may have failed.
             self.saving.save(parts, is_last=True)
-        self.saving.note(parts, is_last=bool(status or new_status))
+        self.saving.add_validation(parts, is_last=bool(status or new_status))
         if status or new_status:
             return new_status or status
         self.planning.add_validation(self._wall_seconds() - start_s)
@@ -359,7 +359,7 @@ class Trainer:
         step = self.progress.step
         self.graphs.check(step)
         alarm = parts.task.watch(step, interval.sums.means())
-        self.recovery.act_on(alarm, step)
+        self.recovery.handle_alarm(alarm, step)
 
     def _count_update(self, parts: Parts) -> None:
         """Add the latest update to the progress. Log an event if it is the last one of an epoch."""

@@ -99,7 +99,7 @@ class Validation:
         """
         with contextlib.ExitStack() as stack:
             stack.callback(self.device.mark_step)
-            stack.enter_context(parts.average.swapped(parts.task))
+            stack.enter_context(parts.average.use_average(parts.task))
             self.device.mark_step()
             task, group = parts.task, self.group
             return evaluate(task, sets, self.device, policy=self.policy, group=group, stop_requested=stop)

@@ -387,7 +387,7 @@ def test_tokenizer(choice: str, required: dict[str, str], tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="label ids"):
         tokenizer.decode([tokenizer.blank])
     tokenizer.save(str(tmp_path))
-    config.tokenizer.update(type(tokenizer).saved(str(tmp_path)))
+    config.tokenizer.update(type(tokenizer).saved_arguments(str(tmp_path)))
     assert build(config, "tokenizer").state() == tokenizer.state()
 
 

@@ -26,7 +26,7 @@ class Nothing(Launcher):
         return True
 
     def launch(self, job: Job) -> LaunchResult:
-        return LaunchResult(0, submitted="started")
+        return LaunchResult(0, stop_hint="started")
 
     def render(self, job: Job) -> str:
         return "nothing"

@@ -18,7 +18,7 @@ from speechtrain.config.check import check
 from speechtrain.data.corpora.huggingface import HuggingFace
 from speechtrain.runs.auto_device import VARIABLE, check_launcher
 from speechtrain.runs.choices import choices, corpora
-from speechtrain.runs.command_line import rewrite
+from speechtrain.runs.command_line import translate_arguments
 from speechtrain.runs.compose import compose
 from speechtrain.runs.named_corpus import build_part, corpus_by_name, with_pairs
 from speechtrain.study.space import distribution
@@ -103,7 +103,7 @@ def check_device(group_choices: Mapping[str, Any], config: DictConfig) -> None:
 
 def composed(overrides: Sequence[str]) -> None:
     """Compose a config with ``overrides`` and check it. Raises ConfigError."""
-    config = compose(rewrite(overrides))
+    config = compose(translate_arguments(overrides))
     config.run_dir = "run"
     check(config)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from speechtrain import compute_policy
-from speechtrain.compute_policy import PLAIN, STATIC, ComputePolicy, fastest
+from speechtrain.compute_policy import PLAIN, STATIC, ComputePolicy, fastest_policy
 
 LOOP = ComputePolicy(lstm="loop")
 NARROW = ComputePolicy(autocast_dtype=torch.bfloat16, product_dtype=torch.bfloat16)
@@ -18,7 +18,7 @@ NARROW = ComputePolicy(autocast_dtype=torch.bfloat16, product_dtype=torch.bfloat
 def chosen(*seconds: float) -> ComputePolicy:
     """The policy that is used where plain, loop and bf16 take so long."""
     planted = dict(zip((PLAIN, LOOP, NARROW), seconds, strict=True))
-    policy, medians = fastest((PLAIN, LOOP, NARROW), planted.__getitem__)
+    policy, medians = fastest_policy((PLAIN, LOOP, NARROW), planted.__getitem__)
     assert medians == list(seconds)
     return policy
 
@@ -41,21 +41,21 @@ def test_timings_are_interleaved_and_the_first_of_each_is_not_counted() -> None:
         order.append(policy)
         return 100.0 if order.count(policy) == 1 else 1.0 if policy == PLAIN else 0.5
 
-    policy, medians = fastest((PLAIN, LOOP), seconds_of)
+    policy, medians = fastest_policy((PLAIN, LOOP), seconds_of)
     assert (policy, medians) == (LOOP, [1.0, 0.5])
     assert order == [PLAIN, LOOP] * (len(order) // 2)
 
 
 def test_one_slow_timing_decides_nothing() -> None:
     noise = iter([1.0, 1.0, 1.0, 0.2, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
-    assert fastest((PLAIN, LOOP), lambda policy: next(noise))[0] == PLAIN
+    assert fastest_policy((PLAIN, LOOP), lambda policy: next(noise))[0] == PLAIN
 
 
 def test_long_steps_are_timed_less_often() -> None:
     counts = []
     for seconds in (0.001, 60.0):
         calls: list[ComputePolicy] = []
-        fastest((PLAIN, LOOP), lambda policy, s=seconds, c=calls: c.append(policy) or s)  # type: ignore[misc,func-returns-value]
+        fastest_policy((PLAIN, LOOP), lambda policy, s=seconds, c=calls: c.append(policy) or s)  # type: ignore[misc,func-returns-value]
         counts.append(len(calls))
     rounds = compute_policy._MAX_ROUNDS + 1, compute_policy._MIN_ROUNDS + 1
     assert counts == [2 * rounds[0], 2 * rounds[1]]

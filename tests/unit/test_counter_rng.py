@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from speechtrain import counter_rng
-from speechtrain.counter_rng import addressed, key_of, seed_at, uniform_at
+from speechtrain.counter_rng import bits_at, key_of, seed_at, uniform_at
 
 PACKAGE = Path(counter_rng.__file__).parent
 
@@ -21,8 +21,8 @@ def test_values_are_pinned() -> None:
 
 
 def test_an_array_of_addresses_is_the_addresses_one_by_one() -> None:
-    many = addressed(7, np.arange(5), 3)
-    assert many.tolist() == [int(addressed(7, n, 3)) for n in range(5)]
+    many = bits_at(7, np.arange(5), 3)
+    assert many.tolist() == [int(bits_at(7, n, 3)) for n in range(5)]
     assert seed_at(7, 4, 3) == int(many[4]) >> 1
 
 
@@ -31,7 +31,7 @@ def test_neighbours_and_permutations_differ() -> None:
         seed_at(*a) for a in [(1, 2), (2, 1), (1, 3), (0, 1, 2), (1, 2, 0), (1,), (2,), (0,), (-1,), (2**62,)]
     }
     assert len(seeds) == 10
-    assert len(set(addressed(1, np.arange(100_000)).tolist())) == 100_000
+    assert len(set(bits_at(1, np.arange(100_000)).tolist())) == 100_000
 
 
 def test_uniform_draws_are_uniform_and_uncorrelated() -> None:
@@ -68,7 +68,7 @@ def bare_streams(source: str) -> list[int]:
             numbers |= set(names)
     found = []
     for call in ast.walk(tree):
-        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("seed_at", "uniform_at", "addressed"):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("seed_at", "uniform_at", "bits_at"):
             bare = [isinstance(a, ast.Constant) or ast.unparse(a) in numbers for a in call.args]
             is_named = any("Stream." in ast.unparse(a) for a in call.args)
             found += [call.lineno] if any(bare[1:]) and not bare[0] and not is_named else []

@@ -117,7 +117,7 @@ def test_no_flipped_bit_of_a_result_is_an_internal_error(tmp_path: Path, status:
             assert _describe(found)
             assert _error_of(found, tmp_path).args
             read_failure(tmp_path)
-            node_agent.outcome(tmp_path)
+            node_agent.exit_code_of_run(tmp_path)
     assert read > len(whole), "most bits leave it JSON"
 
 

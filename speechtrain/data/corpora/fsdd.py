@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from speechtrain.counter_rng import FsddStream, addressed, key_of, uniform_at
+from speechtrain.counter_rng import FsddStream, bits_at, key_of, uniform_at
 from speechtrain.data.corpora.connected import GAP_SECONDS, SAMPLE_RATE, Clips, Connected, Samples, Utterance
 from speechtrain.data.recordings import Unusable, open_recording, read_header
 from speechtrain.errors import DataError, nearest
@@ -126,7 +126,7 @@ class Fsdd(Connected):
         """Yield the clips of each of a speaker's utterances in one round."""
         clips = np.array([clip for clip, take in enumerate(self.takes) if take.speaker == speaker])
         numbers, address = np.arange(len(clips)), (self.seed, key_of(speaker), round_number)
-        order = np.argsort(addressed(*address, numbers, FsddStream.ORDER), kind="stable")
+        order = np.argsort(bits_at(*address, numbers, FsddStream.ORDER), kind="stable")
         remaining = clips[order].tolist()
         for draw in uniform_at(*address, numbers, FsddStream.SIZE):
             if len(remaining) <= self.max_words:

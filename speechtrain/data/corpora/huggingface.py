@@ -17,7 +17,7 @@ import soundfile
 from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES
 from speechtrain.data.formats.manifests import Record, simple_cut
 from speechtrain.data.formats.tables import COLUMNS
-from speechtrain.data.prepare.cut_files import FIX, parallel, write_cuts
+from speechtrain.data.prepare.cut_files import FIX, map_in_threads, write_cuts
 from speechtrain.data.recordings import (
     RATES,
     Unusable,
@@ -96,7 +96,7 @@ class HuggingFace:
         folder = out / "audio" / name
         split = Split(name, rows, rows.select_columns(label_columns), audio, text, speaker, folder)
         manifest = out / f"{name}.jsonl.gz"
-        cuts = parallel(split.cut, range(len(rows)), self.jobs)
+        cuts = map_in_threads(split.cut, range(len(rows)), self.jobs)
         bad = write_cuts(manifest, (({"id": split.cut_id(row)}, cut) for row, cut in cuts))
         print(f"train with: speechtrain train recipe=scratch data.train={manifest}")
         return DataError.exit_code if bad else 0

@@ -16,7 +16,7 @@ from typing import Any
 from speechtrain.data.formats.lhotse_cuts import UnknownPart, known_cut
 from speechtrain.data.formats.manifests import Record, simple_cut
 from speechtrain.data.formats.tables import Table
-from speechtrain.data.prepare.cut_files import parallel, with_measured_length
+from speechtrain.data.prepare.cut_files import map_in_threads, with_measured_length
 from speechtrain.data.recordings import Unusable, read_header
 from speechtrain.errors import DISK, MALFORMED, ConfigError, DataError, nearest, one_line
 from speechtrain.files import parse_json, read_bytes
@@ -231,7 +231,7 @@ def _cuts(manifests: Mapping[str, Any]) -> Iterator[Record]:
 
 def _table(path: Path, jobs: int) -> Iterator[Record]:
     """Yield the rows of Common Voice's TSV. lhotse's recipe needs a column that release 9 lacks."""
-    for _, cut in parallel(with_measured_length, (entry.cut for entry in Table(path).entries()), jobs):
+    for _, cut in map_in_threads(with_measured_length, (entry.cut for entry in Table(path).entries()), jobs):
         yield cut  # type: ignore[misc]
 
 
@@ -289,7 +289,7 @@ def _voice_activity(path: Path, jobs: int) -> Iterator[Record]:
             problem = f"no 'speaker' and 'voice_activity' of a recording ({error})"
             raise DataError(f"{labels_path}: {problem}") from None
 
-    for _, cuts in parallel(read, sorted(path.rglob("*.flac")), jobs):
+    for _, cuts in map_in_threads(read, sorted(path.rglob("*.flac")), jobs):
         yield from cuts  # type: ignore[misc]
 
 

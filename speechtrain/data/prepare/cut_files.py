@@ -170,7 +170,7 @@ def open_output(path: Path) -> Iterator[IO[bytes]]:
             yield file
 
 
-def parallel(
+def map_in_threads(
     function: Callable[[Item], Outcome], items: Iterable[Item], jobs: int
 ) -> Iterator[tuple[Item, Outcome | Unusable]]:
     """Apply ``function`` to items in ``jobs`` threads. Yields (item, outcome or refusal) in order.

@@ -14,7 +14,7 @@ import pytest
 from speechtrain.commands.evaluate import parser
 from speechtrain.commands.main import COMMANDS, run
 from speechtrain.errors import ConfigError
-from speechtrain.runs.command_line import read
+from speechtrain.runs.command_line import read_command
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = Path(sys.executable).parent
@@ -132,9 +132,9 @@ def test_a_run_has_two_forms_in_every_command(tmp_path: Path) -> None:
     run_dir = tmp_path / "it's a run"
     run_dir.mkdir()
     (run_dir / "run.json").write_text("{}")
-    command = read([str(run_dir), "trainer.max_steps=3"])
+    command = read_command([str(run_dir), "trainer.max_steps=3"])
     assert command.run_dir == run_dir
     assert command.overrides[1:] == ["trainer.max_steps=3"]
-    assert read(["a" * 300]).overrides == ["a" * 300]
+    assert read_command(["a" * 300]).overrides == ["a" * 300]
     with pytest.raises(ConfigError, match=r"neither KEY=VALUE nor a run directory"):
-        read([str(tmp_path)])
+        read_command([str(tmp_path)])

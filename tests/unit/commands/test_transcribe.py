@@ -15,7 +15,7 @@ from speechtrain.commands import transcribe
 from speechtrain.decoding.base import Hypothesis
 from speechtrain.errors import ConfigError, MachineError, RunError
 from speechtrain.inference.loaded_run import LoadedRun
-from speechtrain.inference.transcript import Segment, Transcript, written
+from speechtrain.inference.transcript import Segment, Transcript, format_transcript
 from speechtrain.text.vocabulary import Characters
 from tests.support.digits import write_sample
 
@@ -166,7 +166,7 @@ def test_captions_have_two_lines_and_end_at_pauses() -> None:
     assert all(len(caption) <= 84 and end - start <= 7.0 for start, end, caption in captions)
     assert not [1 for start, end, _ in captions if start < 11.5 < end]
     assert captions[0][0] == pytest.approx(1.0)  # the start of the segment
-    assert written(transcript, "ctm").splitlines()[0] == "a_b 1 1.000 0.500 seven 0.500"
+    assert format_transcript(transcript, "ctm").splitlines()[0] == "a_b 1 1.000 0.500 seven 0.500"
 
 
 @pytest.mark.parametrize("seconds", [1.5, 2.05])

@@ -20,7 +20,7 @@ from speechtrain.data.module import SpeechData
 from speechtrain.data.sampler import BatchLimits, Plan, Sampler
 from speechtrain.data.sources import open_source, problem_of
 from speechtrain.errors import DataError
-from speechtrain.runs.command_line import rewrite
+from speechtrain.runs.command_line import translate_arguments
 from speechtrain.runs.compose import compose
 from speechtrain.text.vocabulary import Characters
 from tests.support.samplers import new_sampler
@@ -208,5 +208,5 @@ def test_validation_data_without_a_name_is_the_set_valid(
 
 
 def test_several_validation_files_without_a_name_are_one_set(tmp_path: Path) -> None:
-    overrides = rewrite(["data=manifest", "data.train=t.jsonl", "data.valid=a.jsonl,b c.jsonl"])
+    overrides = translate_arguments(["data=manifest", "data.train=t.jsonl", "data.valid=a.jsonl,b c.jsonl"])
     assert compose(overrides).data.valid == "a.jsonl,b c.jsonl"

@@ -21,7 +21,7 @@ import torch
 from speechtrain.data import stage
 from speechtrain.data.module import SpeechData
 from speechtrain.data.sampler import BatchLimits
-from speechtrain.data.stage import Stager, open_near, reading_from
+from speechtrain.data.stage import Stager, open_staged, use_stage
 from speechtrain.text.vocabulary import Characters
 from tests.support.shar import write_shar
 
@@ -114,14 +114,14 @@ def test_copies_are_kept_and_made_again_when_a_recording_changes(tmp_path: Path,
     staged(folder, path)
     assert copy.stat().st_ino == before.st_ino
     recordings.tone("a.wav", 2.0)
-    with reading_from(str(folder)), open_near(str(path)) as file:
+    with use_stage(str(folder)), open_staged(str(path)) as file:
         assert file.read() == path.read_bytes()
     staged(folder, path)
     assert copy.read_bytes() == path.read_bytes()
     copy.unlink()
     copy.symlink_to(recordings.tone("b.wav"))
     os.utime(tmp_path / "b.wav", ns=(path.stat().st_atime_ns,) * 2)
-    with reading_from(str(folder)), open_near(str(path)) as file:
+    with use_stage(str(folder)), open_staged(str(path)) as file:
         assert file.read() == path.read_bytes()
 
 
@@ -180,9 +180,9 @@ def test_processes_that_copy_at_once_agree(tmp_path: Path, recordings: Any) -> N
     staged(folder, *paths)  # a few may have been passed by all
     assert len(copies(folder)) == 100
     assert not list(folder.glob("*/.*.*"))
-    with reading_from(str(folder)):
+    with use_stage(str(folder)):
         for path in paths:
-            with open_near(str(path)) as file:
+            with open_staged(str(path)) as file:
                 assert file.read() == path.read_bytes()
 
 
@@ -206,7 +206,7 @@ def test_a_full_disk_is_one_warning(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     (told,) = caplog.messages
     assert told.startswith(f"data.stage: {folder} takes no more copies")
-    with reading_from(str(folder)), open_near(str(paths[0])) as file:
+    with use_stage(str(folder)), open_staged(str(paths[0])) as file:
         assert file.read() == paths[0].read_bytes()
     assert not [path for path in folder.glob("*/*") if path.name != ".lock"]
 

@@ -42,16 +42,16 @@ def test_the_masks_of_record() -> None:
     cores = host(104, nodes=2)
     assert affinity.pin_domains(cores, 2, 4) == "[0xffffffffffff0,0xffffffffffff00000000000000,]"
     assert affinity.reserved_cpus(cores, 2, 4) == [0, 1, 2, 3, 52, 53, 54, 55]
-    assert len(affinity.share(cores, 2, 0, 4)) == 48
+    assert len(affinity.cores_of_rank(cores, 2, 0, 4)) == 48
     cores = host(36, nodes=2)
     assert affinity.pin_domains(cores, 2, 4) == "[0x3fff0,0xfffc00000,]"
     assert affinity.reserved_cpus(cores, 2, 4) == [0, 1, 2, 3, 18, 19, 20, 21]
-    assert len(affinity.share(cores, 2, 1, 4)) == 14
+    assert len(affinity.cores_of_rank(cores, 2, 1, 4)) == 14
 
 
 def test_shares_are_disjoint_and_stay_on_a_node() -> None:
     cores = host(12, nodes=2)
-    shares = [affinity.share(cores, 4, p) for p in range(4)]
+    shares = [affinity.cores_of_rank(cores, 4, p) for p in range(4)]
     assert [core for share in shares for core in share] == cores
     assert [{core.node for core in share} for share in shares] == [{0}, {0}, {1}, {1}]
 
@@ -59,7 +59,7 @@ def test_shares_are_disjoint_and_stay_on_a_node() -> None:
 def test_interleaved_cpus_are_sorted_by_node() -> None:
     cores = parse("0,0,0,0\n1,1,1,1\n2,2,0,0\n3,3,1,1\n")
     assert cores == [Core((0,), 0), Core((2,), 0), Core((1,), 1), Core((3,), 1)]
-    assert affinity.mask(affinity.share(cores, 2, 1)) == "0xa"
+    assert affinity.core_mask(affinity.cores_of_rank(cores, 2, 1)) == "0xa"
 
 
 @pytest.mark.parametrize(
@@ -68,19 +68,19 @@ def test_interleaved_cpus_are_sorted_by_node() -> None:
 )
 def test_memory_nodes_are_shared_in_order(nodes: int, processes: int, expected: list[set[int]]) -> None:
     cores = host(8, nodes=nodes)
-    found = [affinity.on_node(cores, processes, rank) for rank in range(processes)]
+    found = [affinity.cores_of_node(cores, processes, rank) for rank in range(processes)]
     assert [{core.node for core in share} for share in found] == expected
     assert {core for share in found for core in share} == set(cores)
 
 
 def test_too_many_ranks_are_told_so() -> None:
     with pytest.raises(MachineError, match="8 usable cores are too few for 4 ranks with 2 reserved"):
-        affinity.share(host(8), 4, 0, reserved=2)
+        affinity.cores_of_rank(host(8), 4, 0, reserved=2)
 
 
 def test_what_may_not_be_used_is_left_out() -> None:
     cores = host(4)  # CPUs 0 to 3, hyperthreads 4 to 7
-    assert affinity.usable(cores, {1, 5, 6}) == [Core((1, 5)), Core((6,))]
+    assert affinity.cores_within(cores, {1, 5, 6}) == [Core((1, 5)), Core((6,))]
 
 
 def test_the_kernels_lists() -> None:

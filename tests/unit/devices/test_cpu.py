@@ -44,7 +44,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> list[Core]:
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The only folder of libraries there is."""
-    monkeypatch.setattr(preload, "folders", lambda environ: [tmp_path / "absent", tmp_path])
+    monkeypatch.setattr(preload, "library_folders", lambda environ: [tmp_path / "absent", tmp_path])
     return tmp_path
 
 
@@ -125,7 +125,11 @@ def groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         (tmp_path / name / "pod" / "own").mkdir(parents=True)
     lines = "4:memory:/pod/own\n3:cpu,cpuacct:/pod/own\n0::/pod/own\n"
     monkeypatch.setattr(host, "_GROUPS", tmp_path)
-    monkeypatch.setattr(host, "read", lambda path: lines if path.name == "cgroup" else affinity.read(path))
+    monkeypatch.setattr(
+        host,
+        "read_small_file",
+        lambda path: lines if path.name == "cgroup" else affinity.read_small_file(path),
+    )
     return tmp_path
 
 
@@ -216,12 +220,12 @@ def test_libraries_of_another_kind_are_passed_over(tmp_path: Path) -> None:
     other[4] = 3 - other[4]  # 32 for 64 bits
     (tmp_path / "libjemalloc.so.1").write_bytes(other)
     (tmp_path / "libjemalloc.so").write_text("INPUT(libjemalloc.so.2)")
-    assert preload.library(["libjemalloc.so"], [tmp_path]) == str(tmp_path / "libjemalloc.so.2")
-    assert preload.library(["libtcmalloc.so"], [tmp_path]) is None
+    assert preload.find_library(["libjemalloc.so"], [tmp_path]) == str(tmp_path / "libjemalloc.so.2")
+    assert preload.find_library(["libtcmalloc.so"], [tmp_path]) is None
 
 
 def test_libraries_are_looked_for_where_they_lie(tmp_path: Path) -> None:
-    found = preload.folders({"LD_LIBRARY_PATH": f"{tmp_path}:", "VIRTUAL_ENV": "/venv"})
+    found = preload.library_folders({"LD_LIBRARY_PATH": f"{tmp_path}:", "VIRTUAL_ENV": "/venv"})
     assert found[0] == Path("/venv/lib")
     assert {tmp_path, Path(sys.prefix) / "lib", Path("/usr/lib"), Path("/usr/lib64")} <= set(found)
     (tmp_path / "vendor.conf").write_text("# where\n/opt/vendor/lib \n")
@@ -232,7 +236,7 @@ def test_a_library_of_the_system_is_found() -> None:
     """libc is in the multiarch folder of Debian, or in /usr/lib64."""
     if not sys.platform.startswith("linux"):
         pytest.skip("no ld.so here")
-    assert preload.library(["libm.so"], preload.folders(os.environ))
+    assert preload.find_library(["libm.so"], preload.library_folders(os.environ))
 
 
 # --- pinning ------------------------------------------------------------------------------------
@@ -271,7 +275,7 @@ assert os.sched_getaffinity(0) == {cpus[len(cpus) // 2]}, os.sched_getaffinity(0
 
 
 def test_open_binds_this_process() -> None:
-    cores = affinity.usable(affinity.topology(), cpu.usable_cpus())
+    cores = affinity.cores_within(affinity.topology(), cpu.usable_cpus())
     if len(cores) != 2 or any(len(core.cpus) > 1 for core in cores):
         pytest.skip(f"written for two plain cores, here are {cores}")
     environment = {**os.environ, "LOCAL_WORLD_SIZE": "2"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.devices.links import Card, Interface, cards, describe, interfaces
+from speechtrain.devices.links import Card, Interface, cards, describe_links, interfaces
 
 PORTS = {"eth0": ("virtio_net", "up"), "ens1": ("habanalabs_en", "up"), "ens2": ("habanalabs_en", "down")}
 
@@ -43,9 +43,9 @@ def test_cards_are_the_lines_of_the_query(tmp_path: Path) -> None:
 
 
 def test_describe_names_the_ports_that_are_down(net: Path) -> None:
-    are_up, line = describe(interfaces(net), [Card("0", "1.23.0"), Card("1", "1.23.0")])
+    are_up, line = describe_links(interfaces(net), [Card("0", "1.23.0"), Card("1", "1.23.0")])
     assert not are_up
     assert line.startswith("2 Gaudi cards (driver 1.23.0); 1 of 2 ports of the cards are up; down: ens2.")
     assert line.endswith("br0 unknown; eth0 up (virtio_net)")
-    assert describe([Interface("eth0", "e1000", "down")], []) == (True, "eth0 down (e1000)")
-    assert describe([], []) == (True, "no network interface but the loopback")
+    assert describe_links([Interface("eth0", "e1000", "down")], []) == (True, "eth0 down (e1000)")
+    assert describe_links([], []) == (True, "no network interface but the loopback")

@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 
 from speechtrain.checkpoint.whole import SHARDED, WHOLE, Checkpointer
 from speechtrain.distributed.group import Group, SingleProcess, TorchGroup
-from speechtrain.dtensor import full_tensor, local
+from speechtrain.dtensor import full_tensor, local_shard
 from speechtrain.errors import ConfigError, RunError
 from speechtrain.launcher import World
 from speechtrain.nn.transformer import Transformer
@@ -164,7 +164,7 @@ class Run:
             told.append([float(weight), float(norm)])
             if step % 4 == 0:
                 self.net.eval()
-                with torch.no_grad(), self.average.swapped(self.net):
+                with torch.no_grad(), self.average.use_average(self.net):
                     told[-1].append(float(self.net.evaluate(rows(0))))
                 self.net.train()
         self.step = until
@@ -200,7 +200,7 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
     run = Run(sharded, "sgd", net=again)
     told["sgd, sharded, computed again"] = run.train(STEPS), run.weights()
     told["shares"] = [
-        sum(local(t).numel() for t in tensors)
+        sum(local_shard(t).numel() for t in tensors)
         for tensors in (
             run.net.parameters(),
             run.average.averaged_state_dict(run.net).values(),

@@ -48,7 +48,7 @@ class Rig:
         """Look once a tick for so long; whether there was an alarm."""
         for _ in range(round(seconds / self.watch.tick)):
             self.clock.now += self.watch.tick
-            if self.watch.look():
+            if self.watch.find_alarm():
                 return True
         return False
 
@@ -74,7 +74,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) ->
     assert not rig.wait(5)
     for _ in range(4):
         rig.clock.now += 3600
-        assert not rig.watch.look()
+        assert not rig.watch.find_alarm()
     assert rig.wait(5)
 
 

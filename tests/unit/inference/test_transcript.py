@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from speechtrain.decoding.base import Hypothesis
-from speechtrain.inference.transcript import Segment, Transcript, written
+from speechtrain.inference.transcript import Segment, Transcript, format_transcript
 from speechtrain.text.vocabulary import Characters
 
 Timed = tuple[str, float, float]  # a word, its start and its end in seconds
@@ -67,7 +67,7 @@ def test_captions_have_two_lines_and_7_seconds_and_never_overlap(
 ) -> None:
     transcript = random_transcript(seed, is_timed)
     before, letters = 0, ""
-    for cue in written(transcript, form).removeprefix("WEBVTT\n\n").rstrip().split("\n\n"):
+    for cue in format_transcript(transcript, form).removeprefix("WEBVTT\n\n").rstrip().split("\n\n"):
         clocks, *lines = re.sub(r"^\d+\n", "", cue).split("\n")
         start, end = map(milliseconds, clocks.split(" --> "))
         assert before <= start <= end <= start + 7000

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from speechtrain.losses.contrastive import bits, contrastive_loss
+from speechtrain.losses.contrastive import contrastive_loss, nats_to_bits
 from speechtrain.nn.masking import SpanMask, draw_negatives, frame_table
 from speechtrain.nn.quantizer import GumbelQuantizer, gumbel
 
@@ -188,8 +188,8 @@ def test_chance_is_the_logarithm_of_the_candidates() -> None:
     negatives = draw_negatives([150, 150], 150, 100, 0)
     # at a high temperature nothing can be told apart: log2(101) bits a frame, the reference's 6.658
     out = contrastive_loss(x, y, ids, negatives, weight, torch.tensor(1e6))
-    assert float(bits(out.loss) / out.frames) == pytest.approx(6.6582, abs=1e-3)
-    assert bits(torch.tensor(math.log(2))) == 1.0
+    assert float(nats_to_bits(out.loss) / out.frames) == pytest.approx(6.6582, abs=1e-3)
+    assert nats_to_bits(torch.tensor(math.log(2))) == 1.0
     chance = contrastive_loss(x, y, ids, negatives, weight)
     assert float(chance.correct / chance.frames) == pytest.approx(1 / 101, abs=0.02)
     exact = contrastive_loss(y, y, ids, negatives, weight)

@@ -311,8 +311,8 @@ def test_static_form_is_of_gaudis_operations() -> None:
     """Shapes and operations that its table has, and no read by the host."""
     problem = drawn([30, 22], [8, 5], USUAL)
     recorder = Recorder(HPU.facts.operations)
-    moved = [recorder.copied(x.float().detach()).requires_grad_() for x in problem.inputs]
-    integers = [recorder.copied(x) for x in (problem.labels, problem.frames, problem.symbols)]
+    moved = [recorder.copy_to_device(x.float().detach()).requires_grad_() for x in problem.inputs]
+    integers = [recorder.copy_to_device(x) for x in (problem.labels, problem.frames, problem.symbols)]
     with recorder.warm_up():
         loss = transducer_loss(*moved, *integers, blank=6, durations=USUAL, sigma=0.05, static=True)
         torch.autograd.backward(loss.sum())

@@ -135,13 +135,13 @@ def test_swapped_in_and_back_to_the_bit() -> None:
     storage = module.linear.weight.data_ptr()
     averaged = {name: value.clone() for name, value in average.averaged_state_dict(module).items()}
     assert not same(averaged, own)
-    with average.swapped(module):
+    with average.use_average(module):
         assert same(copied(module), averaged)
         assert module.linear.weight.data_ptr() == storage
     assert same(copied(module), own)
 
     def failing_evaluation() -> None:
-        with average.swapped(module):
+        with average.use_average(module):
             disturb(module, 9)  # it may do what it likes
             raise KeyError("lost")
 
@@ -159,7 +159,7 @@ def test_what_is_exported_is_what_was_evaluated() -> None:
     other = network(5)
     other.load_state_dict(average.averaged_state_dict(module))
     inputs = torch.randn(4, 3)
-    with average.swapped(module):
+    with average.use_average(module):
         assert torch.equal(module.eval()(inputs), other.eval()(inputs))
 
 
@@ -177,7 +177,7 @@ def test_training_goes_on_through_a_swap() -> None:
             optimizer.step()
             average.update(module)
             if swap:
-                with average.swapped(module), torch.no_grad():
+                with average.use_average(module), torch.no_grad():
                     module.eval()(torch.randn(5, 3))
         outcomes.append((copied(module), average.averaged_state_dict(module)))
     assert same(outcomes[0][0], outcomes[1][0])
@@ -248,7 +248,7 @@ def test_no_average_is_the_weights_themselves() -> None:
     average: Average = NoEMA()
     own = copied(module)
     average.update(module)
-    with average.swapped(module):
+    with average.use_average(module):
         assert same(copied(module), own)
     assert same(average.averaged_state_dict(module), own)
     average.load_state_dict(average.state_dict())

@@ -23,9 +23,9 @@ from speechtrain.commands._cli import exit_code_of
 from speechtrain.commands.report import run as report
 from speechtrain.errors import RunError
 from speechtrain.report import page as page_module
-from speechtrain.report.chart import Chart, Line, short, smoothed
+from speechtrain.report.chart import Chart, Line, short_number, smooth_curve
 from speechtrain.report.page import align, page
-from speechtrain.report.run import Curve, differing, names_of, read_run, runs_in
+from speechtrain.report.run import Curve, differing_keys, names_of, read_run, runs_in
 from speechtrain.tracking.jsonl import Jsonl
 
 VOID = {"meta", "br"}
@@ -364,7 +364,7 @@ def test_names_tell_runs_apart(tmp_path: Path) -> None:
 def test_differing_keys(tmp_path: Path) -> None:
     one = read_run(_write(tmp_path / "1", config="a: {b: 1, c: 2}\nx: {run_dir: p}\n"))
     two = read_run(_write(tmp_path / "2", config="a: {b: 1, c: 3}\nx: {run_dir: q}\nd: null\ne: []\n"))
-    assert differing([one, two]) == {"a.c": [2, 3], "e": [None, []]}
+    assert differing_keys([one, two]) == {"a.c": [2, 3], "e": [None, []]}
 
 
 # --- the parts ----------------------------------------------------------------------------------
@@ -385,10 +385,10 @@ def test_alignment_has_the_fewest_errors_and_both_texts(reference: str, hypothes
 
 
 def test_smoothing_is_unbiased_and_passes_gaps() -> None:
-    constant = smoothed(Curve([float(i) for i in range(200)], [None, None, *[3.0] * 198]))
+    constant = smooth_curve(Curve([float(i) for i in range(200)], [None, None, *[3.0] * 198]))
     assert constant.y[:2] == [None, None]
     assert constant.y[2:] == pytest.approx([3.0] * 198)
-    noisy = smoothed(Curve([float(i) for i in range(1000)], [float(i % 2) for i in range(1000)]))
+    noisy = smooth_curve(Curve([float(i) for i in range(1000)], [float(i % 2) for i in range(1000)]))
     assert noisy.y[-1] == pytest.approx(0.5, abs=0.03)
 
 
@@ -405,7 +405,7 @@ def test_smoothing_is_unbiased_and_passes_gaps() -> None:
     ],
 )
 def test_short(value: float, shown: str) -> None:
-    assert short(value) == shown
+    assert short_number(value) == shown
 
 
 def _chart(*values: float | None, maybe_log: bool = True, from_zero: bool = False) -> Chart:

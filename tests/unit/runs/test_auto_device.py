@@ -28,7 +28,7 @@ from speechtrain.runs.auto_device import (
     check_same_device,
     first_usable,
 )
-from speechtrain.runs.command_line import read
+from speechtrain.runs.command_line import read_command
 from speechtrain.runs.compose import compose, compose_with_choices
 from speechtrain.runs.external_launch import ExternalLaunch
 from speechtrain.runs.resume import config_to_continue, run_to_continue
@@ -181,12 +181,14 @@ def test_a_run_that_continues_with_another_device_follows_the_same_rule(
     overrides = [text for text in TINY if text != "device.threads=1"]
     run_dir = untrained(tmp_path, *overrides, "device=lazy", "data.shapes=2")
     (run_dir / "run.json").write_text(json.dumps({"overrides": overrides}))
-    command = read([f"run_dir={run_dir}", "device=auto"])
+    command = read_command([f"run_dir={run_dir}", "device=auto"])
     assert config_to_continue(run_dir, command).device._target_.endswith(".CPU")
     assert capsys.readouterr().out.splitlines()[0] == HOST_LINE
     with pytest.raises(ConfigError, match="launcher=slurm may start ranks on other hosts"):
-        config_to_continue(run_dir, read([f"run_dir={run_dir}", "device=auto", "launcher=slurm"]))
-    assert config_to_continue(run_dir, read([f"run_dir={run_dir}", "launcher=slurm"])), "the run has a device"
+        config_to_continue(run_dir, read_command([f"run_dir={run_dir}", "device=auto", "launcher=slurm"]))
+    assert config_to_continue(run_dir, read_command([f"run_dir={run_dir}", "launcher=slurm"])), (
+        "the run has a device"
+    )
 
 
 def test_ranks_that_run_already_get_the_device_of_rank_0(
@@ -234,7 +236,7 @@ def test_the_first_line_says_the_device_and_the_run_keeps_it(
     assert capfd.readouterr().out.splitlines()[0] == HOST_LINE
     (run_dir,) = Path("runs").iterdir()
     monkeypatch.setenv(VARIABLE, "lazy")  # as on a host whose device is another one
-    command = read(overrides)
+    command = read_command(overrides)
     assert run_to_continue(command, RunNames(command.config_dir)) == run_dir.resolve()
     config = config_to_continue(run_dir.resolve(), command)
     assert config.device._target_ == "speechtrain.devices.cpu.CPU"

@@ -14,7 +14,7 @@ from speechtrain.config.check import check
 from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.errors import ConfigError, SpeechtrainError, one_line
 from speechtrain.runs import compose as composition
-from speechtrain.runs.command_line import check_flags, read
+from speechtrain.runs.command_line import check_flags, read_command
 
 CONF = Path(__file__).parents[3] / "conf"
 GROUPS = {
@@ -86,7 +86,7 @@ REFUSALS = {"refused": 0, "accepted": 0}
 
 def _outcome(argv: list[str]) -> DictConfig:
     """What the command does before it looks at the machine, with the fast form of Hydra's composition."""
-    command = read(argv)
+    command = read_command(argv)
     check_flags(command.flags)
     try:
         config = composition.compose(command.overrides)

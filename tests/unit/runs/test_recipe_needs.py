@@ -14,7 +14,7 @@ from speechtrain.commands import doctor, prepare, train
 from speechtrain.commands._cli import exit_code_of
 from speechtrain.config.build import build_data, build_tokenizer, dry_build
 from speechtrain.runs.compose import compose
-from speechtrain.runs.recipe_needs import needs_of, plannable
+from speechtrain.runs.recipe_needs import config_for_plan, needs_of
 from tests.support.corpora import common_voice, librispeech, said
 
 pytestmark = pytest.mark.slow
@@ -74,8 +74,8 @@ def test_dataset_dir_is_named_where_it_is_set(
 
 def test_a_plan_has_the_size_of_the_network_with_its_tokenizer() -> None:
     config = compose(["recipe=mlperf", "run_dir=r", DRY])
-    assert build_tokenizer(plannable(config)).size == 1024
-    assert dry_build(plannable(config)) > 49_000_000 * 4 * 4
+    assert build_tokenizer(config_for_plan(config)).size == 1024
+    assert dry_build(config_for_plan(config)) > 49_000_000 * 4 * 4
 
 
 def test_parts_that_are_unpacked_are_not_downloaded(

@@ -18,7 +18,7 @@ from speechtrain.config.resolved import dump, load
 from speechtrain.config.resume_fields import identifying_overrides, with_absolute_paths
 from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.run_directory import CONFIG
-from speechtrain.runs.command_line import read
+from speechtrain.runs.command_line import read_command
 from speechtrain.runs.compose import compose
 from speechtrain.runs.stored_config import set_key
 
@@ -154,7 +154,7 @@ def test_no_two_commands_of_the_readme_have_one_run() -> None:
         if "speechtrain train" not in line or not line.startswith("    "):
             continue
         words = shlex.split(line.partition("speechtrain train")[2], comments=True)
-        command = read([word for word in words if not word.startswith("allow_targets=")])
+        command = read_command([word for word in words if not word.startswith("allow_targets=")])
         if command.is_sweep or command.run_dir is not None or not command.overrides:
             continue
         identity = tuple(identifying_overrides(command.overrides))

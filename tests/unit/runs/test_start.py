@@ -20,7 +20,7 @@ from speechtrain.devices.cpu import CPU
 from speechtrain.errors import ConfigError, MachineError, RunError, SpeechtrainError
 from speechtrain.run_directory import RunResult, rank_folder, read_failure
 from speechtrain.runs import jobs, on_host
-from speechtrain.runs.command_line import Command, read
+from speechtrain.runs.command_line import Command, read_command
 from speechtrain.runs.compose import compose
 from speechtrain.runs.on_host import host_environment
 from speechtrain.runs.resume import config_to_continue
@@ -44,7 +44,7 @@ def begun(run_dir: Path, *overrides: str) -> None:
 
 def batches(run_dir: Path, *overrides: str) -> tuple[int, int | None, int]:
     """World size, ``simulate_world`` and ``accumulate`` of the run with these overrides; it keeps them."""
-    command = read([*DRY, *overrides])
+    command = read_command([*DRY, *overrides])
     config = config_to_continue(run_dir, command)
     assert start_run(command, config, {}).status == "dry run"
     (run_dir / "config.yaml").write_text(dump(config))
@@ -246,7 +246,7 @@ def test_the_users_own_yaml_is_compared_with_what_it_was(tmp_path: Path) -> None
     about = {"overrides": DRY, "written": {"schedule/mine": before}}
     (run_dir / "run.json").write_text(json.dumps(about))
     stored = load(run_dir / "config.yaml").trainer.max_steps
-    command = read([*DRY, "--config-dir", str(folder)])
+    command = read_command([*DRY, "--config-dir", str(folder)])
     assert config_to_continue(run_dir, command).trainer.max_steps == stored
     mine.write_text(before.replace("max_steps: 5", "max_steps: 7"))  # may change
     assert config_to_continue(run_dir, command).trainer.max_steps == 7
@@ -326,7 +326,7 @@ def test_continued_says_which_repeated_limit_has_changed(
     begun(tmp_path, "trainer.max_steps=891")
     first = [*DRY, "trainer.max_steps=900", "trainer.keep=2"]
     (tmp_path / "run.json").write_text(json.dumps({"argv": first, "overrides": first}))
-    assert config_to_continue(tmp_path, read(first)).trainer.max_steps == 891
+    assert config_to_continue(tmp_path, read_command(first)).trainer.max_steps == 891
     assert f"{tmp_path}: the run keeps its trainer.max_steps=891\n" in capsys.readouterr().out
 
 
@@ -337,8 +337,8 @@ def test_a_damaged_record_of_what_was_typed_is_named(tmp_path: Path, damaged: st
     with pytest.raises(
         RunError, match=r"run\.json is damaged or missing\. run_dir=.* alone continues the run"
     ):
-        config_to_continue(tmp_path, read(DRY))
-    assert config_to_continue(tmp_path, read([f"run_dir={tmp_path}"])).seed == 1
+        config_to_continue(tmp_path, read_command(DRY))
+    assert config_to_continue(tmp_path, read_command([f"run_dir={tmp_path}"])).seed == 1
 
 
 def test_the_first_failure_that_has_a_cause_of_its_own_is_told(tmp_path: Path) -> None:
@@ -401,11 +401,11 @@ def test_a_run_that_typed_rnnt_for_mlperfs_network_keeps_it(
     typed = ["model=rnnt", "device=cpu", "dry_run=true"]
     (run_dir / "run.json").write_text(json.dumps({"argv": typed, "overrides": typed}))
     assert RunNames(None).existing_run(typed) == run_dir
-    config = config_to_continue(run_dir, read(typed))
+    config = config_to_continue(run_dir, read_command(typed))
     assert config.encoder.hidden == 1024
     assert config.optimizer._target_.endswith("LAMB")
     with pytest.raises(RunError, match="model=rnnt_mlperf was not an override when the run started"):
-        config_to_continue(run_dir, read(["model=rnnt_mlperf"]))
+        config_to_continue(run_dir, read_command(["model=rnnt_mlperf"]))
 
 
 def test_a_finished_run_has_a_report_and_tells_the_line_for_own_recordings(
@@ -413,7 +413,7 @@ def test_a_finished_run_has_a_report_and_tells_the_line_for_own_recordings(
 ) -> None:
     assert "</html>" in (run_dir / "report.html").read_text()
     (run_dir / "report.html").unlink()
-    command = read(["model=rnnt", "precision=bf16", "data.train.utterances=16", f"run_dir={run_dir}"])
+    command = read_command(["model=rnnt", "precision=bf16", "data.train.utterances=16", f"run_dir={run_dir}"])
     _conclude(load(run_dir / "config.yaml"), command, RunResult("finished"))
     report, line = capsys.readouterr().out.splitlines()
     assert report == f"report: {run_dir / 'report.html'}"
@@ -501,7 +501,7 @@ def test_a_continued_run_keeps_the_hours_that_its_first_command_typed(
 ) -> None:
     begun(tmp_path, "trainer.max_hours=0.5")
     (tmp_path / "run.json").write_text(json.dumps({"overrides": [*DRY, *first]}))
-    config = config_to_continue(tmp_path, read([f"run_dir={tmp_path}", "trainer.max_steps=9000"]))
+    config = config_to_continue(tmp_path, read_command([f"run_dir={tmp_path}", "trainer.max_steps=9000"]))
     assert (config.trainer.max_hours, config.trainer.max_steps) == (hours, 9000)
-    config = config_to_continue(tmp_path, read([f"run_dir={tmp_path}", "trainer.log_every=3"]))
+    config = config_to_continue(tmp_path, read_command([f"run_dir={tmp_path}", "trainer.log_every=3"]))
     assert config.trainer.max_hours == 0.5

@@ -113,7 +113,7 @@ def test_it_says_what_it_sees(tmp_path: Path) -> None:
     assert seen["token"] == "1234"
     assert seen["versions"] == node.versions()
     assert "use" in seen["port_error"]
-    assert node.look(tmp_path / "token", 0, "")["port_error"] == ""
+    assert node.check_host(tmp_path / "token", 0, "")["port_error"] == ""
 
 
 def test_an_address_has_its_interface() -> None:
@@ -126,7 +126,7 @@ def test_an_address_has_its_interface() -> None:
     [({"status": "preempted"}, 75), ({"status": "finished"}, 0), ({"status": "failed", "exit_code": 3}, 3)],
 )
 def test_the_outcome_of_a_run(tmp_path: Path, result: dict[str, object], code: int) -> None:
-    assert node.outcome(tmp_path) == 1
+    assert node.exit_code_of_run(tmp_path) == 1
     (tmp_path / "result.json").write_text(json.dumps(result))
     assert node.main(["outcome", str(tmp_path)]) == code
 

@@ -144,10 +144,12 @@ def test_long_transcripts_are_not_left_out(tmp_path: Path) -> None:
 
 def test_the_run_keeps_a_copy(model: str, tmp_path: Path) -> None:
     original = SentencePiece(model, "english")
-    assert SentencePiece.saved(str(tmp_path)) == {}
+    assert SentencePiece.saved_arguments(str(tmp_path)) == {}
     original.save(str(tmp_path))
     original.save(str(tmp_path))  # a resumed run saves again
-    arguments = {"model": "/moved/away.model", "normaliser": "english"} | SentencePiece.saved(str(tmp_path))
+    arguments = {"model": "/moved/away.model", "normaliser": "english"} | SentencePiece.saved_arguments(
+        str(tmp_path)
+    )
     restored = SentencePiece(**arguments)
     restored.save(str(tmp_path))
     assert restored.state() == original.state()
