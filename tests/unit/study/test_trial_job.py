@@ -34,18 +34,19 @@ def first_line(process: subprocess.Popen[str]) -> str:
 @pytest.mark.skipif(len(usable_cpus()) < 2, reason="two trials need two cores")
 def test_cores_of_two_trials_differ_and_a_third_waits_for_a_killed_one(tmp_path: Path) -> None:
     cores = usable_cpus()
+    waiting = "waiting for 1 free cores. A smaller hydra.sweeper.cores=N helps"
     with _cores(len(cores) - 1, tmp_path):
-        mine = usable_cpus()
-        with hold(tmp_path, 1) as second, hold(tmp_path, 1) as third:
-            lines = [first_line(second), first_line(third)]
-            free = str(sorted(cores - mine))
-            assert sorted(lines) == sorted(
-                [free, "waiting for 1 free cores. A smaller hydra.sweeper.cores=N helps"]
-            )
-            winner, waiter = (second, third) if lines[0] == free else (third, second)
-            winner.kill()
-            assert first_line(waiter) == free
-            waiter.communicate()
+        free = str(sorted(cores - usable_cpus()))
+        processes = [hold(tmp_path, 1), hold(tmp_path, 1)]
+        try:
+            lines = {first_line(process): process for process in processes}
+            assert lines.keys() == {free, waiting}
+            lines[free].kill()
+            assert first_line(lines[waiting]) == free
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
     assert usable_cpus() == cores
 
 
