@@ -1,4 +1,4 @@
-"""Line charts as inline SVG. Titles and labels stay with the page: no text of a run enters a drawing."""
+"""Draws line charts as inline SVG. A drawing has no text of a run: titles and labels are in the page."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from speechtrain.report.run import Curve
 PALETTE = ("#1d5fc4", "#c2470a", "#0a7a5c", "#8a3ea6", "#8a6a00", "#c0266d", "#4d5966", "#0b7285")
 DASHES: tuple[tuple[int, ...], ...] = ((), (7, 4), (2, 4), (9, 3, 2, 3))
 
-_INCHES = (440 / 72, 260 / 72)  # a unit of the SVG is 1/72 of an inch; CSS scales the drawing to its box
+_INCHES = (440 / 72, 260 / 72)  # A unit of the SVG is 1/72 of an inch. CSS scales the drawing to its box.
 _GREY = "#5a6675"
 _STYLE: dict[str, Any] = {
     "font.size": 15,
     "svg.fonttype": "none",
-    "svg.hashsalt": "speechtrain",  # the same run gives the same bytes
-    "path.simplify_threshold": 0.5,  # peaks stay; a curve of 10,000 points takes 55 kB
+    "svg.hashsalt": "speechtrain",  # The same run gives the same bytes.
+    "path.simplify_threshold": 0.5,  # Peaks stay. A curve of 10,000 points takes 55 kB.
     "lines.scale_dashes": False,
     "axes.grid": True,
     "axes.grid.axis": "y",
@@ -35,22 +35,25 @@ _STYLE: dict[str, Any] = {
     "grid.color": "#dde2e8",
     **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _GREY),
 }
-_SUPERFLUOUS = re.compile(  # the head, names that nothing refers to, the page's own font, invisible digits
+# The head of the file, names without a reference, the font (the page has one), and digits without effect.
+_SUPERFLUOUS = re.compile(
     r"^.*?(?=<svg)|<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>|(?<=<g) id=\"[^\"]*\""
     r"|font-family: [^;]*; |(?<=\.\d\d)\d+(?=[\s\"])",
     re.DOTALL,
 )
-_STEPS = (1, 2, 5, 10)  # of the ticks
-_LOG_FROM = 20.0  # ratio of the largest to the smallest value from which a logarithmic axis reads better
-_MOST_DOTS = 30  # of a line whose points are marked
-_FARTHEST = 1e100  # drawn; further out the arithmetic of an axis overflows
+_STEPS = (1, 2, 5, 10)  # The ticks of an axis are multiples of these.
+_LOG_FROM = (
+    20.0  # From this ratio of the largest to the smallest value, a logarithmic axis is easier to read.
+)
+_MOST_DOTS = 30  # The points of a line are marked if the line has at most this many.
+_FARTHEST = 1e100  # Values beyond this are drawn at it, because the arithmetic of an axis overflows.
 
 
 @dataclass(frozen=True)
 class Line:
-    """One curve of a chart; ``colour`` and ``dash`` count through ``PALETTE`` and ``DASHES``.
+    """One curve of a chart. ``colour`` and ``dash`` count through ``PALETTE`` and ``DASHES``.
 
-    A faint line is a raw curve below its smoothed one; the legend does not name it.
+    A faint line is a raw curve below its smoothed one. The legend does not name it.
     """
 
     label: str
@@ -61,36 +64,53 @@ class Line:
 
 
 @dataclass(frozen=True)
+class LegendEntry:
+    """A line, and the first, last and lowest of its finite values."""
+
+    line: Line
+    first_value: float
+    last_value: float
+    lowest_value: float
+
+
+@dataclass(frozen=True)
 class Chart:
-    """Lines that share their axes, with values in ``unit``; fractions are given, and shown in percent."""
+    """Lines that share their axes. Their values are in ``unit``, but fractions are shown in percent."""
 
     title: str
     lines: Sequence[Line]
     unit: str = ""
     from_zero: bool = False
     maybe_log: bool = False
-    marks: Sequence[float] = ()  # steps to mark by a vertical line
-    last: float = 1.0  # step, so that charts side by side line up
+    marks: Sequence[float] = ()  # the steps that a vertical line marks
+    last_step: float = 1.0  # the end of the x axis, so that charts side by side line up
 
     @cached_property
-    def drawn(self) -> list[tuple[Line, np.ndarray]]:
-        """The lines with a finite value, each with its values in the chart's unit (NaN: missing)."""
+    def drawable(self) -> list[tuple[Line, np.ndarray]]:
+        """The lines with a finite value, each with its values in the chart's unit. A missing value is NaN."""
         scale = 100.0 if self.unit == "%" else 1.0
-        values = [(line, scale * _array(line.curve.y)) for line in self.lines]
-        return [(line, y) for line, y in values if np.isfinite(y).any()]
+        lines = [(line, scale * _array(line.curve.y)) for line in self.lines]
+        return [(line, values) for line, values in lines if np.isfinite(values).any()]
 
     @property
-    def legend(self) -> list[tuple[Line, float, float, float]]:
-        """The named lines, each with its first, last and lowest value."""
-        finite = [(line, y[np.isfinite(y)]) for line, y in self.drawn if not line.is_faint]
-        return [(line, y[0], y[-1], y.min()) for line, y in finite]
+    def legend(self) -> list[LegendEntry]:
+        """The entries of all lines that are not faint."""
+        entries = []
+        for line, values in self.drawable:
+            if not line.is_faint:
+                finite = values[np.isfinite(values)]
+                entries.append(LegendEntry(line, finite[0], finite[-1], finite.min()))
+        return entries
 
     @property
     def notes(self) -> str:
-        """What follows the title: unit, kind of axis, and how many values of raw curves are missing."""
+        """The text after the title: the unit, the kind of axis, and the number of missing raw values."""
+        notes = [self.unit, "log"] if self._is_log else [self.unit]
         missing = sum(line.curve.y.count(None) for line in self.lines if line.is_faint)
-        gaps = f"{missing} value{'s' * (missing > 1)} not finite" if missing else ""
-        return ", ".join(note for note in (self.unit, "log" if self._is_log else "", gaps) if note)
+        if missing:
+            noun = "value" if missing == 1 else "values"
+            notes.append(f"{missing} {noun} not finite")
+        return ", ".join(filter(None, notes))
 
     @property
     def svg(self) -> str:
@@ -103,21 +123,12 @@ class Chart:
         return _SUPERFLUOUS.sub("", text.getvalue())
 
     def _draw(self, axes: Axes) -> None:
-        for line, y in sorted(self.drawn, key=lambda drawn: not drawn[0].is_faint):
-            # a palette that has been gone through comes again in pale
-            pale = 0.55 if line.colour // len(PALETTE) % 2 else 1.0
-            axes.plot(
-                _array(line.curve.x),
-                y,
-                color=PALETTE[line.colour % len(PALETTE)],
-                linestyle=(0, DASHES[line.dash % len(DASHES)]),
-                alpha=0.3 if line.is_faint else pale,
-                linewidth=1.2 if line.is_faint else 2,
-                marker="o" if len(y) <= _MOST_DOTS and not line.is_faint else "",
-            )
+        """Draw the lines, the faint ones first, then the marks and the axes."""
+        for line, values in sorted(self.drawable, key=lambda pair: not pair[0].is_faint):
+            _draw_line(axes, line, values)
         for step in self.marks:
             axes.axvline(step, color=_GREY, linewidth=1, dashes=(2, 4))
-        axes.set(xlabel="step", xlim=(0, min(self.last, _FARTHEST)))
+        axes.set(xlabel="step", xlim=(0, min(self.last_step, _FARTHEST)))
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=_STEPS, integer=True))
         axes.xaxis.set_major_formatter(lambda value, _: short(value))
         self._set_y_axis(axes)
@@ -125,23 +136,30 @@ class Chart:
     def _set_y_axis(self, axes: Axes) -> None:
         low, high = self._limits
         if self._is_log:
-            low = max(low, high * 1e-30)  # further down no axis can be read
+            low = max(low, high * 1e-30)  # An axis with a larger range cannot be read.
             margin = (high / low) ** 0.04
+            ticks = (1, 2, 5) if high / low < 300 else (1,)
             axes.set(yscale="log", ylim=(low / margin, high * margin))
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)))
+            axes.yaxis.set_major_locator(LogLocator(subs=ticks))
             axes.yaxis.set_minor_locator(LogLocator(subs=()))
         else:
             at_zero = self.from_zero and low >= 0
-            margin = 0.06 * (high - low * (not at_zero)) or 0.1 * abs(high) or 1.0
-            axes.set_ylim(0 if at_zero else low - margin, high + margin)
+            if at_zero:
+                low = 0.0
+            margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+            bottom = low if at_zero else low - margin
+            axes.set_ylim(bottom, high + margin)
             axes.yaxis.set_major_locator(MaxNLocator(5, steps=_STEPS))
         axes.yaxis.set_major_formatter(lambda value, _: short(value))
 
     @cached_property
     def _limits(self) -> tuple[float, float]:
-        """The lowest and the highest value to show; a raw curve's rare peaks do not flatten the rest."""
-        ends = [np.nanpercentile(y, (2, 98) if line.is_faint else (0, 100)) for line, y in self.drawn]
-        return float(np.min(ends)), float(np.max(ends))
+        """The lowest and the highest value to show. The rare peaks of a raw curve do not count."""
+        limits = []
+        for line, values in self.drawable:
+            percentiles = (2, 98) if line.is_faint else (0, 100)
+            limits.append(np.nanpercentile(values, percentiles))
+        return float(np.min(limits)), float(np.max(limits))
 
     @property
     def _is_log(self) -> bool:
@@ -149,24 +167,45 @@ class Chart:
         return self.maybe_log and low > 0 and high / low >= _LOG_FROM
 
 
+def _draw_line(axes: Axes, line: Line, values: np.ndarray) -> None:
+    alpha, width = 1.0, 2.0
+    marker = "o" if len(values) <= _MOST_DOTS else ""
+    if line.colour // len(PALETTE) % 2:  # The second round through the palette is pale.
+        alpha = 0.55
+    if line.is_faint:
+        alpha, width, marker = 0.3, 1.2, ""
+    axes.plot(
+        _array(line.curve.x),
+        values,
+        color=PALETTE[line.colour % len(PALETTE)],
+        linestyle=(0, DASHES[line.dash % len(DASHES)]),
+        alpha=alpha,
+        linewidth=width,
+        marker=marker,
+    )
+
+
 def smoothed(curve: Curve) -> Curve:
-    """An exponential average over about a fiftieth of the curve, unbiased at its beginning."""
+    """Return an exponential average over about a fiftieth of the curve. It is unbiased at the beginning."""
     decay = 1 - 1 / max(1.0, len(curve.x) / 50)
     total = weight = 0.0
-    result = Curve()
+    average = Curve()
     for x, y in zip(curve.x, curve.y, strict=True):
         if y is not None:
-            total, weight = decay * total + (1 - decay) * y, decay * weight + (1 - decay)
-        result.append(x, total / weight if weight else None)
-    return result
+            total = decay * total + (1 - decay) * y
+            weight = decay * weight + (1 - decay)
+        mean = total / weight if weight else None
+        average.append(x, mean)
+    return average
 
 
 def short(value: float) -> str:
-    """A number for an axis or a legend: ``1.2k``, ``3.4M``, ``0.05``, ``2e-5``."""
+    """Return a number for an axis or a legend: ``1.2k``, ``3.4M``, ``0.05``, ``2e-5``."""
     size = abs(value)
     if size >= 10_000:
-        factor, letter = next(pair for pair in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if size >= pair[0])
-        return f"{value / factor:.4g}{letter}"
+        for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+            if size >= factor:
+                return f"{value / factor:.4g}{letter}"
     if 0 < size < 1e-4:
         mantissa, _, exponent = f"{value:.2e}".partition("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"

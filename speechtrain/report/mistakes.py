@@ -1,4 +1,4 @@
-"""What a recogniser gets wrong in a set of utterances: how much, how surely, where."""
+"""Counts the word errors of a recogniser in a set of utterances, by kind and by word, with intervals."""
 
 from __future__ import annotations
 
@@ -10,54 +10,73 @@ import numpy as np
 
 from speechtrain.errors import SPELLING, printable
 from speechtrain.metrics import character_errors, rate_interval
-from speechtrain.report.page import KINDS, align
+from speechtrain.report.page import KINDS, WordPair, align
 from speechtrain.task import Example, worst_examples
 
 _CONFUSIONS = 10
 
 
 def mistakes(examples: Sequence[Example], worst_count: int) -> dict[str, Any]:
-    """Count the word errors of a set by kind, with 95 % intervals of WER and CER.
+    """Return the word errors of a set by kind, the intervals of its rates, and its worst utterances.
 
-    The intervals are percentiles of 1,000 resamplings of the utterances (Bisani and Ney, 2004), drawn from
-    a fixed seed. Also the ``worst_count`` utterances with the most word errors, and the ten most frequent
-    confusions, each [word said, word written, times], with an empty word where one was left out or added.
+    - ``wer_interval`` and ``cer_interval`` are 95 % intervals: percentiles of 1,000 resamplings of the
+      utterances with a fixed seed (Bisani and Ney, 2004).
+    - ``worst`` are the ``worst_count`` utterances with the most word errors.
+    - ``confusions`` are the ten most frequent ones, each [reference word, hypothesis word, times]. A word
+      that was left out or added has an empty counterpart.
+
     The order of the examples, which depends on the batches, changes nothing.
     """
-    examples = sorted(examples, key=lambda one: one.id)
-    kinds, confused = Counter[str](), Counter[tuple[str, str]]()
-    counts = np.zeros((len(examples), 4))  # word errors, words, character errors, characters
-    for number, one in enumerate(examples):
-        pairs = align(one.reference, one.hypothesis)
-        wrong = [pair for pair in pairs if pair[0] != "equal"]
-        kinds.update(kind for kind, _, _ in wrong)
-        confused.update((said, written) for _, said, written in wrong)
-        words = sum(kind != "insert" for kind, _, _ in pairs)
-        counts[number] = len(wrong), words, *character_errors(one.reference, one.hypothesis)
-    found: dict[str, Any] = {name: kinds[kind] for kind, name in KINDS.items()}
-    found |= {"words": int(counts[:, 1].sum()), "utterances": len(examples)}
-    found |= {"wer_interval": rate_interval(counts[:, :2]), "cer_interval": rate_interval(counts[:, 2:])}
+    examples = sorted(examples, key=lambda example: example.id)
+    alignments = [align(example.reference, example.hypothesis) for example in examples]
+    errors: list[WordPair] = []
+    for pairs in alignments:
+        errors += _errors_of(pairs)
+    kinds = Counter(pair.kind for pair in errors)
+    confusions = Counter((pair.reference, pair.hypothesis) for pair in errors)
     rows = [example.row() for example in worst_examples(examples, worst_count)]
-    found["worst"] = [one for one in rows if one["errors"]]
-    found["confusions"] = [[*pair, times] for pair, times in confused.most_common(_CONFUSIONS)]
-    return found
+    return {
+        **{name: kinds[kind] for kind, name in KINDS.items()},
+        **_rates(examples, alignments),
+        "worst": [row for row in rows if row["errors"]],
+        "confusions": [[*words, times] for words, times in confusions.most_common(_CONFUSIONS)],
+    }
 
 
-def lines_of(found: dict[str, Any]) -> list[str]:
-    """``mistakes`` for people."""
-    kinds = ", ".join(f"{found[name]} {name}" for name in KINDS.values())
-    ranges = (
-        f"95 % interval of the {rate.upper()} {100 * edges[0]:.2f} to {100 * edges[1]:.2f} %"
-        for rate in ("wer", "cer")
-        if (edges := found[f"{rate}_interval"])
-    )
-    lines = ["; ".join([f"{found['words']} words in {found['utterances']} utterances: {kinds}", *ranges])]
-    if found["confusions"]:
-        told = (
-            f"{said or '(nothing)'} > {written or '(nothing)'} {n}"
-            for said, written, n in found["confusions"]
-        )
-        lines.append(f"most frequent: {', '.join(told)}")
-    for one in found["worst"]:
-        lines += [f"worst: {one['id']}", f"  ref  {one['reference']}", f"  hyp  {one['hypothesis']}"]
+def _errors_of(pairs: Sequence[WordPair]) -> list[WordPair]:
+    return [pair for pair in pairs if pair.kind != "equal"]
+
+
+def _rates(examples: Sequence[Example], alignments: Sequence[Sequence[WordPair]]) -> dict[str, Any]:
+    """Return the sizes of a set and the intervals of its rates."""
+    word_counts = np.zeros((len(examples), 2))  # errors, words
+    character_counts = np.zeros((len(examples), 2))  # errors, characters
+    for index, (example, pairs) in enumerate(zip(examples, alignments, strict=True)):
+        words = sum(pair.kind != "insert" for pair in pairs)
+        word_counts[index] = len(_errors_of(pairs)), words
+        character_counts[index] = character_errors(example.reference, example.hypothesis)
+    return {
+        "words": int(word_counts[:, 1].sum()),
+        "utterances": len(examples),
+        "wer_interval": rate_interval(word_counts),
+        "cer_interval": rate_interval(character_counts),
+    }
+
+
+def lines_of(mistakes: dict[str, Any]) -> list[str]:
+    """Return the printed lines of the mistakes of a set."""
+    kinds = ", ".join(f"{mistakes[name]} {name}" for name in KINDS.values())
+    counts = [f"{mistakes['words']} words in {mistakes['utterances']} utterances: {kinds}"]
+    for rate in ("wer", "cer"):
+        if mistakes[f"{rate}_interval"]:
+            low, high = mistakes[f"{rate}_interval"]
+            counts.append(f"95 % interval of the {rate.upper()} {100 * low:.2f} to {100 * high:.2f} %")
+    lines = ["; ".join(counts)]
+    confusions = []
+    for reference, hypothesis, times in mistakes["confusions"]:
+        confusions.append(f"{reference or '(nothing)'} > {hypothesis or '(nothing)'} {times}")
+    if confusions:
+        lines.append(f"most frequent: {', '.join(confusions)}")
+    for row in mistakes["worst"]:
+        lines += [f"worst: {row['id']}", f"  ref  {row['reference']}", f"  hyp  {row['hypothesis']}"]
     return [printable(f"  {line}", SPELLING) for line in lines]

@@ -1,4 +1,7 @@
-"""The page: what a reader asks of a run, from its outcome down to its config. ``page.html`` lays it out."""
+"""Builds the report's HTML page of one or several runs, from the outcome down to the config.
+
+``page.html`` is the template.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import shlex
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
@@ -17,14 +20,14 @@ from rapidfuzz.distance import Levenshtein
 
 from speechtrain import __version__
 from speechtrain.report.chart import DASHES, PALETTE, Chart, Line, short, smoothed
-from speechtrain.report.run import Curve, Run, differing, names_of
+from speechtrain.report.run import Curve, Run, different_keys, names_of
 from speechtrain.run_directory import is_error_rate, number
 from speechtrain.tracking.console import duration
 
 KINDS = {"replace": "substituted", "delete": "deleted", "insert": "inserted"}
-"""The kinds of word errors that ``align`` finds, and what is said of such a word."""
+"""The kinds of word errors that ``align`` distinguishes, with the words for them on the page."""
 
-_TRAIN_CHARTS = {  # title, unit
+_TRAIN_CHARTS = {  # The title and the unit of the chart of each metric.
     "lr": ("Learning rate", ""),
     "grad_norm": ("Gradient norm", ""),
     "utterances_per_s": ("Throughput", "utt/s"),
@@ -32,28 +35,35 @@ _TRAIN_CHARTS = {  # title, unit
     "data_wait": ("Waiting for data", "%"),
     "memory_mib": ("Memory", "MiB"),
 }
-_SMOOTHED_FROM = 10  # values
-_MOST_CHARTS = 200  # a task has up to 30; each takes 5 ms
+_SMOOTHED_FROM = 10  # A shorter curve is not smoothed.
+_MOST_CHARTS = 200  # A task has up to 30. Each takes 5 ms.
 _CODE = Markup("<code>{}</code>")
 
 
+class WordPair(NamedTuple):
+    """A word of the reference and the word of the hypothesis at its place. One of them may be empty."""
+
+    kind: str  # equal, replace, delete or insert
+    reference: str
+    hypothesis: str
+
+
 def page(runs: Sequence[Run]) -> str:
-    """The whole HTML document of one run, or of several that share their charts."""
+    """Return the HTML document of one run, or of several runs that share their charts."""
     environment = Environment(
         loader=PackageLoader("speechtrain.report", ""), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     filters = (_count, _date, _facts, _figure, _heading, _headline, _median, _setting, _three, _verdict)
-    environment.filters |= {filter_.__name__[1:]: filter_ for filter_ in filters}
+    environment.filters |= {function.__name__[1:]: function for function in filters}
     environment.filters |= {"duration": duration, "number": number, "short": short}
     names, metric = names_of(runs), _headline(runs)
-    sets = dict.fromkeys(name for run in runs for name in run.valid.get(metric, {}))
     return environment.get_template("page.html").render(
         runs=runs,
         names=names,
         charts=_charts(runs, names),
         metric=metric,
-        scores={s: [run.valid.get(metric, {}).get(s, Curve()).at(run.kept) for run in runs] for s in sets},
-        differences=differing(runs),
+        scores=_scores(runs, metric),
+        differences=different_keys(runs),
         palette=PALETTE,
         dashes=DASHES,
         align=align,
@@ -63,41 +73,74 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def _headline(runs: Sequence[Run]) -> str:
-    """The metric that matters: the word error rate where there is one, else the loss."""
-    return next((name for name in ("wer", "cer", "loss") if any(name in run.valid for run in runs)), "")
+    """Return the most important metric that a run has: word error rate, character error rate or loss."""
+    for metric in ("wer", "cer", "loss"):
+        if any(metric in run.valid for run in runs):
+            return metric
+    return ""
+
+
+def _scores(runs: Sequence[Run], metric: str) -> dict[str, list[float | None]]:
+    """Return the metric of each run's best checkpoint, by the set."""
+    curves_of_runs = [run.valid.get(metric, {}) for run in runs]
+    scores = {}
+    for name in _distinct_names(curves_of_runs):
+        curves = [curves.get(name, Curve()) for curves in curves_of_runs]
+        scores[name] = [curve.value_at(run.best_step) for curve, run in zip(curves, runs, strict=True)]
+    return scores
+
+
+def _distinct_names(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the keys of all mappings in the order of their first appearance."""
+    names: dict[str, None] = {}
+    for mapping in mappings:
+        names |= dict.fromkeys(mapping)
+    return list(names)
 
 
 def _charts(runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
-    """The charts that hold a finite value."""
-    last = max(1.0, 1.012 * max(run.steps[0] or 0 for run in runs))  # room for the last dot
+    """Return the charts that have a finite value."""
+    steps = max(run.steps or 0 for run in runs)
+    last_step = max(1.0, 1.012 * steps)  # The last point of a curve needs some room.
     marks = runs[0].numbers("step", "resume") if len(runs) == 1 else []
-    charts = (replace(chart, last=last, marks=marks) for chart in _all_charts(runs, names))
-    return list(islice((chart for chart in charts if chart.drawn), _MOST_CHARTS))
+    charts = (replace(chart, last_step=last_step, marks=marks) for chart in _all_charts(runs, names))
+    return list(islice((chart for chart in charts if chart.drawable), _MOST_CHARTS))
 
 
-def _all_charts(runs: Sequence[Run], names: Sequence[str]) -> Iterable[Chart]:
+def _all_charts(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Chart]:
+    """Yield the charts of the loss, of the validation metrics, and of the training metrics."""
     losses = _train_lines(runs, names, "loss", smooth=True) + _valid_lines(runs, names, "loss")
     yield Chart("Loss", losses, maybe_log=True)
-    metrics = dict.fromkeys(name for run in runs for name in run.valid if name != "loss")
-    for name in sorted(metrics, key=lambda name: (not is_error_rate(name), name != "wer")):
-        rate = is_error_rate(name)
-        lines = _valid_lines(runs, names, name)
-        yield Chart(_heading(name), lines, "%" * rate, from_zero=rate, maybe_log=rate)
-    for name, (title, unit) in _TRAIN_CHARTS.items():
-        is_noisy = name == "grad_norm"
-        lines = _train_lines(runs, names, name, smooth=is_noisy)
+    valid_metrics = _distinct_names(run.valid for run in runs)
+    for metric in sorted(valid_metrics, key=lambda metric: (not is_error_rate(metric), metric != "wer")):
+        if metric != "loss":
+            rate = is_error_rate(metric)
+            lines = _valid_lines(runs, names, metric)
+            yield Chart(_heading(metric), lines, _unit(metric), from_zero=rate, maybe_log=rate)
+    yield from _train_charts(runs, names)
+
+
+def _train_charts(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Chart]:
+    for metric, (title, unit) in _TRAIN_CHARTS.items():
+        is_noisy = metric == "grad_norm"
+        lines = _train_lines(runs, names, metric, smooth=is_noisy)
         yield Chart(title, lines, unit, from_zero=True, maybe_log=is_noisy)
-    for name in dict.fromkeys(name for run in runs for name in run.train):
-        if name != "loss" and name not in _TRAIN_CHARTS:
-            lines = _train_lines(runs, names, name, smooth=True)
-            yield Chart(f"{_heading(name)} in training", lines, "%" * is_error_rate(name))
+    for metric in _distinct_names(run.train for run in runs):
+        if metric != "loss" and metric not in _TRAIN_CHARTS:
+            lines = _train_lines(runs, names, metric, smooth=True)
+            yield Chart(f"{_heading(metric)} in training", lines, _unit(metric))
 
 
-def _train_lines(runs: Sequence[Run], names: Sequence[str], figure: str, smooth: bool) -> list[Line]:
-    """A colour for each run; of one run, the raw curve below the smoothed one."""
+def _unit(metric: str) -> str:
+    return "%" if is_error_rate(metric) else ""
+
+
+def _train_lines(runs: Sequence[Run], names: Sequence[str], metric: str, smooth: bool) -> list[Line]:
+    """Return a line with a colour of its own for each run. A single run also has the raw curve."""
     lines = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
-        line = Line("train" if len(runs) == 1 else name, run.train.get(figure, Curve()), index)
+        label = "train" if len(runs) == 1 else name
+        line = Line(label, run.train.get(metric, Curve()), index)
         if smooth and len(line.curve.x) >= _SMOOTHED_FROM:
             if len(runs) == 1:
                 lines.append(replace(line, is_faint=True))
@@ -107,62 +150,79 @@ def _train_lines(runs: Sequence[Run], names: Sequence[str], figure: str, smooth:
 
 
 def _valid_lines(runs: Sequence[Run], names: Sequence[str], metric: str) -> list[Line]:
-    """Of one run, a colour for each set; of several, the run's colour and a pattern for each set."""
-    sets = list(dict.fromkeys(name for run in runs for curves in run.valid.values() for name in curves))
-    found = [
-        (i, name, curve) for i, run in enumerate(runs) for name, curve in run.valid.get(metric, {}).items()
-    ]
-    if len(runs) == 1:
-        return [Line(name, curve, sets.index(name) + 1) for _, name, curve in found]
-    beside_training = metric == "loss"
-    return [
-        Line(f"{names[i]}, {name}", curve, i, dash=sets.index(name) + beside_training)
-        for i, name, curve in found
-    ]
+    """Return a line for each run and set.
+
+    The colours distinguish the sets of a single run. If there are several runs, the colours distinguish
+    the runs, and the dashes distinguish the sets.
+    """
+    all_curves: list[Mapping[str, Curve]] = []
+    for run in runs:
+        all_curves += run.valid.values()
+    sets = _distinct_names(all_curves)
+    first_dash = 1 if metric == "loss" else 0  # The training loss, in the same chart, has the first dash.
+    lines = []
+    for index, (run, run_name) in enumerate(zip(runs, names, strict=True)):
+        for name, curve in run.valid.get(metric, {}).items():
+            number_of_set = sets.index(name)
+            line = Line(f"{run_name}, {name}", curve, index, dash=first_dash + number_of_set)
+            if len(runs) == 1:
+                line = Line(name, curve, number_of_set + 1)
+            lines.append(line)
+    return lines
 
 
-def align(reference: str, hypothesis: str) -> list[tuple[str, str, str]]:
-    """Word by word: (equal, replace, delete or insert; the reference's word; the hypothesis's word).
+def align(reference: str, hypothesis: str) -> list[WordPair]:
+    """Align two texts word by word, with the fewest errors, as the word error rate counts them.
 
-    The alignment has the fewest errors, as the word error rate counts them.
-
-    >>> align("the cat sat", "cat sit")
+    >>> [tuple(pair) for pair in align("the cat sat", "cat sit")]
     [('delete', 'the', ''), ('equal', 'cat', 'cat'), ('replace', 'sat', 'sit')]
     """
-    said, heard = reference.split(), hypothesis.split()
-    pairs: list[tuple[str, str, str]] = []
-    for step in Levenshtein.opcodes(said, heard):
-        left, right = said[step.src_start : step.src_end], heard[step.dest_start : step.dest_end]
-        pairs += [(step.tag, *words) for words in zip_longest(left, right, fillvalue="")]
+    references, hypotheses = reference.split(), hypothesis.split()
+    pairs = []
+    for step in Levenshtein.opcodes(references, hypotheses):
+        left = references[step.src_start : step.src_end]
+        right = hypotheses[step.dest_start : step.dest_end]
+        pairs += [WordPair(step.tag, *words) for words in zip_longest(left, right, fillvalue="")]
     return pairs
 
 
-def _verdict(pairs: Sequence[tuple[str, str, str]]) -> tuple[int, int, str]:
-    """Errors, words of the reference, and the kinds of the errors."""
-    counts = Counter(tag for tag, _, _ in pairs)
-    detail = ", ".join(f"{counts[tag]} {name}" for tag, name in KINDS.items() if counts[tag])
-    return len(pairs) - counts["equal"], len(pairs) - counts["insert"], detail or "all right"
+def _verdict(pairs: Sequence[WordPair]) -> tuple[int, int, str]:
+    """Return the numbers of errors and of words in the reference, and the kinds of the errors in words."""
+    counts = Counter(pair.kind for pair in pairs)
+    kinds = ", ".join(f"{counts[kind]} {name}" for kind, name in KINDS.items() if counts[kind])
+    return len(pairs) - counts["equal"], len(pairs) - counts["insert"], kinds or "all right"
 
 
 def _facts(run: Run) -> dict[str, str]:
-    """How the run was made, by name; ``Markup`` escapes what it formats."""
+    """Return the facts on the origin of a run, by name. An empty fact is not shown.
+
+    ``Markup`` escapes the texts that it formats.
+    """
     about = run.about
-    argv, overrides = about.argv, about.overrides or []
-    commit = str(about.git.get("commit", "")) + (
-        " with uncommitted changes" if about.git.get("dirty") else ""
-    )
+    facts = _command(run)
     seed = run.config.get("seed") if about.seed is None else about.seed
-    metrics = ((run.result and run.result.metrics) or {}).items()
-    return {
-        "command": _CODE.format(f"speechtrain train {shlex.join(argv)}") if argv is not None else "",
-        "overrides": "" if overrides == argv else Markup(" ").join(map(_CODE.format, overrides)),
-        "seed": "" if seed is None else str(seed),
-        "commit": _CODE.format(commit) if commit else "",
-        "versions": ", ".join(f"{name} {version}" for name, version in about.versions.items()),
-        "platform": about.platform,
-        "result": Markup(", ").join(Markup("{} <b>{}</b>").format(k, _figure(v, k)) for k, v in metrics),
-        "directory": _CODE.format(run.folder),
-    }
+    facts["seed"] = "" if seed is None else str(seed)
+    commit = str(about.git.get("commit", ""))
+    if about.git.get("dirty"):
+        commit += " with uncommitted changes"
+    facts["commit"] = _CODE.format(commit) if commit else ""
+    facts["versions"] = ", ".join(f"{name} {version}" for name, version in about.versions.items())
+    facts["platform"] = about.platform
+    metrics = []
+    if run.result and run.result.metrics:
+        for name, value in run.result.metrics.items():
+            metrics.append(Markup("{} <b>{}</b>").format(name, _figure(value, name)))
+    facts["result"] = Markup(", ").join(metrics)
+    facts["directory"] = _CODE.format(run.folder)
+    return facts
+
+
+def _command(run: Run) -> dict[str, str]:
+    """Return the command of a run, and its overrides if the command does not show them."""
+    argv, overrides = run.about.argv, run.about.overrides or []
+    command = "" if argv is None else _CODE.format(f"speechtrain train {shlex.join(argv)}")
+    shown_overrides = "" if overrides == argv else Markup(" ").join(map(_CODE.format, overrides))
+    return {"command": command, "overrides": shown_overrides}
 
 
 def _heading(metric: str) -> str:
@@ -170,6 +230,7 @@ def _heading(metric: str) -> str:
 
 
 def _figure(value: Any, metric: str) -> str:
+    """Return the value of a metric for the page."""
     finite = number(value)
     if finite is None:
         return "not finite" if value is None else str(value)
@@ -177,12 +238,15 @@ def _figure(value: Any, metric: str) -> str:
 
 
 def _three(value: float) -> str:
-    """Three significant digits: what a throughput is worth."""
+    """Return three significant digits. A throughput is not more precise."""
     return short(float(f"{value:.3g}"))
 
 
 def _setting(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    """Return the value of a config key as in YAML."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _count(value: int) -> str:
@@ -199,5 +263,5 @@ def _median(run: Run, name: str) -> float | None:
 def _date(seconds: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
-    except (OverflowError, OSError, ValueError):  # beyond what the C library can count
+    except (OverflowError, OSError, ValueError):  # The C library cannot represent this time.
         return "at an unknown time"

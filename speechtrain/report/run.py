@@ -1,4 +1,4 @@
-"""What a run directory says, read with patience: any file may be absent, torn or still growing."""
+"""Reads run directories for the report. Any file may be missing, cut off or still growing."""
 
 from __future__ import annotations
 
@@ -34,19 +34,18 @@ from speechtrain.run_directory import (
     read_stored_config,
 )
 
-_MOST_SETS = 30  # of a page's charts, and of its examples
-_MOST_EXAMPLES = 30  # of one set
-_MOST_WORDS = (
-    10_000,
-    100_000,
-)  # of a pair of transcripts and of all: the alignment's time grows with its square
-_LONGEST_NAME = 60  # characters of a run's name in a legend
+_MOST_SETS = 30  # A page has the charts and the examples of the first sets only.
+_MOST_EXAMPLES = 30  # A page has the first examples of a set only.
+# Longer transcripts are left out, because the time of an alignment grows with the square of its words.
+_MOST_WORDS_OF_PAIR = 10_000
+_MOST_WORDS = 100_000
+_LONGEST_NAME = 60  # The longest name of a run in a legend has this many characters.
 _NO_CURVES = {"event", "time", "step", "steps", "epoch", "eta_s", "set", "seconds"}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One figure against the step; ``y`` is None where the value was not finite."""
+    """A metric by the step: ``x`` are steps. A value in ``y`` is None if it was not finite."""
 
     x: list[float] = field(default_factory=list)
     y: list[float | None] = field(default_factory=list)
@@ -56,125 +55,161 @@ class Curve:
         self.y.append(y)
 
     @property
-    def last(self) -> float | None:
+    def last_value(self) -> float | None:
+        """The last finite value."""
         return next((y for y in reversed(self.y) if y is not None), None)
 
-    def at(self, x: float | None) -> float | None:
-        """The value at ``x``; the last finite one where there is no such step, or none is given."""
-        return dict(zip(self.x, self.y, strict=True)).get(x, self.last) if x is not None else self.last
+    def value_at(self, step: float | None) -> float | None:
+        """Return the value at ``step``, or the last finite value if the curve lacks the step."""
+        if step is None:
+            return self.last_value
+        return dict(zip(self.x, self.y, strict=True)).get(step, self.last_value)
+
+
+@dataclass(frozen=True)
+class SetExamples:
+    """The latest examples of a set. ``rows`` are the shown ones, and ``count`` is the number of all."""
+
+    step: Any
+    rows: list[dict[str, Any]]
+    count: int
 
 
 @dataclass(frozen=True)
 class Run:
+    """The content of a run directory."""
+
     folder: Path
     events: list[dict[str, Any]]
     result: RunResult | None
     about: About
     stored: StoredConfig
-    skipped: dict[str, list[dict[str, Any]]]
-    notes: tuple[str, ...] = ()  # what the page leaves out
+    skipped: dict[str, list[dict[str, Any]]]  # the rows of recordings, by the reason for skipping them
+    notes: tuple[str, ...] = ()  # the lines on content that the page leaves out
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The stored config by dotted key; empty if it is missing or damaged."""
+        """The stored config by dotted key. It is empty if the file is missing or damaged."""
         return flat(self.stored.values)
 
     @cached_property
     def train(self) -> dict[str, Curve]:
-        """The curves of training, by name; of the task's own metrics too."""
+        """The curves of training by the name of the metric. The task's own metrics are among them."""
         return {name: next(iter(curves.values())) for name, curves in self._curves("train").items()}
 
     @cached_property
     def valid(self) -> dict[str, dict[str, Curve]]:
-        """The curves of validation: metric, then set."""
+        """The curves of validation by the metric and by the set."""
         return self._curves("valid")
 
     def _curves(self, event: str) -> dict[str, dict[str, Curve]]:
-        found: dict[str, dict[str, Curve]] = {}
-        for values in self.of(event):
-            step, of_set = number(values.get("step")), str(values.get("set", ""))
-            for name, value in values.items():
-                is_figure = value is None or isinstance(value, int | float)
-                if step is not None and is_figure and name not in _NO_CURVES:
-                    found.setdefault(name, {}).setdefault(of_set, Curve()).append(step, number(value))
-        return found
+        """Return the curves in the events of this name, by the metric and by the set."""
+        curves: dict[str, dict[str, Curve]] = {}
+        for row in self.events_named(event):
+            step, set_name = number(row.get("step")), str(row.get("set", ""))
+            if step is None:
+                continue
+            for name, value in row.items():
+                is_metric = value is None or isinstance(value, int | float)
+                if is_metric and name not in _NO_CURVES:
+                    curve = curves.setdefault(name, {}).setdefault(set_name, Curve())
+                    curve.append(step, number(value))
+        return curves
 
     @cached_property
-    def kept(self) -> float | None:
-        """The step of the best checkpoint, which the other commands use; None where there is none."""
+    def best_step(self) -> float | None:
+        """The step of the best checkpoint, which the other commands use. It is None if there is none."""
         best = read_best(self.folder)
-        name = (self.result and self.result.checkpoint) or (best and best.name)
-        named = re.fullmatch(r"step-([0-9]{1,15})", str(name))
-        return float(named[1]) if named else None
+        name = self.result.checkpoint if self.result else None
+        if not name and best:
+            name = best.name
+        match = re.fullmatch(r"step-([0-9]{1,15})", str(name))
+        return float(match[1]) if match else None
 
     @cached_property
-    def examples(self) -> dict[str, tuple[Any, list[dict[str, Any]], int]]:
-        """For each set, the step, the first rows that are short enough, and the number of all rows."""
-        latest = {str(values.get("set", "")): values for values in self.of("examples")}
+    def examples(self) -> dict[str, SetExamples]:
+        """The latest examples of each set. Rows that are too long to align are left out."""
+        latest = {str(event.get("set", "")): event for event in self.events_named("examples")}
         examples = {}
-        words = 0
-        for name, values in latest.items():
-            rows = [row for row in listing(values.get("rows")) if isinstance(row, dict)]
+        total_words = 0
+        for name, event in latest.items():
+            rows = event.get("rows")
+            if not isinstance(rows, list):
+                rows = []
+            rows = [row for row in rows if isinstance(row, dict)]
             short_rows = []
             for row in rows[:_MOST_EXAMPLES]:
-                length = len(f"{row.get('reference')} {row.get('hypothesis')}".split())
-                if length <= _MOST_WORDS[0] and words + length <= _MOST_WORDS[1]:
-                    words += length
+                words = len(f"{row.get('reference')} {row.get('hypothesis')}".split())
+                if words <= _MOST_WORDS_OF_PAIR and total_words + words <= _MOST_WORDS:
+                    total_words += words
                     short_rows.append(row)
-            examples[name] = (values.get("step"), short_rows, len(rows))
+            examples[name] = SetExamples(event.get("step"), short_rows, len(rows))
         return examples
 
     @property
     def warnings(self) -> list[tuple[str, int]]:
-        """Distinct warnings with their counts, in the order of their first appearance."""
-        return list(Counter(str(values.get("message", "")) for values in self.of("warning")).items())
+        """The distinct warnings with their counts, in the order of their first appearance."""
+        messages = Counter(str(event.get("message", "")) for event in self.events_named("warning"))
+        return list(messages.items())
 
     @property
     def advice(self) -> list[str]:
-        """The lines that the end of the run has printed."""
+        """The lines of advice that were printed at the end of the run."""
         return list(advice(self.result, self.events)) if self.result else []
 
     @property
-    def steps(self) -> tuple[int | None, int | None]:
-        """Updates done, and planned."""
-        done: float | None = self.result.steps if self.result else None
-        if done is None:
-            done = max(self.numbers("step"), default=None)
+    def steps(self) -> int | None:
+        """The number of updates, from the result or from the log."""
+        if self.result and self.result.steps is not None:
+            return int(self.result.steps)
+        step = max(self.numbers("step"), default=None)
+        return None if step is None else int(step)
+
+    @property
+    def planned_steps(self) -> int | None:
+        """The latest planned number of updates."""
         planned = self.numbers("steps", "start", "train")
-        return None if done is None else int(done), int(planned[-1]) if planned else None
+        return int(planned[-1]) if planned else None
 
     @property
     def wall_s(self) -> float | None:
-        """Seconds of work: as the result says, else from the log (pauses between attempts left out)."""
+        """The seconds of work, from the result or from the log. Pauses between two starts do not count."""
         if self.result and self.result.wall_s is not None:
             return self.result.wall_s
-        spans: list[list[float]] = []
-        for values in self.events:
-            at = number(values.get("time"))
-            if at is not None:
-                if values["event"] == "start" or not spans:
-                    spans.append([at, at])
-                spans[-1][1] = max(at, spans[-1][1])
-        return sum(end - begin for begin, end in spans) if spans else None
+        begins: list[float] = []  # the times of the first and of the last event of each start
+        ends: list[float] = []
+        for event in self.events:
+            seconds = number(event.get("time"))
+            if seconds is None:
+                continue
+            if event["event"] == "start" or not begins:
+                begins.append(seconds)
+                ends.append(seconds)
+            ends[-1] = max(seconds, ends[-1])
+        if not begins:
+            return None
+        return sum(end - begin for begin, end in zip(begins, ends, strict=True))
 
     @property
     def parameters(self) -> int | None:
-        """Trainable and other parameters of the network."""
-        told = self.numbers("parameters", "start")
-        return int(told[-1]) if told else None
+        """The number of parameters of the network, trainable or not."""
+        counts = self.numbers("parameters", "start")
+        return int(counts[-1]) if counts else None
 
     @property
     def device(self) -> str:
-        """Device, precision and number of processes in words, as far as they are known."""
+        """Device, precision and number of processes in words. Unknown ones are left out."""
         targets = (str(self.config.get(f"{part}._target_", "")) for part in ("device", "precision"))
         device, precision = (target.rpartition(".")[2].lower() for target in targets)
+        words = [self.about.device or device, precision]
         processes = self.config.get("world_size")
-        several = f"× {processes}" if isinstance(processes, int) and processes > 1 else ""
-        return " ".join(filter(None, (self.about.device or device, precision, several)))
+        if isinstance(processes, int) and processes > 1:
+            words.append(f"× {processes}")
+        return " ".join(filter(None, words))
 
     @property
     def status(self) -> str:
-        """As the result says; without one, ``running`` or ``killed`` by its lock, else ``unfinished``."""
+        """The status of the result. Without a result, the lock decides: running, killed or unfinished."""
         if self.result:
             return self.result.status
         try:
@@ -186,41 +221,46 @@ class Run:
             return "unfinished"
         return "running" if psutil.pid_exists(int(holder[1])) else "killed"
 
-    def of(self, *names: str) -> list[dict[str, Any]]:
-        return [values for values in self.events if values["event"] in names]
+    def events_named(self, *names: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] in names]
 
-    def numbers(self, figure: str, *names: str) -> list[float]:
-        """The finite values of a figure in the events of these names; of all where none is given."""
-        events = self.of(*names) if names else self.events
-        return [value for values in events if (value := number(values.get(figure))) is not None]
+    def numbers(self, key: str, *names: str) -> list[float]:
+        """Return the finite values of ``key`` in the events of these names, or in all events."""
+        events = self.events_named(*names) if names else self.events
+        values = [number(event.get(key)) for event in events]
+        return [value for value in values if value is not None]
 
 
 def runs_in(folder: str) -> list[Path]:
-    """The run directories in a folder, such as a sweep's; the folder itself where it is one, or has none.
+    """Return the run directories in a folder, for example in a sweep's folder.
 
-    A link that leads out of the folder is left out: a page would show, or change, what lies there.
+    If ``folder`` is a run directory itself, or has none, it is the only one returned. A link that leads out
+    of the folder is ignored, because a page would show, or change, the files at its target.
     """
     base = Path(folder).resolve()
+    if Path(folder, CONFIG).is_file():
+        return [Path(folder)]
     paths = sorted(Path(folder).glob(f"*/{CONFIG}"))
     inside = [path.parent for path in paths if path.parent.resolve().is_relative_to(base)]
-    return inside if inside and not Path(folder, CONFIG).is_file() else [Path(folder)]
+    return inside or [Path(folder)]
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read a run directory. Raises RunError where there is none."""
+    """Read a run directory. Raises RunError if ``folder`` has no run, or if its files cannot be read."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise RunError(f"{folder}: no such directory; give a run directory, as speechtrain train printed it")
+        raise RunError(f"{folder}: no such directory. Give a run directory, as speechtrain train printed it")
     if not any((folder / name).is_file() for name in (METRICS, RESULT, CONFIG)):
         raise RunError(f"{folder}: no run in it ({METRICS}, {RESULT} and {CONFIG} are all missing)")
     try:
         metrics, skipped = read_metrics(folder), read_skipped(folder)
     except OSError as error:
         cause = error.strerror or error
-        raise RunError(f"{error.filename or folder}: {cause}; it must be readable") from error
-    events, omitted_sets = _of_first_sets(metrics.rows)
+        raise RunError(f"{error.filename or folder}: {cause}. It must be readable") from error
+    events, omitted_sets = _events_of_first_sets(metrics.rows)
     notes = []
-    for count, name in ((metrics.omitted + skipped.omitted, "lines of logs"), (omitted_sets, "sets")):
+    omitted = {"lines of logs": metrics.omitted + skipped.omitted, "sets": omitted_sets}
+    for name, count in omitted.items():
         if count:
             notes.append(f"{count:,} {name} are left out")
     stored = StoredConfig()
@@ -232,32 +272,34 @@ def read_run(folder: str | Path) -> Run:
     return Run(folder, events, read_result(folder), read_about(folder), stored, reasons, tuple(notes))
 
 
-def _of_first_sets(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """The events of the first sets or of no set, and the number of sets that are left out."""
-    names = dict.fromkeys(str(values["set"]) for values in events if "set" in values)
+def _events_of_first_sets(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """Return the events of the first sets or of no set, and the number of sets that are left out."""
+    names = dict.fromkeys(str(event["set"]) for event in events if "set" in event)
     omitted = list(names)[_MOST_SETS:]
     if omitted:
         shown = {*names} - {*omitted}
-        events = [values for values in events if "set" not in values or str(values["set"]) in shown]
+        events = [event for event in events if "set" not in event or str(event["set"]) in shown]
     return events, len(omitted)
 
 
 def hold_secrets(runs: Sequence[Run]) -> bool:
-    """Whether a page of these runs is for their owner only: it shows their configs and command lines."""
+    """True if the configs or command lines of the runs have a secret. Only their owner may read the page."""
     return any(holds_secret(f"{run.stored.text}\n{asdict(run.about)}") for run in runs)
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """A short name for each run: what was typed for it alone, if that tells the runs apart.
+    """Return a short name for each run: its own overrides, or the last parts of its path.
 
-    Else it is the last parts of its path. A bare number (a job of a sweep) takes the sweep's name with it.
+    The overrides are the names only if they differ between all runs. If the last part of a path is a number
+    (a job of a sweep), the name has the sweep's folder too.
     """
-    typed = [[o for o in run.about.overrides or () if not o.startswith("run_dir=")] for run in runs]
-    own = [" ".join(o for o in one if not all(o in other for other in typed)) for one in typed]
-    if len(set(own)) == len(own) > 1 and all(0 < len(name) <= _LONGEST_NAME for name in own):
-        return own
+    names = _distinct_overrides(runs)
+    are_short = all(0 < len(name) <= _LONGEST_NAME for name in names)
+    if are_short and len(set(names)) == len(names) > 1:
+        return names
     paths = [run.folder.resolve().parts for run in runs]
-    shortest = 2 if any(parts[-1].isdigit() for parts in paths) else 1
+    has_number = any(parts[-1].isdigit() for parts in paths)
+    shortest = 2 if has_number else 1
     for count in range(shortest, max(map(len, paths)) + 1):
         names = ["/".join(parts[-count:]) for parts in paths]
         if len(set(names)) == len(set(paths)):
@@ -265,26 +307,43 @@ def names_of(runs: Sequence[Run]) -> list[str]:
     return [str(run.folder) for run in runs]
 
 
-def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The config keys whose values are not the same in all runs, with each run's value.
+def _distinct_overrides(runs: Sequence[Run]) -> list[str]:
+    """Return the overrides of each run as a line, without ``run_dir`` and the common overrides."""
+    counts = Counter[str]()
+    for run in runs:
+        counts.update(set(run.about.overrides or ()))
+    names = []
+    for run in runs:
+        distinct = []
+        for override in run.about.overrides or ():
+            if counts[override] < len(runs) and not override.startswith("run_dir="):
+                distinct.append(override)
+        names.append(" ".join(distinct))
+    return names
+
+
+def different_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Return the config keys whose values are not the same in all runs, with the value of each run.
 
     Paths that only repeat the run directory are left out.
     """
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    kept = [key for key in keys if key.rpartition(".")[2] != "run_dir"]
-    values = {key: [run.config.get(key) for run in runs] for key in kept}
-    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
-
-
-def listing(value: Any) -> list[Any]:
-    """``value`` if it is a list, else an empty one."""
-    return value if isinstance(value, list) else []
+    keys: dict[str, None] = {}
+    for run in runs:
+        keys |= dict.fromkeys(run.config)
+    different = {}
+    for key in keys:
+        values = [run.config.get(key) for run in runs]
+        are_different = any(value != values[0] for value in values)
+        if are_different and key.rpartition(".")[2] != "run_dir":
+            different[key] = values
+    return different
 
 
 def _by_reason(skipped: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The skipped recordings, each once, by reason, the most frequent one first."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    """Return one row of each skipped recording, by the reason. The most frequent reason comes first."""
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
     for row in skipped:
-        found.setdefault(str(row.get("reason", "")), {}).setdefault(str(row.get("id", "")), row)
-    by_count = sorted(found.items(), key=lambda item: -len(item[1]))
-    return {reason: list(rows.values()) for reason, rows in by_count}
+        rows_of_reason = rows.setdefault(str(row.get("reason", "")), {})
+        rows_of_reason.setdefault(str(row.get("id", "")), row)
+    reasons = sorted(rows, key=lambda reason: -len(rows[reason]))
+    return {reason: list(rows[reason].values()) for reason in reasons}

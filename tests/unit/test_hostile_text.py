@@ -156,7 +156,7 @@ def test_a_hostfile_of_anything_is_one_line(tmp_path: Path, content: bytes) -> N
 @pytest.mark.parametrize("values", [[1e308, -1e308], [5e-324, 1e308], [5e-324, 5e-324], [-1e308, 5e-324]])
 def test_a_chart_of_any_numbers_is_drawn(values: list[float]) -> None:
     curve = Curve([1.0, 1e308], list(values))
-    assert "<svg" in Chart("loss", [Line("a", curve)], maybe_log=True, last=1e308).svg
+    assert "<svg" in Chart("loss", [Line("a", curve)], maybe_log=True, last_step=1e308).svg
 
 
 # --- names that are no UTF-8 ----------------------------------------------------------------------

@@ -25,7 +25,7 @@ from speechtrain.errors import RunError
 from speechtrain.report import page as page_module
 from speechtrain.report.chart import Chart, Line, short, smoothed
 from speechtrain.report.page import align, page
-from speechtrain.report.run import Curve, differing, names_of, read_run, runs_in
+from speechtrain.report.run import Curve, different_keys, names_of, read_run, runs_in
 from speechtrain.tracking.jsonl import Jsonl
 
 VOID = {"meta", "br"}
@@ -364,7 +364,7 @@ def test_names_tell_runs_apart(tmp_path: Path) -> None:
 def test_differing_keys(tmp_path: Path) -> None:
     one = read_run(_write(tmp_path / "1", config="a: {b: 1, c: 2}\nx: {run_dir: p}\n"))
     two = read_run(_write(tmp_path / "2", config="a: {b: 1, c: 3}\nx: {run_dir: q}\nd: null\ne: []\n"))
-    assert differing([one, two]) == {"a.c": [2, 3], "e": [None, []]}
+    assert different_keys([one, two]) == {"a.c": [2, 3], "e": [None, []]}
 
 
 # --- the parts ----------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ def test_short(value: float, shown: str) -> None:
 def _chart(*values: float | None, maybe_log: bool = True, from_zero: bool = False) -> Chart:
     curve = Curve([float(i) for i in range(len(values))], list(values))
     lines = [Line("a", curve, is_faint=True), Line("a", curve)]
-    return Chart("WER", lines, "%", from_zero, maybe_log, last=len(values))
+    return Chart("WER", lines, "%", from_zero, maybe_log, last_step=len(values))
 
 
 @pytest.mark.slow
@@ -426,8 +426,8 @@ def _chart(*values: float | None, maybe_log: bool = True, from_zero: bool = Fals
 )
 def test_any_curve_can_be_drawn(values: list[float | None], from_zero: bool, maybe_log: bool) -> None:
     chart = _chart(*values, from_zero=from_zero, maybe_log=maybe_log)
-    assert bool(chart.drawn) == any(v is not None for v in values)
-    if chart.drawn:
+    assert bool(chart.drawable) == any(v is not None for v in values)
+    if chart.drawable:
         assert "nan" not in chart.svg
         assert "inf" not in chart.svg
         Page(chart.svg)
