@@ -67,11 +67,11 @@ def huggingface_name(name: str) -> str:
     return _RULES[prefix] + name.removeprefix(prefix)
 
 
-def _our_name(huggingface_name: str) -> str | None:
-    """Return our name of a parameter of Hugging Face's model, or None if it has none."""
-    for prefix, huggingface_prefix in _RULES.items():
-        if huggingface_name.startswith(huggingface_prefix):
-            return prefix + huggingface_name.removeprefix(huggingface_prefix)
+def _our_name(foreign_name: str) -> str | None:
+    """Return our name of a parameter of Hugging Face's model, or None if no rule fits the parameter."""
+    for prefix, foreign_prefix in _RULES.items():
+        if foreign_name.startswith(foreign_prefix):
+            return prefix + foreign_name.removeprefix(foreign_prefix)
     return None
 
 
@@ -96,8 +96,8 @@ def nodes(folder: Path) -> dict[str, dict[str, Any]]:
         encoder = _node(FastConformer, **_ENCODER.read(encoder_config), residual_dropout=0.0)
         if max(encoder["layers"], int(config.get("num_decoder_layers", 1))) > MOST_LAYERS:
             raise DataError(f"{path}: more than {MOST_LAYERS} layers")
-        encoder["features"] = _features(folder, int(encoder_config.get("num_mel_bins", 80)))
-        model = _model(config)
+        encoder["features"] = _features_node(folder, int(encoder_config.get("num_mel_bins", 80)))
+        model = _model_node(config)
         labels = int(config["vocab_size"]) - 1
     except (OSError, KeyError, TypeError, AttributeError, *MALFORMED) as error:
         reason = one_line(f"{type(error).__name__}: {error}", 120)
@@ -128,23 +128,23 @@ def _node(part: type, **arguments: Any) -> dict[str, Any]:
     return {"_target_": f"{part.__module__}.{part.__qualname__}", **defaults, **arguments}
 
 
-def _model(config: Mapping[str, Any]) -> dict[str, Any]:
+def _model_node(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the node of the model: CTC, or a transducer, whose joint predicts durations for TDT."""
     kind = KINDS[config["model_type"]]
     if kind == "CTC":
         return _node(CTC, dropout=0.0)
     width, layers = int(config["decoder_hidden_size"]), int(config.get("num_decoder_layers", 2))
     joint = _node(Joint, hidden=width, dropout=_DROPOUT)
-    durations = list(config.get("durations", ()))
-    if kind == "TDT" and durations:
+    durations = list(config.get("durations", ())) if kind == "TDT" else []
+    if durations:
         joint["durations"] = durations
     sizes = {"embedding": width, "hidden": width, "layers": layers}
     prediction = _node(LSTMPrediction, **sizes, dropout=_DROPOUT, init_scale=1.0, start="blank")
     return _node(RNNT, joint=joint, prediction=prediction)
 
 
-def _features(folder: Path, mels: int) -> dict[str, Any]:
-    """Return the node of ``LogMel``. The name of the file with its settings depends on the file's version."""
+def _features_node(folder: Path, mels: int) -> dict[str, Any]:
+    """Return the node of ``LogMel``. The file with its settings has two names, by transformers' version."""
     settings = read_json(folder / "processor_config.json", follow=True).get("feature_extractor")
     if not settings:
         settings = read_json(folder / "preprocessor_config.json", follow=True)
@@ -171,10 +171,10 @@ def _features(folder: Path, mels: int) -> dict[str, Any]:
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Return the weights in ``folder`` under our names, in fp32. Raises DataError for a damaged file."""
     weights = {}
-    for huggingface_name, tensor in wav2vec2_hf.read_tensors(folder).items():
-        name = _our_name(huggingface_name)
+    for foreign_name, tensor in wav2vec2_hf.read_tensors(folder).items():
+        name = _our_name(foreign_name)
         if name is None:
-            raise DataError(f"{folder}: the tensor {huggingface_name} is not part of a Parakeet model")
+            raise DataError(f"{folder}: the tensor {foreign_name} is not part of a Parakeet model")
         if tensor.is_floating_point():
             tensor = tensor.to(torch.float32)
         if name == "output.weight" and tensor.dim() == 3:  # Hugging Face's CTC layer is a convolution.
@@ -209,7 +209,7 @@ def write(task: Any, weights: Mapping[str, Tensor], folder: Path) -> float:
 
 
 def _set_generation(config: Any, task: Any) -> None:
-    """Set the first label, and make Hugging Face's search take no duration of TDT for a token."""
+    """Set the first input of Hugging Face's search, and keep the search from taking durations for labels."""
     config.decoder_start_token_id = task.tokenizer.blank
     if getattr(task.joint, "durations", None):
         config.suppress_tokens = list(range(task.tokenizer.size, task.joint.output.out_features))

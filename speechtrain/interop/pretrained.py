@@ -102,8 +102,8 @@ class Pretrained:
 def describe(module: nn.Module, weights: Mapping[str, Tensor], encoder_only: bool = False) -> Pretrained:
     """Describe the model in a task: a ``Wav2Vec2``, a ``CTC`` of characters, or only the encoder of any task.
 
-    Raises ConfigError if the task has no wav2vec 2.0 encoder. Without ``encoder_only``, also raises
-    ConfigError for any other task.
+    Raises ConfigError if the task has no wav2vec 2.0 encoder, or if it is another task and ``encoder_only``
+    is false.
     """
     encoder = getattr(module, "encoder", None)
     if not isinstance(encoder, Wav2Vec2Encoder):

@@ -42,9 +42,7 @@ _SUPERFLUOUS = re.compile(
     re.DOTALL,
 )
 _STEPS = (1, 2, 5, 10)  # The ticks of an axis are multiples of these.
-_LOG_FROM = (
-    20.0  # From this ratio of the largest to the smallest value, a logarithmic axis is easier to read.
-)
+_LOG_FROM = 20.0  # From this ratio of the largest to the smallest value on, an axis may be logarithmic.
 _MOST_DOTS = 30  # The points of a line are marked if the line has at most this many.
 _FARTHEST = 1e100  # Values beyond this are drawn at it, because the arithmetic of an axis overflows.
 

@@ -163,10 +163,10 @@ def _valid_lines(runs: Sequence[Run], names: Sequence[str], metric: str) -> list
     lines = []
     for index, (run, run_name) in enumerate(zip(runs, names, strict=True)):
         for name, curve in run.valid.get(metric, {}).items():
-            number_of_set = sets.index(name)
-            line = Line(f"{run_name}, {name}", curve, index, dash=first_dash + number_of_set)
+            set_index = sets.index(name)
+            line = Line(f"{run_name}, {name}", curve, index, dash=first_dash + set_index)
             if len(runs) == 1:
-                line = Line(name, curve, number_of_set + 1)
+                line = Line(name, curve, set_index + 1)
             lines.append(line)
     return lines
 

@@ -45,7 +45,7 @@ _NO_CURVES = {"event", "time", "step", "steps", "epoch", "eta_s", "set", "second
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric by the step: ``x`` are steps. A value in ``y`` is None if it was not finite."""
+    """The values ``y`` of a metric at the steps ``x``. A value is None if it was not finite."""
 
     x: list[float] = field(default_factory=list)
     y: list[float | None] = field(default_factory=list)
@@ -268,8 +268,8 @@ def read_run(folder: str | Path) -> Run:
         stored = read_stored_config(folder / CONFIG)
     except SpeechtrainError as error:
         notes.append(str(error))
-    reasons = _by_reason(skipped.rows)
-    return Run(folder, events, read_result(folder), read_about(folder), stored, reasons, tuple(notes))
+    skipped_rows = _rows_by_reason(skipped.rows)
+    return Run(folder, events, read_result(folder), read_about(folder), stored, skipped_rows, tuple(notes))
 
 
 def _events_of_first_sets(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
@@ -339,7 +339,7 @@ def different_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
     return different
 
 
-def _by_reason(skipped: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def _rows_by_reason(skipped: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Return one row of each skipped recording, by the reason. The most frequent reason comes first."""
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     for row in skipped:
