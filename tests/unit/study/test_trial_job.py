@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from speechtrain.compute_policy import usable_cpus
 from speechtrain.errors import ConfigError
-from speechtrain.study.trial_job import TrialSettings, _cores
+from speechtrain.study.trial_job import TrialSettings
 
 HOLDER = """
 import os, sys
@@ -35,19 +36,20 @@ def first_line(process: subprocess.Popen[str]) -> str:
 def test_cores_of_two_trials_differ_and_a_third_waits_for_a_killed_one(tmp_path: Path) -> None:
     cores = usable_cpus()
     waiting = "waiting for 1 free cores. A smaller hydra.sweeper.cores=N helps"
-    with _cores(len(cores) - 1, tmp_path):
-        free = str(sorted(cores - usable_cpus()))
-        processes = [hold(tmp_path, 1), hold(tmp_path, 1)]
-        try:
-            lines = {first_line(process): process for process in processes}
-            assert lines.keys() == {free, waiting}
-            lines[free].kill()
-            assert first_line(lines[waiting]) == free
-        finally:
-            for process in processes:
-                process.kill()
-                process.communicate()
-    assert usable_cpus() == cores
+    processes = [hold(tmp_path, len(cores) - 1)]
+    try:
+        claimed = set(json.loads(first_line(processes[0])))
+        assert len(claimed) == len(cores) - 1
+        free = str(sorted(cores - claimed))
+        processes += [hold(tmp_path, 1), hold(tmp_path, 1)]
+        lines = {first_line(process): process for process in processes[1:]}
+        assert lines.keys() == {free, waiting}
+        lines[free].kill()
+        assert first_line(lines[waiting]) == free
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.parametrize("key", ["failed", "refused", "diverged", "out_of_memory"])
