@@ -1,7 +1,8 @@
-"""Counts the files that a command enters until it starts a rank: ``python tools/command_path.py [--calls]``.
+"""Count the files that a command enters until it starts a rank: ``python tools/command_path.py [--calls]``.
 
-The command is ``speechtrain train`` for a new local run. A file that is entered again, after a call has left
-it for another file, makes a reader go back. A call from one line counts once, however often the line runs.
+The command is ``speechtrain train`` for a new local run. The second number counts the calls into a file that
+the command has entered before, since each of them makes a reader go back. A line that calls several times
+counts once.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ class PathOfCalls:
         if event not in ("call", "return"):
             return
         if frame.f_code.co_name == "<module>":
-            self._imports += 1 if event == "call" else -1
+            if event == "call":
+                self._imports += 1
+            else:
+                self._imports -= 1
         file = self._file_of(frame)
         if self._imports or not file or frame.f_code.co_name.startswith("<"):
             return
