@@ -325,11 +325,16 @@ def write_corpus(
         names.append(f"{split}.flac")
         if manifests:
             names.append(_write_manifest(folder, split, words, entry["voices"]))
-    indented = json.dumps(index, indent=1)
-    with_short_lists = re.sub(r"\[[\s\d,]+\]", lambda match: " ".join(match[0].split()), indented)
-    (folder / "index.json").write_text(with_short_lists + "\n")
+    _write_index(folder / "index.json", index)
     _write_sums(folder, [*names, "index.json"])
     return index
+
+
+def _write_index(path: Path, index: dict[str, Any]) -> None:
+    """Write ``index.json``, with each list of numbers on one line."""
+    indented = json.dumps(index, indent=1)
+    with_short_lists = re.sub(r"\[[\s\d,]+\]", lambda match: " ".join(match[0].split()), indented)
+    path.write_text(with_short_lists + "\n")
 
 
 def _write_sums(folder: Path, names: list[str]) -> None:
