@@ -220,7 +220,7 @@ class Contact:
         return [override for override in self.overrides if override.partition(".")[0].startswith("device")]
 
     def _trained(self, name: str, *defaults: str) -> Values:
-        """Train recipe=demo by the console command. The user's overrides replace those of ``defaults``."""
+        """Train recipe=demo by the console command. An override of the user replaces its default."""
         run_dir = self.folder / name
         command = [sys.executable, "-m", "speechtrain.commands.train", "recipe=demo", f"run_dir={run_dir}"]
         command += self.overrides

@@ -5,10 +5,11 @@
     python benchmarks/scratch.py pretrained --data MANIFEST --hours 0.5 --seeds 1 2 --out DIR
 
 `speech` trains once for each seed. The run of --stopped gets SIGINT at 40 % of its time, and is then
-continued by the same command. `small` trains on small sets: a CSV, ten recordings, one recording, and a folder
-in which every third transcript is missing. Its --data has the recordings of FSDD (DIGIT_SPEAKER_NUMBER.wav).
-`pretrained` pretrains for --hours on all of the audio. It then trains CTC on a tenth of the transcripts, from
-that encoder and from the encoder of a single update, for the same number of updates.
+continued by the same command. `small` trains on small sets: a CSV, ten recordings, one recording, and a
+folder in which every third transcript is missing. Its --data has the recordings of FSDD
+(DIGIT_SPEAKER_NUMBER.wav). `pretrained` pretrains for --hours on all of the audio. It then trains CTC on a
+tenth of the transcripts, from that encoder and from the encoder of a single update, for the same number of
+updates.
 
 Every run is a console command and stays in --out. A run that exists there is continued. Tables are Markdown.
 KEY=VALUE arguments go to every run.
