@@ -97,7 +97,8 @@ class Contact:
     def int64(self) -> Values:
         """Check whether int64 has 64 bits: return the copy of a large value, and a product beyond 32 bits."""
         copy = self._integer(lambda: self._on(torch.tensor([2**40])))
-        product = self._integer(lambda: self._on(torch.tensor([2**20])) * 2**20)
+        factor = torch.tensor([2**20])
+        product = self._integer(lambda: self._on(factor) * 2**20)
         return {"copy of 2**40": copy, "2**20 * 2**20": product}
 
     def transducer(self) -> Values:

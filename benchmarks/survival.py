@@ -67,7 +67,8 @@ class RecordedData(SpeechData):
 
     def _recorded(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         pause = float(os.environ.get(PAUSE, "0"))
-        with (Path(self.run_dir) / "handed.jsonl").open("a", buffering=1) as file:
+        assert self.skips.path is not None
+        with (self.skips.path.parent / "handed.jsonl").open("a", buffering=1) as file:
             for batch in batches:
                 time.sleep(pause)
                 audio = zlib.crc32(batch.audio.numpy().tobytes())
@@ -584,8 +585,7 @@ def train_with_kills(run: Run, minutes: float, every: float) -> KilledRun:
         due += every
     time.sleep(max(0.0, end - time.time()))
     pids = sorted(run.ranks().values())
-    os.kill(draw.choice(pids), signal.SIGTERM)
-    code = run.wait()
+    code, _ = terminate(run, draw.choice(pids))
     wall = time.time() - start
     return KilledRun(code, kills_made, wall, run.result()["steps"], statistics.mean(loads))
 
