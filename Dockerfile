@@ -1,4 +1,4 @@
-# An image with this package. It has what `launcher.image` needs.
+# An image with this package, for `launcher.image`.
 #
 #   docker build -t speechtrain .                                                      # CPU
 #   docker build -t speechtrain --build-arg BASE=pytorch/pytorch:2.9.1-cuda12.8-cudnn9-runtime .
@@ -6,7 +6,7 @@
 #   docker run --rm -v "$PWD/runs:/work/runs" speechtrain speechtrain train recipe=demo
 #   docker run --rm -p 8888:8888 speechtrain jupyter lab --ip=0.0.0.0 examples/notebook.ipynb
 #
-# A base image's own torch stays. A base image without torch gets the CPU build.
+# The torch of a base image stays. A base image without torch gets the CPU build.
 ARG BASE=python:3.11-slim
 FROM ${BASE}
 

@@ -5,9 +5,9 @@ IPEX_VENV ?= .venv-ipex
 BIN := $(VENV)/bin
 # a release of torch, or "newest"
 TORCH ?= 2.13.0
-# one process a core; a file stays in one process, so that its run is made once; the long files come first
+# One process a core. A file stays in one process, so that its run is made once. The long files come first.
 PYTEST_ARGS ?= -n auto --dist loadfile --no-loadscope-reorder
-# the same for suites of real runs, which are measured on two cores
+# The same for suites of real runs, which are measured on two cores.
 HARD_ARGS ?= -n 2 --dist loadfile
 PEERS_VENV := .venv-peers
 MLPERF_VENV := .venv-mlperf
@@ -15,11 +15,11 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .PHONY: setup setup-dev demo test test-fast test-faults test-attacks test-hard-share test-cluster check docs-reference bench wheel test-ipex peers test-peers test-nightly test-marked-nightly clean
 
-# What a user needs: the package and what it imports.
+# The environment of a user: the package and its dependencies.
 setup: .setup-stamp
 
-# Torch first and alone: from the configured index where that gives a build without CUDA packages,
-# else from PyTorch's CPU index. Then a constraints file of what was installed holds it in place.
+# Torch is installed first and alone: from the configured index if its build needs no CUDA packages, else from
+# PyTorch's CPU index. A constraints file then keeps the installed version.
 .setup-stamp: setup.py pyproject.toml tools/install_torch.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python tools/install_torch.py $(TORCH) $(CPU_INDEX)
@@ -28,7 +28,7 @@ setup: .setup-stamp
 	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
 	touch .setup-stamp
 
-# What a developer needs besides: test tools, linters, and the systems that conversions are compared with.
+# The additions for a developer: test tools, linters, and the systems that conversions are compared with.
 setup-dev: .setup-dev-stamp
 
 .setup-dev-stamp: .setup-stamp
@@ -42,26 +42,26 @@ demo: setup
 test: setup-dev
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
-# The inner loop: without the tests marked slow.
+# The tests of the inner loop: all but the slow ones.
 test-fast: setup-dev
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'not slow'
 
 # Kills, signals, full disks and damaged files on real runs, with figures at the end: about an hour of two cores.
-# SPEECHTRAIN_FLIPS=1 flips every bit of a run's small files, where the default takes a share of them.
+# SPEECHTRAIN_FLIPS=1 flips every bit of a run's small files, and the default flips a share of them.
 test-faults: setup-dev
 	$(BIN)/python -m pytest -q $(HARD_ARGS) tests/faults
 
-# Every launcher with its real engine; one that is missing is a failure here, where `make test` skips it.
+# Every launcher with its real engine. A missing engine is a failure here, while `make test` skips its tests.
 test-cluster: setup-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps impi-rt  # Intel MPI's engine
 	SPEECHTRAIN_ENGINES=must $(BIN)/python -m pytest -q tests/integration/test_launch_*.py
 
-# What a stranger's files try, by real commands; `make test` has the fast ones.
+# Attacks by the files of a stranger, with real commands. `make test` has the fast ones.
 test-attacks: setup-dev
 	$(BIN)/python -m pytest -q $(HARD_ARGS) tests/attacks
 
 # The share of the two suites above that CI runs: the tests marked ci_share, each listed. A failure ends it. A slow
-# machine does not finish it within five minutes. It then says so, and that is no failure.
+# machine does not finish it within five minutes. It then says so and succeeds.
 test-hard-share: setup-dev
 	timeout --kill-after=10 300 $(BIN)/python -m pytest -x -v $(HARD_ARGS) --timeout=150 -m ci_share \
 		tests/faults tests/attacks; code=$$?; \
@@ -80,7 +80,7 @@ check: setup-dev
 docs-reference: setup-dev
 	$(BIN)/python tools/reference.py
 
-# The benchmarks that need no argument; the others tell what they need (--help).
+# The benchmarks that need no argument. The help of the others (--help) lists their arguments.
 bench: setup-dev
 	for name in accelerators cpu_step data_resume features memory openmp scaling transducer_loss wav2vec2; do \
 		$(BIN)/python benchmarks/$$name.py || exit 1; done
@@ -89,8 +89,8 @@ bench: setup-dev
 wheel: setup-dev
 	$(BIN)/python -m build
 
-# Intel's extension has ended with torch 2.8, so it gets an environment of its own (7 GB where the index has
-# only torch's CUDA build, minutes to fetch).
+# Intel's extension ended with torch 2.8, so it gets a separate environment (7 GB and minutes to fetch if the index
+# has only the CUDA build of torch).
 test-ipex: $(IPEX_VENV)/.stamp
 	$(IPEX_VENV)/bin/python -m pytest -q tests/device/test_ipex_real.py
 
@@ -103,8 +103,8 @@ $(IPEX_VENV)/.stamp: setup.py pyproject.toml tools/install_torch.py
 		-c $(IPEX_VENV)/constraints.txt -e '.[ipex]' pytest pytest-timeout hypothesis
 	touch $(IPEX_VENV)/.stamp
 
-# What others train with, as oracles: torchaudio imports beside torch's CUDA build of its own version only (6 GB),
-# which also runs on a CPU. benchmarks/parakeet.py and parakeet_speech.py run here, too.
+# Other training systems, as oracles. torchaudio needs the CUDA build of the same torch version (6 GB), which also
+# runs on a CPU. benchmarks/parakeet.py and parakeet_speech.py run in this environment.
 peers: $(PEERS_VENV)/.stamp
 
 test-peers: peers
@@ -117,13 +117,13 @@ $(PEERS_VENV)/.stamp: setup.py pyproject.toml
 		-e '.[interop,peers]' accelerate pytest pytest-timeout pytest-xdist hypothesis
 	touch $(PEERS_VENV)/.stamp
 
-# What CI has no time for: the tests marked nightly, every launcher, all attacks and all faults. A suite that fails
-# does not keep the others from running.
+# The tests that take too long for CI: the tests marked nightly, every launcher, all attacks and all faults. All suites
+# run even if one of them fails.
 test-nightly:
 	$(MAKE) --jobs=1 --keep-going test-marked-nightly test-cluster test-attacks test-faults
 
-# MLPerf's checker, and the Dockerfile's lines in an empty environment. MLPerf's checker needs PyYAML, and its other
-# dependencies serve other programs.
+# MLPerf's checker, and the lines of the Dockerfile in an empty environment. MLPerf's checker needs PyYAML only. Its
+# other dependencies serve other programs.
 test-marked-nightly: setup-dev $(MLPERF_VENV)/.stamp
 	SPEECHTRAIN_MLPERF_PYTHON=$(CURDIR)/$(MLPERF_VENV)/bin/python $(BIN)/python -m pytest -q -m nightly tests
 

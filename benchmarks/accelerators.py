@@ -1,31 +1,34 @@
-"""What accelerators would be given: operations, graphs, bytes and reads by the host, counted on the CPU.
+"""Operations, graphs, bytes and reads by the host that an accelerator would get, counted on the CPU.
 
     python benchmarks/accelerators.py gaudi            # MLPerf's RNN-T, 8 shapes, training and evaluation
     python benchmarks/accelerators.py gaudi --widths 8 --rows 2    # the same counts, in minutes
-    python benchmarks/accelerators.py cuda             # joint and loss, B32 T500 U100 V1024; 15 GiB, minutes
+    python benchmarks/accelerators.py cuda             # joint and loss, B32 T500 U100 V1024: 15 GiB, minutes
     python benchmarks/accelerators.py --smoke
 
-Counts of the recorder (``speechtrain.devices.recorder``): an operation is one of ATen that is no view, with
-what is inside custom autograd functions. Widths change no count of operations, and full sizes take an hour.
+The recorder counts them (``speechtrain.devices.recorder``). Each ATen operation counts unless it is a view,
+also inside custom autograd functions. The widths do not change the number of operations, and the full widths
+take an hour.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import date
 
 import torch
+from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import apply_policy
+from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
 from speechtrain.devices.recorder import Costs, Recorder
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.rank.build import build_task
 from speechtrain.runs.compose import compose
+from speechtrain.task import Task
 
 Shapes = Sequence[tuple[float, int]]
 SHAPES = ((16.7, 100), (14, 90), (12, 80), (10, 70), (8, 60), (6, 50), (4, 30), (2, 20))  # seconds, labels
@@ -33,16 +36,48 @@ SHAPES = ((16.7, 100), (14, 90), (12, 80), (10, 70), (8, 60), (6, 50), (4, 30), 
 
 def batch_of(rows: int, seconds: float, labels: int, classes: int) -> Batch:
     samples = int(seconds * 16000)
-    whole = torch.ones(rows, dtype=torch.int64)
+    ones = torch.ones(rows, dtype=torch.int64)
     texts = torch.randint(0, classes - 1, (rows, labels))
     return Batch(
-        0.1 * torch.randn(rows, samples), whole * samples, texts, whole * labels, torch.ones(rows), whole,
+        0.1 * torch.randn(rows, samples), ones * samples, texts, ones * labels, torch.ones(rows), ones,
         ("a",) * rows, ("a",) * rows, seconds=rows * seconds,
     )  # fmt: skip
 
 
+@dataclass
+class Counts:
+    """The figures of one shape in training and evaluation."""
+
+    launches: int
+    training_segments: int
+    evaluation_segments: int
+    largest: int  # operations of the largest segment
+
+
+def count_shape(task: Task, batch: Batch, recorder: Recorder, policy: ComputePolicy) -> Counts:
+    """Record forward and backward of a batch, then its loss in evaluation."""
+    batch = recorder.move(batch)
+    first, launches = len(recorder.segments), recorder.costs.launches
+    task.train().zero_grad()
+    with recorder.warm_up():
+        with policy.autocast("cpu"):
+            loss = task(batch).total
+        torch.autograd.backward(loss)
+        recorder.mark_step()
+    training_segments = len(recorder.segments) - first
+    training_launches = recorder.costs.launches - launches
+    task.eval()
+    with recorder.warm_up(), torch.no_grad(), policy.autocast("cpu"):
+        task(batch)
+        recorder.mark_step()
+    segments = recorder.segments[first:]
+    return Counts(
+        training_launches, training_segments, len(segments) - training_segments, largest=max(segments)
+    )
+
+
 def gaudi(rows: int, widths: int | None, shapes: Shapes, dtype: torch.dtype) -> None:
-    """Forward and backward of each shape, then its loss in evaluation."""
+    """Print the counts of each shape."""
     device = HPU()
     small = [] if widths is None else [f"encoder.hidden={widths}", f"model.prediction.hidden={widths}"]
     task, tokenizer = build_task(compose(["model=rnnt_mlperf", "device=cpu", "data.workers=0", *small]))
@@ -53,41 +88,32 @@ def gaudi(rows: int, widths: int | None, shapes: Shapes, dtype: torch.dtype) -> 
     print("|---|---|---|---|---|---|")
     for seconds, labels in shapes:
         batch = task.prepare(batch_of(rows, seconds, labels, tokenizer.size), 1)
-        batch = recorder.move(batch)
-        first, launches = len(recorder.segments), recorder.costs.launches
-        task.train().zero_grad()
-        with recorder.warm_up():
-            with policy.autocast("cpu"):
-                loss = task(batch).total
-            torch.autograd.backward(loss)
-            recorder.mark_step()
-        trained, launched = recorder.segments[first:], recorder.costs.launches - launches
-        task.eval()
-        with recorder.warm_up(), torch.no_grad(), policy.autocast("cpu"):
-            task(batch)
-            recorder.mark_step()
-        evaluated = len(recorder.segments) - first - len(trained)
-        largest = max(recorder.segments[first:])
+        counts = count_shape(task, batch, recorder, policy)
         print(
-            f"| {rows} × {seconds} s × {labels} | {launched:,} | {len(trained)} | {largest:,} | {evaluated} "
-            f"| {recorder.distinct} |",
+            f"| {rows} × {seconds} s × {labels} | {counts.launches:,} | {counts.training_segments} "
+            f"| {counts.largest:,} | {counts.evaluation_segments} | {recorder.distinct} |",
             flush=True,
         )
 
 
-def cuda(rows: int, frames: int, labels: int, classes: int, hidden: int) -> Costs:
-    """Joint and loss with dropout in bf16, forward and backward, at random initialisation."""
-    policy = CUDA().policy(torch.bfloat16)
+def joint_inputs(rows: int, frames: int, labels: int, classes: int, hidden: int) -> list[Tensor]:
+    """Return random encoder frames and label states, and a new weight and bias of the joint."""
     torch.manual_seed(0)
     joint = torch.nn.Linear(hidden, classes)
     sides = [0.5 * torch.randn(rows, length, hidden) for length in (frames, labels + 1)]
-    given = [tensor.detach().requires_grad_() for tensor in (*sides, joint.weight, joint.bias)]
+    return [tensor.detach().requires_grad_() for tensor in (*sides, joint.weight, joint.bias)]
+
+
+def cuda(rows: int, frames: int, labels: int, classes: int, hidden: int) -> Costs:
+    """Print and return the costs of joint and loss in bf16, with dropout, forward and backward."""
+    policy = CUDA().policy(torch.bfloat16)
+    inputs = joint_inputs(rows, frames, labels, classes, hidden)
     texts = torch.randint(0, classes - 1, (rows, labels))
     lengths = torch.full((rows,), frames), torch.full((rows,), labels)
     recorder = Recorder(CUDA.facts.operations)
     with recorder:
         loss = transducer_loss(
-            *given, texts, *lengths, blank=classes - 1, dropout=0.3, seed=5,
+            *inputs, texts, *lengths, blank=classes - 1, dropout=0.3, seed=5,
             compute_dtype=policy.product_dtype, chunk=policy.lattice_cells, keep=policy.logit_bytes,
         )  # fmt: skip
         loss.sum().backward()

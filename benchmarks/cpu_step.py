@@ -1,4 +1,4 @@
-"""Time of an RNN-T training step on the CPU, MLPerf's base model, against torch's LSTM and the full lattice.
+"""Time of a training step of MLPerf's base RNN-T on the CPU, against torch's LSTM and the full lattice.
 
     python benchmarks/cpu_step.py                       # the table of docs/benchmarks/cpu.md
     python benchmarks/cpu_step.py --smoke               # a small model, seconds
@@ -6,10 +6,13 @@
 
 A step is features, forward and backward of one batch of noise (``--rows`` utterances of ``--seconds``,
 ``--labels`` labels each), without an optimizer. The baseline is the same model with torch's LSTM in fp32 and
-the loss by the whole (B, T, U + 1, V) lattice of logits. Ours is the loop LSTM in bf16 with the chunked loss
-where the chip has bf16 instructions, and what ``device=cpu`` chooses in fp32. Contenders take turns (A B A B
-...), since other work on the machine comes and goes; ratios are medians of each round's ratio to the baseline
-of the same round, of processor time (with one thread that is what wall time would be on an idle machine).
+the loss by the whole (B, T, U + 1, V) lattice of logits. The other contenders have the chunked loss, with
+torch's LSTM or the loop LSTM, in fp32 and, if the chip has instructions for it, in bf16. There
+``device=cpu`` chooses the loop LSTM in bf16.
+
+Contenders take turns (A B A B ...), since other work on the machine comes and goes. A ratio is the median of
+each round's ratio to the baseline of the same round. It compares processor times, since with one thread these
+equal the wall times of an idle machine.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ BASELINE = "torch's LSTM, full lattice, fp32"
 
 
 class Numbers(Tokenizer):
-    """As many subwords as wanted; a batch of noise has no text."""
+    """A vocabulary of ``count`` numbers. A batch of noise has no text."""
 
     def __init__(self, count: int) -> None:
         self.labels = [str(n) for n in range(count)]
@@ -75,9 +78,9 @@ def full_lattice(
     label_lengths: Tensor,
     dropout: float,
     compute_dtype: torch.dtype,
-    **others: object,
+    **_settings: object,
 ) -> Tensor:
-    """``transducer_loss`` by way of every logit, as ``benchmarks/transducer_loss.py`` writes it."""
+    """Return the loss of ``transducer_loss`` from the full lattice of ``benchmarks/transducer_loss.py``."""
     shape = lattice.Shape(len(labels), encoder.shape[1], labels.shape[1], *weight.shape)
     inputs = [encoder, prediction, weight, bias]
     problem = lattice.Problem(shape, inputs, labels, encoder_lengths, label_lengths)
@@ -86,58 +89,62 @@ def full_lattice(
 
 @dataclass(frozen=True)
 class Contender:
+    """A way to compute a step: a compute policy, and the chunked loss or the full lattice."""
+
     policy: ComputePolicy = PLAIN
-    is_plain: bool = False  # the loss
+    has_full_lattice: bool = False
 
     @contextmanager
     def loss(self) -> Iterator[None]:
-        """A context in which the model computes its loss this way."""
-        ours = rnnt.transducer_loss
-        if self.is_plain:
+        """Enter a context in which the model computes the loss of this contender."""
+        chunked_loss = rnnt.transducer_loss
+        if self.has_full_lattice:
             rnnt.transducer_loss = full_lattice
         try:
             yield
         finally:
-            rnnt.transducer_loss = ours
+            rnnt.transducer_loss = chunked_loss
 
     def step(self, task: RNNT, batch: Batch) -> float:
-        """Forward and backward; the loss of an utterance."""
+        """Compute forward and backward. Return the loss of an utterance."""
         task.zero_grad(set_to_none=True)
         apply_policy(task, self.policy)
         torch.manual_seed(0)
         with self.loss(), self.policy.autocast("cpu"):
-            found = task(batch)
-        torch.autograd.backward(found.total)
-        return float(found.total.detach() / found.weight)
+            loss = task(batch)
+        torch.autograd.backward(loss.total)
+        return float(loss.total.detach() / loss.weight)
 
 
 def contenders() -> dict[str, Contender]:
-    """By name; the first is what the others are measured against."""
+    """Return the contenders of this machine by name. The first is the baseline."""
     device = CPU()
     narrow = device.policy(torch.bfloat16)
-    known = {
-        BASELINE: Contender(is_plain=True),
+    available = {
+        BASELINE: Contender(has_full_lattice=True),
         "torch's LSTM, chunked, fp32": Contender(),
         "loop LSTM, chunked, fp32": Contender(ComputePolicy(lstm="loop")),
     }
     if is_medium_exact():
-        known["torch's LSTM, chunked, fp32 by oneDNN"] = Contender(ComputePolicy(fp32_matmul="medium"))
+        available["torch's LSTM, chunked, fp32 by oneDNN"] = Contender(ComputePolicy(fp32_matmul="medium"))
     if not device.precision_fallback_reason(torch.bfloat16):
-        known["torch's LSTM in fp32, chunked, bf16"] = Contender(narrow)
-        known["loop LSTM, chunked, bf16"] = Contender(replace(narrow, lstm="loop"))
-    return known
+        available["torch's LSTM in fp32, chunked, bf16"] = Contender(narrow)
+        available["loop LSTM, chunked, bf16"] = Contender(replace(narrow, lstm="loop"))
+    return available
 
 
 def model(is_small: bool) -> RNNT:
-    """MLPerf's base model, 1023 subwords."""
+    """Return MLPerf's base model with 1023 subwords, or a small one."""
     torch.manual_seed(0)
-    encoder = LSTMEncoder(LogMel(), Augment(), hidden=64 if is_small else 1024)
-    nodes = (LSTMPrediction(32, 32), Joint(32)) if is_small else (LSTMPrediction(), Joint())
-    return RNNT(Numbers(31 if is_small else 1023), encoder, *nodes).train()
+    if is_small:
+        encoder = LSTMEncoder(LogMel(), Augment(), hidden=64)
+        return RNNT(Numbers(31), encoder, LSTMPrediction(32, 32), Joint(32)).train()
+    encoder = LSTMEncoder(LogMel(), Augment(), hidden=1024)
+    return RNNT(Numbers(1023), encoder, LSTMPrediction(), Joint()).train()
 
 
 def noise(rows: int, seconds: float, labels: int, classes: int) -> Batch:
-    """Utterances of full length, so that nobody gains from padding."""
+    """Return a batch of noise. All utterances have full length, so no contender gains from padding."""
     generator = torch.Generator().manual_seed(0)
     samples = int(seconds * 16000)
     return Batch(
@@ -154,24 +161,26 @@ def noise(rows: int, seconds: float, labels: int, classes: int) -> Batch:
 
 def measure(task: RNNT, batch: Batch, rounds: int) -> None:
     """Print a line for each contender."""
-    known = contenders()
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in known}
+    measured_contenders = contenders()
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in measured_contenders}
     losses = {}
-    for number in range(rounds + 1):  # the first round builds oneDNN's kernels and is not counted
-        for name, contender in known.items():
+    for number in range(rounds + 1):  # The first round builds the kernels of oneDNN and does not count.
+        for name, contender in measured_contenders.items():
             wall, processor = time.perf_counter(), time.process_time()
             losses[name] = contender.step(task, batch)
             if number:
                 times[name].append((time.perf_counter() - wall, time.process_time() - processor))
     for name, measured in times.items():
         wall, processor = (statistics.median(column) for column in zip(*measured, strict=True))
-        shares = [own[1] / base[1] for own, base in zip(measured, times[BASELINE], strict=True)]
-        ratio = f"{statistics.median(shares):.2f} ({min(shares):.2f} to {max(shares):.2f})"
+        ratios = []
+        for (_, processor_seconds), (_, base_seconds) in zip(measured, times[BASELINE], strict=True):
+            ratios.append(processor_seconds / base_seconds)
+        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         row = f"{len(batch.ids)} | {name} | {wall:.2f} | {processor:.2f} | {ratio} | {losses[name]:.2f}"
         print(f"| {row} |", flush=True)
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -181,24 +190,31 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--smoke", action="store_true", help="a small model, one round")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    if given.smoke:
-        given.rows, given.seconds, given.labels, given.rounds = [2], 2.0, 5, 1
+    options = parser.parse_args()
+    if options.smoke:
+        options.rows, options.seconds, options.labels, options.rounds = [2], 2.0, 5, 1
+    return options
 
-    task = model(given.smoke)
+
+def main() -> None:
+    options = parse_arguments()
+    torch.set_num_threads(options.threads)
+    task = model(options.smoke)
     name, _ = chip()
-    has_bf16 = not CPU().precision_fallback_reason(torch.bfloat16)
+    bf16 = "yes"
+    if CPU().precision_fallback_reason(torch.bfloat16):
+        bf16 = "no; contenders in bf16 are left out"
     print(f"{name}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}, load ", end="")
     print(f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores at the start")
-    print(f"bf16 instructions: {'yes' if has_bf16 else 'no; contenders in bf16 are left out'}")
+    print(f"bf16 instructions: {bf16}")
     print(f"fp32 products through oneDNN are as exact: {is_medium_exact()}")
-    size = sum(p.numel() for p in task.parameters()) / 1e6
-    print(f"{size:.1f} M parameters, {given.seconds:g} s and {given.labels} labels a row, ", end="")
-    print(f"{given.threads} threads, {given.rounds} rounds\n")
+    size = sum(parameter.numel() for parameter in task.parameters()) / 1e6
+    print(f"{size:.1f} M parameters, {options.seconds:g} s and {options.labels} labels a row, ", end="")
+    print(f"{options.threads} threads, {options.rounds} rounds\n")
     print("| rows | contender | wall s | processor s | ratio | loss |\n|---|---|---|---|---|---|")
-    for rows in given.rows:
-        measure(task, noise(rows, given.seconds, given.labels, task.tokenizer.size), given.rounds)
+    for rows in options.rows:
+        batch = noise(rows, options.seconds, options.labels, task.tokenizer.size)
+        measure(task, batch, options.rounds)
     print(f"\nload {os.getloadavg()[0]:.1f} at the end")
 
 

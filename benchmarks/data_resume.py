@@ -2,10 +2,11 @@
 
     python benchmarks/data_resume.py [--cuts 1000000] [--audio FOLDER] [--out FILE.md]
 
-Writes a lhotse and a NeMo manifest over a few WAV files into a temporary folder, and a Shar (of a
-tenth of the cuts, as NeMo lines without durations are, whose audio's headers are read), builds their
-indexes, and measures each resume in a process of its own, from the moment when torch and lhotse are
-imported. Memory is the peak of that process, and its increase over what the imports have left.
+The program writes four data sets over a few WAV files into a temporary folder: a lhotse manifest, a NeMo
+manifest, a NeMo manifest without durations and a Shar. The last two have a tenth of the cuts. (Without
+durations, the index needs the header of each audio file.) The program then builds the indexes and measures
+each resume in a separate process, after the imports of torch and lhotse. Memory is the peak of that process,
+and its increase since the imports.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from datetime import date
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from speechtrain.data.module import SpeechData
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -57,7 +61,7 @@ def main() -> None:
 
 
 def run(folder: Path, cuts: int, audio: Path | None, measured: Callable[..., dict[str, float]]) -> str:
-    """All measurements, as Markdown."""
+    """Return all measurements as Markdown."""
     files = sorted(audio.rglob("*.wav"))[:100] if audio else embedded(folder)
     rows = []
     for kind, write, share in KINDS:
@@ -66,16 +70,33 @@ def run(folder: Path, cuts: int, audio: Path | None, measured: Callable[..., dic
         case: dict[str, Any] = {"train": str(path), "index_only": True}
         title = f"{kind}, {cuts // share:,} cuts"
         rows.append((f"{title}: build the index ({size_of(path) / 2**20:.0f} MiB), once", measured(case)))
-        for name, options in list(CASES.items())[: 1 if share > 1 else None]:
+        for name, options in CASES.items():
             rows.append((f"{title}: {name}", measured({"train": str(path), **options})))
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    lines = [f"| {cuts:,} cuts | s | CPU s | peak MiB | increase MiB |", "|---|---|---|---|---|"]
-    for title, r in rows:
-        lines.append(
-            f"| {title} | {r['s']:.2f} | {r['cpu']:.2f} | {r['peak']:.0f} | {r['peak'] - r['before']:.0f} |"
-        )
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end"
-    return "\n".join([f"{date.today()}, Python {platform.python_version()}, {machine}.", "", *lines, ""])
+            if share > 1:
+                break  # A smaller set has the first case only.
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return f"{machine()}\n\n{table(f'{cuts:,} cuts', rows)}\n"
+
+
+def table(head: str, rows: list[tuple[str, dict[str, float]]]) -> str:
+    lines = [f"| {head} | s | CPU s | peak MiB | increase MiB |", "|---|---|---|---|---|"]
+    for title, case_figures in rows:
+        seconds, cpu, peak = case_figures["s"], case_figures["cpu"], case_figures["peak"]
+        increase = peak - case_figures["before"]
+        lines.append(f"| {title} | {seconds:.2f} | {cpu:.2f} | {peak:.0f} | {increase:.0f} |")
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    """Return a line about the date, the interpreter and the machine."""
+    load = os.getloadavg()[0]
+    return (
+        f"{date.today()}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores, "
+        f"load {load:.1f} at the end."
+    )
 
 
 COUNT = {"count": 16}
@@ -89,62 +110,70 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def child(case: dict[str, Any], is_smoke: bool = False) -> dict[str, float]:
-    """One measurement in a process of its own, of a smoke test the last one of each manifest."""
+    """Measure a case in a separate process. A smoke test starts one only for the last case of a manifest."""
     if is_smoke and not case.get("check"):
         return measure(case)
     command = [sys.executable, __file__, "--child", json.dumps(case)]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    result: dict[str, float] = json.loads(out.splitlines()[-1])
-    return result
+    figures: dict[str, float] = json.loads(out.splitlines()[-1])
+    return figures
 
 
 def measure(case: dict[str, Any]) -> dict[str, float]:
-    """Seconds, CPU seconds and memory in MiB of one case, in this process."""
-    import lhotse  # noqa: F401 - its import is not what is measured
+    """Return the seconds, CPU seconds and memory in MiB of one case, measured in this process."""
+    import lhotse  # noqa: F401 - The import comes before the clock starts.
     import torch  # noqa: F401
 
-    from speechtrain.data.index import open_index
+    import speechtrain.data.index
+    import speechtrain.data.module
+    import speechtrain.data.sources
+    import speechtrain.text.vocabulary
+
+    memory_before, start, cpu_start = resident(), time.perf_counter(), time.process_time()
+    data = None
+    if case.get("index_only"):
+        speechtrain.data.index.open_index(speechtrain.data.sources.open_source(case["train"]))
+    else:
+        data = resume(case)
+    figures = {
+        "s": time.perf_counter() - start,
+        "cpu": time.process_time() - cpu_start,
+        "before": memory_before,
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+    if data is not None:
+        data.close()
+    return figures
+
+
+def resume(case: dict[str, Any]) -> SpeechData:
+    """Resume an epoch at the position of a case and load the first batch. Return the open data."""
     from speechtrain.data.module import SpeechData
     from speechtrain.data.sampler import BatchLimits
-    from speechtrain.data.sources import open_source
     from speechtrain.text.vocabulary import Characters
 
-    before, begun, cpu = resident(), time.perf_counter(), time.process_time()
-    if case.get("index_only"):
-        open_index(open_source(case["train"]))
-    else:
-        packing = BatchLimits(**case["batch"])
-        data = SpeechData(
-            case["train"], {}, Characters(), batch=packing, speed=[0.9, 1.1], workers=case["workers"]
-        )
-        if case.get("check"):
-            data.check()
-        length = data.micro_batches_per_epoch
-        position = length * int(case.get("percent", 99)) // 100
-        data.load_state_dict({**data.state_dict(), "epoch": 0, "position": position})
-        batch = next(data.train())
-        assert batch.utterances == len(batch.ids), batch.skipped
-        assert (batch.epoch, batch.index) == (0, position)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    result = {
-        "s": time.perf_counter() - begun,
-        "cpu": time.process_time() - cpu,
-        "before": before,
-        "peak": peak,
-    }
-    if not case.get("index_only"):
-        data.close()
-    return result
+    limits = BatchLimits(**case["batch"])
+    data = SpeechData(
+        case["train"], {}, Characters(), batch=limits, speed=[0.9, 1.1], workers=case["workers"]
+    )
+    if case.get("check"):
+        data.check()
+    position = data.micro_batches_per_epoch * int(case.get("percent", 99)) // 100
+    data.load_state_dict({**data.state_dict(), "epoch": 0, "position": position})
+    batch = next(data.train())
+    assert batch.utterances == len(batch.ids), batch.skipped
+    assert (batch.epoch, batch.index) == (0, position)
+    return data
 
 
 def resident() -> float:
-    """MiB of this process now."""
+    """Return the resident memory of this process in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**20
 
 
 def embedded(folder: Path) -> list[Path]:
-    """The words of the embedded corpus as WAV files."""
+    """Write 100 words of the embedded corpus as WAV files and return their paths."""
     import soundfile
 
     from speechtrain.data.corpora.digits import Digits
@@ -158,7 +187,7 @@ def embedded(folder: Path) -> list[Path]:
 
 
 def write_lhotse(path: Path, cuts: int, files: list[Path]) -> None:
-    """A lhotse cut manifest that goes round the files."""
+    """Write a lhotse cut manifest that goes round the files."""
     from lhotse import Recording
 
     recordings = [Recording.from_file(file).to_dict() for file in files]
@@ -180,23 +209,23 @@ def write_lhotse(path: Path, cuts: int, files: list[Path]) -> None:
 
 
 def write_nemo(path: Path, cuts: int, files: list[Path], measured: bool = True) -> None:
-    """A NeMo manifest that goes round the files, with their durations if they are ``measured``."""
+    """Write a NeMo manifest that goes round the files, with their durations if they are ``measured``."""
     import soundfile
 
     durations = [soundfile.info(file).duration for file in files]
     with path.open("w") as out:
         for i in range(cuts):
-            text = WORDS[i % 10]
+            duration = durations[i % len(files)] if measured else None
             line = {
                 "audio_filepath": str(files[i % len(files)]),
-                "duration": durations[i % len(files)] if measured else None,
-                "text": text,
+                "duration": duration,
+                "text": WORDS[i % 10],
             }
             out.write(json.dumps(line) + "\n")
 
 
 def write_shar(path: Path, cuts: int, files: list[Path]) -> None:
-    """A Shar in lhotse's layout, 1,000 cuts a shard, that goes round the files."""
+    """Write a Shar in lhotse's layout, 1,000 cuts a shard, that goes round the files."""
     path.mkdir()
     write_lhotse(path / "all", cuts, files)
     contents = [file.read_bytes() for file in files]
@@ -211,17 +240,23 @@ def write_shar(path: Path, cuts: int, files: list[Path]) -> None:
                     cut = json.loads(line)
                     cut["recording"]["sources"] = [{"type": "shar", "channels": [0], "source": ""}]
                     out.write(json.dumps(cut) + "\n")
-                    about = json.dumps(cut["recording"]).encode()
-                    for kind, content in (("wav", contents[number % len(files)]), ("json", about)):
-                        info = tarfile.TarInfo(f"{cut['id']}.{kind}")
-                        info.size = len(content)
-                        tar.addfile(info, io.BytesIO(content))
+                    add_member(tar, f"{cut['id']}.wav", contents[number % len(files)])
+                    add_member(tar, f"{cut['id']}.json", json.dumps(cut["recording"]).encode())
     (path / "all").unlink()
 
 
+def add_member(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of the files in a folder."""
-    return sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
+    """Return the bytes of a file, or of all files in a folder."""
+    files = [path]
+    if path.is_dir():
+        files = list(path.iterdir())
+    return sum(file.stat().st_size for file in files)
 
 
 KINDS: list[tuple[str, Callable[..., None], int]] = [
@@ -230,7 +265,7 @@ KINDS: list[tuple[str, Callable[..., None], int]] = [
     ("NeMo without durations", partial(write_nemo, measured=False), 10),
     ("Shar", write_shar, 10),
 ]
-"""Title, what writes it, and by which the number of cuts is divided."""
+"""The title of each data set, the function that writes it, and the divisor of the number of cuts."""
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python benchmarks/first_contact.py device=cuda      # or device=hpu, with other KEY=VALUE
 
-It writes first-contact-DEVICE.json and .md here. Every probe runs, also after one that failed.
+The program writes first-contact-DEVICE.json and .md into the current folder. Every probe runs, even if an
+earlier one has failed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import pickletools
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,7 +33,7 @@ from speechtrain.batch import Footprint
 from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.config.build import build_device, build_encoder, build_model, build_tokenizer
 from speechtrain.devices.base import Device
-from speechtrain.devices.recorder import Recorder
+from speechtrain.devices.recorder import Costs, Recorder
 from speechtrain.errors import one_line
 from speechtrain.files import write_json, write_text
 from speechtrain.losses.ctc import ctc_loss
@@ -65,7 +67,7 @@ class Contact:
         yield "recipe=demo", lambda: self._trained("demo")
 
     def versions(self) -> Values:
-        """The chip, packages and variables, and what importing the vendor's library changed in torch."""
+        """Return the chip, packages and variables, and the changes of torch by the vendor's library."""
         names = (
             "torch",
             "habana-torch-plugin",
@@ -73,29 +75,34 @@ class Contact:
             "nvidia-cudnn-cu12",
             "speechtrain",
         )
-        found = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
-        path = self.folder / "plain.pt"
-        torch.save({"one": torch.ones(1)}, path)
-        with zipfile.ZipFile(path) as archive:
-            content = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
-        protocol = next(code[1] for code in pickletools.genops(content) if code[0].name == "PROTO")
+        versions = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
         prefixes = ("PT_", "HABANA_", "HLS_", "CUDA_", "NCCL_", "HCCL_", "TORCH_", "OMP_")
         return {
             "chip": self.device.chip(),
-            "packages": {name: found[name] for name in names if name in found},
+            "packages": {name: versions[name] for name in names if name in versions},
             "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)},
-            "pickle protocol of torch.save": protocol,
+            "pickle protocol of torch.save": self._pickle_protocol(),
             "policy": self.device.policy(torch.float32).record(),
         }
 
+    def _pickle_protocol(self) -> int:
+        path = self.folder / "host.pt"
+        torch.save({"weight": torch.ones(1)}, path)
+        with zipfile.ZipFile(path) as archive:
+            (name,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
+            pickled = archive.read(name)
+        _, protocol, _ = next(pickletools.genops(pickled))  # The first operation is PROTO.
+        return int(protocol)
+
     def int64(self) -> Values:
-        """Whether int64 has 64 bits: the copy of a large value, and a product beyond 32 bits."""
-        copied = self._held(lambda: int(self._on(torch.tensor([2**40])).cpu()[0]))
-        product = self._held(lambda: int((self._on(torch.tensor([2**20])) * 2**20).cpu()[0]))
-        return {"copy of 2**40": copied, "2**20 * 2**20": product}
+        """Check whether int64 has 64 bits: return the copy of a large value, and a product beyond 32 bits."""
+        copy = self._integer(lambda: self._on(torch.tensor([2**40])))
+        factor = torch.tensor([2**20])
+        product = self._integer(lambda: self._on(factor) * 2**20)
+        return {"copy of 2**40": copy, "2**20 * 2**20": product}
 
     def transducer(self) -> Values:
-        """The loss with dropout, here and on the CPU: the same hash drops the same units."""
+        """Compare the loss with dropout to the CPU, where the same hash drops the same units."""
         return self._difference(lambda move, policy: _transducer(move, policy, rows=2, frames=20, labels=6))
 
     def ctc(self) -> Values:
@@ -109,71 +116,86 @@ class Contact:
         return self._difference(loss)
 
     def checkpoint(self) -> Values:
-        """Whether a tensor of the device is read again in a plain torch on the host."""
+        """Check whether torch on the host, without the vendor's library, reads a tensor of the device."""
         path = self.folder / "held.pt"
         torch.save({"weight": self._on(torch.ones(3)).cpu()}, path, pickle_protocol=2)
-        plain = "import sys, torch; print(torch.load(sys.argv[1], weights_only=True)['weight'].sum().item())"
+        program = (
+            "import sys, torch; print(torch.load(sys.argv[1], weights_only=True)['weight'].sum().item())"
+        )
         environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        command = [sys.executable, "-c", plain, str(path)]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
-        return {"read": done.stdout.strip() == "3.0", "said": one_line(done.stderr[-300:])}
+        command = [sys.executable, "-c", program, str(path)]
+        process = subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=300, check=False
+        )
+        return {"read": process.stdout.strip() == "3.0", "said": one_line(process.stderr[-300:])}
 
     def no_memory(self) -> Values:
-        """The text of an allocator that has too little memory, and whether we know it."""
+        """Return the error of an allocation that is too large, and whether the device class knows it."""
         try:
-            torch.empty(2**50, dtype=torch.uint8, device=self.device.name).fill_(1)  # no chip has a PiB
+            torch.empty(2**50, dtype=torch.uint8, device=self.device.name).fill_(1)  # No chip has a PiB.
             self.device.synchronize()
-        except Exception as error:  # whatever the vendor raises
-            known = self.device.explain(error, None, Footprint(0.0)) is not None
-            return {"known": known, "type": type(error).__name__, "text": one_line(str(error), 300)}
-        return {"known": False, "text": "a PiB was given"}
+        except Exception as error:  # The class of the error depends on the vendor.
+            is_known = self.device.explain(error, None, Footprint(0.0)) is not None
+            return {"known": is_known, "type": type(error).__name__, "text": one_line(str(error), 300)}
+        return {"known": False, "text": "a PiB was allocated"}
 
-    # --- what they share ----------------------------------------------------------------------------
+    # --- Functions of several probes ----------------------------------------------------------------
 
     def _on(self, tensor: Tensor) -> Tensor:
         return self.device.tensor(tensor)
 
     @staticmethod
-    def _held(read: Callable[[], int]) -> int | str:
+    def _integer(compute: Callable[[], Tensor]) -> int | str:
+        """Return the first integer of a tensor, or the text of the error."""
         try:
-            return read()
-        except Exception as error:  # its text is the finding
+            return int(compute().cpu()[0])
+        except Exception as error:
             return one_line(f"{type(error).__name__}: {error}", 300)
 
     def _difference(self, loss: Callable[[Callable[[Tensor], Tensor], ComputePolicy], Tensor]) -> Values:
-        mine = loss(self._on, self.device.policy(torch.float32)).detach().cpu()
+        """Return the largest relative difference between a loss of the device and of the CPU."""
+        device_loss = loss(self._on, self.device.policy(torch.float32)).detach().cpu()
         self.device.mark_step()
-        theirs = loss(lambda tensor: tensor, ComputePolicy()).detach()
-        return {"largest relative difference": float(((mine - theirs) / theirs).abs().max())}
+        host_loss = loss(lambda tensor: tensor, ComputePolicy()).detach()
+        differences = (device_loss - host_loss) / host_loss
+        return {"largest relative difference": float(differences.abs().max())}
 
-    def _timed(self, step: Callable[[ComputePolicy], Callable[[], None]]) -> Values:
-        """Median seconds in the device's policy and in the plain one, in turn, and the launches of each."""
+    def _timed(self, make_step: Callable[[ComputePolicy], Callable[[], None]]) -> Values:
+        """Return the launches, reads and seconds of a step by the device's policy and by the default one."""
         policies = {"policy": self.device.policy(torch.float32), "plain": ComputePolicy()}
-        found: Values = {}
+        values: Values = {}
         steps: dict[str, Callable[[], None]] = {}
         for name, policy in policies.items():
             try:
-                steps[name] = step(self.device.attach(policy))
-                steps[name]()
-                recorder = Recorder(replace(self.device.facts.operations, records=False, known=frozenset()))
-                with recorder:
-                    steps[name]()
-                found |= {
-                    f"{name}: launches": recorder.costs.launches,
-                    f"{name}: reads": recorder.costs.reads,
-                }
-            except Exception as error:  # the plain form need not run here
-                steps.pop(name, None)
-                found[name] = one_line(f"{type(error).__name__}: {error}", 300)
-        taken: dict[str, list[float]] = {name: [] for name in steps}
+                step = make_step(self.device.attach(policy))
+                step()
+                costs = self._costs(step)
+            except Exception as error:  # The default policy may not run on this device.
+                values[name] = one_line(f"{type(error).__name__}: {error}", 300)
+                continue
+            steps[name] = step
+            values |= {f"{name}: launches": costs.launches, f"{name}: reads": costs.reads}
+        for name, seconds in self._median_seconds(steps).items():
+            values[f"{name}: seconds"] = seconds
+        return values
+
+    def _costs(self, step: Callable[[], None]) -> Costs:
+        recorder = Recorder(replace(self.device.facts.operations, records=False, known=frozenset()))
+        with recorder:
+            step()
+        return recorder.costs
+
+    def _median_seconds(self, steps: dict[str, Callable[[], None]]) -> dict[str, float]:
+        """Time the steps in turn."""
+        times: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(_ROUNDS):
-            for name, run in steps.items():
+            for name, step in steps.items():
                 self.device.synchronize()
-                begun = time.perf_counter()
-                run()
+                start = time.perf_counter()
+                step()
                 self.device.synchronize()
-                taken[name].append(time.perf_counter() - begun)
-        return found | {f"{name}: seconds": sorted(times)[_ROUNDS // 2] for name, times in taken.items()}
+                times[name].append(time.perf_counter() - start)
+        return {name: statistics.median(seconds) for name, seconds in times.items()}
 
     def _loss_step(self, policy: ComputePolicy) -> Callable[[], None]:
         return lambda: torch.autograd.backward(
@@ -190,27 +212,32 @@ class Contact:
         config = compose(["model=wav2vec2_small", *self._device_override()])
         task: Any = build_model(config, build_tokenizer(config), build_encoder(config))
         apply_policy(task, policy)
-        batch = self.device.move(task.prepare(replace(padding_batch(4, 64000, 1), weight=torch.ones(4)), 3))
+        batch = replace(padding_batch(4, 64000, 1), weight=torch.ones(4))
+        batch = self.device.move(task.prepare(batch, 3))
         task.to(batch.audio.device).train()
         return lambda: task(batch).total.backward()
 
     def _device_override(self) -> list[str]:
         return [override for override in self.overrides if override.partition(".")[0].startswith("device")]
 
-    def _trained(self, name: str, *overrides: str) -> Values:
-        """The demo's recipe on this device, as a user would start it."""
-        run_dir, typed = self.folder / name, {override.partition("=")[0] for override in self.overrides}
+    def _trained(self, name: str, *defaults: str) -> Values:
+        """Train recipe=demo by the console command. An override of the user replaces its default."""
+        run_dir = self.folder / name
         command = [sys.executable, "-m", "speechtrain.commands.train", "recipe=demo", f"run_dir={run_dir}"]
-        begun = time.perf_counter()
-        done = subprocess.run(
-            [*command, *self.overrides, *(o for o in overrides if o.partition("=")[0] not in typed)],
-            capture_output=True, text=True, timeout=900, check=False,
-        )  # fmt: skip
-        said = (done.stderr or done.stdout).strip().splitlines()[-1:]
-        found: Values = {"exit code": done.returncode, "seconds": time.perf_counter() - begun}
-        if (result := read_result(run_dir)) is not None:
-            return found | {"status": result.status, "steps": result.steps, "metrics": result.metrics}
-        return found | {"said": one_line(" ".join(said), 300)}
+        command += self.overrides
+        explicit_keys = {override.partition("=")[0] for override in self.overrides}
+        for override in defaults:
+            if override.partition("=")[0] not in explicit_keys:
+                command.append(override)
+        start = time.perf_counter()
+        process = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+        values: Values = {"exit code": process.returncode, "seconds": time.perf_counter() - start}
+        result = read_result(run_dir)
+        if result is not None:
+            return values | {"status": result.status, "steps": result.steps, "metrics": result.metrics}
+        output = process.stderr or process.stdout
+        last_line = output.strip().splitlines()[-1:]
+        return values | {"said": one_line(" ".join(last_line), 300)}
 
 
 def _transducer(
@@ -219,39 +246,44 @@ def _transducer(
     torch.manual_seed(0)
     sides = torch.randn(rows, frames, 128), torch.randn(rows, labels + 1, 128)
     joint = nn.Linear(128, 64)
-    given = [move(tensor.detach()).requires_grad_() for tensor in (*sides, joint.weight, joint.bias)]
+    inputs = [move(tensor.detach()).requires_grad_() for tensor in (*sides, joint.weight, joint.bias)]
     lengths = torch.full((rows,), frames), torch.full((rows,), labels)
     texts = [move(tensor) for tensor in (torch.randint(0, 63, (rows, labels)), *lengths)]
     return transducer_loss(
-        *given, *texts, blank=63, dropout=0.3, seed=7, static=policy.transducer == "static",
+        *inputs, *texts, blank=63, dropout=0.3, seed=7, static=policy.transducer == "static",
         chunk=policy.lattice_cells, keep=policy.logit_bytes,
     )  # fmt: skip
 
 
 def first_contact(config: DictConfig, overrides: list[str]) -> tuple[Path, list[tuple[str, Values]]]:
-    """Probe the device of ``config``; return the JSON file, beside which is a page, and what was found."""
+    """Probe the device of ``config``. Return the path of the JSON file and the values of the probes."""
     device = build_device(config)
     device.check(1)
     device.open(0)
-    found: list[tuple[str, Values]] = []
+    probes: list[tuple[str, Values]] = []
     with tempfile.TemporaryDirectory(prefix="speechtrain-") as folder:
         for name, probe in Contact(device, config, overrides, Path(folder)).probes():
-            begun = time.perf_counter()
+            start = time.perf_counter()
             try:
                 values = probe()
-            except Exception as error:  # what it met is what the program is for
+            except Exception as error:  # The error is the result of the probe.
                 values = {"error": one_line(f"{type(error).__name__}: {error}", 300)}
-            found.append((name, values | {"took": time.perf_counter() - begun}))
-    stem = Path(f"{NAME}-{config.device._target_.rpartition('.')[2].lower()}")
+            probes.append((name, values | {"took": time.perf_counter() - start}))
+    device_class = config.device._target_.rpartition(".")[2]
+    path = Path(f"{NAME}-{device_class.lower()}.json")
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    path = stem.with_suffix(".json")
-    write_json(path, {"when": when, "overrides": overrides, "probes": dict(found)})
+    write_json(path, {"when": when, "overrides": overrides, "probes": dict(probes)})
+    write_text(path.with_suffix(".md"), page(when, overrides, probes))
+    return path, probes
+
+
+def page(when: str, overrides: list[str], probes: list[tuple[str, Values]]) -> str:
+    """Return the Markdown page of the probes."""
     lines = [f"# First contact: {' '.join(overrides)}", "", when, "", "| probe | found |", "|---|---|"]
-    lines += [
-        f"| {name} | {one_line(json.dumps(values), 2000).replace('|', '/')} |" for name, values in found
-    ]
-    write_text(stem.with_suffix(".md"), "\n".join([*lines, ""]))
-    return path, found
+    for name, values in probes:
+        cell = one_line(json.dumps(values), 2000).replace("|", "/")
+        lines.append(f"| {name} | {cell} |")
+    return "\n".join([*lines, ""])
 
 
 def main() -> None:

@@ -4,11 +4,11 @@
     python benchmarks/memory.py --smoke         # one short row each, seconds
     python benchmarks/memory.py --rounds 5 --only joint_rows
 
-Each measurement is a process of its own, forked after the imports: its peak is the growth of the resident set
-(``ru_maxrss``) beyond the built model. The pairs take turns (A B A B ...); the table has medians, and the
-median of each round's ratios. A step is forward, backward and the optimizer's update; the first one, which
-makes buffers and the optimizer's state, counts for the peak and not for the time. With the one
-thread, processor time is what wall time would be on an idle machine.
+Each measurement is a separate process, forked after the imports. Its peak is the growth of the resident set
+(``ru_maxrss``) beyond the built model. The two recipes of a pair take turns (A B A B ...). The table has
+medians, and the median of each round's ratios. A step is forward, backward and the update of the optimizer.
+The first step makes buffers and the state of the optimizer, so it counts for the peak but not for the time.
+Times are processor times. With one thread they equal the wall times of an idle machine.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ import psutil
 import torch
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import apply_policy
+from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.config.build import build_device, build_optimizer, build_precision
 from speechtrain.rank.build import build_task
 from speechtrain.runs.compose import compose
+from speechtrain.task import Task
 
 MiB = 2**20
 EVEN, RAGGED = (6.0,) * 8, (12.0, 11.0, 10.0, 5.0, 4.0, 4.0, 3.0, 3.0)
@@ -47,19 +48,19 @@ LSTM = ("model=rnnt", "device=cpu", "encoder=lstm_small", "augment=none", "encod
 
 @dataclass(frozen=True)
 class Pair:
-    """A recipe without and with a saver, on rows of so many seconds with so many labels a second."""
+    """A recipe without and with a key that saves memory, and the rows of its batch."""
 
     name: str
     recipe: tuple[str, ...]
     without: str
     key: str
-    seconds: tuple[float, ...] = EVEN
-    labels: float = 4.0
-    needs: str = ""
+    seconds: tuple[float, ...] = EVEN  # of each row
+    labels: float = 4.0  # per second
+    needs: str = ""  # a package
     smoke: tuple[str, ...] = ("encoder.hidden=32",)
 
     def recipes(self, is_smoke: bool) -> list[list[str]]:
-        """The overrides without and with the saver."""
+        """Return the overrides without and with the key."""
         recipes = []
         for key in (self.without, self.key):
             recipe = [*self.recipe, *filter(None, [key])]
@@ -95,21 +96,20 @@ PAIRS = (
 
 def batch_of(seconds: Sequence[float], labels: float) -> Batch:
     torch.manual_seed(0)
-    lengths = torch.tensor([int(16_000 * s) for s in seconds])
-    symbols = torch.tensor([max(1, int(labels * s)) for s in seconds])
-    audio = 0.1 * torch.randn(len(seconds), int(lengths.max()))
+    rows = len(seconds)
+    lengths = torch.tensor([int(16_000 * duration) for duration in seconds])
+    symbols = torch.tensor([max(1, int(labels * duration)) for duration in seconds])
+    audio = 0.1 * torch.randn(rows, int(lengths.max()))
     audio *= torch.arange(audio.shape[1]) < lengths[:, None]
-    text = torch.randint(0, 20, (len(seconds), int(symbols.max())))
-    names = tuple(map(str, range(len(seconds))))
-    return Batch(
-        audio, lengths, text, symbols, torch.ones(len(seconds)), torch.arange(len(seconds)), names, names
-    )
+    text = torch.randint(0, 20, (rows, int(symbols.max())))
+    names = tuple(map(str, range(rows)))
+    return Batch(audio, lengths, text, symbols, torch.ones(rows), torch.arange(rows), names, names)
 
 
 def measure(
     recipe: Sequence[str], seconds: Sequence[float], labels: float, steps: int
 ) -> tuple[float, float]:
-    """MiB beyond the built model, and the median seconds of a step."""
+    """Return the peak in MiB beyond the built model, and the median seconds of a step."""
     torch.set_num_threads(1)
     config = compose([*recipe, "device.autotune=false"])
     task, _ = build_task(config)
@@ -118,24 +118,57 @@ def measure(
     optimizer = build_optimizer(config, task.parameter_groups())
     batch = task.prepare(batch_of(seconds, labels), 0)
     task.train()
-    start, taken = psutil.Process().memory_info().rss, []
-    for step in range(1 + steps):
-        begun = time.process_time()
-        torch.manual_seed(step)
-        with policy.autocast("cpu"):
-            loss = task(batch)
-        (loss.total / loss.weight).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        taken.append(time.process_time() - begun)
+    before = psutil.Process().memory_info().rss
+    times = [timed_step(step, task, batch, optimizer, policy) for step in range(1 + steps)]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return (peak - start) / MiB, statistics.median(taken[1:])
+    return (peak - before) / MiB, statistics.median(times[1:])
 
 
-def alone(*arguments: object) -> tuple[float, float]:
+def timed_step(
+    step: int, task: Task, batch: Batch, optimizer: torch.optim.Optimizer, policy: ComputePolicy
+) -> float:
+    """Train a step and return its processor seconds."""
+    start = time.process_time()
+    torch.manual_seed(step)
+    with policy.autocast("cpu"):
+        loss = task(batch)
+    (loss.total / loss.weight).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return time.process_time() - start
+
+
+def measure_in_process(*arguments: object) -> tuple[float, float]:
+    """Return the result of ``measure`` in a new process."""
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        found: tuple[float, float] = pool.apply(measure, arguments)
-        return found
+        figures: tuple[float, float] = pool.apply(measure, arguments)
+        return figures
+
+
+def table_cells(without: list[float], saving: list[float], digits: int) -> list[str]:
+    """Return both medians and the median ratio of two lists with an item for each round."""
+    ratio = statistics.median(b / a for a, b in zip(without, saving, strict=True))
+    medians = statistics.median(without), statistics.median(saving)
+    return [f"{medians[0]:.{digits}f}", f"{medians[1]:.{digits}f}", f"{ratio:.2f}"]
+
+
+def print_row(pair: Pair, is_smoke: bool, rounds: int, steps: int) -> None:
+    """Measure a pair and print its row of the table."""
+    if pair.needs and importlib.util.find_spec(pair.needs) is None:
+        print(f"| {pair.name} | {pair.needs} is not installed |||||| ", flush=True)
+        return
+    seconds = pair.seconds
+    if is_smoke:
+        seconds = tuple(duration / 8 for duration in seconds)
+    mebibytes: tuple[list[float], list[float]] = ([], [])
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        for column, recipe in enumerate(pair.recipes(is_smoke)):
+            peak, step_seconds = measure_in_process(recipe, seconds, pair.labels, steps)
+            mebibytes[column].append(peak)
+            times[column].append(step_seconds)
+    cells = table_cells(*mebibytes, digits=0) + table_cells(*times, digits=2)
+    print(f"| {pair.name} | {' | '.join(cells)} |", flush=True)
 
 
 def main() -> None:
@@ -147,29 +180,16 @@ def main() -> None:
     parser.add_argument("--only", default="", help="pairs whose name has this")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args()
-    rounds, steps = (1, 1) if arguments.smoke else (arguments.rounds, arguments.steps)
+    if arguments.smoke:
+        arguments.rounds = arguments.steps = 1
     print(
         "| key | MiB without | MiB with | ratio | s without | s with | ratio |\n|---|---|---|---|---|---|---|"
     )
     for pair in PAIRS:
-        if arguments.only not in pair.name:
-            continue
-        if pair.needs and importlib.util.find_spec(pair.needs) is None:
-            print(f"| {pair.name} | {pair.needs} is not installed |||||| ", flush=True)
-            continue
-        seconds = tuple(s / 8 for s in pair.seconds) if arguments.smoke else pair.seconds
-        plain, saving = pair.recipes(arguments.smoke)
-        found = [
-            [alone(recipe, seconds, pair.labels, steps) for recipe in (plain, saving)] for _ in range(rounds)
-        ]
-        cells = []
-        for kind, digits in ((0, 0), (1, 2)):
-            one, other = ([turn[which][kind] for turn in found] for which in (0, 1))
-            ratio = statistics.median(b / a for a, b in zip(one, other, strict=True))
-            cells += [f"{statistics.median(each):.{digits}f}" for each in (one, other)] + [f"{ratio:.2f}"]
-        print(f"| {pair.name} | {' | '.join(cells)} |", flush=True)
+        if arguments.only in pair.name:
+            print_row(pair, arguments.smoke, arguments.rounds, arguments.steps)
 
 
 if __name__ == "__main__":
-    compose([])  # It loads Hydra's parsers once, before processes are forked.
+    compose([])  # This loads Hydra's parsers before the first fork.
     main()

@@ -3,9 +3,9 @@
     python benchmarks/openmp.py                 # about ten minutes
     python benchmarks/openmp.py --smoke         # one short run each, a minute
 
-Runs of `recipe=demo` with both encoders take turns over the values of GOMP_SPINCOUNT (A B C A B C ...). The
-speed of a run is the median of its log lines after the first two; beside it stands the processor time of
-the whole run, since threads that spin take it from others.
+Runs of `recipe=demo` with two encoders take turns over the values of GOMP_SPINCOUNT (A B C A B C ...). The
+speed of a run is the median of its log lines after the first two. The table also has the processor time of
+the whole run, since threads that spin take that time from other processes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ BASE = ("recipe=demo", "trainer.log_every=5", "tracking=jsonl", "device=cpu", "d
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """So many processes that compute without end."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    """Run a number of processes that compute without end."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
     finally:
-        for other in others:
-            other.kill()
-            other.wait()
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 SMOKE_STEPS = 4
@@ -46,7 +46,7 @@ SMOKE = (
 
 
 def train(spin: str, overrides: tuple[str, ...], steps: int) -> tuple[float, float]:
-    """Seconds of audio a second, and processor seconds of the run."""
+    """Train, and return the seconds of audio per second and the processor seconds of the run."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     if steps == SMOKE_STEPS:
         overrides += SMOKE
@@ -61,7 +61,7 @@ def train(spin: str, overrides: tuple[str, ...], steps: int) -> tuple[float, flo
         command = [str(Path(sys.executable).parent / "speechtrain-train"), *keys]
         subprocess.run(command, env={**os.environ, "GOMP_SPINCOUNT": spin}, check=True, capture_output=True)
         lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
-    speeds = [found["audio_s_per_s"] for found in map(json.loads, lines) if "audio_s_per_s" in found]
+    speeds = [event["audio_s_per_s"] for event in map(json.loads, lines) if "audio_s_per_s" in event]
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return statistics.median(speeds[2:]), after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -71,27 +71,38 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--spins", nargs="+", default=["1000", "12000", "300000"])
-    parser.add_argument("--others", type=int, nargs="+", default=[0, 2], help="busy processes")
+    parser.add_argument(
+        "--others", dest="processes", type=int, nargs="+", default=[0, 2], help="busy processes"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--smoke", action="store_true")
-    given = parser.parse_args()
-    if given.smoke:
-        given.spins, given.others, given.rounds, given.steps = given.spins[:1], [0], 1, SMOKE_STEPS
+    options = parser.parse_args()
+    if options.smoke:
+        options.spins, options.processes = options.spins[:1], [0]
+        options.rounds, options.steps = 1, SMOKE_STEPS
     print("| encoder | busy processes | GOMP_SPINCOUNT | audio-s/s | ratio | processor s |")
     print("|---|---|---|---|---|---|", flush=True)
-    for name, overrides in ENCODERS.items():
-        for others in given.others:
-            with busy(others):
-                rounds = [
-                    [train(spin, overrides, given.steps) for spin in given.spins] for _ in range(given.rounds)
-                ]
-            for column, spin in enumerate(given.spins):
-                speed, seconds = (statistics.median(row[column][i] for row in rounds) for i in (0, 1))
-                ratio = statistics.median(row[column][0] / row[0][0] for row in rounds)
-                print(
-                    f"| {name} | {others} | {spin} | {speed:.0f} | {ratio:.2f} | {seconds:.0f} |", flush=True
-                )
+    for name in ENCODERS:
+        for processes in options.processes:
+            compare(name, processes, options)
+
+
+def compare(encoder: str, processes: int, options: argparse.Namespace) -> None:
+    """Print a row for each value of GOMP_SPINCOUNT. A ratio is to the first value in the same round."""
+    speeds: dict[str, list[float]] = {spin: [] for spin in options.spins}
+    cpu_seconds: dict[str, list[float]] = {spin: [] for spin in options.spins}
+    with busy(processes):
+        for _ in range(options.rounds):
+            for spin in options.spins:
+                speed, seconds = train(spin, ENCODERS[encoder], options.steps)
+                speeds[spin].append(speed)
+                cpu_seconds[spin].append(seconds)
+    for spin in options.spins:
+        speed, seconds = statistics.median(speeds[spin]), statistics.median(cpu_seconds[spin])
+        baseline = speeds[options.spins[0]]
+        ratio = statistics.median(a / b for a, b in zip(speeds[spin], baseline, strict=True))
+        print(f"| {encoder} | {processes} | {spin} | {speed:.0f} | {ratio:.2f} | {seconds:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

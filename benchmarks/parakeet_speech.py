@@ -3,16 +3,16 @@
     speechtrain prepare split MANIFEST --out DIR/split
     make peers && .venv-peers/bin/python benchmarks/parakeet_speech.py --split DIR/split --out DIR
 
-The split holds out what `recipe=scratch` holds out. The encoder has the recipe's sizes (5 layers of 128,
-frames of 30 ms), the batches its 16 recordings; learning rate and cosine are the recipe's too. The rest is
-what `ParakeetForRNNT`, `ParakeetFeatureExtractor` and `Trainer` do by themselves. Trainer plans in updates,
-so some are timed first, on the clock, and the clock stops it. Greedy texts are decoded one by one.
+These settings are the same as in `recipe=scratch`: the held-out recordings, the sizes of the encoder (5
+layers of 128, frames of 30 ms), batches of 16 recordings, the learning rate and the cosine. The others are
+the defaults of `ParakeetForRNNT`, `ParakeetFeatureExtractor` and `Trainer`. Trainer plans in updates, so the
+program first times some updates. Their time counts, and training stops when the time is over. The greedy
+search decodes one recording at a time.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import time
 from pathlib import Path
@@ -40,14 +40,19 @@ TIMED = 60  # updates
 
 
 class Recordings(torch.utils.data.Dataset[dict[str, Any]]):
-    """The recordings of a manifest, with ids of characters; lengths in seconds, to group by."""
+    """The recordings of a manifest, with the ids of their characters and their lengths in seconds."""
 
     def __init__(self, manifest: Path, characters: str = "") -> None:
-        rows = [json.loads(line) for line in manifest.read_text().splitlines()]
-        self.paths = [row["recording"]["sources"][0]["source"] for row in rows]
-        self.texts = [row["supervisions"][0]["text"] for row in rows]
-        self.seconds = [row["duration"] for row in rows]
-        self.characters = characters or "".join(sorted(set("".join(self.texts))))
+        self.paths, self.texts, self.seconds = [], [], []
+        for line in manifest.read_text().splitlines():
+            cut = json.loads(line)
+            source, supervision = cut["recording"]["sources"][0], cut["supervisions"][0]
+            self.paths.append(source["source"])
+            self.texts.append(supervision["text"])
+            self.seconds.append(cut["duration"])
+        if not characters:
+            characters = "".join(sorted(set("".join(self.texts))))
+        self.characters = characters
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -64,19 +69,25 @@ class Collator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         audio = [row["audio"] for row in rows]
-        found = self.extractor(audio, sampling_rate=16_000, return_tensors="pt", return_attention_mask=True)
+        features = self.extractor(
+            audio, sampling_rate=16_000, return_tensors="pt", return_attention_mask=True
+        )
         labels = [torch.tensor(row["labels"]) for row in rows]
         padded = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=self.blank)
         inputs = torch.nn.functional.pad(padded, (1, 0), value=self.blank)
-        return {**found, "labels": padded, "decoder_input_ids": inputs}
+        return {**features, "labels": padded, "decoder_input_ids": inputs}
 
 
 class Grouped(Trainer):
+    """A Trainer that groups recordings of similar length, as it does for a data set with a length column."""
+
     def _get_train_sampler(self, train_dataset: Any = None) -> LengthGroupedSampler:
-        return LengthGroupedSampler(ROWS, lengths=self.train_dataset.seconds)  # as for a column of lengths
+        return LengthGroupedSampler(ROWS, lengths=self.train_dataset.seconds)
 
 
 class Clock(TrainerCallback):
+    """Stops the training at the time ``end`` of the performance counter."""
+
     def __init__(self, end: float) -> None:
         self.end = end
 
@@ -91,7 +102,7 @@ def trainer(train: Recordings, out: Path, steps: int, end: float) -> Trainer:
         encoder_config=ENCODER, vocab_size=blank + 1, blank_token_id=blank, pad_token_id=blank,
         decoder_hidden_size=256, num_decoder_layers=1,
     )  # fmt: skip
-    given = TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=ROWS, learning_rate=RATE,
         lr_scheduler_type="cosine", warmup_steps=int(WARMUP * steps),
         dataloader_num_workers=1, remove_unused_columns=False, save_strategy="no", report_to=[], use_cpu=True,
@@ -100,73 +111,96 @@ def trainer(train: Recordings, out: Path, steps: int, end: float) -> Trainer:
     extractor = ParakeetFeatureExtractor(feature_size=40, hop_length=240)
     model = ParakeetForRNNT(config)
     model.generation_config.decoder_start_token_id = blank
-    return Grouped(model, given, Collator(extractor, blank), train, callbacks=[Clock(end)])
+    return Grouped(model, arguments, Collator(extractor, blank), train, callbacks=[Clock(end)])
 
 
-def errors(model: ParakeetForRNNT, found: Recordings, collate: Collator) -> tuple[float, float]:
-    """CER and WER over all recordings."""
-    wrong, size = np.zeros(2), np.zeros(2)
+@torch.inference_mode()
+def transcribe(model: ParakeetForRNNT, recordings: Recordings, index: int, collate: Collator) -> str:
+    """Return the greedy transcript of a recording."""
+    batch = collate([recordings[index]])
+    ids = model.generate(
+        input_features=batch["input_features"],
+        attention_mask=batch["attention_mask"],
+        max_new_tokens=2000,
+    )
+    row = getattr(ids, "sequences", ids)[0].tolist()
+    return "".join(recordings.characters[label] for label in row if label < collate.blank)
+
+
+def errors(model: ParakeetForRNNT, recordings: Recordings, collate: Collator) -> tuple[float, float]:
+    """Return the CER and the WER over all recordings."""
+    distances, sizes = np.zeros(2), np.zeros(2)
     model.eval()
-    for index, text in enumerate(found.texts):
-        batch = collate([found[index]])
-        with torch.inference_mode():
-            ids = model.generate(
-                input_features=batch["input_features"],
-                attention_mask=batch["attention_mask"],
-                max_new_tokens=2000,
-            )
-        ids = getattr(ids, "sequences", ids)[0].tolist()
-        heard = "".join(found.characters[i] for i in ids if i < collate.blank)
+    for index, text in enumerate(recordings.texts):
+        hypothesis = transcribe(model, recordings, index, collate)
         if index < 5:
-            print(repr(text), repr(heard), sep="\n", flush=True)
-        for number, split in enumerate((list, str.split)):
-            wrong[number] += distance(split(text), split(heard))
-            size[number] += len(split(text))
-    cer, wer = wrong / size
+            print(repr(text), repr(hypothesis), sep="\n", flush=True)
+        for column, split in enumerate((list, str.split)):
+            reference = split(text)
+            distances[column] += distance(reference, split(hypothesis))
+            sizes[column] += len(reference)
+    cer, wer = distances / sizes
     return float(cer), float(wer)
 
 
-def distance(one: list[str], other: list[str]) -> int:
-    row = list(range(len(other) + 1))
-    for i, a in enumerate(one, 1):
-        before, row[0] = row[0], i
-        for j, b in enumerate(other, 1):
-            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (a != b))
+def distance(reference: list[str], hypothesis: list[str]) -> int:
+    """Return the edit distance of two lists."""
+    row = list(range(len(hypothesis) + 1))
+    for i, symbol in enumerate(reference, 1):
+        diagonal, row[0] = row[0], i
+        for j, other_symbol in enumerate(hypothesis, 1):
+            substituted = diagonal + (symbol != other_symbol)
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, substituted)
     return row[-1]
 
 
+def seconds_per_update(train: Recordings, out: Path, end: float) -> float:
+    """Return the seconds of an update, from two short trainings. Their difference leaves out the start."""
+    seconds = []
+    for steps in (TIMED // 4, TIMED):
+        start = time.perf_counter()
+        trainer(train, out, steps, end).train()
+        seconds.append(time.perf_counter() - start)
+    return (seconds[1] - seconds[0]) / (TIMED - TIMED // 4)
+
+
 def main() -> None:
+    options = parse_arguments()
+    torch.set_flush_denormal(True)
+    start = time.perf_counter()
+    end = start + 3600 * options.hours
+    train = Recordings(options.split / "train.jsonl")
+    valid = Recordings(options.split / "valid.jsonl", train.characters)
+    update_seconds = seconds_per_update(train, options.out, end)
+    planned = max(1, int((end - time.perf_counter()) / update_seconds))
+    print(f"{update_seconds:.3f} s an update, {planned} planned", flush=True)
+    run = trainer(train, options.out, planned, end)
+    run.train()
+    seconds = time.perf_counter() - start
+    cer, wer = errors(run.model, valid, run.data_collator)
+    print("| updates | passes | seconds | CER held out | WER |\n|" + "---|" * 5)
+    updates = run.state.global_step
+    epochs = updates * ROWS / len(train)
+    print(
+        f"| {updates} of {planned} | {epochs:.1f} | {seconds:.0f} | {100 * cer:.1f} % | {100 * wer:.1f} % |"
+    )
+    print_losses(run.state.log_history)
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--split", type=Path, required=True, help="folder of train.jsonl and valid.jsonl")
     parser.add_argument("--hours", type=float, default=0.5)
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    torch.set_flush_denormal(True)
-    begun = time.perf_counter()
-    end = begun + 3600 * given.hours
-    train = Recordings(given.split / "train.jsonl")
-    valid = Recordings(given.split / "valid.jsonl", train.characters)
-    steps = [TIMED // 4, TIMED]
-    seconds = []
-    for count in steps:  # the difference leaves out what a start costs
-        first = time.perf_counter()
-        trainer(train, given.out, count, end).train()
-        seconds.append(time.perf_counter() - first)
-    a_step = (seconds[1] - seconds[0]) / (steps[1] - steps[0])
-    planned = max(1, int((end - time.perf_counter()) / a_step))
-    print(f"{a_step:.3f} s an update, {planned} planned", flush=True)
-    run = trainer(train, given.out, planned, end)
-    run.train()
-    trained = time.perf_counter() - begun
-    cer, wer = errors(run.model, valid, run.data_collator)
-    print("| updates | passes | seconds | CER held out | WER |\n|" + "---|" * 5)
-    done = run.state.global_step
-    passes = done * ROWS / len(train)
-    print(f"| {done} of {planned} | {passes:.1f} | {trained:.0f} | {100 * cer:.1f} % | {100 * wer:.1f} % |")
-    losses = [(e["step"], e["loss"]) for e in run.state.log_history if "loss" in e]
-    print("loss: " + ", ".join(f"{s}: {v:.2f}" for s, v in itertools.islice(losses, 0, None, 3)))
+    return parser.parse_args()
+
+
+def print_losses(log_history: list[dict[str, Any]]) -> None:
+    """Print each third logged loss."""
+    losses = [f"{event['step']}: {event['loss']:.2f}" for event in log_history if "loss" in event]
+    print("loss: " + ", ".join(losses[::3]))
 
 
 if __name__ == "__main__":

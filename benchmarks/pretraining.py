@@ -1,13 +1,13 @@
-"""What `recipe=wav2vec2_fsdd` learns, whether a collapse is noticed, and what the learnt encoder is good for.
+"""Learning curves of `recipe=wav2vec2_fsdd`, its alarms at a collapse, and word error rates with its encoder.
 
     DATASET_DIR=path/to/fsdd python benchmarks/pretraining.py learn --seeds 1 2 3 --out runs/pretraining
     DATASET_DIR=path/to/fsdd python benchmarks/pretraining.py collapse --out runs/pretraining
     DATASET_DIR=path/to/fsdd python benchmarks/pretraining.py use --seeds 1 2 3 --out runs/pretraining
 
-`learn` leaves one speaker out and validates on that speaker alone as well as on the test recordings of the
-others; its runs stay in --out. `collapse` plants three collapses and says how each run ended. `use` trains
-CTC on a tenth of the labels, from the encoders that `learn` left there and from random ones, for equally
-many updates. Tables are Markdown; KEY=VALUE arguments go to every run (`device.threads=1`).
+`learn` leaves one speaker out. It validates on that speaker, and on the test recordings of the others. Its
+runs stay in --out. `collapse` plants four faults and prints the end of each run. `use` trains CTC on a tenth
+of the labels, from the encoders of `learn` and from random ones, for the same number of updates. Tables are
+Markdown. KEY=VALUE arguments go to every run (`device.threads=1`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PLANTED = {
     "diversity weight 0": ["model.diversity_weight=0"],
 }
 FIGURES = ("accuracy", "code_perplexity", "shared_negatives", "loss_contrastive")
-TENTH = 45  # of the 450 utterances into which each recording goes once
+TENTH = 45  # of the 450 utterances, which contain each recording once
 
 
 def train(run_dir: Path, overrides: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Train, or continue, or take what is there: the result and the events."""
+    """Train a run or continue it. Return its result and its events. A finished run stays as it is."""
     command = [str(TRAIN), *overrides, f"run_dir={run_dir}", "tracking=jsonl"]
     subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
     result = json.loads((run_dir / "result.json").read_text())
@@ -42,25 +42,26 @@ def train(run_dir: Path, overrides: list[str]) -> tuple[dict[str, Any], list[dic
 
 
 def learn(out: Path, seeds: list[int], overrides: list[str]) -> None:
-    """The curve of each seed on training audio and, at validations, on voices heard and unheard."""
+    """Print the learning curve of each seed, in training and at validations on both sets of speakers."""
     root = os.environ.get("DATASET_DIR", "fsdd")
-    print("| seed | step | seconds | set | " + " | ".join(FIGURES) + " |\n|" + "---|" * (4 + len(FIGURES)))
+    columns = ["seed", "step", "seconds", "set", *FIGURES]
+    print(f"| {' | '.join(columns)} |\n|" + "---|" * len(columns))
     for seed in seeds:
         base = ["recipe=wav2vec2_fsdd", f"seed={seed}", *unheard(SPEAKER, root), *overrides]
         result, events = train(out / f"seed{seed}", base)
-        begun = events[0]["time"]
+        start_time = events[0]["time"]
         for event in events:
-            shown = event["event"] == "valid" or (event["event"] == "train" and event["step"] % 250 == 0)
-            if shown:
-                cells = [f"{event[name]:.4g}" for name in FIGURES]
-                place = [seed, event["step"], round(event["time"] - begun), event.get("set", "train")]
-                print("| " + " | ".join([*map(str, place), *cells]) + " |", flush=True)
-        alarms = [e["message"] for e in events if e["event"] == "warning"]
+            if event["event"] == "valid" or (event["event"] == "train" and event["step"] % 250 == 0):
+                seconds = round(event["time"] - start_time)
+                cells = [str(seed), str(event["step"]), str(seconds), event.get("set", "train")]
+                cells += [f"{event[name]:.4g}" for name in FIGURES]
+                print(f"| {' | '.join(cells)} |", flush=True)
+        alarms = [event["message"] for event in events if event["event"] == "warning"]
         print(f"\nseed {seed}: {result['status']}, alarms {alarms}\n", flush=True)
 
 
 def collapse(out: Path, overrides: list[str]) -> None:
-    """Each planted collapse: where the run ended and what it said."""
+    """Print the last step and the error of each planted collapse."""
     print("| planted | ended at step | said |\n|---|---|---|")
     for name, change in PLANTED.items():
         base = ["recipe=wav2vec2_fsdd", "trainer.max_steps=1000", *change, *overrides]
@@ -69,7 +70,7 @@ def collapse(out: Path, overrides: list[str]) -> None:
 
 
 def use(out: Path, seeds: list[int], updates: int, overrides: list[str]) -> None:
-    """Word error rates of CTC on a tenth of the labels, from learnt and from random encoders."""
+    """Print word error rates of CTC on a tenth of the labels, from pretrained and from random encoders."""
     tuned = ["recipe=fsdd", "model=ctc", "encoder=wav2vec2_small", f"data.train.utterances={TENTH}"]
     tuned += ["encoder.mask.probability=0.2", "trainer.max_epochs=null", f"trainer.max_steps={updates}"]
     tuned += [f"trainer.validate_every={updates}", "optimizer.lr=1e-3", "trainer.ema=0", *overrides]
@@ -78,7 +79,8 @@ def use(out: Path, seeds: list[int], updates: int, overrides: list[str]) -> None
         rates = []
         learnt = [f"init_from={out / f'seed{seed}'}", "model.freeze_encoder_steps=100"]
         for name, change in {"pretrained": learnt, "random": []}.items():
-            result, _ = train(out / f"ctc{updates}-{name}{seed}", [*tuned, f"seed={seed}", *change])
+            run_dir = out / f"ctc{updates}-{name}{seed}"
+            result, _ = train(run_dir, [*tuned, f"seed={seed}", *change])
             rates.append(f"{100 * result['metrics']['test/wer']:.1f} %")
         print(f"| {seed} | {' | '.join(rates)} |", flush=True)
 
@@ -90,7 +92,7 @@ def main() -> None:
     parser.add_argument("what", choices=("learn", "collapse", "use"))
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--updates", type=int, default=800, help="of a recogniser")
+    parser.add_argument("--updates", type=int, default=800, help="updates of a recogniser")
     parser.add_argument("--out", type=Path, default=Path("runs/pretraining"))
     arguments = parser.parse_intermixed_args()
     if arguments.what == "learn":

@@ -1,22 +1,21 @@
-"""What more ranks cost: agreement and logging, the reduction of gradients, and 8 to 1,000 ranks predicted.
+"""The cost of more ranks: agreement, logging and the reduction of gradients. Predictions up to 1,000 ranks.
 
     python benchmarks/scaling.py                      # the page docs/benchmarks/scaling.md
     python benchmarks/scaling.py --smoke              # small models, a minute
     python benchmarks/scaling.py --models rnnt --rounds 5
 
-Ranks are processes of this machine that speak gloo over its loopback, one thread each. A step is what
-the trainer does: forward, backward with the reduction of gradients by DDP, agreement, update. In each
-round rank 0 computes a step alone while the other waits, then both compute one (A B A B ...), since other
-work on the machine comes and goes. Communication is measured by reductions of vectors, on 2 and on 4 ranks,
-and fitted as
+Ranks are processes of this machine that speak gloo over its loopback, one thread each. A step is a step of
+the trainer: forward, backward with the reduction of gradients by DDP, agreement, update. In each round rank 0
+computes a step alone while the other rank waits, then both compute one (A B A B ...), since other work on the
+machine comes and goes. Communication is measured by reductions of vectors, on 2 and on 4 ranks, and fitted as
 
     seconds(n ranks, m bytes, k pieces) = k · latency · (n − 1) + 2 (n − 1) / n · m / bandwidth
 
-which is the ring's cost (Patarasuk and Yuan, 2009). A step on n ranks is predicted as the step alone plus
-the reduction of its gradients, without overlap: on a CPU, reducing takes the core that computes. The
-prediction for 2 ranks stands beside the measured step. For more ranks bandwidth is a parameter, and the
-share of the time that computes is given twice: with the reduction behind backward, and beneath it as far
-as it fits.
+which is the cost of a ring (Patarasuk and Yuan, 2009). The prediction of a step on n ranks is the step alone
+plus the reduction of its gradients, without overlap, since the reduction takes the core that computes. The
+table has the prediction for 2 ranks beside the measured step. For more ranks the bandwidth is a parameter.
+The share of the time that computes is then printed twice: with the reduction after backward, and with as
+much of the reduction during backward as fits.
 """
 
 from __future__ import annotations
@@ -58,17 +57,18 @@ BUCKET = 25 * 2**20  # bytes that DDP reduces at once
 LOG_EVERY = 10
 RANKS = (8, 16, 64, 256, 1000)
 BANDWIDTHS = (1.25, 3.125, 12.5, 50.0)  # GB/s: 10, 25, 100 and 400 Gbit/s
-SECONDS = {"rnnt": 10.0, "wav2vec2": 10.0}
+SECONDS = 10.0
 ROWS = {"rnnt": 4, "wav2vec2": 1}
 
 
 def task_and_batch(name: str, is_small: bool) -> tuple[Task, Batch]:
-    """The base model and a batch of noise for it."""
-    seconds = 2.0 if is_small else SECONDS[name]
+    """Return the base model, or a small one, and a batch of noise for it."""
+    seconds, labels, size = SECONDS, 40, "model=wav2vec2"
+    if is_small:
+        seconds, labels, size = 2.0, 5, "model=wav2vec2_small"
     if name == "rnnt":
         task = rnnt_base(is_small)
-        return task, noise(ROWS[name], seconds, 5 if is_small else 40, task.tokenizer.size)
-    size = "model=wav2vec2_small" if is_small else "model=wav2vec2"
+        return task, noise(ROWS[name], seconds, labels, task.tokenizer.size)
     task, _ = build_task(compose([size, "data=digits"], None))
     return task.train(), noise(ROWS[name], seconds, 0, 2)
 
@@ -85,7 +85,7 @@ class Steps:
             limits, CPU(), precision, group, Checkpointer(folder), tracker, seed=1, run_dir=folder
         )
         optimizer, progress = LAMB(task.parameters(), lr=1e-6), self.trainer.progress
-        # no data and no schedule: the batch is always the same
+        # Data and schedule are not needed, since the batch is always the same.
         self.parts = Parts(
             task=task,
             data=None,  # type: ignore[arg-type]
@@ -100,97 +100,104 @@ class Steps:
         self.interval = Interval()
 
     def step(self) -> float:
-        """One; its seconds."""
-        begun = time.perf_counter()
+        """Train a step and return its seconds."""
+        start = time.perf_counter()
         batches = itertools.repeat(self.batch)
         global_batch = self.trainer._accumulate(self.parts, batches, 1, self.interval)
         self.trainer._step(self.parts, global_batch, 1e-6)
         self.trainer.update.outcomes(True)
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
     def log(self) -> float:
-        """A log line of ``LOG_EVERY`` steps; its seconds."""
-        interval, one = Interval(), torch.ones(())
+        """Write a log line of ``LOG_EVERY`` steps and return its seconds."""
+        interval, total = Interval(), torch.ones(())
         for _ in range(LOG_EVERY):
-            interval.sums.add(dict.fromkeys(("loss", "accuracy", "loss_bits"), (one, one)))
-        begun = time.perf_counter()
+            interval.sums.add(dict.fromkeys(("loss", "accuracy", "loss_bits"), (total, total)))
+        start = time.perf_counter()
         self.trainer._log(interval, 0.0, torch.zeros(()))
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
     def all_reduce_status(self) -> float:
-        """The agreement of ranks that arrive together; its seconds."""
+        """Return the seconds of an agreement of ranks that arrive at the same time."""
         self.group.barrier()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         self.group.all_reduce_status(torch.ones(()), stop=False, late=False, skip=torch.tensor(False))
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
 
 def reductions(world: World, rounds: int) -> list[tuple[int, float]]:
-    """(bytes, seconds) of sums over all ranks, the median of ``rounds`` each."""
+    """Return the bytes and the median seconds of sums over all ranks."""
     measured = []
     for size in (4, 2**18, 2**22, BUCKET):
         vector = torch.zeros(max(1, size // 4))
         seconds = []
         for _ in range(rounds):
             dist.barrier()
-            begun = time.perf_counter()
+            start = time.perf_counter()
             dist.all_reduce(vector)
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - start)
         measured.append((vector.numel() * 4, statistics.median(seconds)))
     return measured
 
 
-def rank(number: int, size: int, port: int, given: argparse.Namespace, out: str) -> None:
-    """A process of the measurement; rank 0 writes what was found to ``out``."""
+def rank(number: int, size: int, port: int, options: argparse.Namespace, out: str) -> None:
+    """Run a process of the measurement. Rank 0 writes the figures to ``out``."""
     torch.set_num_threads(1)
-    places = World(number, size, number, size).variables()
-    os.environ.update(places, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    variables = World(number, size, number, size).variables()
+    os.environ.update(variables, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     group = open_group(World(number, size, number, size))
-    found: dict[str, Any] = {"reductions": reductions(group.world, 3 * given.rounds)}
-    for name in given.models if size == 2 else []:
-        task, batch = task_and_batch(name, given.smoke)
-        folder = Path(out).parent / f"{name}-{number}"
-        folder.mkdir()
-        alone = Steps(SingleProcess(), task, task, batch, folder)
-        together = Steps(group, task, group.wrap(task), batch, folder)
-        together.parts.optimizer = alone.parts.optimizer
-        times: dict[str, list[float]] = {"alone": [], "together": []}
-        for count in range(
-            given.rounds + 1
-        ):  # the first round builds kernels and buckets, and does not count
-            group.barrier()
-            own = alone.step() if not number else 0.0
-            group.barrier()
-            both = together.step()
-            if count:
-                times["alone"].append(own)
-                times["together"].append(both)
-        gradients = sum(p.numel() for p in task.parameters() if p.requires_grad) * 4
-        found[name] = {
-            **times,
-            "bytes": gradients,
-            "agree": statistics.median(together.all_reduce_status() for _ in range(50)),
-            "log": statistics.median(together.log() for _ in range(9)),
-        }
-        del together
-    if not number:
-        Path(out).write_text(json.dumps(found))
+    figures: dict[str, Any] = {"reductions": reductions(group.world, 3 * options.rounds)}
+    if size == 2:
+        for name in options.models:
+            folder = Path(out).parent / f"{name}-{number}"
+            folder.mkdir()
+            task, batch = task_and_batch(name, options.smoke)
+            figures[name] = measure(group, task, batch, options.rounds, folder)
+    if number == 0:
+        Path(out).write_text(json.dumps(figures))
     group.close()
 
 
-def run(size: int, given: argparse.Namespace) -> dict[str, Any]:
-    """What ``size`` ranks found."""
+def measure(group: Group, task: Task, batch: Batch, rounds: int, folder: Path) -> dict[str, Any]:
+    """Return the seconds of steps alone and together, of an agreement and of a log line, and the bytes."""
+    alone = Steps(SingleProcess(), task, task, batch, folder)
+    together = Steps(group, task, group.wrap(task), batch, folder)
+    together.parts.optimizer = alone.parts.optimizer
+    times: dict[str, list[float]] = {"alone": [], "together": []}
+    for turn in range(rounds + 1):
+        group.barrier()
+        seconds_alone = alone.step() if group.world.rank == 0 else 0.0
+        group.barrier()
+        seconds_together = together.step()
+        if turn:  # The first round builds kernels and buckets and does not count.
+            times["alone"].append(seconds_alone)
+            times["together"].append(seconds_together)
+    return {
+        **times,
+        "bytes": gradient_bytes(task),
+        "agree": statistics.median(together.all_reduce_status() for _ in range(50)),
+        "log": statistics.median(together.log() for _ in range(9)),
+    }
+
+
+def gradient_bytes(task: Task) -> int:
+    """Return the bytes of the gradients in fp32."""
+    return 4 * sum(parameter.numel() for parameter in task.parameters() if parameter.requires_grad)
+
+
+def run(size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Start ``size`` ranks and return their figures."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        out = f"{folder}/found.json"
-        processes.spawn(rank, (size, port, given, out), nprocs=size)
-        found: dict[str, Any] = json.loads(Path(out).read_text())
-    return found
+        out = f"{folder}/figures.json"
+        processes.spawn(rank, (size, port, options, out), nprocs=size)
+        figures: dict[str, Any] = json.loads(Path(out).read_text())
+    return figures
 
 
 def fit(by_ranks: dict[int, list[tuple[int, float]]]) -> tuple[float, float]:
-    """Latency (s) and bandwidth (bytes/s) by least squares over relative errors."""
+    """Return latency (s) and bandwidth (bytes/s), fitted by least squares of relative errors."""
     rows, targets = [], []
     for ranks, measured in by_ranks.items():
         for size, seconds in measured:
@@ -203,9 +210,10 @@ def fit(by_ranks: dict[int, list[tuple[int, float]]]) -> tuple[float, float]:
 
 
 def reduction(ranks: int, size: float, latency: float, bandwidth: float) -> float:
-    """Seconds to sum gradients of ``size`` bytes over ``ranks``."""
+    """Return the predicted seconds of a sum of ``size`` bytes of gradients over ``ranks``."""
     pieces = -(-size // BUCKET)
-    return pieces * latency * (ranks - 1) + 2 * (ranks - 1) / ranks * size / bandwidth
+    transferred = 2 * (ranks - 1) / ranks * size
+    return pieces * latency * (ranks - 1) + transferred / bandwidth
 
 
 def main() -> None:
@@ -215,45 +223,57 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=("rnnt", "wav2vec2"), default=["rnnt", "wav2vec2"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="small models, two rounds")
-    given = parser.parse_args()
-    if given.smoke:
-        given.rounds = 2
+    options = parser.parse_args()
+    if options.smoke:
+        options.rounds = 2
     print(f"{chip()[0]}, {os.cpu_count()} cores, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n")
-    two, four = run(2, given), run(4, given)
+    two, four = run(2, options), run(4, options)
     latency, bandwidth = fit({2: two["reductions"], 4: four["reductions"]})
     print("| ranks | bytes | reduction, ms | fitted |\n|---|---|---|---|")
-    for ranks, found in ((2, two), (4, four)):
-        for size, seconds in found["reductions"]:
-            fitted = latency * (ranks - 1) + 2 * (ranks - 1) / ranks * size / bandwidth
-            print(f"| {ranks} | {size:,} | {1e3 * seconds:.2f} | {1e3 * fitted:.2f} |")
+    for ranks, figures in ((2, two), (4, four)):
+        for size, seconds in figures["reductions"]:
+            transferred = 2 * (ranks - 1) / ranks * size
+            fitted = latency * (ranks - 1) + transferred / bandwidth
+            milliseconds = f"{1e3 * seconds:.2f} | {1e3 * fitted:.2f}"
+            print(f"| {ranks} | {size:,} | {milliseconds} |")
     print(f"\nlatency {1e6 * latency:.0f} µs, bandwidth {bandwidth / 1e9:.2f} GB/s, over the loopback")
-    for name in given.models:
+    for name in options.models:
         report(name, two[name], latency, bandwidth)
     print(f"\nload {os.getloadavg()[0]:.1f} at the end")
 
 
-def report(name: str, found: dict[str, Any], latency: float, bandwidth: float) -> None:
-    """One model's figures."""
-    alone, together = statistics.median(found["alone"]), statistics.median(found["together"])
-    predicted = alone + reduction(2, found["bytes"], latency, bandwidth)
-    overhead = found["agree"] + found["log"] / LOG_EVERY
-    print(f"\n{name}: {ROWS[name]} rows, {found['bytes'] / 2**20:.0f} MiB of gradients")
+def report(name: str, figures: dict[str, Any], latency: float, bandwidth: float) -> None:
+    """Print the measurements and the predictions of a model."""
+    alone, together = statistics.median(figures["alone"]), statistics.median(figures["together"])
+    size = figures["bytes"]
+    predicted = alone + reduction(2, size, latency, bandwidth)
+    overhead = figures["agree"] + figures["log"] / LOG_EVERY
+    print(f"\n{name}: {ROWS[name]} rows, {size / 2**20:.0f} MiB of gradients")
     print("\n| | s |\n|---|---|")
     print(f"| step of one rank alone | {alone:.3f} |")
     print(f"| step of 2 ranks | {together:.3f} |")
     print(f"| predicted for 2 ranks | {predicted:.3f} ({predicted / together - 1:+.1%}) |")
-    print(f"| agreement | {found['agree']:.6f} |")
-    print(f"| a log line | {found['log']:.6f} |")
+    print(f"| agreement | {figures['agree']:.6f} |")
+    print(f"| a log line | {figures['log']:.6f} |")
     print(f"| agreement and a tenth of a log line, of a step | {overhead / together:.3%} |")
-    print("\n| ranks | " + " | ".join(f"{8 * width:g} Gbit/s" for width in BANDWIDTHS) + " |")
-    print("|---|" + "---|" * len(BANDWIDTHS))
+    print_predictions(alone, size, latency)
+
+
+def print_predictions(alone: float, size: float, latency: float) -> None:
+    """Print the share of the time that computes, for each number of ranks and each bandwidth.
+
+    ``alone`` is the seconds of a step of one rank. Two thirds of it are backward.
+    """
+    columns = [f"{8 * bandwidth:g} Gbit/s" for bandwidth in BANDWIDTHS]
+    print(f"\n| ranks | {' | '.join(columns)} |")
+    print("|---|" + "---|" * len(columns))
     for ranks in RANKS:
         cells = []
-        for width in BANDWIDTHS:
-            cost = reduction(ranks, found["bytes"], latency, width * 1e9)
-            hidden = max(0.0, cost - alone * 2 / 3)  # beneath backward
-            cells.append(f"{alone / (alone + cost):.0%}, {alone / (alone + hidden):.0%}")
-        print(f"| {ranks} | " + " | ".join(cells) + " |")
+        for bandwidth in BANDWIDTHS:
+            cost = reduction(ranks, size, latency, bandwidth * 1e9)
+            cost_after_backward = max(0.0, cost - alone * 2 / 3)
+            cells.append(f"{alone / (alone + cost):.0%}, {alone / (alone + cost_after_backward):.0%}")
+        print(f"| {ranks} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 
-from memory import alone
+from memory import measure_in_process
 
 FULL = ("model=rnnt_mlperf", "augment=none")
 SMALL = ("model=rnnt", "augment=none")
@@ -44,7 +44,7 @@ def measure(options: argparse.Namespace) -> dict[int, list[tuple[float, float]]]
     for _ in range(options.rounds):
         for factor in options.factors:
             recipe = [*network, f"encoder.stack_time={factor}"]
-            rounds[factor].append(alone(recipe, lengths, options.labels, options.steps))
+            rounds[factor].append(measure_in_process(recipe, lengths, options.labels, options.steps))
     return rounds
 
 

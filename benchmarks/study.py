@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -17,7 +18,6 @@ from speechtrain.study.objectives import Objective
 from speechtrain.study.store import Study, StudySpec
 
 TRIALS = 500
-ROUNDS = 5
 
 
 def finished_study(folder: Path) -> None:
@@ -49,17 +49,20 @@ def processor_seconds(*words: str) -> tuple[float, str]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="commands of each kind (5)")
+    rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "study")
         finished_study(folder)
         asks = []
         tells = []
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             seconds, output = processor_seconds("ask", str(folder))
             asks.append(seconds)
             end = json.dumps({"id": json.loads(output)["id"], "values": {"wer": 0.3}})
             tells.append(processor_seconds("tell", str(folder), end)[0])
-        print(f"{TRIALS} finished trials, median of {ROUNDS}, processor seconds of one process:")
+        print(f"{TRIALS} finished trials, median of {rounds}, processor seconds of one process:")
         print(f"ask {statistics.median(asks):.2f}, tell {statistics.median(tells):.2f}")
 
 

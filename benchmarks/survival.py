@@ -1,13 +1,13 @@
-"""Whether runs survive: killed ranks, signals to one rank, a kill a minute, other numbers of ranks.
+"""Tests of runs that are disturbed: killed ranks, signals to a rank, a kill a minute, a new number of ranks.
 
-    python benchmarks/survival.py kills --seeds 20           # kill -9 of a random rank of 2 to 4, anywhere
+    python benchmarks/survival.py kills --seeds 20           # kill -9 of a random rank of 2 to 4
     python benchmarks/survival.py signals --tries 50         # SIGTERM to one of 2 ranks, phase by phase
     python benchmarks/survival.py goodput --minutes 15 --every 60
     python benchmarks/survival.py worlds                     # 1, 2, 4 and 1 ranks, five updates each
 
-Every run is the console command in processes of its own, one thread a rank, on the embedded digits. A line
-for each kill, try or world, and a summary; exit code 1 where a bar does not hold. Runs stay in --out for a
-look, and are begun anew. KEY=VALUE arguments go to every run. Linux.
+Every run is a console command on the embedded digits, with one thread a rank. The program prints a line for
+each kill, try or world, and a summary. The exit code is 1 if a bound does not hold. The runs stay in --out.
+The next call replaces them. KEY=VALUE arguments go to every run. The program needs Linux.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ SMALL = [
 """The RNN-T of `recipe=demo` with 4 utterances a micro-batch: 0.1 to 0.2 s an update."""
 
 UPDATES = 30
-DETECTED, AGAIN = 10.0, 30.0  # seconds
+LONGEST_DETECTION, LONGEST_RECOVERY = 10.0, 30.0  # seconds
 GOODPUT = 0.8
 TOLERANCE = 1e-5
-PATIENCE = 600.0  # seconds, after which a run hangs
+PATIENCE = 600.0  # seconds. A run that takes longer hangs.
 POLL = 0.005  # seconds
 PAUSE = "SURVIVAL_PAUSE"
-_NOTICED = re.compile(r"closing signal|exitcode: -?\d")  # torchrun's first word of a dead rank or its peer
+_NOTICED = re.compile(r"closing signal|exitcode: -?\d")  # in torchrun's first line about a dead rank
 
 
 class RecordedData(SpeechData):
     """Appends each training batch's address, ids and a checksum of its audio to ``handed.jsonl``.
 
-    ``$SURVIVAL_PAUSE`` seconds pass before each, as from a slow disk.
+    Before each batch it waits ``$SURVIVAL_PAUSE`` seconds, like a slow disk.
     """
 
     def train(self, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> Iterator[Batch]:
@@ -67,7 +67,8 @@ class RecordedData(SpeechData):
 
     def _recorded(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         pause = float(os.environ.get(PAUSE, "0"))
-        with (Path(self.run_dir) / "handed.jsonl").open("a", buffering=1) as file:
+        assert self.skips.path is not None
+        with (self.skips.path.parent / "handed.jsonl").open("a", buffering=1) as file:
             for batch in batches:
                 time.sleep(pause)
                 audio = zlib.crc32(batch.audio.numpy().tobytes())
@@ -76,7 +77,7 @@ class RecordedData(SpeechData):
 
 
 class Run:
-    """One run directory and the commands that are given on it."""
+    """A run directory and the commands that train in it."""
 
     def __init__(self, run_dir: Path, overrides: list[str], pause: float = 0.0) -> None:
         self.run_dir = run_dir
@@ -95,7 +96,7 @@ class Run:
             self.process = subprocess.Popen(line, env=environment, stdout=log, stderr=log, text=True)
 
     def wait(self, patience: float = PATIENCE) -> int:
-        """The command's exit code; it is killed, with what it has started, where it hangs."""
+        """Return the exit code of the command. If it hangs, kill it and its processes, and raise."""
         assert self.process is not None
         try:
             return self.process.wait(patience)
@@ -106,43 +107,44 @@ class Run:
             self.process.wait()
             raise
 
-    def done(self, *extra: str, patience: float = PATIENCE) -> None:
-        """The command to its end, which must be a good one."""
+    def complete(self, *extra: str, patience: float = PATIENCE) -> None:
+        """Run the command to its end. If it fails, exit."""
         self.start(*extra)
         if code := self.wait(patience):
             sys.exit(f"{self.run_dir} ended with {code}: see {self.run_dir.with_suffix('.log')}")
 
-    def until(self, reached: Callable[[], object]) -> bool:
-        """Poll until ``reached`` says something true; False where the command ends first, or hangs."""
+    def until(self, condition: Callable[[], object]) -> bool:
+        """Wait until ``condition`` holds. Return False if the command ends before, or hangs."""
         assert self.process is not None
-        begun = time.monotonic()
-        while not reached():
-            if self.process.poll() is not None or time.monotonic() - begun > PATIENCE:
-                return bool(reached())
+        start = time.monotonic()
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() - start > PATIENCE:
+                return bool(condition())
             time.sleep(POLL)
         return True
 
     def ranks(self) -> dict[int, int]:
-        """Process ids of the ranks that live now, by rank."""
+        """Return the process id of each living rank."""
         assert self.process is not None
-        found = {}
+        pids = {}
         for agent in children_of(self.process.pid):
             for pid in children_of(agent):
                 try:
                     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 except OSError:
                     continue
-                numbers = [v.removeprefix(b"RANK=") for v in variables if v.startswith(b"RANK=")]
-                found.update({int(number): pid for number in numbers})
-        return found
+                for variable in variables:
+                    if variable.startswith(b"RANK="):
+                        pids[int(variable.removeprefix(b"RANK="))] = pid
+        return pids
 
     def family(self) -> set[int]:
-        """Everything that the command has started and that lives now."""
+        """Return the ids of all living processes that the command has started."""
         assert self.process is not None
         return children_of(self.process.pid, all_generations=True)
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
-        """What the run's record says, attempts that were made void included."""
+        """Return the events of ``metrics.jsonl``, also of attempts that were undone, all or of one kind."""
         try:
             lines = (self.run_dir / "metrics.jsonl").read_text().split("\n")[:-1]
         except OSError:
@@ -151,38 +153,52 @@ class Run:
         return [r for r in records if not kind or r["event"] == kind]
 
     def losses(self) -> dict[int, float]:
-        """The loss of each update, as the last attempt at it logged it."""
-        return {e["step"]: e["loss"] for e in self.events("train")}
+        """Return the loss of each update, as its last attempt logged it."""
+        return {event["step"]: event["loss"] for event in self.events("train")}
+
+    def logged_step(self) -> int:
+        """Return the step of the newest update in the record, or 0."""
+        updates = self.events("train")
+        return updates[-1]["step"] if updates else 0
 
     def handed(self) -> dict[tuple[int, int], list[Any]]:
-        """Ids and checksum of each micro-batch by its address; every attempt must get the same."""
-        found: dict[tuple[int, int], list[Any]] = {}
+        """Return the ids and the checksum of each micro-batch by its address.
+
+        If two attempts did not get the same, exit.
+        """
+        batches: dict[tuple[int, int], list[Any]] = {}
         for line in (self.run_dir / "handed.jsonl").read_text().splitlines():
-            epoch, index, *rest = json.loads(line)
-            if found.setdefault((epoch, index), rest) != rest:
+            epoch, index, *content = json.loads(line)
+            if batches.setdefault((epoch, index), content) != content:
                 sys.exit(f"{self.run_dir}: micro-batch {epoch}/{index} was not the same in two attempts")
-        return found
+        return batches
 
     def samples(self) -> dict[tuple[int, int], list[Any]]:
-        """What ``handed`` says of the updates that count: a killed attempt may have fetched ahead."""
+        """Return ``handed`` for the updates that count. A killed attempt may have fetched more batches."""
         handed = self.handed()
-        size = self.events("start")[-1]["ranks"] * self.events("start")[-1]["accumulate"]
-        return {place: handed[place] for place in sorted(handed)[: size * len(self.losses())]}
+        start = self.events("start")[-1]
+        size = start["ranks"] * start["accumulate"]
+        addresses = sorted(handed)[: size * len(self.losses())]
+        return {address: handed[address] for address in addresses}
 
     def result(self) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())
         return content
 
 
-def difference(ours: dict[int, float], theirs: dict[int, float]) -> float:
-    """The largest relative difference of losses; infinite where the updates are not the same ones."""
-    if sorted(ours) != sorted(theirs):
+def difference(losses: dict[int, float], baseline: dict[int, float]) -> float:
+    """Return the largest relative difference of losses, or infinity if the updates are not the same."""
+    if losses.keys() != baseline.keys():
         return float("inf")
-    return max(abs(ours[step] - theirs[step]) / abs(theirs[step]) for step in ours)
+    differences = []
+    for step, loss in baseline.items():
+        distance = abs(losses[step] - loss)
+        differences.append(distance / abs(loss))
+    return max(differences)
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended."""
+    """Return whether a process has ended."""
     try:
         return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -191,49 +207,73 @@ def is_gone(pid: int) -> bool:
 
 @dataclass
 class Kill:
-    """What became of one kill -9."""
+    """A kill -9 of a rank and the times of its effects, in seconds after the kill."""
 
     rank: int
     step: int
-    at: float  # Unix seconds
-    detected: float = float("inf")  # seconds until the agent's first word of it
+    time: float  # Unix seconds
+    detected: float = float("inf")  # until the agent's first line about it
     ended: float = float("inf")  # until all ranks of the attempt have ended
-    again: float = float("inf")  # until an update is logged again
-    resumed: int = 0
+    recovered: float = float("inf")  # until the next update is logged
+    resumed: int = 0  # step of the checkpoint
+
+    def __str__(self) -> str:
+        """Return the text of a kill and its effects in a long run."""
+        return (
+            f"rank {self.rank} killed after step {self.step}, detected {self.detected:.2f} s, training again "
+            f"{self.recovered:.2f} s, {self.step - self.resumed} updates lost"
+        )
 
 
 def kill_a_rank(run: Run, draw: random.Random) -> Kill | None:
-    """kill -9 of a random rank now, and how long the run takes to train again; None where it has ended."""
+    """Kill a random rank and wait until the run trains again. Return None if no rank lives."""
     log = run.run_dir / "agent.log"
     ranks = run.ranks()
     if not ranks:
         return None
     rank = draw.choice(sorted(ranks))
-    before, said = len(run.events()), _size(log)
-    steps = [e["step"] for e in run.events("train")]
-    kill = Kill(rank, steps[-1] if steps else 0, time.time())
+    earlier_events, log_size = len(run.events()), _size(log)
+    kill = Kill(rank, run.logged_step(), time.time())
     os.kill(ranks[rank], signal.SIGKILL)
 
     def is_training() -> bool:
-        now = time.time() - kill.at
-        if kill.detected == float("inf") and _NOTICED.search(_tail(log, said)):
-            kill.detected = now
+        seconds = time.time() - kill.time
+        if kill.detected == float("inf") and _NOTICED.search(_tail(log, log_size)):
+            kill.detected = seconds
         if kill.ended == float("inf") and all(map(is_gone, ranks.values())):
-            kill.ended = now
-        events = run.events()[before:]  # a dying attempt may have logged an update more
-        starts = [number for number, e in enumerate(events) if e["event"] == "start"]
-        return bool(starts) and any(e["event"] == "train" for e in events[starts[0] :])
+            kill.ended = seconds
+        return any(event["event"] == "train" for event in _since_start(run, earlier_events))
 
-    if not run.until(is_training):
-        return kill
-    events = run.events()[before:]
-    events = events[next(n for n, e in enumerate(events) if e["event"] == "start") :]
-    first = next(e for e in events if e["event"] == "train")
-    kill.again = first["time"] - kill.at
-    kill.resumed = next((e["step"] for e in events if e["event"] == "resume"), 0)
-    if first["step"] != kill.resumed + 1:
-        sys.exit(f"{run.run_dir}: resumed at step {kill.resumed}, but update {first['step']} came first")
+    if run.until(is_training):
+        note_recovery(kill, run, _since_start(run, earlier_events))
     return kill
+
+
+def _since_start(run: Run, earlier_events: int) -> list[dict[str, Any]]:
+    """Return the events since the first start after ``earlier_events`` events.
+
+    A dying attempt may log one more update before that start.
+    """
+    events = run.events()[earlier_events:]
+    kinds = [event["event"] for event in events]
+    if "start" not in kinds:
+        return []
+    return events[kinds.index("start") :]
+
+
+def note_recovery(kill: Kill, run: Run, events: list[dict[str, Any]]) -> None:
+    """Note the first update of the new attempt. It must follow the checkpoint directly."""
+    first_update = next(event for event in events if event["event"] == "train")
+    kill.recovered = first_update["time"] - kill.time
+    kill.resumed = resumed_step(events)
+    step = first_update["step"]
+    if step != kill.resumed + 1:
+        sys.exit(f"{run.run_dir}: resumed at step {kill.resumed}, but update {step} came first")
+
+
+def resumed_step(events: list[dict[str, Any]]) -> int:
+    """Return the step of the first resumption, or 0 if there is none."""
+    return next((event["step"] for event in events if event["event"] == "resume"), 0)
 
 
 def _size(path: Path) -> int:
@@ -248,69 +288,93 @@ def _tail(path: Path, offset: int) -> str:
         return file.read()
 
 
+@dataclass
+class KillOutcome:
+    """A killed run in comparison with an undisturbed run."""
+
+    kill: Kill
+    difference: float  # of losses, relative
+    is_good: bool
+
+
 def kills(out: Path, first: int, seeds: int, overrides: list[str]) -> bool:
-    """A random rank of 2 to 4 is killed at a random step; the run must end as if nothing had been."""
+    """Kill a random rank of 2 to 4 at a random step. The run must end like an undisturbed run."""
     plan = ["trainer.save_every=5", f"trainer.max_steps={UPDATES}", "device.oversubscribe=true", *overrides]
     undisturbed: dict[int, Run] = {}
     for size in (2, 3, 4):
         undisturbed[size] = Run(out / f"undisturbed-{size}", [*plan, f"world_size={size}"])
-        undisturbed[size].done()
-    rows: list[tuple[Kill, float, bool]] = []
-    for seed in range(first, first + seeds):
-        draw = random.Random(seed)
-        size, step, delay = draw.choice((2, 3, 4)), draw.randrange(UPDATES), draw.uniform(0.0, 0.3)
-        more = [f"world_size={size}", "launcher=torchrun", "launcher.max_restarts=3"]
-        # workers of the data, too, which a killed rank leaves behind
-        run = Run(out / f"seed-{seed}", [*plan, *more, *(["data.workers=1"] if seed % 5 == 0 else [])])
-        run.start()
-        run.until(lambda: len(run.ranks()) == size)  # noqa: B023
-        run.until(lambda: len(run.losses()) >= step)  # noqa: B023
-        time.sleep(delay)
-        family = run.family()
-        kill = kill_a_rank(run, draw)
-        family |= run.family()
-        code = run.wait()
-        assert kill is not None
-        left = [pid for pid in family if not is_gone(pid)]
-        apart = difference(run.losses(), undisturbed[size].losses())
-        whole = run.result()["metrics"] == undisturbed[size].result()["metrics"]
-        is_same = run.samples() == undisturbed[size].samples()
-        is_good = code == 0 and not left and is_same and apart <= TOLERANCE
-        rows.append((kill, apart, is_good))
-        print(
-            f"seed {seed}: {size} ranks, rank {kill.rank} killed after step {kill.step}, detected "
-            f"{kill.detected:.2f} s, all ended {kill.ended:.2f} s, resumed at {kill.resumed}, training again "
-            f"{kill.again:.2f} s, exit {code}, losses apart {apart:.1e}, validation equal {whole}, "
-            f"samples equal {is_same}, left over {len(left)}, load {os.getloadavg()[0]:.1f}",
-            flush=True,
-        )
-        if is_good:
-            shutil.rmtree(run.run_dir)
+        undisturbed[size].complete()
+    outcomes = [kill_in_run(out, seed, plan, undisturbed) for seed in range(first, first + seeds)]
     print("\n| | median | largest |\n|---|---|---|")
-    for name in ("detected", "ended", "again"):
-        seconds = [getattr(kill, name) for kill, _, _ in rows]
+    for name, field_name in (("detected", "detected"), ("ended", "ended"), ("again", "recovered")):
+        seconds = [getattr(outcome.kill, field_name) for outcome in outcomes]
         print(f"| {name}, s | {statistics.median(seconds):.2f} | {max(seconds):.2f} |")
-    good = sum(is_good for _, _, is_good in rows)
-    equal = sum(apart == 0 for _, apart, _ in rows)
+    good = sum(outcome.is_good for outcome in outcomes)
+    equal = sum(outcome.difference == 0 for outcome in outcomes)
     print(f"\n{good} of {seeds} reach step {UPDATES} with the same samples, {equal} with bit-equal losses")
-    in_time = [kill.detected <= DETECTED and kill.again <= AGAIN for kill, _, _ in rows]
-    return good == seeds and all(in_time)
+    return good == seeds and all(is_in_time(outcome.kill) for outcome in outcomes)
+
+
+def is_in_time(kill: Kill) -> bool:
+    return kill.detected <= LONGEST_DETECTION and kill.recovered <= LONGEST_RECOVERY
+
+
+def kill_in_run(out: Path, seed: int, plan: list[str], undisturbed: dict[int, Run]) -> KillOutcome:
+    """Start a run, kill one of its ranks and wait for the end. Print a line."""
+    draw = random.Random(seed)
+    size, step, delay = draw.choice((2, 3, 4)), draw.randrange(UPDATES), draw.uniform(0.0, 0.3)
+    extra = [f"world_size={size}", "launcher=torchrun", "launcher.max_restarts=3"]
+    if seed % 5 == 0:
+        extra.append("data.workers=1")  # A killed rank leaves its data worker behind.
+    run = Run(out / f"seed-{seed}", [*plan, *extra])
+    run.start()
+    run.until(lambda: len(run.ranks()) == size)
+    run.until(lambda: len(run.losses()) >= step)
+    time.sleep(delay)
+    family = run.family()
+    kill = kill_a_rank(run, draw)
+    family |= run.family()
+    code = run.wait()
+    assert kill is not None
+    outcome = kill_outcome(run, kill, code, family, undisturbed[size], f"seed {seed}: {size} ranks")
+    if outcome.is_good:
+        shutil.rmtree(run.run_dir)
+    return outcome
+
+
+def kill_outcome(
+    run: Run, kill: Kill, code: int, family: set[int], undisturbed: Run, title: str
+) -> KillOutcome:
+    """Compare a killed run with an undisturbed one and print a line."""
+    left = [pid for pid in family if not is_gone(pid)]
+    apart = difference(run.losses(), undisturbed.losses())
+    has_equal_metrics = run.result()["metrics"] == undisturbed.result()["metrics"]
+    has_equal_samples = run.samples() == undisturbed.samples()
+    print(
+        f"{title}, rank {kill.rank} killed after step {kill.step}, detected {kill.detected:.2f} s, all ended "
+        f"{kill.ended:.2f} s, resumed at {kill.resumed}, training again {kill.recovered:.2f} s, exit {code}, "
+        f"losses apart {apart:.1e}, validation equal {has_equal_metrics}, samples equal {has_equal_samples}, "
+        f"left over {len(left)}, load {os.getloadavg()[0]:.1f}",
+        flush=True,
+    )
+    is_good = code == 0 and not left and has_equal_samples and apart <= TOLERANCE
+    return KillOutcome(kill, apart, is_good)
 
 
 @dataclass
 class Phase:
-    """A recipe in which a phase dominates, and when the signal is sent."""
+    """A recipe in which a phase dominates, and the time of the signal."""
 
     overrides: list[str]
     ready: Callable[[Run, int], bool]
-    delay: float = 0.0  # seconds, at most, after ``ready``
-    pause: float = 0.0
+    delay: float = 0.0  # the most seconds after ``ready``
+    pause: float = 0.0  # seconds before each batch
     hit: Callable[[Run, int], bool] = field(default=lambda run, before: True)
-    """Whether the record says that the signal came within the phase; ``before`` counts its older events."""
+    """Returns whether the signal came within the phase. The arguments are the run and its earlier events."""
 
 
 def _new(run: Run, before: int, kind: str) -> bool:
-    return any(e["event"] == kind for e in run.events()[before:])
+    return any(event["event"] == kind for event in run.events()[before:])
 
 
 def _is_writing(run: Run, before: int) -> bool:
@@ -318,9 +382,9 @@ def _is_writing(run: Run, before: int) -> bool:
 
 
 def _has_trained_on(run: Run, before: int) -> bool:
-    """Whether an update was made after the first validation, which may be owed by the attempt before."""
-    events = [e["event"] for e in run.events()[before:]]
-    return "valid" in events and "train" in events[events.index("valid") :]
+    """Return whether an update came after the first validation, which may belong to the attempt before."""
+    kinds = [event["event"] for event in run.events()[before:]]
+    return "valid" in kinds and "train" in kinds[kinds.index("valid") :]
 
 
 LONG = "trainer.save_every=1000000"
@@ -328,7 +392,7 @@ PHASES = {
     "start": Phase(
         [LONG],
         ready=lambda run, before: len(run.ranks()) == 2,
-        delay=3.0,  # the ranks import for longer than that
+        delay=3.0,  # The imports of the ranks take longer.
         hit=lambda run, before: not _new(run, before, "train"),
     ),
     "data wait": Phase(
@@ -359,31 +423,37 @@ PHASES = {
 
 
 def signals(out: Path, tries: int, names: list[str], overrides: list[str]) -> bool:
-    """SIGTERM to one random rank of two; the tries of a phase continue each other's run."""
+    """Send SIGTERM to a random rank of two. The tries of a phase continue the same run."""
     good, hangs = 0, 0
     draw = random.Random(0)
-    shares = {}
+    shares = []
     for number, name in enumerate(names):
         phase = PHASES[name]
-        own = ["world_size=2", "trainer.max_steps=1000000", *phase.overrides, *overrides]
-        run = Run(out / name.replace(" ", "-"), own, phase.pause)
-        for attempt in range(tries // len(names) + (number < tries % len(names))):
+        plan = ["world_size=2", "trainer.max_steps=1000000", *phase.overrides, *overrides]
+        run = Run(out / name.replace(" ", "-"), plan, phase.pause)
+        attempts = tries // len(names) + (number < tries % len(names))
+        for attempt in range(1, attempts + 1):
             try:
-                good += signal_a_rank(run, phase, f"{name} {attempt + 1}", draw)
+                good += signal_a_rank(run, phase, f"{name} {attempt}", draw)
             except subprocess.TimeoutExpired:
                 hangs += 1
-                print(f"{name} {attempt + 1}: hangs", flush=True)
-        last = run.result()["steps"] + 2
-        run.done(f"trainer.max_steps={last}", "trainer.validate_every=1000000", "resume=must")
-        shares[name] = statistics.mean(e["data_wait"] for e in run.events("train"))
-        assert sorted(run.losses()) == list(range(1, last + 1))
+                print(f"{name} {attempt}: hangs", flush=True)
+        shares.append(f"{name} {100 * finish(run):.0f} %")
     print(f"\n{good} of {tries} as they should be, {hangs} hangs. Share of waiting for data: ", end="")
-    print(", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items()))
+    print(", ".join(shares))
     return good == tries
 
 
+def finish(run: Run) -> float:
+    """Train two more updates to the end. Return the share of the time that waits for data."""
+    last_step = run.result()["steps"] + 2
+    run.complete(f"trainer.max_steps={last_step}", "trainer.validate_every=1000000", "resume=must")
+    assert sorted(run.losses()) == list(range(1, last_step + 1))
+    return statistics.mean(event["data_wait"] for event in run.events("train"))
+
+
 def signal_a_rank(run: Run, phase: Phase, name: str, draw: random.Random) -> bool:
-    """One try; whether everything about it was as it should be."""
+    """Start the run and send SIGTERM to a rank. Return whether the run ends as it must."""
     before = len(run.events())
     saved = run.result()["steps"] if before else 0
     run.start()
@@ -392,33 +462,49 @@ def signal_a_rank(run: Run, phase: Phase, name: str, draw: random.Random) -> boo
     time.sleep(draw.uniform(0.0, phase.delay))
     ranks, family = run.ranks(), run.family()
     rank = draw.choice(sorted(ranks))
-    at = time.time()
-    os.kill(ranks[rank], signal.SIGTERM)
-    code = run.wait()
-    seconds = time.time() - at
-    time.sleep(0.2)  # what the command had started is its own to wait for, but the kernel takes a moment
+    code, seconds = terminate(run, ranks[rank])
     left = [pid for pid in family if not is_gone(pid)]
-    steps = [json.loads(path.read_text())["steps"] for path in _results(run)]
-    status = run.result()["status"]
-    checkpointer = Checkpointer(run.run_dir)
-    newest = checkpointer.folders()[-1:]
-    try:
-        is_whole = bool(newest) and checkpointer.verify(newest[0]).step == run.result()["steps"]
-    except RunError as error:
-        print(error)
-        is_whole = False
-    events = run.events()[before:]
-    resumed = next((e["step"] for e in events if e["event"] == "resume"), 0)
-    is_hit = phase.hit(run, before)
-    is_good = code == 75 and not left and is_whole and len(set(steps)) == 1 and len(steps) == 2
-    is_good = is_good and status == "preempted" and resumed == saved
+    steps = saved_steps(run)
+    is_whole = is_newest_checkpoint_whole(run)
+    resumed = resumed_step(run.events()[before:])
     print(
-        f"{name}: rank {rank}, in the phase {is_hit}, exit {code} after {seconds:.1f} s, "
+        f"{name}: rank {rank}, in the phase {phase.hit(run, before)}, exit {code} after {seconds:.1f} s, "
         f"resumed at {resumed}, ranks saved at {steps}, newest checkpoint whole {is_whole}, "
         f"left over {len(left)}",
         flush=True,
     )
-    return is_good
+    return is_preempted(run, code) and not left and is_whole and len(set(steps)) == 1 and resumed == saved
+
+
+def saved_steps(run: Run) -> list[int]:
+    """Return the last step of each rank by its ``result.json``."""
+    return [json.loads(path.read_text())["steps"] for path in _results(run)]
+
+
+def terminate(run: Run, pid: int) -> tuple[int, float]:
+    """Send SIGTERM to a rank. Return the exit code of the command and its seconds to the end."""
+    start = time.time()
+    os.kill(pid, signal.SIGTERM)
+    code = run.wait()
+    seconds = time.time() - start
+    time.sleep(0.2)  # The command waits for its processes, but the kernel needs a moment to remove them.
+    return code, seconds
+
+
+def is_preempted(run: Run, code: int) -> bool:
+    """Return whether the command ended as after a signal, with a result of both ranks."""
+    return code == 75 and run.result()["status"] == "preempted" and len(_results(run)) == 2
+
+
+def is_newest_checkpoint_whole(run: Run) -> bool:
+    """Return whether the newest checkpoint is complete and has the last step of the run."""
+    checkpointer = Checkpointer(run.run_dir)
+    folders = checkpointer.folders()
+    try:
+        return bool(folders) and checkpointer.verify(folders[-1]).step == run.result()["steps"]
+    except RunError as error:
+        print(error)
+        return False
 
 
 def _results(run: Run) -> list[Path]:
@@ -426,60 +512,86 @@ def _results(run: Run) -> list[Path]:
 
 
 def goodput(out: Path, minutes: float, every: float, measured: float, overrides: list[str]) -> bool:
-    """A kill every so many seconds, between two parts of an undisturbed run.
+    """Kill a rank every ``every`` seconds, and compare the number of updates with an undisturbed run.
 
-    Each part takes ``measured`` seconds; then that run, too, goes on to as many updates.
+    The undisturbed run trains for ``measured`` seconds before the killed run and again after it. Then the run
+    that has fewer updates catches up.
     """
     plan = ["world_size=2", "trainer.save_every=20", "data.train.utterances=2000", *overrides]
     undisturbed = Run(out / "undisturbed", plan)
-    seconds = [_trained_for(undisturbed, measured)]
+    seconds_before = _trained_for(undisturbed, measured)
     run = Run(out / "killed", [*plan, "launcher=torchrun", "launcher.max_restarts=1000"])
-    draw, made, begun = random.Random(0), [], time.time()
-    load = []
-    run.start("trainer.max_steps=1000000")
-    while (due := begun + every * (len(made) + 1)) < begun + 60 * minutes:
-        time.sleep(max(0.0, due - time.time()))
-        load.append(os.getloadavg()[0])
-        run.until(run.ranks)  # between two attempts there are none
-        kill = kill_a_rank(run, draw)
-        assert kill is not None
-        made.append(kill)
-        lost = kill.step - kill.resumed
-        print(
-            f"{time.time() - begun:.0f} s: rank {kill.rank} killed after step {kill.step}, detected "
-            f"{kill.detected:.2f} s, training again {kill.again:.2f} s, {lost} updates lost, "
-            f"load {load[-1]:.1f}",
-            flush=True,
-        )
-    time.sleep(max(0.0, begun + 60 * minutes - time.time()))
-    os.kill(draw.choice(sorted(run.ranks().values())), signal.SIGTERM)
-    code = run.wait()
-    wall = time.time() - begun
-    kept = run.result()["steps"]
-    seconds.append(_trained_for(undisturbed, measured))
-    share = kept * statistics.mean(seconds) / wall
-    print(
-        f"\nexit {code}, {len(made)} kills in {wall:.0f} s, {kept} updates kept, seconds per update ", end=""
-    )
-    print(f"{seconds[0]:.4f} before and {seconds[1]:.4f} after, load {statistics.mean(load):.1f}")
-    print(f"goodput {100 * share:.1f} % ({100 * kept * min(seconds) / wall:.1f} % by the faster)")
-    for name in ("detected", "again"):
-        values = [getattr(kill, name) for kill in made]
-        print(f"{name}: median {statistics.median(values):.2f} s, largest {max(values):.2f} s")
-    sys.stdout.flush()
-    last = max(kept, max(undisturbed.losses()))
-    for name, other in (("killed", run), ("undisturbed", undisturbed)):
-        other.done(f"trainer.max_steps={last}", f"trainer.validate_every={last}", patience=10 * wall)
-        print(
-            f"{name}: loss {other.losses()[kept]!r} at update {kept}, validation {other.result()['metrics']}"
-        )
-    apart = difference(run.losses(), undisturbed.losses())
-    print(f"losses apart {apart:.1e}, samples equal {run.samples() == undisturbed.samples()}")
+    killed = train_with_kills(run, minutes, every)
+    seconds_after = _trained_for(undisturbed, measured)
+    share = killed.updates * (seconds_before + seconds_after) / 2 / killed.wall
+    largest_share = killed.updates * min(seconds_before, seconds_after) / killed.wall
+    print(f"\n{killed}, seconds per update ", end="")
+    print(f"{seconds_before:.4f} before and {seconds_after:.4f} after, load {killed.load:.1f}")
+    print(f"goodput {100 * share:.1f} % ({100 * largest_share:.1f} % by the faster)")
+    print_medians(killed.kills)
+    apart = catch_up(run, undisturbed, killed)
     return share >= GOODPUT and apart <= TOLERANCE
 
 
+def print_medians(kills_made: list[Kill]) -> None:
+    for name, field_name in (("detected", "detected"), ("again", "recovered")):
+        seconds = [getattr(kill, field_name) for kill in kills_made]
+        print(f"{name}: median {statistics.median(seconds):.2f} s, largest {max(seconds):.2f} s", flush=True)
+
+
+@dataclass
+class KilledRun:
+    """The outcome of a run whose ranks were killed."""
+
+    code: int
+    kills: list[Kill]
+    wall: float  # seconds
+    updates: int
+    load: float
+
+    def __str__(self) -> str:
+        return f"exit {self.code}, {len(self.kills)} kills in {self.wall:.0f} s, {self.updates} updates kept"
+
+
+def catch_up(run: Run, undisturbed: Run, killed: KilledRun) -> float:
+    """Train both runs to the same update. Return the largest relative difference of their losses."""
+    last_step = max(killed.updates, max(undisturbed.losses()))
+    overrides = f"trainer.max_steps={last_step}", f"trainer.validate_every={last_step}"
+    for name, part in (("killed", run), ("undisturbed", undisturbed)):
+        part.complete(*overrides, patience=10 * killed.wall)
+        loss, metrics = part.losses()[killed.updates], part.result()["metrics"]
+        print(f"{name}: loss {loss!r} at update {killed.updates}, validation {metrics}")
+    apart = difference(run.losses(), undisturbed.losses())
+    print(f"losses apart {apart:.1e}, samples equal {run.samples() == undisturbed.samples()}")
+    return apart
+
+
+def train_with_kills(run: Run, minutes: float, every: float) -> KilledRun:
+    """Train for a time, kill a rank every ``every`` seconds, and stop the run by SIGTERM."""
+    draw, start = random.Random(0), time.time()
+    end = start + 60 * minutes
+    kills_made: list[Kill] = []
+    loads = []
+    run.start("trainer.max_steps=1000000")
+    due = start + every
+    while due < end:
+        time.sleep(max(0.0, due - time.time()))
+        loads.append(os.getloadavg()[0])
+        run.until(run.ranks)  # There may be a pause without ranks between two attempts.
+        kill = kill_a_rank(run, draw)
+        assert kill is not None
+        kills_made.append(kill)
+        print(f"{time.time() - start:.0f} s: {kill}, load {loads[-1]:.1f}", flush=True)
+        due += every
+    time.sleep(max(0.0, end - time.time()))
+    pids = sorted(run.ranks().values())
+    code, _ = terminate(run, draw.choice(pids))
+    wall = time.time() - start
+    return KilledRun(code, kills_made, wall, run.result()["steps"], statistics.mean(loads))
+
+
 def _trained_for(run: Run, seconds: float) -> float:
-    """Train so long, and save; the seconds of an update meanwhile, checkpoints included."""
+    """Train for ``seconds`` and save. Return the seconds of an update, checkpoints included."""
     before = len(run.events())
     run.start("trainer.max_steps=1000000")
     run.until(lambda: _new(run, before, "train"))
@@ -487,56 +599,71 @@ def _trained_for(run: Run, seconds: float) -> float:
     assert run.process is not None
     run.process.send_signal(signal.SIGTERM)
     run.wait()
-    found = [e for e in run.events()[before:] if e["event"] == "train"]
-    return (found[-1]["time"] - found[0]["time"]) / (found[-1]["step"] - found[0]["step"])
+    updates = [event for event in run.events()[before:] if event["event"] == "train"]
+    first, newest = updates[0], updates[-1]
+    return float((newest["time"] - first["time"]) / (newest["step"] - first["step"]))
 
 
 def worlds(out: Path, overrides: list[str]) -> bool:
-    """The same 20 updates on 1, 2, 4 and 1 ranks in turn as on one."""
+    """Train 20 updates on 1, 2, 4 and 1 ranks in turn, and compare them with the same updates on one rank."""
     plan = ["trainer.simulate_world=4", "data.batch.count=2", LONG, *overrides]
     alone = Run(out / "alone", plan)
-    alone.done("trainer.max_steps=20")
+    alone.complete("trainer.max_steps=20")
     run = Run(out / "worlds", plan)
     print("| ranks | accumulate | updates | losses apart | gradient norms apart |\n|---|---|---|---|---|")
     for number, size in enumerate((1, 2, 4, 1)):
-        run.done(f"world_size={size}", f"trainer.max_steps={5 * (number + 1)}")
-        begun, last = 5 * number, 5 * (number + 1)
-        cells = [size, run.events("start")[-1]["accumulate"], f"{begun + 1} to {last}"]
+        steps = range(5 * number + 1, 5 * number + 6)
+        run.complete(f"world_size={size}", f"trainer.max_steps={steps[-1]}")
+        accumulate = run.events("start")[-1]["accumulate"]
+        cells = [str(size), str(accumulate), f"{steps[0]} to {steps[-1]}"]
         for key in ("loss", "grad_norm"):
-            ours, theirs = (
-                {e["step"]: e[key] for e in one.events("train") if begun < e["step"] <= last}
-                for one in (run, alone)
-            )
-            cells.append(f"{difference(ours, theirs):.1e}")
-        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+            apart = difference(values_of(run, key, steps), values_of(alone, key, steps))
+            cells.append(f"{apart:.1e}")
+        print(f"| {' | '.join(cells)} |", flush=True)
     apart = difference(run.losses(), alone.losses())
     is_same = run.samples() == alone.samples()
     print(f"\n{len(run.samples())} micro-batches, in the same order {is_same}, losses {apart:.1e} apart")
     return is_same and apart <= TOLERANCE
 
 
-def main() -> None:
+def values_of(run: Run, key: str, steps: range) -> dict[int, float]:
+    """Return a value of each update in ``steps``."""
+    return {event["step"]: event[key] for event in run.events("train") if event["step"] in steps}
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("kills", "signals", "goodput", "worlds"))
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--first", type=int, default=1, help="of the seeds")
+    parser.add_argument("--first", type=int, default=1, help="first seed")
     parser.add_argument("--tries", type=int, default=50)
-    parser.add_argument("--phases", nargs="+", choices=PHASES, default=[*PHASES], help="of the signals")
+    parser.add_argument(
+        "--phases", nargs="+", choices=PHASES, default=[*PHASES], help="phases of the signals"
+    )
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--every", type=float, default=60.0, help="seconds between kills")
     parser.add_argument("--measured", type=float, default=120.0, help="seconds of the undisturbed run, twice")
     parser.add_argument("--out", type=Path, default=Path("runs/survival"))
-    given = parser.parse_intermixed_args()
-    programs = {
-        "kills": lambda: kills(given.out, given.first, given.seeds, given.overrides),
-        "signals": lambda: signals(given.out, given.tries, given.phases, given.overrides),
-        "goodput": lambda: goodput(given.out, given.minutes, given.every, given.measured, given.overrides),
-        "worlds": lambda: worlds(given.out, given.overrides),
-    }
-    sys.exit(not programs[given.what]())
+    return parser.parse_intermixed_args()
+
+
+def holds(options: argparse.Namespace) -> bool:
+    """Run the chosen test and return whether its bounds hold."""
+    out, overrides = options.out, options.overrides
+    if options.what == "kills":
+        return kills(out, options.first, options.seeds, overrides)
+    if options.what == "signals":
+        return signals(out, options.tries, options.phases, overrides)
+    if options.what == "goodput":
+        return goodput(out, options.minutes, options.every, options.measured, overrides)
+    return worlds(out, overrides)
+
+
+def main() -> None:
+    sys.exit(not holds(parse_arguments()))
 
 
 if __name__ == "__main__":

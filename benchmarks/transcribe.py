@@ -1,24 +1,30 @@
-"""Memory and time of `speechtrain transcribe` on a long recording, against a short one; errors of word times.
+"""Memory and time of `speechtrain transcribe` on long and short recordings, and the errors of word times.
 
     python benchmarks/transcribe.py long RUN --audio FOLDER [KEY=VALUE …]
     python benchmarks/transcribe.py words RUN [KEY=VALUE …]
 
-`long` joins the recordings of FOLDER, with half a second between, to 2, 10 and 60 minutes at 16 kHz. Each is
-transcribed by the console command in a process of its own; memory is the peak of that process, and time is
-from its start to its end, and again without what two minutes take (the start of Python and torch).
-`words` takes a run of `recipe=demo`: words of 300 utterances in voices never heard are joined at known times,
-and each word of a text without errors is compared with them.
+`long` joins the recordings of FOLDER, with half a second between them, to 2, 10 and 60 minutes at 16 kHz. The
+console command transcribes each file. Memory is the peak of its process. Time is from the start to the end of
+the process. The real-time factor leaves out the time of the two minutes, and with it the start of Python and
+torch.
+
+`words` needs a run of `recipe=demo`. It transcribes 300 utterances of voices that are not in the training
+set. Their words are joined at known times. If a transcript has no error, the times of its words are compared
+with the known ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sysconfig
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import soundfile
@@ -29,66 +35,101 @@ MINUTES = (2, 10, 60)
 
 
 def joined(folder: Path, path: Path, minutes: float) -> Path:
-    """The recordings below ``folder`` end to end, again and again, in one WAV file."""
+    """Write the recordings below ``folder`` end to end, in several rounds, into one WAV file."""
     from speechtrain.data.audio import read_file
 
-    files = sorted(p for p in folder.rglob("*") if p.suffix in (".wav", ".flac", ".opus"))
+    files = sorted(file for file in folder.rglob("*") if file.suffix in (".wav", ".flac", ".opus"))
     with soundfile.SoundFile(path, "w", RATE, 1) as out:
-        number = 0
-        while out.frames < minutes * 60 * RATE:
-            out.write(read_file(str(files[number % len(files)]), RATE))
+        for file in itertools.cycle(files):
+            if out.frames >= minutes * 60 * RATE:
+                break
+            out.write(read_file(str(file), RATE))
             out.write(np.zeros(RATE // 2, np.float32))
-            number += 1
     return path
 
 
-def long(given: argparse.Namespace) -> None:
+@dataclass
+class Usage:
+    """The resources of one process, and the number of words that it printed."""
+
+    seconds: float
+    mebibytes: float
+    words: int
+
+
+def usage_of_transcription(run: str, path: Path, overrides: list[str]) -> Usage:
+    """Transcribe a file by the console command."""
+    start = time.perf_counter()
+    process = subprocess.Popen([COMMAND, run, path, *overrides], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    output = process.stdout.read()
+    _, code, resources = os.wait4(process.pid, 0)
+    assert code == 0, code
+    words = len(output.split()) - 1  # The first field is the path.
+    return Usage(time.perf_counter() - start, resources.ru_maxrss / 1024, words)
+
+
+def long(options: argparse.Namespace) -> None:
+    """Print a row for each length, then the real-time factor."""
     print("| minutes | seconds | peak MiB | of two minutes' | words |\n|---|---|---|---|---|")
+    usages: list[Usage] = []
     with tempfile.TemporaryDirectory() as folder:
-        base: tuple[float, float] | None = None
         for minutes in MINUTES:
-            path = joined(given.audio, Path(folder) / f"{minutes}.wav", minutes)
-            begun = time.perf_counter()
-            running = subprocess.Popen([COMMAND, given.run, path, *given.overrides], stdout=subprocess.PIPE)
-            assert running.stdout is not None
-            words = len(running.stdout.read().split()) - 1
-            _, code, used = os.wait4(running.pid, 0)
-            assert code == 0, code
-            seconds, mebibytes = time.perf_counter() - begun, used.ru_maxrss / 1024
-            base = base or (seconds, mebibytes)
-            row = [minutes, f"{seconds:.1f}", f"{mebibytes:.0f}", f"{mebibytes / base[1]:.3f}", words]
-            print("| " + " | ".join(map(str, row)) + " |", flush=True)
-        rate = (seconds - base[0]) / (60 * (MINUTES[-1] - MINUTES[0]))
-        print(f"\nreal-time factor, without the start: {rate:.4f} ({1 / rate:.0f} times as fast as speech)")
+            path = joined(options.audio, Path(folder) / f"{minutes}.wav", minutes)
+            usage = usage_of_transcription(options.run, path, options.overrides)
+            usages.append(usage)
+            ratio = usage.mebibytes / usages[0].mebibytes
+            print(
+                f"| {minutes} | {usage.seconds:.1f} | {usage.mebibytes:.0f} | {ratio:.3f} | {usage.words} |",
+                flush=True,
+            )
+    audio_seconds = 60 * (MINUTES[-1] - MINUTES[0])
+    rate = (usages[-1].seconds - usages[0].seconds) / audio_seconds
+    print(f"\nreal-time factor, without the start: {rate:.4f} ({1 / rate:.0f} times as fast as speech)")
 
 
-def words(given: argparse.Namespace) -> None:
+def known_times(utterance: Any, clips: Any) -> list[tuple[float, float]]:
+    """Return the start and the end of each word of an utterance, in seconds."""
+    samples, times = 0, []
+    for clip, gap in zip(utterance.clips, (*utterance.gaps, 0), strict=True):
+        end = samples + clips.lengths[clip]
+        times.append((samples / RATE, end / RATE))
+        samples = end + gap
+    return times
+
+
+def words(options: argparse.Namespace) -> None:
+    """Print the errors of the starts and of the ends of words."""
     import speechtrain
     from speechtrain.data.corpora.digits import Digits
 
-    run = speechtrain.load(given.run, *given.overrides)
+    run = speechtrain.load(options.run, *options.overrides)
     source = Digits(split="valid", utterances=300, seed=5)
     errors: list[tuple[float, float]] = []
-    used = 0
-    for said in source.plan():
-        (found,) = run.transcribe((said.audio(source.clips).astype(np.float32) / 2**15, RATE))
-        if found.text.split() != said.text.split() or len(found.words) != len(said.clips):
-            continue
-        used += 1
-        at, spans = 0, []
-        for clip, gap in zip(said.clips, (*said.gaps, 0), strict=True):
-            spans.append((at / RATE, (at + source.clips.lengths[clip]) / RATE))
-            at += source.clips.lengths[clip] + gap
-        for word, (begin, end) in zip(found.words, spans, strict=True):
-            errors.append((word.start - begin, word.end - end))
-    print(f"{used} of 300 utterances without an error\n")
+    correct = 0
+    for utterance in source.plan():
+        audio = utterance.audio(source.clips).astype(np.float32) / 2**15
+        (transcript,) = run.transcribe((audio, RATE))
+        is_correct = transcript.text.split() == utterance.text.split()
+        if is_correct and len(transcript.words) == len(utterance.clips):
+            correct += 1
+            times = known_times(utterance, source.clips)
+            for word, (start, end) in zip(transcript.words, times, strict=True):
+                errors.append((word.start - start, word.end - end))
+    print(f"{correct} of 300 utterances without an error\n")
+    print_errors(np.array(errors))
+
+
+def print_errors(errors: np.ndarray) -> None:
+    """Print the medians and percentiles of errors (words, 2) in seconds: of the starts, then of the ends."""
     print("| start: median | median error | 90 % | end: median | median error | 90 % |")
     print("|---|---|---|---|---|---|")
-    figures = []
-    for milliseconds in np.array(errors).T * 1000:
+    cells = []
+    for milliseconds in errors.T * 1000:
         distances = abs(milliseconds)
-        figures += [np.median(milliseconds), np.median(distances), np.percentile(distances, 90)]
-    print("| " + " | ".join(f"{figure:.0f} ms" for figure in figures) + " |")
+        figures = np.median(milliseconds), np.median(distances), np.percentile(distances, 90)
+        cells += [f"{figure:.0f} ms" for figure in figures]
+    print("| " + " | ".join(cells) + " |")
 
 
 def main() -> None:
@@ -99,8 +140,8 @@ def main() -> None:
     parser.add_argument("run")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--audio", type=Path, help="a folder of recordings (long)")
-    given = parser.parse_intermixed_args()
-    {"long": long, "words": words}[given.what](given)
+    options = parser.parse_intermixed_args()
+    {"long": long, "words": words}[options.what](options)
 
 
 if __name__ == "__main__":

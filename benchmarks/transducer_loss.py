@@ -5,20 +5,20 @@
     python benchmarks/transducer_loss.py --shape 16 300 80 512 640 --rounds 5 --threads 2
     python benchmarks/transducer_loss.py --against torchaudio --shape 8 200 50 1024 512
 
-The full lattice is the usual way, written as well as plain PyTorch allows: one (B, T, U + 1, V) tensor
-of logits, one log-softmax, one gather of blank and label together, and the same recursion as ours as one
-autograd function on top. All utterances have full length, so no contender gains from padding.
+The full lattice is the usual form, written as well as plain PyTorch allows: one (B, T, U + 1, V) tensor of
+logits, one log-softmax, one gather of blank and label together, and the recursion of ``transducer_loss`` as
+one autograd function. All utterances have full length, so no contender gains from padding.
 
-With ``--against torchaudio`` the same lattice goes to ``torchaudio.functional.rnnt_loss``, and the others are
-measured against that. torchaudio's wheels need the torch that they were built for, with CUDA's libraries
-even where there is no GPU; of this project the program needs no more than its folder on PYTHONPATH.
+With ``--against torchaudio`` the same lattice goes to ``torchaudio.functional.rnnt_loss``, which is then the
+baseline. The wheels of torchaudio need the torch that they were built for. They need the libraries of CUDA
+even on a machine without a GPU. This program needs only the folder of speechtrain on PYTHONPATH.
 
-Contenders take turns (A B C A B C ...), since other work on the machine comes and goes; ratios are
-medians of each round's ratio to the first contender in the same round. Each round draws its own
-batch and joint, since the share of cells that backward visits depends on the draw. With one thread, processor
-time (of user and kernel) is what wall time would be on an idle machine. Peak memory is the growth of
-the resident set over a forward and backward, each contender in a fresh process, after a small lattice
-has loaded the libraries.
+Contenders take turns (A B C A B C ...), since other work on the machine comes and goes. A ratio is the
+median of each round's ratio to the first contender in the same round. Each round draws another batch and
+joint, since the share of cells that backward visits depends on the draw. Processor time is of user and
+kernel. With one thread it equals the wall time of an idle machine. Peak memory is the growth of the resident
+set over a forward and backward, each contender in a new process, after a small lattice has loaded the
+libraries.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from speechtrain.losses.transducer import _posteriors_by_rows, transducer_loss
 MiB = 2**20
 TORCHAUDIO = "torchaudio's rnnt_loss, fp32"
 FIRST = {"lattice": "full lattice, fp32", "torchaudio": TORCHAUDIO}
-"""What the others are measured against, by the choice on the command line."""
+"""The baseline of each choice of ``--against``."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,10 @@ class Problem:
 
     @classmethod
     def draw(cls, shape: Shape, initialisation: str, seed: int = 0) -> Problem:
-        """Units of variance 1, as after a LayerNorm, under a weight of variance 1/H (``unit``) or 1/3H
-        (``linear``, what torch.nn.Linear draws)."""
+        """Draw units of variance 1, as after a LayerNorm, and a weight of the joint.
+
+        The variance of the weight is 1/H (``unit``) or 1/3H (``linear``, as torch.nn.Linear draws it).
+        """
         torch.manual_seed(seed)
         b, t, u, v, h = shape.batch, shape.frames, shape.labels, shape.vocabulary, shape.hidden
         variance = {"unit": 1.0, "linear": 1 / 3}[initialisation] / h
@@ -81,14 +83,15 @@ class Problem:
         return cls(shape, [x.requires_grad_() for x in inputs], labels, *lengths)
 
     def first(self, dtype: torch.dtype) -> Problem:
-        """The first utterance alone."""
-        inputs = [x.detach()[:1] if x.dim() == 3 else x.detach() for x in self.inputs]
-        copies = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
+        """Return the problem of the first utterance alone."""
+        encoder, prediction, weight, bias = (tensor.detach() for tensor in self.inputs)
+        inputs = encoder[:1], prediction[:1], weight, bias
+        copies = [tensor.to(dtype, copy=True).requires_grad_() for tensor in inputs]
         return Problem(self.shape, copies, self.labels[:1], self.frames[:1], self.symbols[:1])
 
 
 class _Recursion(torch.autograd.Function):
-    """Loss from log-probabilities of blank and label: the recursion of ``transducer_loss``."""
+    """The recursion of ``transducer_loss``, from log-probabilities of blank and label to the loss."""
 
     @staticmethod
     def forward(ctx: Any, blank: Tensor, label: Tensor, frames: Tensor, symbols: Tensor) -> Tensor:
@@ -105,7 +108,7 @@ class _Recursion(torch.autograd.Function):
 
 
 def lattice(problem: Problem, dropout: float, dtype: torch.dtype) -> Tensor:
-    """All logits (B, T, U + 1, V); autocast as a user would where ``dtype`` is bfloat16."""
+    """Return all logits (B, T, U + 1, V). They are autocast if ``dtype`` is bfloat16."""
     encoder, prediction, weight, bias = problem.inputs
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         hidden = F.dropout(torch.relu_(encoder[:, :, None] + prediction[:, None]), dropout)
@@ -113,14 +116,14 @@ def lattice(problem: Problem, dropout: float, dtype: torch.dtype) -> Tensor:
 
 
 def arcs(problem: Problem, dropout: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (B, T, U + 1) of blank and next label, by way of the whole lattice."""
+    """Return the log-probabilities (B, T, U + 1) of blank and next label, from the full lattice."""
     blank = problem.shape.vocabulary - 1
     logits = lattice(problem, dropout, dtype)
     log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     next_label = F.pad(problem.labels, (0, 1), value=blank)
     both = torch.stack((torch.full_like(next_label, blank), next_label), -1)[:, None]
-    chosen = log_p.gather(-1, both.expand(-1, problem.shape.frames, -1, -1))
-    return chosen[..., 0], chosen[..., 1]
+    blank_and_label = log_p.gather(-1, both.expand(-1, problem.shape.frames, -1, -1))
+    return blank_and_label[..., 0], blank_and_label[..., 1]
 
 
 def full_lattice(problem: Problem, dropout: float, dtype: torch.dtype) -> Tensor:
@@ -139,7 +142,7 @@ def torchaudio_loss(problem: Problem, dropout: float, dtype: torch.dtype) -> Ten
 
 
 def occupied(problem: Problem) -> float:
-    """The share of cells that backward visits."""
+    """Return the share of cells that backward visits."""
     with torch.no_grad():
         posteriors = _posteriors_by_rows(*arcs(problem, 0.0, torch.float32), problem.frames, problem.symbols)
     return float((posteriors.occupancy >= 1e-6).double().mean())
@@ -170,7 +173,7 @@ class Contender:
     dropout: float = 0.0
 
     def run(self, problem: Problem) -> None:
-        """One forward and backward; gradients are dropped first, as an optimizer does."""
+        """Compute forward and backward. Gradients are dropped before, as an optimizer does."""
         torch.set_float32_matmul_precision(self.matmul)
         for tensor in problem.inputs:
             tensor.grad = None
@@ -178,9 +181,9 @@ class Contender:
 
 
 def contenders() -> dict[str, Contender]:
-    """By name."""
+    """Return all contenders by name."""
     fp32, bf16 = {"dtype": torch.float32}, {"dtype": torch.bfloat16}
-    plain = {
+    without_dropout = {
         FIRST["lattice"]: Contender(full_lattice, fp32),
         "full lattice, fp32 oneDNN": Contender(full_lattice, fp32, "medium"),
         "full lattice, bf16": Contender(full_lattice, bf16),
@@ -189,51 +192,52 @@ def contenders() -> dict[str, Contender]:
         "chunked, fp32 oneDNN": Contender(chunked, fp32, "medium"),
         "chunked, bf16": Contender(chunked, bf16),
     }
-    dropping = {
-        f"{name}, dropout 0.3": Contender(c.loss, c.arguments, c.matmul, 0.3)
-        for name, c in plain.items()
-        if "every" not in name
-    }
-    return plain | dropping | {TORCHAUDIO: Contender(torchaudio_loss, fp32)}
+    with_dropout = {}
+    for name, contender in without_dropout.items():
+        if "every" not in name:
+            with_dropout[f"{name}, dropout 0.3"] = replace(contender, dropout=0.3)
+    return without_dropout | with_dropout | {TORCHAUDIO: Contender(torchaudio_loss, fp32)}
 
 
 @dataclass
 class Times:
-    """Wall and processor seconds of a contender, a pair for each round."""
+    """The wall and processor seconds of a contender, one for each round."""
 
     wall: list[float]
     processor: list[float]
 
 
 def seconds(names: list[str], problems: list[Problem]) -> dict[str, Times]:
-    """One round a problem, contenders in turn; a round before them is not counted."""
+    """Time the contenders in turn, one round for each problem. A round before these does not count."""
     times = {name: Times([], []) for name in names}
-    known = contenders()
-    for problem in (problems[0], *problems):
+    all_contenders = contenders()
+    for name in names:
+        all_contenders[name].run(problems[0])
+    for problem in problems:
         for name in names:
             wall, processor = time.perf_counter(), time.process_time()
-            known[name].run(problem)
+            all_contenders[name].run(problem)
             times[name].wall.append(time.perf_counter() - wall)
             times[name].processor.append(time.process_time() - processor)
-    return {name: Times(own.wall[1:], own.processor[1:]) for name, own in times.items()}
+    return times
 
 
-def relative(own: list[float], base: list[float]) -> str:
-    """``median seconds | median ratio (smallest to largest)``."""
-    ratios = [a / b for a, b in zip(own, base, strict=True)]
+def relative(times: list[float], baseline: list[float]) -> str:
+    """Return the cells ``median seconds | median ratio (smallest to largest)``."""
+    ratios = [a / b for a, b in zip(times, baseline, strict=True)]
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    return f"{statistics.median(own):.2f} | {statistics.median(ratios):.2f} ({spread})"
+    return f"{statistics.median(times):.2f} | {statistics.median(ratios):.2f} ({spread})"
 
 
 def peak_bytes(name: str, shape: Shape, initialisation: str) -> int:
-    """Growth of the resident set over one run, in this process; call it in a fresh one."""
+    """Return the growth of the resident set over one run in this process, which must be a new one."""
     contender = contenders()[name]
     contender.run(Problem.draw(Shape(2, 20, 6, 64, 32), initialisation))
     problem = Problem.draw(shape, initialisation)
     for tensor in problem.inputs:
-        tensor.data.add_(0)  # touch every page of the inputs
+        tensor.data.add_(0)  # This touches every page of the inputs.
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again at VmRSS
+    Path("/proc/self/clear_refs").write_text("5")  # This resets VmHWM to VmRSS.
     before = _status("VmRSS")
     contender.run(problem)
     return _status("VmHWM") - before
@@ -247,21 +251,28 @@ def _status(field: str) -> int:
 
 
 def peak_bytes_apart(name: str, arguments: argparse.Namespace) -> int:
-    """``peak_bytes`` in a process of its own."""
-    shape = [str(n) for n in arguments.shape]
+    """Return ``peak_bytes`` of a new process."""
+    shape = map(str, arguments.shape)
     command = [sys.executable, __file__, "--memory-of", name, "--shape", *shape]
     command += ["--initialisation", arguments.initialisation, "--threads", str(arguments.threads)]
-    return int(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return int(json.loads(output))
 
 
 def error(problem: Problem, contender: Contender) -> float:
-    """Largest relative error, in norm, of a gradient against the full lattice in float64: one utterance."""
-    exact, given = problem.first(torch.float64), problem.first(torch.float32)
+    """Return the largest relative error, in norm, of a gradient of one utterance.
+
+    The reference is the full lattice in float64.
+    """
+    exact, approximate = problem.first(torch.float64), problem.first(torch.float32)
     torch.autograd.backward(full_lattice(exact, 0.0, torch.float64).sum())
-    contender.run(given)
-    pairs = zip(given.inputs, exact.inputs, strict=True)
-    gradients = [(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None]
-    return max(float((ours - true).norm() / true.norm()) for ours, true in gradients)
+    contender.run(approximate)
+    errors = []
+    for tensor, exact_tensor in zip(approximate.inputs, exact.inputs, strict=True):
+        if tensor.grad is not None and exact_tensor.grad is not None:
+            difference = tensor.grad - exact_tensor.grad
+            errors.append(float(difference.norm() / exact_tensor.grad.norm()))
+    return max(errors)
 
 
 def report(names: list[str], arguments: argparse.Namespace) -> None:
@@ -273,7 +284,7 @@ def report(names: list[str], arguments: argparse.Namespace) -> None:
     times = seconds(names, problems)
     memory = {}
     for name in names:
-        if arguments.smoke and memory:  # a process takes seconds
+        if arguments.smoke and memory:  # A smoke test starts one process only, since each takes seconds.
             memory[name] = peak_bytes(name, shape, arguments.initialisation)
         else:
             memory[name] = peak_bytes_apart(name, arguments)
@@ -284,11 +295,13 @@ def report(names: list[str], arguments: argparse.Namespace) -> None:
         wall = relative(times[name].wall, base.wall)
         processor = relative(times[name].processor, base.processor)
         share = f"{memory[name] / MiB:.0f} | {memory[name] / memory[names[0]]:.3f}"
-        wrong = "" if "dropout" in name else f"{error(problems[0], contenders()[name]):.1e}"
-        print(f"| {name} | {wall} | {processor} | {share} | {wrong} |", flush=True)
+        gradient_error = ""
+        if "dropout" not in name:
+            gradient_error = f"{error(problems[0], contenders()[name]):.1e}"
+        print(f"| {name} | {wall} | {processor} | {share} | {gradient_error} |", flush=True)
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -301,31 +314,47 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a small lattice, one round")
     parser.add_argument("--memory-of", metavar="NAME", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
     if arguments.smoke:
         arguments.shape, arguments.rounds = [4, 40, 12, 128, 64], 1
+    return arguments
+
+
+def measured_names(arguments: argparse.Namespace, has_bf16: bool) -> list[str]:
+    """Return the names of the contenders, the baseline first."""
+    names = [FIRST[arguments.against]]
+    for name in contenders():
+        is_possible = name != TORCHAUDIO and (has_bf16 or "bf16" not in name)
+        is_requested = not arguments.only or name in arguments.only
+        if is_possible and is_requested and name not in names:
+            names.append(name)
+    return names
+
+
+def print_machine(arguments: argparse.Namespace, has_bf16: bool) -> None:
+    bf16 = "yes" if has_bf16 else "no; contenders in bf16 are left out"
+    print(f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
+    print(f"bfloat16 instructions: {bf16}")
+    print(f"B T U V H = {arguments.shape}, {arguments.initialisation} initialisation, ", end="")
+    print(f"{arguments.threads} threads, {arguments.rounds} rounds")
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
     if arguments.memory_of:
         shape = Shape(*arguments.shape)
         print(json.dumps(peak_bytes(arguments.memory_of, shape, arguments.initialisation)))
         return
-
     has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    print(f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
-    print(f"bfloat16 instructions: {'yes' if has_bf16 else 'no; contenders in bf16 are left out'}")
-    print(f"B T U V H = {arguments.shape}, {arguments.initialisation} initialisation, ", end="")
-    print(f"{arguments.threads} threads, {arguments.rounds} rounds")
-    first = FIRST[arguments.against]
-    if first == TORCHAUDIO:
+    print_machine(arguments, has_bf16)
+    if arguments.against == "torchaudio":
         try:
             import torchaudio
-        except (ImportError, OSError) as error:  # OSError: its libraries are not those of this torch
-            parser.exit(message=f"not measured: torchaudio does not import here: {error}\n")
+        except (ImportError, OSError) as error:  # OSError: torchaudio was built for another torch.
+            print(f"not measured: torchaudio does not import here: {error}")
+            return
         print(f"torchaudio {torchaudio.__version__}")
-    names = [name for name in contenders() if name not in (first, TORCHAUDIO)]
-    names = [
-        n for n in names if (has_bf16 or "bf16" not in n) and (n in arguments.only or not arguments.only)
-    ]
-    report([first, *names], arguments)
+    report(measured_names(arguments, has_bf16), arguments)
 
 
 def _processor() -> str:

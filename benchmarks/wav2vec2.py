@@ -1,15 +1,15 @@
-"""Time of wav2vec 2.0: a whole step and its objective against Hugging Face's, and the forms of the extractor.
+"""Time of wav2vec 2.0: a whole step and its objective against Hugging Face, and the forms of the extractor.
 
-    python benchmarks/wav2vec2.py                  # all three parts, base, fp32, and bf16 where oneDNN has it
+    python benchmarks/wav2vec2.py                  # all three parts, base, in fp32 and, if possible, bf16
     python benchmarks/wav2vec2.py step --rounds 3  # forward, backward and AdamW only (needs transformers)
     python benchmarks/wav2vec2.py --smoke          # thin, seconds
     python benchmarks/wav2vec2.py extractor --rows 4 --seconds 10 --threads 2 --fp32-matmul medium
 
-Contenders take turns (A B C A B C ...), since other work on the machine comes and goes; ratios are
-medians of each round's ratio to the baseline of the same precision and round: Hugging Face's, or for the
-extractor conv1d. Processor time is of user and kernel: with one thread, what wall time would be on an
-idle machine. Both models get the same audio, mask and negatives, and the published dropouts; layer
-drop is off, since Hugging Face's skips a layer and ours computes it.
+Contenders take turns (A B C A B C ...), since other work on the machine comes and goes. A ratio is the median
+of each round's ratio to the baseline of the same precision and round. The baseline is Hugging Face, or conv1d
+for the extractor. Processor time is of user and kernel. With one thread it equals the wall time of an idle
+machine. Both models get the same audio, mask and negatives, and the published dropouts. Layer drop is off,
+since Hugging Face skips a dropped layer and speechtrain computes it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
@@ -39,7 +40,8 @@ from speechtrain.nn.masking import SpanMask
 
 PARTS = ("step", "objective", "extractor")
 BASELINE = "conv1d"
-THEIRS = "Hugging Face"
+HUGGING_FACE = "Hugging Face"
+SPEECHTRAIN = "speechtrain"
 SMOKE = {"width": 48, "layers": 2, "feed_forward": 96, "heads": 4}
 
 
@@ -48,7 +50,7 @@ def layers(channels: int) -> list[list[int]]:
 
 
 def step(extractor: ConvExtractor, audio: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """Processor seconds of forward and of backward."""
+    """Return the processor seconds of forward and of backward."""
     extractor.zero_grad(set_to_none=True)
     begin = time.process_time()
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -58,64 +60,95 @@ def step(extractor: ConvExtractor, audio: Tensor, dtype: torch.dtype) -> tuple[f
     return middle - begin, time.process_time() - middle
 
 
+def precision_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def extractor_of(form: str, norm: str, dtype: torch.dtype, channels: int) -> ConvExtractor:
+    torch.manual_seed(0)
+    extractor = ConvExtractor(layers(channels), norm == "layer", norm)
+    autocast = dtype if dtype != torch.float32 else None
+    apply_policy(extractor, ComputePolicy(conv=form, autocast_dtype=autocast))
+    return extractor
+
+
 def compare(norm: str, dtype: torch.dtype, audio: Tensor, channels: int, rounds: int) -> None:
-    contenders = {}
-    for form in CONVOLUTIONS:
-        torch.manual_seed(0)
-        contenders[form] = ConvExtractor(layers(channels), norm == "layer", norm)
-        autocast = dtype if dtype != torch.float32 else None
-        apply_policy(contenders[form], ComputePolicy(conv=form, autocast_dtype=autocast))
-        step(contenders[form], audio, dtype)  # first calls build oneDNN's kernels
+    """Print a line for each form of the extractor: median times, and the ratio of their sum to conv1d."""
+    contenders = {form: extractor_of(form, norm, dtype, channels) for form in CONVOLUTIONS}
+    for extractor in contenders.values():
+        step(extractor, audio, dtype)  # The first call builds the kernels of oneDNN.
     times: dict[str, list[tuple[float, float]]] = {form: [] for form in contenders}
     for _ in range(rounds):
         for form, extractor in contenders.items():
             times[form].append(step(extractor, audio, dtype))
-    precision = str(dtype).removeprefix("torch.")
+    precision = precision_name(dtype)
     for form, measured in times.items():
         forward, backward = (statistics.median(column) for column in zip(*measured, strict=True))
         pairs = zip(measured, times[BASELINE], strict=True)
-        ratio = statistics.median(sum(ours) / sum(theirs) for ours, theirs in pairs)
+        ratio = statistics.median(sum(seconds) / sum(base) for seconds, base in pairs)
         print(f"| {norm} | {precision} | {form} | {forward:.3f} | {backward:.3f} | {ratio:.2f} |", flush=True)
 
 
-# --- the whole step, and its objective, against Hugging Face's ------------------------------------
+# --- The whole step, and its objective, against Hugging Face --------------------------------------
 
 
-def make(given: argparse.Namespace) -> tuple[Wav2Vec2, Any, Batch, dict[str, Tensor]]:
-    """Our task, their model of the same form, a prepared batch, and what their ``forward`` takes for it."""
-    import transformers
+@dataclass
+class Setup:
+    """Both models of the same form, a prepared batch of speechtrain, and the same inputs for Hugging Face."""
 
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = SMOKE if given.smoke else {}
-    encoder = Wav2Vec2Encoder(layers(given.channels), layer_drop=0.0, mask=SpanMask(), **sizes)
-    task = Wav2Vec2(encoder).train()
-    config = wav2vec2_hf.config_of(describe(task, {}))
-    model = transformers.Wav2Vec2ForPreTraining(transformers.Wav2Vec2Config(**config)).train()
-    samples = int(given.seconds * 16000)
-    batch = Batch(
-        audio=torch.randn(given.rows, samples) * 0.1,
-        audio_lengths=torch.full((given.rows,), samples),
-        labels=torch.zeros(given.rows, 0, dtype=torch.int64),
-        label_lengths=torch.zeros(given.rows, dtype=torch.int64),
-        weight=torch.ones(given.rows),
-        keys=torch.arange(given.rows),
-        ids=tuple(map(str, range(given.rows))),
-        texts=("",) * given.rows,
+    task: Wav2Vec2
+    model: Any  # of transformers
+    batch: Batch
+    inputs: dict[str, Tensor]
+
+
+Objective = Callable[[Setup, Tensor, Tensor], Tensor]
+
+
+def noise(rows: int, seconds: float) -> Batch:
+    samples = int(seconds * 16000)
+    return Batch(
+        audio=torch.randn(rows, samples) * 0.1,
+        audio_lengths=torch.full((rows,), samples),
+        labels=torch.zeros(rows, 0, dtype=torch.int64),
+        label_lengths=torch.zeros(rows, dtype=torch.int64),
+        weight=torch.ones(rows),
+        keys=torch.arange(rows),
+        ids=tuple(map(str, range(rows))),
+        texts=("",) * rows,
     )
-    task.advance(0, seed=1)
-    batch = task.prepare(batch, seed=2)
+
+
+def inputs_of_hugging_face(batch: Batch, negative_count: int) -> dict[str, Tensor]:
+    """Return the audio, mask and negatives of a batch as ``Wav2Vec2ForPreTraining.forward`` expects them."""
     index, mask = batch.extra["index"], batch.extra["mask"]
     rows, frames = mask.shape
     row = torch.arange(rows)[:, None]
-    negatives = torch.zeros(rows, frames, task.negatives, dtype=torch.int64)
-    negatives[row, index] = index[row[:, :, None], batch.extra["negatives"].long()] + frames * row[:, :, None]
-    theirs = {"mask_time_indices": mask, "sampled_negative_indices": negatives}
-    return task, model, batch, {"input_values": batch.audio, **theirs}
+    frame_of_negative = index[row[:, :, None], batch.extra["negatives"].long()]
+    negatives = torch.zeros(rows, frames, negative_count, dtype=torch.int64)
+    negatives[row, index] = frame_of_negative + frames * row[:, :, None]
+    return {"input_values": batch.audio, "mask_time_indices": mask, "sampled_negative_indices": negatives}
 
 
-def steps(given: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
-    """Forward, backward and AdamW of each."""
-    task, model, batch, theirs = make(given)
+def set_up(options: argparse.Namespace) -> Setup:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = SMOKE if options.smoke else {}
+    encoder = Wav2Vec2Encoder(layers(options.channels), layer_drop=0.0, mask=SpanMask(), **sizes)
+    task = Wav2Vec2(encoder).train()
+    config = wav2vec2_hf.config_of(describe(task, {}))
+    model = transformers.Wav2Vec2ForPreTraining(transformers.Wav2Vec2Config(**config)).train()
+    batch = noise(options.rows, options.seconds)
+    task.advance(0, seed=1)
+    batch = task.prepare(batch, seed=2)
+    return Setup(task, model, batch, inputs_of_hugging_face(batch, task.negatives))
+
+
+def steps(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
+    """Return a function for each model that computes forward, backward and AdamW."""
+    setup = set_up(options)
+    task, model = setup.task, setup.model
     apply_policy(task, CPU(bf16="software").policy(dtype))
 
     def stepper(module: torch.nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
@@ -124,88 +157,105 @@ def steps(given: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[
         def run() -> None:
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                value = loss()
-            value.backward()
+                total = loss()
+            total.backward()
             optimizer.step()
 
         return run
 
     return {
-        THEIRS: stepper(model, lambda: model(**theirs).loss),
-        "speechtrain": stepper(task, lambda: task(batch).total),
+        HUGGING_FACE: stepper(model, lambda: model(**setup.inputs).loss),
+        SPEECHTRAIN: stepper(task, lambda: task(setup.batch).total),
     }
 
 
-def objectives(given: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
-    """Quantiser, projections and contrastive loss of each, forward and backward, from the same features."""
-    task, model, batch, theirs = make(given)
-    mask, table = theirs["mask_time_indices"], theirs["sampled_negative_indices"]
-    index, weight = batch.extra["index"], batch.extra["masked"]
-    features = torch.randn(*mask.shape, task.encoder.extractor.channels)
-    context = torch.randn(*mask.shape, task.encoder.width)
+def speechtrain_objective(setup: Setup, features: Tensor, context: Tensor) -> Tensor:
+    """Return the loss of speechtrain: quantiser, projections and contrastive loss of the masked frames."""
+    task, extra = setup.task, setup.batch.extra
+    index = extra["index"]
 
-    def gathered(x: Tensor) -> Tensor:
-        return x.gather(1, index[:, :, None].expand(-1, -1, x.shape[2]))
+    def gathered(frames: Tensor) -> Tensor:
+        return frames.gather(1, index[:, :, None].expand(-1, -1, frames.shape[2]))
 
-    def ours() -> Tensor:
-        found = task.quantizer(gathered(features), torch.tensor(2.0), weight)
-        hidden, targets = task.final_proj(gathered(context)), task.project_q(found.codes)
-        loss = contrastive_loss(hidden, targets, found.ids, batch.extra["negatives"], weight, 0.1)
-        return loss.loss + 0.1 * found.diversity() * loss.frames
+    quantized = task.quantizer(gathered(features), torch.tensor(2.0), extra["masked"])
+    hidden, targets = task.final_proj(gathered(context)), task.project_q(quantized.codes)
+    loss = contrastive_loss(hidden, targets, quantized.ids, extra["negatives"], extra["masked"], 0.1)
+    return loss.loss + 0.1 * quantized.diversity() * loss.frames
 
-    def other() -> Tensor:
-        # their forward's second half computes all frames and leaves the unmasked out of the sum
-        codes, perplexity = model.quantizer(features, mask_time_indices=mask)
-        hidden, targets = model.project_hid(context), model.project_q(codes)
-        wrong = targets.flatten(0, 1)[table.flatten()].view(*table.shape, -1).permute(2, 0, 1, 3)
-        scores = model.compute_contrastive_logits(targets[None], wrong, hidden, 0.1)
-        places = ((1 - mask.long()) * -100).transpose(0, 1).flatten()
-        loss = F.cross_entropy(scores.transpose(0, 2).reshape(-1, len(scores)), places, reduction="sum")
-        unused = (model.config.num_codevectors_per_group * model.config.num_codevector_groups) - perplexity
-        return loss + 0.1 * unused / model.config.num_codevectors_per_group * mask.sum()
 
-    def runner(module: torch.nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
+def hugging_face_objective(setup: Setup, features: Tensor, context: Tensor) -> Tensor:
+    """Return the loss of the second half of Hugging Face's ``forward``.
+
+    It computes all frames and leaves those without a mask out of the sum.
+    """
+    model, config = setup.model, setup.model.config
+    mask, table = setup.inputs["mask_time_indices"], setup.inputs["sampled_negative_indices"]
+    codes, perplexity = model.quantizer(features, mask_time_indices=mask)
+    hidden, targets = model.project_hid(context), model.project_q(codes)
+    negatives = targets.flatten(0, 1)[table.flatten()].view(*table.shape, -1).permute(2, 0, 1, 3)
+    scores = model.compute_contrastive_logits(targets[None], negatives, hidden, 0.1)
+    labels = ((1 - mask.long()) * -100).transpose(0, 1).flatten()
+    loss = F.cross_entropy(scores.transpose(0, 2).reshape(-1, len(scores)), labels, reduction="sum")
+    unused = config.num_codevectors_per_group * config.num_codevector_groups - perplexity
+    return loss + 0.1 * unused / config.num_codevectors_per_group * mask.sum()
+
+
+def objectives(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
+    """Return a function for each model that computes its loss and its backward from the same features."""
+    setup = set_up(options)
+    mask = setup.inputs["mask_time_indices"]
+    features = torch.randn(*mask.shape, setup.task.encoder.extractor.channels)
+    context = torch.randn(*mask.shape, setup.task.encoder.width)
+
+    def runner(module: torch.nn.Module, objective: Objective) -> Callable[[], None]:
         def run() -> None:
             module.zero_grad(set_to_none=True)
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                value = loss()
-            value.backward()
+                loss = objective(setup, features, context)
+            loss.backward()
 
         return run
 
-    return {THEIRS: runner(model, other), "speechtrain": runner(task, ours)}
+    return {
+        HUGGING_FACE: runner(setup.model, hugging_face_objective),
+        SPEECHTRAIN: runner(setup.task, speechtrain_objective),
+    }
 
 
-def in_turn(contenders: dict[str, Callable[[], None]], rounds: int, what: str, dtype: torch.dtype) -> None:
-    """Print a line for each contender: medians, and the median, lowest and highest ratio to theirs."""
+def in_turn(contenders: dict[str, Callable[[], None]], rounds: int, part: str, dtype: torch.dtype) -> None:
+    """Print a line for each contender: median times, and the median, lowest and highest ratio."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-    for number in range(rounds + 1):  # the first round builds oneDNN's kernels and is not counted
+    for number in range(rounds + 1):  # The first round builds the kernels of oneDNN and does not count.
         for name, run in contenders.items():
             wall, processor = time.perf_counter(), time.process_time()
             run()
             if number:
                 times[name].append((time.perf_counter() - wall, time.process_time() - processor))
-    precision = str(dtype).removeprefix("torch.")
+    precision = precision_name(dtype)
     for name, measured in times.items():
         wall, processor = (statistics.median(column) for column in zip(*measured, strict=True))
-        shares = [a[1] / b[1] for a, b in zip(measured, times[THEIRS], strict=True)]
-        ratio = f"{statistics.median(shares):.2f} ({min(shares):.2f} to {max(shares):.2f})"
-        print(f"| {what} | {precision} | {name} | {wall:.2f} | {processor:.2f} | {ratio} |", flush=True)
+        ratios = []
+        for (_, processor_seconds), (_, base_seconds) in zip(measured, times[HUGGING_FACE], strict=True):
+            ratios.append(processor_seconds / base_seconds)
+        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(f"| {part} | {precision} | {name} | {wall:.2f} | {processor:.2f} | {ratio} |", flush=True)
 
 
-def profile(given: argparse.Namespace) -> None:
-    """Operators of one of our steps by their own processor time."""
-    run = steps(given, torch.float32)["speechtrain"]
+def profile(options: argparse.Namespace) -> None:
+    """Print the operators of a step of speechtrain, sorted by processor time."""
+    run = steps(options, torch.float32)[SPEECHTRAIN]
     run()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         run()
-    print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
+    print(
+        profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50)
+    )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("parts", nargs="*", help="step, objective, extractor; all, if none is named")
-    parser.add_argument("--profile", action="store_true", help="operators of one of our steps, nothing else")
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("parts", nargs="*", help="step, objective or extractor (default: all)")
+    parser.add_argument("--profile", action="store_true", help="only print the operators of a step")
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=10.0, help="of audio in a row")
     parser.add_argument("--channels", type=int, default=512)
@@ -214,37 +264,50 @@ def main() -> None:
     parser.add_argument("--norms", nargs="+", default=["group", "layer"], choices=["group", "layer"])
     parser.add_argument("--fp32-matmul", default="highest", choices=["highest", "high", "medium"])
     parser.add_argument("--smoke", action="store_true")
-    given = parser.parse_args()
-    if unknown := set(given.parts) - set(PARTS):
-        parser.error(f"{unknown.pop()!r} is none of {', '.join(PARTS)}")
-    if given.smoke:
-        given.rows, given.seconds, given.channels, given.rounds = 1, 1.0, 32, 2
-    torch.set_num_threads(given.threads)
-    torch.set_float32_matmul_precision(given.fp32_matmul)
+    options = parser.parse_args()
+    for part in options.parts:
+        if part not in PARTS:
+            parser.error(f"{part!r} is none of {', '.join(PARTS)}")
+    if options.smoke:
+        options.rows, options.seconds, options.channels, options.rounds = 1, 1.0, 32, 2
+    return options
+
+
+def print_parts(options: argparse.Namespace, precisions: list[torch.dtype], audio: Tensor) -> None:
+    """Print a table for step and objective, and a table for the extractor."""
+    parts = options.parts or PARTS
+    contenders = {"step": steps, "objective": objectives}
+    compared = [part for part in contenders if part in parts]
+    if compared:
+        print("| part | precision | | wall, s | processor, s | of theirs |\n|---|---|---|---|---|---|")
+    for part in compared:
+        for dtype in precisions:
+            in_turn(contenders[part](options, dtype), options.rounds, part, dtype)
+    if "extractor" in parts:
+        print("| norm | precision | form | forward, s | backward, s | of conv1d |\n|---|---|---|---|---|---|")
+        for norm in options.norms:
+            for dtype in precisions:
+                compare(norm, dtype, audio, options.channels, options.rounds)
+
+
+def main() -> None:
+    options = parse_arguments()
+    torch.set_num_threads(options.threads)
+    torch.set_float32_matmul_precision(options.fp32_matmul)
     precisions = [torch.float32]
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         precisions.append(torch.bfloat16)
     torch.manual_seed(0)
-    audio = torch.randn(given.rows, int(given.seconds * 16000)) * 0.1
-    print(f"{date.today()}, {given.rows} x {given.seconds} s, {given.channels} channels, {given.threads} "
-          f"thread(s), fp32 matmul precision {given.fp32_matmul}, torch {torch.__version__}, "
-          f"load average {os.getloadavg()[0]:.1f}")  # fmt: skip
+    audio = torch.randn(options.rows, int(options.seconds * 16000)) * 0.1
+    print(f"{date.today()}, {options.rows} x {options.seconds} s, {options.channels} channels, "
+          f"{options.threads} thread(s), fp32 matmul precision {options.fp32_matmul}, "
+          f"torch {torch.__version__}, load average {os.getloadavg()[0]:.1f}")  # fmt: skip
     if torch.bfloat16 not in precisions:
         print("no bf16: this processor has no instructions for it")
-    if given.profile:
-        profile(given)
-        return
-    parts = given.parts or PARTS
-    if "step" in parts or "objective" in parts:
-        print("| part | precision | | wall, s | processor, s | of theirs |\n|---|---|---|---|---|---|")
-        for what, contenders in (("step", steps), ("objective", objectives)):
-            for dtype in precisions if what in parts else ():
-                in_turn(contenders(given, dtype), given.rounds, what, dtype)
-    if "extractor" in parts:
-        print("| norm | precision | form | forward, s | backward, s | of conv1d |\n|---|---|---|---|---|---|")
-        for norm in given.norms:
-            for dtype in precisions:
-                compare(norm, dtype, audio, given.channels, given.rounds)
+    if options.profile:
+        profile(options)
+    else:
+        print_parts(options, precisions, audio)
 
 
 if __name__ == "__main__":

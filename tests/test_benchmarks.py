@@ -22,6 +22,7 @@ SMALLEST = {
     "openmp": ("--smoke",),
     "scaling": ("--smoke",),
     "stack_time": ("--smoke",),
+    "study": ("--rounds", "1"),
     "transducer_loss": ("--smoke",),
     "wav2vec2": ("--smoke",),
 }

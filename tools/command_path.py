@@ -1,7 +1,8 @@
-"""Counts the files that a command enters until it starts a rank: ``python tools/command_path.py [--calls]``.
+"""Count the files that a command enters until it starts a rank: ``python tools/command_path.py [--calls]``.
 
-The command is ``speechtrain train`` for a new local run. A file that is entered again, after a call has left
-it for another file, makes a reader go back. A call from one line counts once, however often the line runs.
+The command is ``speechtrain train`` for a new local run. The second number counts the calls into a file that
+the command has entered before, since each of them makes a reader go back. A line that calls several times
+counts once.
 """
 
 from __future__ import annotations

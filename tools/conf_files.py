@@ -87,7 +87,8 @@ def comment_of(lines: list[str], key: yaml.Node, value: yaml.Node) -> str:
     number, column = key.start_mark.line, key.start_mark.column
     is_on_line = isinstance(value, yaml.ScalarNode) or value.end_mark.line == number
     end = value.end_mark if is_on_line else key.end_mark
-    comment = lines[number][end.column :].strip().removeprefix(":").strip()
+    rest_of_line = lines[number][end.column :].strip()
+    comment = rest_of_line.removeprefix(":").strip()
     if comment.startswith("#"):
         for line in lines[number + 1 :]:
             if not CONTINUATION.match(line):

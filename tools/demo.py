@@ -1,7 +1,7 @@
-"""``make demo``: train the small RNN-T on the embedded corpus, score it, transcribe a file, report.
+"""``make demo``: train the small RNN-T on the embedded corpus, score it, transcribe a file, write a report.
 
-Each line that starts with ``$`` is a command that a user can type; this program only runs them.
-Arguments, such as ``seed=2``, go to the training command, each set of them in a run directory of its own.
+Each line that starts with ``$`` is a command that a user can type. This program only runs these commands.
+Arguments, such as ``seed=2``, go to the training command. Each set of arguments has its own run directory.
 """
 
 from __future__ import annotations
@@ -24,49 +24,62 @@ RUN = Path("runs/demo")
 
 
 def step(command: list[str], end: str = "\n") -> None:
-    """Show a command, run it, and leave with its code where it fails."""
+    """Print a command and run it. If the command fails, exit with its code."""
     print(f"{end}$ {shlex.join(command)}", flush=True)
+    program = BIN / command[0]
     try:
-        code = subprocess.run([str(BIN / command[0]), *command[1:]], check=False).returncode
-    except KeyboardInterrupt:  # the command has had it, too, and has said what it did
+        code = subprocess.run([str(program), *command[1:]], check=False).returncode
+    except KeyboardInterrupt:  # The command has received the signal as well, and has reported its end.
         code = 130
     except OSError as error:
-        sys.exit(f"demo: {BIN / command[0]}: {error.strerror}; `make setup` installs it")
+        sys.exit(f"demo: {program}: {error.strerror}. `make setup` installs it")
     if code:
         print(f"\ndemo: {command[0]} ended with code {code} (docs/reference/exit-codes.md)", file=sys.stderr)
-        sys.exit(code if code > 0 else 1)
+        if code < 0:  # A signal ended the command.
+            code = 1
+        sys.exit(code)
 
 
 def write_sample(path: Path) -> None:
-    """Write an utterance of a voice that training does not hear as WAV, and print its transcript."""
+    """Write a WAV file of a voice that is not in the training set, and print its transcript."""
     source = Digits("valid", 1)
     utterance = source.plan()[0]
     soundfile.write(path, utterance.audio(source.clips), SAMPLE_RATE, subtype="PCM_16")
     print(f"\n{path}: voice {utterance.speaker} says: {utterance.text}", flush=True)
 
 
-def main() -> None:
-    begun = time.perf_counter()
-    arguments = sys.argv[1:]
-    run = RUN.with_name("-".join([RUN.name, *(re.sub(r"[^\w.]+", "-", a) for a in arguments)])[:120])
+def run_dir_and_overrides(arguments: list[str]) -> tuple[Path, list[str]]:
+    """Return the run directory, by default named after the arguments, and the arguments for the training."""
+    words = [RUN.name]
+    for argument in arguments:
+        words.append(re.sub(r"[^\w.]+", "-", argument))
+    run_dir = RUN.with_name("-".join(words)[:120])
+    overrides = []
     for argument in arguments:
         if argument.startswith("run_dir="):
-            run = Path(argument.partition("=")[2])
-    arguments = [argument for argument in arguments if not argument.startswith("run_dir=")]
-    step(["speechtrain", "train", "recipe=demo", f"run_dir={run}", *arguments], end="")
+            run_dir = Path(argument.partition("=")[2])
+        else:
+            overrides.append(argument)
+    return run_dir, overrides
+
+
+def main() -> None:
+    start = time.perf_counter()
+    run, overrides = run_dir_and_overrides(sys.argv[1:])
+    step(["speechtrain", "train", "recipe=demo", f"run_dir={run}", *overrides], end="")
     try:
         result = json.loads((run / "result.json").read_text())
         rate = float(result["metrics"]["wer"])
     except (OSError, ValueError, KeyError) as error:
-        sys.exit(f"demo: {run / 'result.json'} names no word error rate ({type(error).__name__}: {error})")
+        sys.exit(f"demo: {run / 'result.json'} has no word error rate ({type(error).__name__}: {error})")
     sample = run / "sample.wav"
     write_sample(sample)
     step(["speechtrain", "transcribe", str(run), str(sample)])
     step(["speechtrain", "report", str(run)])
     print(
-        f"\nWER on voices never heard in training: {100 * rate:.2f} % "
+        f"\nWER on voices that are not in the training set: {100 * rate:.2f} % "
         f"({result['steps']} steps, {result['wall_s']:.0f} s of training, "
-        f"{time.perf_counter() - begun:.0f} s in all)\nreport: {run / 'report.html'}"
+        f"{time.perf_counter() - start:.0f} s in all)\nreport: {run / 'report.html'}"
     )
 
 

@@ -1,7 +1,8 @@
 """Install torch for the CPU: ``install_torch.py VERSION CPU_INDEX``. VERSION may be ``newest``.
 
-Asks the configured package index first. A plain ``torch`` there may be the CUDA build, gigabytes of
-packages that a CPU never uses: a resolver's dry run tells, and then PyTorch's CPU index is asked.
+The program first asks the configured package index. Its ``torch`` may be the CUDA build, which brings
+gigabytes of packages that a CPU never uses. If a dry run of pip lists such packages, or fails, the program
+installs from PyTorch's CPU index.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from pathlib import Path
 
 
 def brings_cuda(requirement: str) -> bool | None:
-    """Whether the configured index would install CUDA packages; None where it has no such torch."""
+    """Return whether the configured index would install CUDA packages, or None if it lacks this torch."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        done = subprocess.run([*command, "--dry-run", "--report", str(report), requirement], check=False)
-        if done.returncode != 0:
+        command += ["--dry-run", "--report", str(report), requirement]
+        if subprocess.run(command, check=False).returncode != 0:
             return None
-        packages = [item["metadata"]["name"].lower() for item in json.loads(report.read_text())["install"]]
+        installed = json.loads(report.read_text())["install"]
+    packages = [package["metadata"]["name"].lower() for package in installed]
     return any(name.startswith(("nvidia", "triton", "cuda")) for name in packages)
 
 
@@ -41,7 +43,7 @@ def main() -> int:
     ]
     if brings_cuda(requirement) is False:
         return subprocess.run(command, check=False).returncode
-    print(f"the configured index has no CPU build of {requirement}; asking {cpu_index}")
+    print(f"the configured index has no CPU build of {requirement}. It is installed from {cpu_index}")
     return subprocess.run([*command, "--index-url", cpu_index], check=False).returncode
 
 

@@ -1,21 +1,25 @@
 #!/usr/bin/env python3
-"""Synthesise isolated words in many voices with espeak-ng: the embedded digits corpus, or one of your own.
+"""Synthesise isolated words in many voices with espeak-ng: the embedded digits corpus, or another one.
 
-    python tools/make_digits.py                                   # the shipped corpus, again, byte for byte
+    python tools/make_digits.py                                   # the shipped corpus, byte for byte
     python tools/make_digits.py --words words.txt --voices 200 --out my_words
 
-Needs the ``demo`` extra (``pip install -e '.[demo]'``), which brings espeak-ng as a wheel.
+The program needs the ``demo`` extra (``pip install -e '.[demo]'``), which brings espeak-ng as a wheel.
 
-Each clip is a pure function of (voice, word): espeak-ng is initialised once, then every clip is
-made in a fork of that untouched process, with the synthesiser's generator seeded in the child.
-(In one process the bytes depend on what was spoken before.) A voice is an English accent, one of
-espeak-ng's speaker variants, a speaking rate, a pitch and a pitch range. Training and validation
-voices share accents but never a variant, nor two variants of one family (``klatt``, ``klatt2``).
+Each clip is a pure function of its voice and its word. espeak-ng is initialised once, and each clip is
+spoken in a fork of that process, which seeds the synthesiser's generator. (In a single process the bytes
+of a clip depend on the clips before it.) A voice is an English accent, one of espeak-ng's speaker
+variants, a speaking rate, a pitch and a pitch range. Training and validation have the same accents, but
+they share neither a variant nor a family of variants (``klatt``, ``klatt2``).
 
-The folder holds ``train.flac`` and ``valid.flac`` (the clips of a split one after the other,
-16 kHz, 16 bit), ``index.json`` (where each clip lies, and its voice) and ``SHA256SUMS``; with
-``--out`` also ``train.jsonl`` and ``valid.jsonl``, a NeMo manifest of the isolated clips. The data
-set ``digits`` joins such a folder into connected utterances (``root``: the folder).
+The folder has these files:
+
+- ``train.flac`` and ``valid.flac``: the clips of a split one after the other, 16 kHz, 16 bit.
+- ``index.json``: the voices, and the number of samples of each clip.
+- ``SHA256SUMS``.
+- With ``--out`` also ``train.jsonl`` and ``valid.jsonl``: a NeMo manifest of the isolated clips.
+
+The data set ``digits`` joins the clips of such a folder (``root``) into connected utterances.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +53,7 @@ DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 EMBEDDED = Path(__file__).resolve().parent.parent / "speechtrain/data/corpora/digits_audio"
 EMBEDDED_VOICES = {"train": 57, "valid": 15}
 SAMPLE_RATE = 16_000
-SEED = 20261120  # of espeak-ng's noise and of the voices' prosody
+SEED = 20261120  # for the noise of espeak-ng, and for the rates and pitches of the voices
 
 ACCENTS = (
     "en",
@@ -60,11 +65,11 @@ ACCENTS = (
     "en-gb-x-rp",
     "en-us-nyc",
 )
-# Of the 104 variants of espeak-ng 1.52, all but those whose own definition says that they are not an
-# ordinary voice: voicing below 30 or breath of 20 and more (whispers and breathy voices: caleb, Demonic,
-# Reed, sandro, whisper, whisperf), or an echo of amplitude above 100 (robots and halls: anikaRobot,
-# RicishayMax 1-3, robosoft 1-8, UniRobot). Nobody listened, no recogniser was asked, and the rule is the
-# same for both splits. The test of this file reads the rule from the definitions again.
+# espeak-ng 1.52 has 104 variants. The list leaves out each variant whose definition describes an unusual
+# voice. A whisper or breathy voice has a voicing below 30 or a breath of 20 or more: caleb, Demonic, Reed,
+# sandro, whisper, whisperf. A robot or hall has an echo with an amplitude above 100: anikaRobot,
+# RicishayMax 1-3, robosoft 1-8, UniRobot. Neither a listener nor a recogniser took part in the choice, and
+# the rule is the same for both splits. The test of this file applies the rule to the definitions.
 _NAMES = """
     Alex Alicia Andrea Andy Annie AnxiousAndy Denis Diogo Gene Gene2 Henrique Hugo Jacky Lee Marco Mario
     Michael Mike Nguyen Storm Tweaky adam anika announcer antonio aunty belinda benjamin boris croak david
@@ -73,16 +78,17 @@ _NAMES = """
     norbert pablo paul pedro quincy rob robert shelby steph steph2 steph3 travis victor zac
 """
 VARIANTS = ("Mr serious", *_NAMES.split())
-RATES, PITCHES, RANGES = (135, 205), (30, 71), (30, 71)  # words per minute; espeak-ng's scale, 50 normal
+RATES = (135, 205)  # words per minute
+PITCHES = RANGES = (30, 71)  # on the scale of espeak-ng, whose normal voice has 50
 
-_SYNCHRONOUS, _DONT_EXIT, _UTF8 = 2, 0x8000, 1  # constants of espeak-ng's speak_lib.h
+_SYNCHRONOUS, _DONT_EXIT, _UTF8 = 2, 0x8000, 1  # constants of speak_lib.h, a header of espeak-ng
 _RATE, _PITCH, _RANGE = 1, 3, 4
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
 
 
 @dataclass(frozen=True)
 class Voice:
-    """One synthetic speaker. ``pitch`` and ``range`` are espeak-ng's 0 to 100, ``rate`` words per minute."""
+    """One synthetic speaker. ``rate`` is in words per minute, ``pitch`` and ``range`` are 0 to 100."""
 
     id: str
     accent: str
@@ -93,43 +99,49 @@ class Voice:
 
 
 def family(variant: str) -> str:
-    """What variants of one speaker share: the name without case and closing digits."""
+    """Return the name of a variant in lower case and without its digits at the end."""
     return variant.lower().rstrip("0123456789")
 
 
 def split_variants() -> dict[str, list[str]]:
-    """The variants of each split: families by the hash of their name, to validation until it has 15."""
-    ordered = sorted(VARIANTS, key=lambda v: (key_of(family(v)), v))
-    chosen: dict[str, list[str]] = {"train": [], "valid": []}
-    for variant in ordered:
-        members = chosen["valid"]
-        same = bool(members) and family(members[-1]) == family(variant)
-        room = len(members) < EMBEDDED_VOICES["valid"]
-        chosen["valid" if same or room else "train"].append(variant)
-    return chosen
+    """Return the variants of each split. A family is in one split only.
+
+    The families are sorted by the hash of their name. Validation gets the first ones, until it has 15
+    variants.
+    """
+    train: list[str] = []
+    valid: list[str] = []
+    for variant in sorted(VARIANTS, key=lambda variant: (key_of(family(variant)), variant)):
+        if len(valid) < EMBEDDED_VOICES["valid"] or family(valid[-1]) == family(variant):
+            valid.append(variant)
+        else:
+            train.append(variant)
+    return {"train": train, "valid": valid}
 
 
 def voices(split: str, count: int) -> list[Voice]:
-    """The first ``count`` voices of a split; more voices never change the earlier ones.
+    """Return the first ``count`` voices of a split. A voice does not depend on ``count``.
 
-    Past the number of variants they come round again with another accent, rate and pitch.
+    If there are more voices than variants, a variant gets several voices, with other accents, rates and
+    pitches.
     """
     variants = split_variants()[split]
-    out = []
-    for i in range(count):
-        draw = uniform_at(SEED, key_of(split), i, np.arange(3))
-        rate, pitch, spread = (
-            low + int(u * (high - low)) for (low, high), u in zip((RATES, PITCHES, RANGES), draw, strict=True)
-        )
-        accent = ACCENTS[(i + i // len(variants)) % len(ACCENTS)]
-        out.append(Voice(f"{split}-{i:03d}", accent, variants[i % len(variants)], rate, pitch, spread))
-    return out
+    split_voices = []
+    for number in range(count):
+        draws = uniform_at(SEED, key_of(split), number, np.arange(3))
+        prosody = []
+        for (low, high), draw in zip((RATES, PITCHES, RANGES), draws, strict=True):
+            prosody.append(low + int(draw * (high - low)))
+        turn, position = divmod(number, len(variants))
+        accent = ACCENTS[(number + turn) % len(ACCENTS)]
+        split_voices.append(Voice(f"{split}-{number:03d}", accent, variants[position], *prosody))
+    return split_voices
 
 
 class Synthesiser:
-    """espeak-ng through ctypes, initialised once in this process and never used to speak in it.
+    """espeak-ng through ctypes. This process initialises it, and only forks of the process speak.
 
-    Raises MachineError where the ``demo`` extra is missing, or the operating system cannot fork.
+    Raises MachineError if the ``demo`` extra is missing or the operating system cannot fork.
     """
 
     def __init__(self) -> None:
@@ -137,10 +149,10 @@ class Synthesiser:
             import espeakng_loader
         except ImportError:
             raise MachineError(
-                "espeakng_loader is missing; install it with: pip install -e '.[demo]'"
+                "espeakng_loader is missing. Install it with: pip install -e '.[demo]'"
             ) from None
         if not hasattr(os, "fork"):
-            raise MachineError("synthesis forks a process for each clip, which this operating system cannot")
+            raise MachineError("synthesis forks a process for each clip, and this system has no fork")
         data = Path(espeakng_loader.get_data_path())
         self.variants = {path.name for path in (data / "voices" / "!v").iterdir()}
         self.library = ctypes.CDLL(espeakng_loader.get_library_path())
@@ -148,12 +160,13 @@ class Synthesiser:
         if self.rate <= 0:
             raise MachineError(f"espeak-ng could not be initialised from {data}")
         self.library.espeak_Info.restype = ctypes.c_char_p
-        self.version = self.library.espeak_Info(None).decode().split()[0]
+        information: str = self.library.espeak_Info(None).decode()
+        self.version = information.split()[0]
 
     def speak(self, requests: Iterable[tuple[Voice, str]], jobs: int = 1) -> Iterator[Samples]:
-        """Each request's clip at espeak-ng's own rate, in order, ``jobs`` forks at a time.
+        """Yield the clips of the requests in order, at the sampling rate of espeak-ng.
 
-        Raises MachineError for a voice that espeak-ng lacks or a fork that fails, with its cause.
+        ``jobs`` forks speak at a time. Raises MachineError if espeak-ng lacks a voice or a fork fails.
         """
         waiting: deque[tuple[int, int, str]] = deque()
         try:
@@ -169,6 +182,7 @@ class Synthesiser:
                 os.waitpid(pid, 0)
 
     def _start(self, voice: Voice, word: str) -> tuple[int, int, str]:
+        """Fork a process that speaks a word. Return its id, its pipe and the name of the clip."""
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -181,36 +195,42 @@ class Synthesiser:
                     except Exception as error:
                         pipe.write(str(error).encode())
             finally:
-                os._exit(code)  # neither the parent's buffers nor its exit handlers belong to this child
+                os._exit(code)  # The child must not flush the parent's buffers or run its exit handlers.
         os.close(writing)
         return pid, reading, f"{word!r} by {voice.id} ({voice.accent}+{voice.variant})"
 
     @staticmethod
-    def _collect(pid: int, reading: int, what: str) -> Samples:
+    def _collect(pid: int, reading: int, clip_name: str) -> Samples:
         with os.fdopen(reading, "rb") as pipe:
-            data = pipe.read()
+            output = pipe.read()
         _, status = os.waitpid(pid, 0)
         if status:
-            raise MachineError(f"espeak-ng could not speak {what}: {data.decode(errors='replace') or status}")
-        return np.frombuffer(data, "<i2")
+            cause = output.decode(errors="replace") or status
+            raise MachineError(f"espeak-ng could not speak {clip_name}: {cause}")
+        return np.frombuffer(output, "<i2")
+
+    def _set_voice(self, voice: Voice) -> None:
+        library = self.library
+        if voice.variant not in self.variants:  # espeak-ng accepts an unknown variant and ignores it.
+            raise ValueError("no such variant")
+        if library.espeak_ng_SetVoiceByName(f"{voice.accent}+{voice.variant}".encode()) != 0:
+            raise ValueError("no such voice")  # Otherwise the voice of before would speak.
+        for parameter, setting in ((_RATE, voice.rate), (_PITCH, voice.pitch), (_RANGE, voice.range)):
+            if library.espeak_SetParameter(parameter, setting, 0) != 0:
+                raise ValueError(f"parameter {parameter} may not be {setting}")
 
     def _speak_here(self, voice: Voice, word: str) -> bytes:
+        """Return the samples of a word, spoken in this process."""
         library = self.library
         pieces: list[bytes] = []
 
-        def keep(samples: Any, count: int, _events: int | None) -> int:
+        def append(samples: Any, count: int, _events: int | None) -> int:
             if samples and count > 0:
                 pieces.append(ctypes.string_at(samples, 2 * count))
             return 0
 
-        if voice.variant not in self.variants:  # espeak-ng takes an unknown variant and speaks without it
-            raise ValueError("no such variant")
-        if library.espeak_ng_SetVoiceByName(f"{voice.accent}+{voice.variant}".encode()) != 0:
-            raise ValueError("no such voice")  # the voice before it would speak
-        for parameter, value in ((_RATE, voice.rate), (_PITCH, voice.pitch), (_RANGE, voice.range)):
-            if library.espeak_SetParameter(parameter, value, 0) != 0:
-                raise ValueError(f"parameter {parameter} may not be {value}")
-        callback = _CALLBACK(keep)  # named, so that it lives as long as the synthesis
+        self._set_voice(voice)
+        callback = _CALLBACK(append)  # The variable keeps the callback alive until the synthesis ends.
         library.espeak_SetSynthCallback(callback)
         library.espeak_ng_SetRandSeed(ctypes.c_long(SEED))
         text = word.encode()
@@ -218,39 +238,47 @@ class Synthesiser:
         if library.espeak_Synth(text, size, start, 1, end, ctypes.c_uint(_UTF8), None, None) != 0:
             raise ValueError("espeak_Synth failed")
         if not any(any(piece) for piece in pieces):
-            raise ValueError("silence came out")
+            raise ValueError("all samples are zero")
         return b"".join(pieces)
 
 
 def resample(samples: Samples, rate: int) -> Samples:
-    """``samples`` at 16 kHz.
+    """Return ``samples`` at 16 kHz.
 
-    The filter's taps are multiples of 2^-32 and the samples are integers below 2^15, so every sum
-    is exact in float64: the result does not depend on the processor's order of additions.
+    The taps of the filter are multiples of 2^-32 and the samples are integers below 2^15. Every sum is
+    therefore exact in float64, and the order of the additions, which depends on the processor, has no effect.
     """
     common = np.gcd(rate, SAMPLE_RATE)
     up, down = SAMPLE_RATE // common, rate // common
     if up == down:
         return samples
     half = 16 * max(up, down)
-    taps = np.rint(firwin(2 * half + 1, 1 / max(up, down), window=("kaiser", 6.0)) * 2.0**32) * 2.0**-32
-    out = resample_poly(samples.astype(np.float64), int(up), int(down), window=taps)
-    clipped: Samples = np.clip(np.rint(out), -32768, 32767).astype(np.int16)
+    taps = firwin(2 * half + 1, 1 / max(up, down), window=("kaiser", 6.0))
+    taps = np.rint(taps * 2.0**32) * 2.0**-32
+    resampled = resample_poly(samples.astype(np.float64), int(up), int(down), window=taps)
+    clipped: Samples = np.clip(np.rint(resampled), -32768, 32767).astype(np.int16)
     return clipped
 
 
 def trim(samples: Samples, margin: float = 0.01, floor: float = 0.01) -> Samples:
-    """Without the silence at both ends: what lies outside the samples above ``floor`` of the peak.
+    """Return ``samples`` without the silence at both ends, apart from ``margin`` seconds on each side.
 
-    ``margin`` seconds are kept on both sides.
+    A sample is loud if it exceeds ``floor`` times the peak.
     """
-    loud = np.flatnonzero(np.abs(samples.astype(np.int32)) > floor * np.abs(samples.astype(np.int32)).max())
-    keep = round(margin * SAMPLE_RATE)
-    return samples[max(0, int(loud[0]) - keep) : int(loud[-1]) + 1 + keep]
+    levels = np.abs(samples.astype(np.int32))
+    loud = np.flatnonzero(levels > floor * levels.max())
+    margin_samples = round(margin * SAMPLE_RATE)
+    start = max(0, int(loud[0]) - margin_samples)
+    end = int(loud[-1]) + 1 + margin_samples
+    return samples[start:end]
 
 
 def read_words(path: Path) -> tuple[str, ...]:
-    """One word or phrase a line, lower-cased; DataError for a line that is not spelled as it is spoken."""
+    """Return the words or phrases of a file, one from each line, in lower case.
+
+    Raises DataError if the file cannot be read or has no words, if a line has a digit or another sign, and if
+    a word is repeated.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -260,22 +288,22 @@ def read_words(path: Path) -> tuple[str, ...]:
         word = " ".join(line.lower().split())
         if not word:
             continue
-        if not all(c.isascii() and (c.isalpha() or c in " '-") for c in word):
+        if re.search(r"[^a-z '-]", word):
             raise DataError(
-                f"{path}, line {number}: {word!r} has more than letters; write it as it is spoken"
+                f"{path}, line {number}: {word!r} has more than letters. Write it as it is spoken"
             )
         if word in words:
             raise DataError(f"{path}, line {number}: {word!r} was given on line {words[word]} already")
         words[word] = number
     if not words:
-        raise DataError(f"{path}: no words; write one word or phrase on each line")
+        raise DataError(f"{path}: no words. Write one word or phrase on each line")
     return tuple(words)
 
 
 def write_corpus(
     folder: Path, words: tuple[str, ...], counts: dict[str, int], jobs: int, manifests: bool
 ) -> dict[str, Any]:
-    """Synthesise every word in every voice into ``folder`` and return the index written there."""
+    """Synthesise every word in every voice into ``folder``. Return the content of its ``index.json``."""
     synthesiser = Synthesiser()
     folder.mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {
@@ -292,35 +320,58 @@ def write_corpus(
     }
     names = []
     for split, count in counts.items():
-        chosen = voices(split, count)
-        clips = synthesiser.speak(((voice, word) for voice in chosen for word in words), jobs)
-        placed, pcm = [], hashlib.sha256()
-        with soundfile.SoundFile(
-            folder / f"{split}.flac", "w", SAMPLE_RATE, 1, "PCM_16", format="FLAC", compression_level=1.0
-        ) as flac:
-            for voice in chosen:
-                lengths = []
-                for _ in words:
-                    clip = trim(resample(next(clips), synthesiser.rate))
-                    flac.write(clip)
-                    pcm.update(clip.astype("<i2").tobytes())
-                    lengths.append(len(clip))
-                placed.append({**asdict(voice), "samples": lengths})
-        index["splits"][split] = {"file": f"{split}.flac", "pcm_sha256": pcm.hexdigest(), "voices": placed}
+        entry = _write_audio(folder / f"{split}.flac", words, voices(split, count), synthesiser, jobs)
+        index["splits"][split] = entry
         names.append(f"{split}.flac")
         if manifests:
-            names.append(_write_manifest(folder, split, words, placed))
-    rows = re.sub(r"\[[\s\d,]+\]", lambda row: " ".join(row[0].split()), json.dumps(index, indent=1))
-    (folder / "index.json").write_text(rows + "\n")
-    sums = [f"{hashlib.sha256((folder / n).read_bytes()).hexdigest()}  {n}\n" for n in [*names, "index.json"]]
-    (folder / "SHA256SUMS").write_text("".join(sums))
+            names.append(_write_manifest(folder, split, words, entry["voices"]))
+    _write_index(folder / "index.json", index)
+    _write_sums(folder, [*names, "index.json"])
     return index
 
 
-def _write_manifest(folder: Path, split: str, words: tuple[str, ...], placed: list[dict[str, Any]]) -> str:
+def _write_index(path: Path, index: dict[str, Any]) -> None:
+    """Write ``index.json``, with each list of numbers on one line."""
+    indented = json.dumps(index, indent=1)
+    with_short_lists = re.sub(r"\[[\s\d,]+\]", lambda match: " ".join(match[0].split()), indented)
+    path.write_text(with_short_lists + "\n")
+
+
+def _write_sums(folder: Path, names: list[str]) -> None:
+    sums = []
+    for name in names:
+        content = (folder / name).read_bytes()
+        sums.append(f"{hashlib.sha256(content).hexdigest()}  {name}\n")
+    (folder / "SHA256SUMS").write_text("".join(sums))
+
+
+def _write_audio(
+    path: Path, words: tuple[str, ...], speakers: list[Voice], synthesiser: Synthesiser, jobs: int
+) -> dict[str, Any]:
+    """Write the FLAC file of a split. Return the entry of the split in ``index.json``."""
+    clips = synthesiser.speak(product(speakers, words), jobs)
+    entries, pcm = [], hashlib.sha256()
+    with soundfile.SoundFile(
+        path, "w", SAMPLE_RATE, 1, "PCM_16", format="FLAC", compression_level=1.0
+    ) as flac:
+        for voice in speakers:
+            lengths = []
+            for _ in words:
+                clip = trim(resample(next(clips), synthesiser.rate))
+                flac.write(clip)
+                pcm.update(clip.astype("<i2").tobytes())
+                lengths.append(len(clip))
+            entries.append({**asdict(voice), "samples": lengths})
+    return {"file": path.name, "pcm_sha256": pcm.hexdigest(), "voices": entries}
+
+
+def _write_manifest(
+    folder: Path, split: str, words: tuple[str, ...], voice_entries: list[dict[str, Any]]
+) -> str:
+    """Write a NeMo manifest of the clips of a split. Return its file name."""
     name, start = f"{split}.jsonl", 0
     with open(folder / name, "w", encoding="utf-8") as out:
-        for voice in placed:
+        for voice in voice_entries:
             for word, samples in zip(words, voice["samples"], strict=True):
                 row = {
                     "audio_filepath": f"{split}.flac",
@@ -334,39 +385,50 @@ def _write_manifest(folder: Path, split: str, words: tuple[str, ...], placed: li
     return name
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; 0, or the exit code of the error that was printed."""
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     summary, _, details = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--words", type=Path, help="text file, one word or phrase a line (default: digits)")
-    parser.add_argument("--voices", type=int, help="training voices; validation gets a quarter as many")
+    parser.add_argument("--voices", type=int, help="training voices. Validation gets a quarter as many")
     parser.add_argument("--out", type=Path, help="folder to write (default: the package data)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
-    given = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def make_corpus(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Check the options and write the corpus. Return the content of its ``index.json``."""
+    if options.out is None and (options.words or options.voices is not None):
+        raise ConfigError("--words and --voices make another corpus. Set its folder with --out")
+    if options.jobs < 1 or (options.voices is not None and options.voices < 1):
+        raise ConfigError("--voices and --jobs must be 1 or more")
+    words = read_words(options.words) if options.words else DIGITS
+    counts = EMBEDDED_VOICES
+    if options.voices is not None:
+        counts = {"train": options.voices, "valid": max(1, options.voices // 4)}
+    return write_corpus(folder, words, counts, options.jobs, manifests=options.out is not None)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line. Return 0, or the exit code of the error that was printed."""
+    options = parse_arguments(arguments)
+    folder = options.out or EMBEDDED
     try:
-        if given.out is None and (given.words or given.voices is not None):
-            raise ConfigError("--words and --voices make another corpus: give its folder with --out")
-        if given.jobs < 1 or (given.voices is not None and given.voices < 1):
-            raise ConfigError("--voices and --jobs must be 1 or more")
-        words = read_words(given.words) if given.words else DIGITS
-        counts = dict(EMBEDDED_VOICES)
-        if given.voices is not None:
-            counts = {"train": given.voices, "valid": max(1, given.voices // 4)}
-        folder = given.out or EMBEDDED
-        index = write_corpus(folder, words, counts, given.jobs, manifests=given.out is not None)
+        index = make_corpus(options, folder)
     except SpeechtrainError as error:
         print(f"make_digits: error: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"make_digits: error: {given.out or EMBEDDED}: {error}", file=sys.stderr)
+        print(f"make_digits: error: {folder}: {error}", file=sys.stderr)
         return MachineError.exit_code
     for split, part in index["splits"].items():
-        samples = [count for voice in part["voices"] for count in voice["samples"]]
-        seconds = sum(samples) / SAMPLE_RATE
-        print(f"{split}: {len(part['voices'])} voices, {len(samples)} clips, {seconds:.1f} s")
-    print(f"written to {folder}; SHA256SUMS lists the files")
+        lengths: list[int] = []
+        for voice in part["voices"]:
+            lengths += voice["samples"]
+        seconds = sum(lengths) / SAMPLE_RATE
+        print(f"{split}: {len(part['voices'])} voices, {len(lengths)} clips, {seconds:.1f} s")
+    print(f"written to {folder}. SHA256SUMS lists the files")
     return 0
 
 

@@ -1,8 +1,8 @@
-"""Count the YAML lines that repeat a sibling's: ``yaml_repeats.py [FOLDER]``, ``conf/`` by default.
+"""Count the YAML lines that repeat a line of another file: ``yaml_repeats.py [FOLDER]``, else ``conf/``.
 
-Prints, for each group and in all, how many keys with a value there are, and how many of them another file
-of the same group has, too, with the same value at the same path. A file counts as it stands, without what
-it inherits through Hydra's ``defaults``. A base YAML, whose name begins with ``_``, is a file of its group.
+The program prints two numbers for each group, and their totals: the keys that have a value, and the keys
+that another file of the same group has at the same path with the same value. Keys that a file inherits
+through Hydra's ``defaults`` do not count. A base YAML, whose name begins with ``_``, is a file of its group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import yaml
 
 
 def leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Each key path of a file with its value as text; a list and an empty mapping are values."""
+    """Yield each key path of a file with its value as text. A list or an empty mapping is a value."""
     if not isinstance(node, dict) or not node:
         yield path, repr(node)
         return
@@ -26,28 +26,42 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def own_lines(file: Path) -> list[tuple[str, str]]:
-    """A file's keys and values, with the group as the first key, which ``@package _global_`` writes out."""
+    """Return the key paths and values of a file. Each path begins with the group.
+
+    A file with ``@package _global_`` names the group itself.
+    """
     text = file.read_text()
     node = yaml.safe_load(text) or {}
-    node.pop("defaults", None)  # Hydra's list of what is inherited
+    node.pop("defaults", None)  # Hydra's list of inherited files
     if not node:
         return []
-    return list(leaves(node if "# @package _global_" in text else {file.parent.name: node}))
+    if "# @package _global_" not in text:
+        node = {file.parent.name: node}
+    return list(leaves(node))
 
 
 def repeats(group: Path) -> tuple[int, int]:
-    """Lines of a group's files that another file of it has, too, and all of its lines."""
-    lines = [line for file in sorted(group.glob("*.yaml")) for line in own_lines(file)]
-    return sum(number for number in Counter(lines).values() if number > 1), len(lines)
+    """Return how many lines of a group two or more of its files have, and how many lines it has."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for file in group.glob("*.yaml"):
+        counts.update(own_lines(file))
+    repeated = sum(count for count in counts.values() if count > 1)
+    return repeated, counts.total()
 
 
 def main(argv: list[str]) -> int:
-    folder = Path(argv[0]) if argv else Path(__file__).resolve().parents[1] / "conf"
-    counts = {group.name: repeats(group) for group in sorted(folder.iterdir()) if any(group.glob("*.yaml"))}
-    counts["total"] = (sum(r for r, _ in counts.values()), sum(n for _, n in counts.values()))
+    folder = Path(__file__).resolve().parents[1] / "conf"
+    if argv:
+        folder = Path(argv[0])
     print(f"{'group':<12}{'repeated':>10}{'all':>8}")
-    for name, (repeated, every) in counts.items():
-        print(f"{name:<12}{repeated:>10}{every:>8}")
+    total_repeated = total_lines = 0
+    for group in sorted(folder.iterdir()):
+        repeated, lines = repeats(group)
+        if lines or any(group.glob("*.yaml")):
+            print(f"{group.name:<12}{repeated:>10}{lines:>8}")
+        total_repeated += repeated
+        total_lines += lines
+    print(f"{'total':<12}{total_repeated:>10}{total_lines:>8}")
     return 0
 
 

@@ -90,7 +90,7 @@ class _ShardedTensors:
 
     def __init__(self, states: Mapping[str, Stateful]) -> None:
         self._tensors: dict[str, Tensor] = {}
-        self._parameters: dict[str, Tensor] = {}  # by the path of their optimizer state
+        self._weights: dict[str, Tensor] = {}  # by the path of their optimizer state
         for name, part in states.items():
             map_tensors(part.state_dict(), self._add, name)
             if isinstance(part, torch.optim.Optimizer):
@@ -105,7 +105,7 @@ class _ShardedTensors:
         parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for index, parameter in enumerate(parameters):
             if is_sharded(parameter):
-                self._parameters[f"{name}/state/{index}"] = parameter.detach()
+                self._weights[f"{name}/state/{index}"] = parameter.detach()
 
     def find(self, path: str, saved: Tensor) -> Tensor | None:
         """Return the tensor that ``saved`` must be sharded like, or None if it is not sharded."""
@@ -113,7 +113,7 @@ class _ShardedTensors:
             path = current_name(path)
         tensor = self._tensors.get(path)
         if tensor is None:
-            tensor = self._parameters.get(path.rpartition("/")[0])
+            tensor = self._weights.get(path.rpartition("/")[0])
         if tensor is None or tensor.shape != saved.shape:
             return None
         return tensor

@@ -1,4 +1,4 @@
-"""Models of Hugging Face by name: ``hf:FOLDER``, or ``hf:NAME`` of the hub, pinned as ``hf:NAME@COMMIT``."""
+"""Finds models of Hugging Face: ``hf:FOLDER``, or ``hf:NAME`` of the hub. ``hf:NAME@COMMIT`` is pinned."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from speechtrain.files import absolute_path
 PREFIX = "hf:"
 _SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-_OLD_WEIGHTS = ("pytorch_model.bin",)  # read without running what it holds, and only where there is no other
+# A pickle is used only if the model has no other weights. It is read without running its code.
+_OLD_WEIGHTS = ("pytorch_model.bin",)
 
 
 def folder_of(name: str, weights: bool = True) -> Path:
-    """The local folder of the model ``name``, in the hub's cache; without ``weights``, of its settings.
+    """Return the local folder of the model ``name``: that folder itself, or a snapshot in the hub's cache.
 
-    Raises DataError for a name that the hub does not have, or that is not in the cache without a network,
-    MachineError without ``huggingface_hub``.
+    Without ``weights``, only the model's settings are downloaded.
+
+    Raises DataError if the hub does not have the name, and if neither the cache has the model nor the hub
+    can be reached. Raises MachineError without ``huggingface_hub``.
     """
     name = name.removeprefix(PREFIX)
-    place = absolute_path(name)
-    if place.is_dir():
-        return place
+    local_folder = absolute_path(name)
+    if local_folder.is_dir():
+        return local_folder
     model, _, commit = name.partition("@")
     settings = _snapshot(model, commit or "main", _SETTINGS)
     if not weights:
@@ -36,27 +39,31 @@ def folder_of(name: str, weights: bool = True) -> Path:
 
 
 def pinned(name: str) -> str:
-    """``name`` with an absolute folder, or with the commit that the hub has for it now."""
-    place = absolute_path(name.removeprefix(PREFIX))
-    if place.is_dir():
-        return f"{PREFIX}{place}"
-    return f"{PREFIX}{name.removeprefix(PREFIX).partition('@')[0]}@{folder_of(name, weights=False).name}"
+    """Return ``name`` with the absolute path of its folder, or with the hub's present commit of the model."""
+    name = name.removeprefix(PREFIX)
+    local_folder = absolute_path(name)
+    if local_folder.is_dir():
+        return f"{PREFIX}{local_folder}"
+    model = name.partition("@")[0]
+    commit = folder_of(name, weights=False).name
+    return f"{PREFIX}{model}@{commit}"
 
 
 @functools.cache
 def _snapshot(model: str, commit: str, patterns: tuple[str, ...]) -> Path:
+    """Download the files that match ``patterns``. The name of the returned folder is the commit."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise MachineError(
-            f"{PREFIX}{model} needs huggingface_hub; pip install -e '.[interop]', or give a folder"
+            f"{PREFIX}{model} needs huggingface_hub: pip install -e '.[interop]', or give a folder"
         ) from None
     try:
         return Path(snapshot_download(model, revision=commit, allow_patterns=list(patterns)))
-    except (OSError, ValueError) as error:  # both libraries of the network, and what the hub says
-        told = one_line(str(error).partition("\n")[0], 160)
+    except (OSError, ValueError) as error:  # The errors of the network libraries and of the hub.
+        reason = one_line(str(error).partition("\n")[0], 160)
         raise DataError(
             f"{PREFIX}{model}: neither a folder nor a model that the hub gives "
-            f"({type(error).__name__}: {told}); correct the name, or copy the model to a folder and name that"
+            f"({type(error).__name__}: {reason}). Correct the name, or copy the model to a folder and name it"
         ) from None

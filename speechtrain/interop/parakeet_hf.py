@@ -1,7 +1,7 @@
 """Reads and writes Hugging Face's Parakeet: FastConformer with CTC, RNN-T or TDT (token and duration).
 
-Arguments come from config.json and the feature extractor's file, weights from safetensors. The encoder's
-parameters have the same names in both; ``_RULES`` has the others.
+Arguments come from config.json and the feature extractor's file, and weights from safetensors. The encoder's
+parameters have the same names in both formats. ``_RULES`` has the other names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speechtrain.encoders.fastconformer import ConformerLayer, FastConformer
+from speechtrain.encoders.fastconformer import FastConformer
 from speechtrain.errors import MALFORMED, ConfigError, DataError, one_line
 from speechtrain.features.logmel import LogMel
 from speechtrain.files import read_bytes, read_json
@@ -30,7 +30,7 @@ from speechtrain.text.huggingface import HuggingFace
 from speechtrain.text.vocabulary import Characters, SentencePiece, Tokenizer
 
 KINDS = {"parakeet_ctc": "CTC", "parakeet_rnnt": "RNNT", "parakeet_tdt": "TDT"}
-_RULES = {
+_RULES = {  # Our prefixes of parameters, and Hugging Face's.
     "joint.encoder.": "encoder_projector.",
     "joint.prediction.": "decoder.decoder_projector.",
     "joint.output.": "joint.head.",
@@ -57,13 +57,22 @@ _ENCODER = Settings(
     convolution_bias=("convolution_bias", True),
 )
 _FIXED = {"hidden_act": "silu", "subsampling_conv_kernel_size": 3, "subsampling_conv_stride": 2}
-_DROPOUT = 0.2  # of prediction network and joint in NeMo's recipes; the format does not store it
+# NeMo's recipes have this dropout in the prediction network and the joint. The format does not store it.
+_DROPOUT = 0.2
 
 
-def theirs(name: str) -> str:
-    """Their name of one of our parameters."""
-    ours = next(prefix for prefix in _RULES if name.startswith(prefix))
-    return _RULES[ours] + name.removeprefix(ours)
+def huggingface_name(name: str) -> str:
+    """Return Hugging Face's name of our parameter ``name``."""
+    prefix = next(prefix for prefix in _RULES if name.startswith(prefix))
+    return _RULES[prefix] + name.removeprefix(prefix)
+
+
+def _our_name(foreign_name: str) -> str | None:
+    """Return our name of a parameter of Hugging Face's model, or None if no rule fits the parameter."""
+    for prefix, foreign_prefix in _RULES.items():
+        if foreign_name.startswith(foreign_prefix):
+            return prefix + foreign_name.removeprefix(foreign_prefix)
+    return None
 
 
 def is_parakeet(folder: Path) -> bool:
@@ -75,63 +84,82 @@ def has_encoder(task: Any) -> bool:
 
 
 def nodes(folder: Path) -> dict[str, dict[str, Any]]:
-    """The nodes of model, encoder and tokenizer that build the model in ``folder``. Raises DataError."""
+    """Return the config nodes of model, encoder and tokenizer that build the model in ``folder``.
+
+    Raises DataError if the directory does not describe a model that is supported.
+    """
     path = folder / "config.json"
     try:
         config = json.loads(read_bytes(path, follow=True))
-        inner = config["encoder_config"]
-        kind, size = KINDS[config["model_type"]], int(config["vocab_size"])
-        blank = config["pad_token_id" if kind == "CTC" else "blank_token_id"]
-        wrong = {key: inner.get(key, only) for key, only in _FIXED.items() if inner.get(key, only) != only}
-        if kind != "CTC" and config.get("hidden_act", "relu") != "relu":
-            wrong["hidden_act"] = config["hidden_act"]
-        if wrong or blank != size - 1:
-            key, value = next(iter(wrong.items()), ("the blank's id", blank))
-            raise DataError(f"{path}: {key} is {value!r}; only {_FIXED.get(key, size - 1)!r} is supported")
-        encoder = _node(FastConformer, **_ENCODER.read(inner), residual_dropout=0.0)
+        _refuse_other_values(config, path)
+        encoder_config = config["encoder_config"]
+        encoder = _node(FastConformer, **_ENCODER.read(encoder_config), residual_dropout=0.0)
         if max(encoder["layers"], int(config.get("num_decoder_layers", 1))) > MOST_LAYERS:
             raise DataError(f"{path}: more than {MOST_LAYERS} layers")
-        encoder["features"] = _features(folder, int(inner.get("num_mel_bins", 80)))
-        model = _node(CTC, dropout=0.0)
-        if kind != "CTC":
-            model = _transducer(config, list(config.get("durations", ())) if kind == "TDT" else None)
+        encoder["features"] = _features_node(folder, int(encoder_config.get("num_mel_bins", 80)))
+        model = _model_node(config)
+        labels = int(config["vocab_size"]) - 1
     except (OSError, KeyError, TypeError, AttributeError, *MALFORMED) as error:
-        told = one_line(f"{type(error).__name__}: {error}", 120)
-        raise DataError(f"{path} does not describe a Parakeet model ({told}); download it again") from None
-    tokenizer = _node(HuggingFace, model=str(folder / "tokenizer.json"), labels=blank)
+        reason = one_line(f"{type(error).__name__}: {error}", 120)
+        raise DataError(f"{path} does not describe a Parakeet model ({reason}). Download it again") from None
+    tokenizer = _node(HuggingFace, model=str(folder / "tokenizer.json"), labels=labels)
     return {"model": model, "encoder": encoder, "tokenizer": tokenizer}
 
 
+def _refuse_other_values(config: Mapping[str, Any], path: Path) -> None:
+    """Raise DataError for the first setting whose value is not supported."""
+    encoder_config, kind = config["encoder_config"], KINDS[config["model_type"]]
+    blank_key = "pad_token_id" if kind == "CTC" else "blank_token_id"
+    checks = [(key, encoder_config.get(key, supported), supported) for key, supported in _FIXED.items()]
+    if kind != "CTC":
+        checks.append(("hidden_act", config.get("hidden_act", "relu"), "relu"))
+    checks.append(("the blank's id", config[blank_key], int(config["vocab_size"]) - 1))
+    for name, stored, supported in checks:
+        if stored != supported:
+            raise DataError(f"{path}: {name} is {stored!r}, and only {supported!r} is supported")
+
+
 def _node(part: type, **arguments: Any) -> dict[str, Any]:
-    """The config of ``part`` with all keys that a user may set."""
-    known = inspect.signature(part).parameters.values()
-    usual = {one.name: one.default for one in known if one.default is not one.empty}
-    return {"_target_": f"{part.__module__}.{part.__qualname__}", **usual, **arguments}
+    """Return the config of ``part`` with all keys that a user may set."""
+    defaults = {}
+    for name, parameter in inspect.signature(part).parameters.items():
+        if parameter.default is not parameter.empty:
+            defaults[name] = parameter.default
+    return {"_target_": f"{part.__module__}.{part.__qualname__}", **defaults, **arguments}
 
 
-def _transducer(config: Mapping[str, Any], durations: list[int] | None) -> dict[str, Any]:
+def _model_node(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the node of the model: CTC, or a transducer, whose joint predicts durations for TDT."""
+    kind = KINDS[config["model_type"]]
+    if kind == "CTC":
+        return _node(CTC, dropout=0.0)
     width, layers = int(config["decoder_hidden_size"]), int(config.get("num_decoder_layers", 2))
-    timed = {"durations": durations} if durations else {}
-    joint = _node(Joint, hidden=width, dropout=_DROPOUT, **timed)
+    joint = _node(Joint, hidden=width, dropout=_DROPOUT)
+    durations = list(config.get("durations", ())) if kind == "TDT" else []
+    if durations:
+        joint["durations"] = durations
     sizes = {"embedding": width, "hidden": width, "layers": layers}
     prediction = _node(LSTMPrediction, **sizes, dropout=_DROPOUT, init_scale=1.0, start="blank")
     return _node(RNNT, joint=joint, prediction=prediction)
 
 
-def _features(folder: Path, mels: int) -> dict[str, Any]:
-    """The arguments of ``LogMel``, of the feature extractor's file in any version's place."""
-    found = read_json(folder / "processor_config.json", follow=True).get("feature_extractor")
-    found = found or read_json(folder / "preprocessor_config.json", follow=True)
-    rate = int(found.get("sampling_rate", 16000))
-    emphasis = found.get("preemphasis", 0.97)
+def _features_node(folder: Path, mels: int) -> dict[str, Any]:
+    """Return the node of ``LogMel``. The file with its settings has two names, by transformers' version."""
+    settings = read_json(folder / "processor_config.json", follow=True).get("feature_extractor")
+    if not settings:
+        settings = read_json(folder / "preprocessor_config.json", follow=True)
+    rate = int(settings.get("sampling_rate", 16000))
+    emphasis = settings.get("preemphasis", 0.97)
+    if emphasis is None:
+        emphasis = 0.0
     return _node(
         LogMel,
         sample_rate=rate,
-        window_seconds=int(found.get("win_length", 400)) / rate,
-        hop_seconds=int(found.get("hop_length", 160)) / rate,
-        n_fft=int(found.get("n_fft", 512)),
+        window_seconds=int(settings.get("win_length", 400)) / rate,
+        hop_seconds=int(settings.get("hop_length", 160)) / rate,
+        n_fft=int(settings.get("n_fft", 512)),
         mels=mels,
-        preemphasis=0.0 if emphasis is None else float(emphasis),
+        preemphasis=float(emphasis),
         dither=0.0,
         form="parakeet",
         padding="constant",
@@ -141,53 +169,70 @@ def _features(folder: Path, mels: int) -> dict[str, Any]:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights in ``folder`` under our names, in fp32. Raises DataError for a damaged file."""
-    found, prefixes = {}, {there: ours for ours, there in _RULES.items()}
-    for name, value in wav2vec2_hf.read_tensors(folder).items():
-        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
-        if prefix is None:
-            raise DataError(f"{folder}: the tensor {name} is not part of a Parakeet model")
-        ours = prefixes[prefix] + name.removeprefix(prefix)
-        value = value.to(torch.float32) if value.is_floating_point() else value
-        found[ours] = value[:, :, 0] if ours == "output.weight" and value.dim() == 3 else value
-    return found
+    """Return the weights in ``folder`` under our names, in fp32. Raises DataError for a damaged file."""
+    weights = {}
+    for foreign_name, tensor in wav2vec2_hf.read_tensors(folder).items():
+        name = _our_name(foreign_name)
+        if name is None:
+            raise DataError(f"{folder}: the tensor {foreign_name} is not part of a Parakeet model")
+        if tensor.is_floating_point():
+            tensor = tensor.to(torch.float32)
+        if name == "output.weight" and tensor.dim() == 3:  # Hugging Face's CTC layer is a convolution.
+            tensor = tensor[:, :, 0]
+        weights[name] = tensor
+    return weights
 
 
 def write(task: Any, weights: Mapping[str, Tensor], folder: Path) -> float:
     """Write a FastConformer recogniser as ``ParakeetForCTC``, ``…RNNT`` or ``…TDT``, with its processor.
 
-    Returns the largest difference of the two encoders' and heads' outputs on the same audio. Raises
-    ConfigError for a model that the format does not hold, DataError if the outputs differ.
+    Returns the largest difference of the outputs of both encoders and heads for the same features.
+
+    Raises ConfigError for a model that the format cannot store, and DataError if the outputs differ.
     """
     config, kind = _config_of(task)
     transformers = wav2vec2_hf.transformers_library()
     settings = getattr(transformers, f"Parakeet{kind}Config")(**config)
+    model_class = getattr(transformers, f"ParakeetFor{kind}")
+    state = _state_of(task, weights, kind)
+    with torch.device("meta"):
+        model = model_class(settings)
+    with wav2vec2_hf.replacing_files(folder) as temporary:
+        model.load_state_dict(state, assign=True, strict=False)
+        model.encoder.encode_positions = type(model.encoder.encode_positions)(settings.encoder_config)
+        if kind != "CTC":
+            _set_generation(model.generation_config, task)
+        model.save_pretrained(temporary)
+        _processor(task, kind, transformers).save_pretrained(temporary)
+        loaded = model_class.from_pretrained(temporary, local_files_only=True).float().eval()
+        return wav2vec2_hf.check_difference(_difference(task, loaded), str(folder))
+
+
+def _set_generation(config: Any, task: Any) -> None:
+    """Set the first input of Hugging Face's search, and keep the search from taking durations for labels."""
+    config.decoder_start_token_id = task.tokenizer.blank
+    if getattr(task.joint, "durations", None):
+        config.suppress_tokens = list(range(task.tokenizer.size, task.joint.output.out_features))
+
+
+def _state_of(task: Any, weights: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
+    """Return the weights under Hugging Face's names and in its shapes, without an auxiliary CTC."""
     state = {}
-    for name, value in weights.items():
+    for name, tensor in weights.items():
         if not name.startswith("ctc."):
-            state[theirs(name)] = value.detach().float().clone()
+            state[huggingface_name(name)] = tensor.detach().float().clone()
     if kind == "CTC":
         state["ctc_head.weight"] = state["ctc_head.weight"][:, :, None]
     else:
         _fit_embedding(state, task)
-    with torch.device("meta"):
-        model = getattr(transformers, f"ParakeetFor{kind}")(settings)
-    with wav2vec2_hf.writing(folder) as temporary:
-        model.load_state_dict(state, assign=True, strict=False)
-        model.encoder.encode_positions = type(model.encoder.encode_positions)(settings.encoder_config)
-        if kind != "CTC":
-            model.generation_config.decoder_start_token_id = task.tokenizer.blank
-        if kind == "TDT":  # its search would take durations for tokens
-            rows = range(task.tokenizer.size, task.joint.output.out_features)
-            model.generation_config.suppress_tokens = list(rows)
-        model.save_pretrained(temporary)
-        _processor(task, kind, transformers).save_pretrained(temporary)
-        again = getattr(transformers, f"ParakeetFor{kind}").from_pretrained(temporary, local_files_only=True)
-        return wav2vec2_hf.proved(difference(task, again.float().eval(), kind), str(folder))
+    return state
 
 
 def _fit_embedding(state: dict[str, Tensor], task: Any) -> None:
-    """Give the embedding a row for the blank and the width of the LSTM. Zeros keep the function."""
+    """Give the embedding a row for the blank and the width of the LSTM. The new values are zeros.
+
+    The prediction network's outputs stay the same.
+    """
     table = state["decoder.embedding.weight"]
     inputs = state["decoder.lstm.weight_ih_l0"]
     if not task.prediction.starts_with_blank:  # A zero vector is the input before the first label.
@@ -198,11 +243,33 @@ def _fit_embedding(state: dict[str, Tensor], task: Any) -> None:
 
 
 def _config_of(task: Any) -> tuple[dict[str, Any], str]:
-    encoder, tokenizer = task.encoder, task.tokenizer
+    """Return the arguments of Hugging Face's config, and the kind of the model: CTC, RNNT or TDT.
+
+    Raises ConfigError for a model that the format cannot store.
+    """
+    blank = task.tokenizer.blank
+    config = {"vocab_size": task.tokenizer.size, "pad_token_id": blank}
+    config["encoder_config"] = _encoder_config(task.encoder)
+    if type(task) is CTC:
+        return config, "CTC"
+    problem = _problem_of_transducer(task)
+    if problem:
+        raise not_exportable(problem)
+    prediction = task.prediction
+    config |= {"decoder_hidden_size": prediction.width, "blank_token_id": blank}
+    config["num_decoder_layers"] = prediction.rnn.lstm.num_layers
+    durations = getattr(task.joint, "durations", None)
+    if not durations:
+        return config, "RNNT"
+    config["durations"] = list(durations)
+    return config, "TDT"
+
+
+def _encoder_config(encoder: Any) -> dict[str, Any]:
     if not isinstance(encoder, FastConformer) or encoder.context is not None:
         raise not_exportable("an encoder with encoder.context, or another one than FastConformer,")
-    features, layer = encoder.features, encoder.layers[0]
-    assert isinstance(layer, ConformerLayer)
+    features = encoder.features
+    layer: Any = encoder.layers[0]
     if features.form != "parakeet" or features.padding != "constant" or features.log_floor != 2.0**-24:
         raise not_exportable("encoder.features with another form, padding or log_floor than Parakeet's")
     arguments = {
@@ -222,21 +289,14 @@ def _config_of(task: Any) -> tuple[dict[str, Any], str]:
         "attention_bias": layer.self_attn.q_proj.bias is not None,
         "convolution_bias": layer.conv.depthwise_conv.bias is not None,
     }
-    inner = {**_ENCODER.write(arguments), "num_mel_bins": features.features}
-    config = {"encoder_config": inner, "vocab_size": tokenizer.size}
-    if type(task) is CTC:
-        return config | {"pad_token_id": tokenizer.blank}, "CTC"
-    if problem := _problem_of_transducer(task):
-        raise not_exportable(problem)
-    prediction = task.prediction
-    config |= {"decoder_hidden_size": prediction.width, "blank_token_id": tokenizer.blank}
-    config |= {"num_decoder_layers": prediction.rnn.lstm.num_layers, "pad_token_id": tokenizer.blank}
-    durations = getattr(task.joint, "durations", None)
-    return (config | {"durations": list(durations)}, "TDT") if durations else (config, "RNNT")
+    return {**_ENCODER.write(arguments), "num_mel_bins": features.features}
 
 
 def _problem_of_transducer(task: Any) -> str:
-    """Return what Parakeet's transducers lack of a model, or an empty text. It ignores the auxiliary CTC."""
+    """Return the property of a model that Parakeet's transducers lack, or an empty text if there are none.
+
+    The auxiliary CTC does not count.
+    """
     prediction = getattr(task, "prediction", None)
     if type(task) is not RNNT or not isinstance(prediction, LSTMPrediction):
         return f"{type(task).__name__} without prediction=lstm"
@@ -248,10 +308,10 @@ def _problem_of_transducer(task: Any) -> str:
 
 
 def exportable_part(task: Any) -> tuple[Any, str]:
-    """Return the model that the format holds of a recogniser, and one line on it for the user.
+    """Return the part of a recogniser that the format can store, and one line on it for the user.
 
-    A transducer is written without its auxiliary CTC. If the format does not hold the transducer, the
-    encoder with the auxiliary CTC is a model of its own.
+    A transducer is written without its auxiliary CTC. If the format cannot store the transducer, the part
+    is the encoder with the auxiliary CTC.
     """
     if getattr(task, "ctc", None) is None:
         return task, "all of the model"
@@ -273,57 +333,59 @@ def _processor(task: Any, kind: str, transformers: Any) -> Any:
         win_length=features.width,
         preemphasis=features.preemphasis,
     )
-    spelling = {"tokenizer_object": _library(task.tokenizer), "pad_token": "<blank>"}
-    tokenizer = transformers.ParakeetTokenizer(**spelling)
+    library_tokenizer = _library_tokenizer(task.tokenizer)
+    tokenizer = transformers.ParakeetTokenizer(tokenizer_object=library_tokenizer, pad_token="<blank>")
     return transformers.ParakeetProcessor(
         extractor, tokenizer, decoder_type=kind.lower(), blank_token="<blank>"
     )
 
 
-def _library(tokenizer: Tokenizer) -> Any:
-    """The library's tokenizer that decodes as ours; its last id is the blank."""
+def _library_tokenizer(tokenizer: Tokenizer) -> Any:
+    """Return a tokenizer of the library ``tokenizers`` that decodes as ours. Its last id is the blank."""
     tokenizers = importlib.import_module("tokenizers")
     if isinstance(tokenizer, HuggingFace):
         return tokenizer.library()
     if isinstance(tokenizer, Characters):
         vocabulary = {symbol: label for label, symbol in enumerate(tokenizer.labels)}
-        found = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-        found.decoder = tokenizers.decoders.Fuse()
-        return found
+        characters = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+        characters.decoder = tokenizers.decoders.Fuse()
+        return characters
     if isinstance(tokenizer, SentencePiece):
-        found = tokenizers.Tokenizer(tokenizers.models.Unigram(tokenizer.scores(), tokenizer.unknown_id))
-        found.pre_tokenizer, found.decoder = (
-            tokenizers.pre_tokenizers.Metaspace(),
-            tokenizers.decoders.Metaspace(),
-        )
-        return found
+        pieces = tokenizers.Tokenizer(tokenizers.models.Unigram(tokenizer.scores(), tokenizer.unknown_id))
+        pieces.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+        pieces.decoder = tokenizers.decoders.Metaspace()
+        return pieces
     raise ConfigError(f"{type(tokenizer).__name__} has no form in Hugging Face's format")
 
 
 @torch.no_grad()
-def difference(task: Any, model: Any, kind: str) -> float:
-    """Largest difference between the frames, and the logits of frames and labels, of the two models."""
+def _difference(task: Any, model: Any) -> float:
+    """Return the largest difference of the two models' frames and logits for the same features."""
     encoder: FastConformer = task.encoder
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(1, 20 * encoder.factor, encoder.features.features, generator=generator)
     lengths = torch.tensor([features.shape[1]])
+    mask = torch.ones(features.shape[:2], dtype=torch.bool)
     is_training = task.training
     task.eval()
     frames, _ = encoder.contextualise(features, lengths)
-    other = model.encoder(features, attention_mask=torch.ones(features.shape[:2], dtype=torch.bool))
-    pairs = [(frames, other.last_hidden_state)]
-    if kind == "CTC":
-        ours = task.output(frames).log_softmax(-1)
-        pairs.append((ours, model.ctc_head(other.last_hidden_state).log_softmax(-1)))
-    else:
-        labels = torch.randint(task.tokenizer.blank, (1, 7), generator=generator)
-        inputs = nn.functional.pad(labels, (1, 0), value=task.tokenizer.blank)
-        sides = (
-            task.joint.encoder(frames)[:, :, None],
-            task.joint.prediction(task.prediction(labels))[:, None],
-        )
-        decoded = model.decoder(inputs)[:, None]
-        logits = model.joint(decoded, model.encoder_projector(other.last_hidden_state)[:, :, None])
-        pairs.append((task.joint(*sides), logits))
+    reference_frames = model.encoder(features, attention_mask=mask).last_hidden_state
+    labels = torch.randint(task.tokenizer.blank, (1, 7), generator=generator)
+    logits = _logits(task, model, frames, reference_frames, labels)
     task.train(is_training)
-    return max(float((a - b).abs().nan_to_num(torch.inf).max()) for a, b in pairs)
+    return wav2vec2_hf.largest_difference([(frames, reference_frames), logits])
+
+
+def _logits(
+    task: Any, model: Any, frames: Tensor, reference_frames: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the logits of our task and of Hugging Face's ``model``. A CTC ignores the labels."""
+    if type(task) is CTC:
+        return task.output(frames).log_softmax(-1), model.ctc_head(reference_frames).log_softmax(-1)
+    encoded = task.joint.encoder(frames)[:, :, None]
+    predicted = task.joint.prediction(task.prediction(labels))[:, None]
+    # Hugging Face's prediction network does not add the first input itself.
+    inputs = nn.functional.pad(labels, (1, 0), value=task.tokenizer.blank)
+    reference_encoded = model.encoder_projector(reference_frames)[:, :, None]
+    reference_predicted = model.decoder(inputs)[:, None]
+    return task.joint(encoded, predicted), model.joint(reference_predicted, reference_encoded)

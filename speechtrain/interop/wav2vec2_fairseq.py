@@ -1,7 +1,7 @@
-"""Reads fairseq's wav2vec 2.0 checkpoints of every layout, without running pickled code, and writes one.
+"""Reads fairseq's wav2vec 2.0 checkpoints of every layout, without running pickled code. Writes one of them.
 
-fairseq cannot be installed together with speechtrain, so tests compare keys, shapes and types with the
-published model, and the names with Hugging Face's. docs/interchange.md has the check against fairseq.
+fairseq cannot be installed together with speechtrain. So tests compare keys, shapes and types with the
+published model, and names with Hugging Face's. docs/interchange.md has the check against fairseq.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from speechtrain.errors import MALFORMED, ConfigError, DataError, one_line
 from speechtrain.files import atomic
-from speechtrain.interop.pickles import plain, read_pickle, tensors_of
+from speechtrain.interop.pickles import plain_settings, read_pickle, tensors_of
 from speechtrain.interop.pretrained import (
     CONV,
     LAYER,
@@ -27,13 +27,13 @@ from speechtrain.interop.pretrained import (
     Pretrained,
     Rule,
     Settings,
-    inward,
-    outward,
-    renamed,
+    export_tensors,
+    import_tensors,
+    rename,
 )
 from speechtrain.nn.masking import SpanMask
 
-_LONGEST_TEXT = 10_000  # characters of a list in the settings
+_LONGEST_TEXT = 10_000  # The characters of a list in the settings that are read.
 _COMMON: list[Rule] = [
     (r"encoder\.mask_embedding", r"mask_emb"),
     (rf"{CONV}\.conv\.(\w+)", r"feature_extractor.conv_layers.\1.0.\2"),
@@ -79,27 +79,28 @@ _MODEL = Settings(
     target_dropout=("dropout_features", 0.0),
 )
 _STRIDES: dict[tuple[int, ...], tuple[int, ...]] = {(10, 3, 3, 3, 3, 2, 2): (5, 2, 2, 2, 2, 2, 2)}
-"""Strides of the published extractor by its kernels: they follow from no tensor."""
+"""The strides of the published extractor, by its kernels. They cannot be read from a tensor."""
 _DIMENSIONS = {
     r"mask_emb|.*\.in_proj_bias": 1,
     r".*\.in_proj_weight": 2,
     r"encoder\.pos_conv\.0\.weight_v|feature_extractor\.conv_layers\.\d+\.0\.weight": 3,
 }
-"""Dimensions of the tensors, by a pattern of their names, that are used before all shapes are compared."""
+"""The number of dimensions of tensors that are used before all shapes are compared, by a pattern of names."""
 _CONV_NORMS = {"default": "group", "layer_norm": "layer"}
 _FIXED = {"activation_fn": "gelu", "layer_type": "transformer", "quantize_input": False}
 _FIXED |= {"crop_seq_to_multiple": 1}
-"""Settings of the encoder that have one value here."""
+"""Settings of the encoder of which only one value is supported."""
 _UNMASKED = {"require_same_masks": True, "mask_dropout": 0.0, "mask_channel_before": False}
 _NEGATIVES = {"negatives_from_everywhere": False, "cross_sample_negatives": 0, "codebook_negatives": 0}
 _OBJECTIVE = {**_UNMASKED, **_NEGATIVES, "infonce": True}
-"""Settings of pretraining's objective that have one value here."""
+"""Settings of pretraining's objective of which only one value is supported."""
 
 
 def _mask_settings(kind: str) -> Settings:
-    """The settings of a mask; ``kind`` is ``mask`` (of frames) or ``mask_channel``."""
+    """Return the settings of a mask. ``kind`` is ``mask`` (of frames) or ``mask_channel``."""
+    probability = 0.65 if kind == "mask" else 0.0
     return Settings(
-        probability=(f"{kind}_prob", 0.65 if kind == "mask" else 0.0),
+        probability=(f"{kind}_prob", probability),
         length=(f"{kind}_length", 10),
         kind=(f"{kind}_selection", "static"),
         other=(f"{kind}_other", 0.0),
@@ -108,86 +109,100 @@ def _mask_settings(kind: str) -> Settings:
 
 
 def fairseq_name(name: str, conv_norm: str) -> str:
-    """fairseq's name of one of our weights; the extractor's norms are named by their kind."""
-    return renamed(name, [_NORMS[conv_norm], *_COMMON])
+    """Return fairseq's name of our tensor ``name``. The name of an extractor's norm depends on its kind."""
+    return rename(name, [_NORMS[conv_norm], *_COMMON])
 
 
 def state_of(pretrained: Pretrained) -> OrderedDict[str, Tensor]:
-    """The weights under fairseq's names and in its shapes."""
+    """Return the weights under fairseq's names and in its shapes."""
     kind = pretrained.encoder["conv_norm"]
-    return OrderedDict(outward(pretrained.weights, lambda name: fairseq_name(name, kind)))
+    return OrderedDict(export_tensors(pretrained.weights, lambda name: fairseq_name(name, kind)))
 
 
 def read(path: str | Path) -> Pretrained:
-    """Read a wav2vec 2.0 checkpoint in any layout of fairseq; no pickled code is run.
+    """Read a wav2vec 2.0 checkpoint in any layout of fairseq. No pickled code is run.
 
-    Settings may be a plain dictionary, OmegaConf's or a Namespace. Tensors may be half precision, the
-    positional convolution's pair may have either name, and Gaudi's four-dimensional convolutions lose
-    their second to last dimension. Of a fine-tuned model the encoder is read. Optimizer states are not
-    read, except in files of torch before 1.6, which are read whole.
+    - The settings may be a dictionary, OmegaConf's or a Namespace.
+    - Tensors may be half precision. The pair of tensors of the positional convolution may have the names of
+      any torch version.
+    - Gaudi's four-dimensional convolutions lose the dimension before the last.
+    - Of a fine-tuned model only the encoder is read.
+    - Optimizer states are not read, except in files of torch before 1.6, which are read whole.
 
-    Raises DataError, which names the first tensor or setting that does not fit, for a file that is
-    refused, damaged, not wav2vec 2.0 or another variant of it.
+    Raises DataError for a file that is refused or damaged, and for another model than wav2vec 2.0 or another
+    variant of it. The message names the first tensor or setting that does not fit.
     """
     path = Path(path)
     content = read_pickle(path)
-    stored = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(stored, dict) or not any(str(name).endswith("mask_emb") for name in stored):
-        raise DataError(f"{path} has no wav2vec 2.0 model; give the .pt file that fairseq wrote")
-    prefix = next(str(name) for name in stored if str(name).endswith("mask_emb")).removesuffix("mask_emb")
+    prefix = _prefix(content, path)
     settings, task, criterion = _settings(content, bool(prefix), path)
-    tensors = _tensors(stored, prefix, path)
+    tensors = _tensors(content["model"], prefix, path)
     has_targets = "final_proj.weight" in tensors or not prefix
-    _refuse_others({**settings, **criterion}, {**_FIXED, **(_OBJECTIVE if has_targets else {})}, path)
+    fixed = _FIXED | _OBJECTIVE if has_targets else _FIXED
+    _refuse_other_values({**settings, **criterion}, fixed, path)
     try:
         encoder = _encoder_arguments(settings, task, tensors, path=path)
         model = _model_arguments(settings, criterion, encoder) if has_targets else {}
         shapes = Pretrained(encoder, model, {}).shapes()
     except (ConfigError, TypeError, SyntaxError, RuntimeError, *MALFORMED) as error:
-        told = f"{path}: the settings do not describe a wav2vec 2.0 model: {one_line(str(error), 200)}"
-        raise DataError(told) from None
-    weights = inward(tensors, shapes, lambda name: fairseq_name(name, encoder["conv_norm"]), where=str(path))
+        reason = one_line(str(error), 200)
+        raise DataError(f"{path}: the settings do not describe a wav2vec 2.0 model: {reason}") from None
+    norm = encoder["conv_norm"]
+    weights = import_tensors(tensors, shapes, lambda name: fairseq_name(name, norm), where=str(path))
     return Pretrained(encoder, model, weights)
+
+
+def _prefix(content: Any, path: Path) -> str:
+    """Return the prefix of the tensors of wav2vec 2.0. It is empty if the model is not fine-tuned."""
+    tensors = content.get("model") if isinstance(content, dict) else None
+    if isinstance(tensors, dict):
+        for name in map(str, tensors):
+            if name.endswith("mask_emb"):
+                return name.removesuffix("mask_emb")
+    raise DataError(f"{path} has no wav2vec 2.0 model. Give the .pt file that fairseq wrote")
 
 
 def _settings(
     content: Mapping[str, Any], is_tuned: bool, path: Path
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Settings of the wav2vec 2.0 model, of its task and of its criterion."""
-    found = plain(content.get("cfg")) or plain(content.get("args"))
-    if not isinstance(found, dict):
+    """Return the settings of the wav2vec 2.0 model, of its task and of its criterion."""
+    settings = plain_settings(content.get("cfg")) or plain_settings(content.get("args"))
+    if not isinstance(settings, dict):
         raise DataError(f"{path} has neither cfg nor args, so the model's settings are unknown")
     if is_tuned:
-        inner = _section(found, "model").get("w2v_args")
-        if not isinstance(inner, dict):
+        settings = _section(settings, "model").get("w2v_args")
+        if not isinstance(settings, dict):
             raise DataError(f"{path} is fine-tuned, and the settings of its model (w2v_args) are missing")
-        found = inner
-    return _section(found, "model"), _section(found, "task"), _section(found, "criterion")
+    return _section(settings, "model"), _section(settings, "task"), _section(settings, "criterion")
 
 
 def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """A section of the settings, or all settings: old files have one flat list."""
+    """Return a section of the settings. Old files have no sections: there, return all settings."""
     section = settings.get(name)
     return section if isinstance(section, dict) else settings
 
 
 def _tensors(stored: Mapping[str, Any], prefix: str, path: Path) -> dict[str, Tensor]:
-    """Tensors below ``prefix``, with the names of a new checkpoint and no shapes of Gaudi's."""
-    # without a fine-tuned model's own layers
-    inner = {str(name).removeprefix(prefix): stored[name] for name in stored if str(name).startswith(prefix)}
-    tensors = tensors_of(inner, path)
-    for pair, name in (("original0", "weight_g"), ("original1", "weight_v")):
-        other = f"encoder.pos_conv.0.parametrizations.weight.{pair}"
-        if other in tensors:
-            tensors[f"encoder.pos_conv.0.{name}"] = tensors.pop(other)
+    """Return the tensors below ``prefix`` with the names and shapes of a new checkpoint."""
+    # The layers of a fine-tuned model outside the encoder do not have the prefix.
+    encoder = {
+        str(name).removeprefix(prefix): stored[name] for name in stored if str(name).startswith(prefix)
+    }
+    tensors = tensors_of(encoder, path)
+    for original, name in (("original0", "weight_g"), ("original1", "weight_v")):
+        new_name = f"encoder.pos_conv.0.parametrizations.weight.{original}"
+        if new_name in tensors:
+            tensors[f"encoder.pos_conv.0.{name}"] = tensors.pop(new_name)
     for name, tensor in tensors.items():
         if name.startswith("feature_extractor.") and tensor.dim() == 4:
             tensors[name] = tensor.squeeze(2)
     _check_dimensions(tensors, path)
-    for name in [name for name in tensors if name.endswith(("in_proj_weight", "in_proj_bias"))]:
-        base, _, kind = name.rpartition("in_proj_")
-        parts = tensors.pop(name).tensor_split(3)
-        tensors |= {f"{base}{p}_proj.{kind}": part for p, part in zip("qkv", parts, strict=True)}
+    for name in list(tensors):
+        if name.endswith(("in_proj_weight", "in_proj_bias")):
+            base, _, kind = name.rpartition("in_proj_")
+            parts = tensors.pop(name).tensor_split(3)
+            for letter, part in zip("qkv", parts, strict=True):
+                tensors[f"{base}{letter}_proj.{kind}"] = part
     return tensors
 
 
@@ -198,10 +213,10 @@ def _check_dimensions(tensors: Mapping[str, Tensor], path: Path) -> None:
                 raise DataError(f"{path}: the tensor {name} has {tensor.dim()} dimensions, not {dimensions}")
 
 
-def _refuse_others(settings: Mapping[str, Any], fixed: Mapping[str, Any], path: Path) -> None:
-    for key, usual in fixed.items():
-        if settings.get(key, usual) not in (usual, None):
-            raise DataError(f"{path}: {key} is {settings[key]!r}; only {usual!r} is supported")
+def _refuse_other_values(settings: Mapping[str, Any], fixed: Mapping[str, Any], path: Path) -> None:
+    for key, supported in fixed.items():
+        if settings.get(key, supported) not in (supported, None):
+            raise DataError(f"{path}: {key} is {settings[key]!r}, and only {supported!r} is supported")
 
 
 def _encoder_arguments(
@@ -213,19 +228,24 @@ def _encoder_arguments(
     width = int(settings.get("encoder_embed_dim", len(tensors["mask_emb"])))
     sizes = {"encoder_embed_dim": width, "encoder_ffn_embed_dim": 4 * width}
     sizes["encoder_attention_heads"] = width // 64
-    if (position := tensors.get("encoder.pos_conv.0.weight_v")) is not None:
+    position = tensors.get("encoder.pos_conv.0.weight_v")
+    if position is not None:
         sizes["conv_pos"] = position.shape[2]
+    channel_mask = None
+    if settings.get("mask_channel_prob"):
+        channel_mask = _mask(settings, "mask_channel", 0)
     return {
         "conv_layers": _conv_layers(settings.get("conv_feature_layers"), tensors, path),
         "conv_norm": _CONV_NORMS[norm],
         **_ENCODER.read({**sizes, **settings}),
         **_TASK.read(task),
         "mask": _mask(settings, "mask", 2),
-        "channel_mask": _mask(settings, "mask_channel", 0) if settings.get("mask_channel_prob") else None,
+        "channel_mask": channel_mask,
     }
 
 
 def _mask(settings: Mapping[str, Any], kind: str, min_masks: int) -> dict[str, Any]:
+    """Return the arguments of ``SpanMask`` from the settings of a mask."""
     overlap = not settings.get(f"no_{kind}_overlap", False)
     return {**_mask_settings(kind).read(settings), "overlap": overlap, "min_masks": min_masks}
 
@@ -233,42 +253,48 @@ def _mask(settings: Mapping[str, Any], kind: str, min_masks: int) -> dict[str, A
 def _model_arguments(
     settings: Mapping[str, Any], criterion: Mapping[str, Any], encoder: Mapping[str, Any]
 ) -> dict[str, Any]:
-    final = int(settings.get("final_dim") or 0) or encoder["width"]
-    weights = _numbers(criterion.get("loss_weights")) or [0.0, 0.0]
+    final_width = int(settings.get("final_dim") or 0) or encoder["width"]
+    diversity_weight, penalty_weight = [*_numbers(criterion.get("loss_weights")), 0.0, 0.0][:2]
     return {
-        "final_width": final,
-        "code_width": int(settings.get("latent_dim") or 0) or final,
+        "final_width": final_width,
+        "code_width": int(settings.get("latent_dim") or 0) or final_width,
         **_MODEL.read(settings),
         "temperature": _numbers(settings.get("latent_temp")) or [2.0, 0.5, 0.999995],
-        "diversity_weight": weights[0],
-        "penalty_weight": weights[1] if len(weights) > 1 else 0.0,
+        "diversity_weight": diversity_weight,
+        "penalty_weight": penalty_weight,
     }
 
 
-def _numbers(value: Any) -> list[float]:
-    """A list of numbers, which may be stored as text."""
-    parsed = ast.literal_eval(value[:_LONGEST_TEXT]) if isinstance(value, str) else value
-    return [float(number) for number in parsed or []]
+def _numbers(setting: Any) -> list[float]:
+    """Return a list of numbers, which may be stored as text. A missing list is empty."""
+    if isinstance(setting, str):
+        setting = ast.literal_eval(setting[:_LONGEST_TEXT])
+    return [float(number) for number in setting or []]
 
 
 def _conv_layers(text: Any, tensors: Mapping[str, Tensor], path: Path) -> list[list[int]]:
-    """[channels, kernel, stride] of each convolution; the expression is parsed, not run as code."""
+    """Return [channels, kernel, stride] of each convolution.
+
+    ``text`` is a Python expression, which is parsed and never run. Without it, the layers follow from the
+    tensors if the kernels are as in the published models.
+    """
     if text is None:
         names = (f"feature_extractor.conv_layers.{i}.0.weight" for i in range(32))
         weights = [tensors[name] for name in names if name in tensors]
         strides = _STRIDES.get(tuple(weight.shape[2] for weight in weights))
         if strides is None:
             raise DataError(f"{path}: the settings have no conv_feature_layers, so the strides are unknown")
-        return [[len(weight), weight.shape[2], s] for weight, s in zip(weights, strides, strict=True)]
+        layers = zip(weights, strides, strict=True)
+        return [[len(weight), weight.shape[2], stride] for weight, stride in layers]
     try:
         layers = _sequence(ast.parse(str(text)[:_LONGEST_TEXT], mode="eval").body)
-        return [[int(a), int(b), int(c)] for a, b, c in layers]
+        return [[int(channels), int(kernel), int(stride)] for channels, kernel, stride in layers]
     except (SyntaxError, TypeError, *MALFORMED):
         raise DataError(f"{path}: conv_feature_layers is {str(text)[:80]!r}, not a list of triples") from None
 
 
 def _sequence(node: ast.expr) -> Any:
-    """Compute lists, tuples and integers, joined by + and repeated by *. Raises ValueError."""
+    """Evaluate an expression of lists, tuples and integers with + and *. Raises ValueError for any other."""
     if isinstance(node, ast.List | ast.Tuple):
         return [_sequence(element) for element in node.elts]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -278,20 +304,20 @@ def _sequence(node: ast.expr) -> Any:
         if not isinstance(times, int) or len(repeated) * times > MOST_LAYERS:
             raise ValueError
         return repeated * times
-    value = ast.literal_eval(node)
-    if not isinstance(value, int):
+    number = ast.literal_eval(node)
+    if not isinstance(number, int):
         raise ValueError
-    return value
+    return number
 
 
 def checkpoint_of(pretrained: Pretrained, updates: int = 0) -> dict[str, Any]:
-    """The checkpoint that fairseq's trainer would save, except the optimizer's state, which is None.
+    """Return the checkpoint that fairseq's trainer would save. The optimizer's state is None.
 
-    Raises ConfigError for an encoder alone: fairseq's model also has the parts of pretraining.
+    Raises ConfigError for an encoder alone, because fairseq's model also has the parts of pretraining.
     """
     if pretrained.is_encoder:
         raise ConfigError(
-            "fairseq's wav2vec 2.0 needs a quantiser and projections, and this is an encoder; export the "
+            "fairseq's wav2vec 2.0 needs a quantiser and projections, and this is an encoder. Export the "
             "pretraining run, or use --to huggingface"
         )
     names = {"criterion_name": "Wav2vecCriterion", "optimizer_name": "FairseqAdam"}
@@ -314,7 +340,7 @@ def checkpoint_of(pretrained: Pretrained, updates: int = 0) -> dict[str, Any]:
 
 
 def _model_settings(encoder: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    modes = {ours: theirs for theirs, ours in _CONV_NORMS.items()}
+    modes = {norm: mode for mode, norm in _CONV_NORMS.items()}
     return {
         "_name": "wav2vec2",
         "extractor_mode": modes[encoder["conv_norm"]],
@@ -325,8 +351,8 @@ def _model_settings(encoder: Mapping[str, Any], model: Mapping[str, Any]) -> dic
         "final_dim": model["final_width"],
         "latent_dim": model["code_width"],
         "latent_temp": list(model["temperature"]),
-        **_masking(encoder["mask"], "mask"),
-        **_masking(encoder["channel_mask"], "mask_channel"),
+        **_written_mask(encoder["mask"], "mask"),
+        **_written_mask(encoder["channel_mask"], "mask_channel"),
         "quantize_targets": True,
         **dict.fromkeys(("quantize_input", "same_quantizer", "target_glu", "checkpoint_activations"), False),
         **_UNMASKED,
@@ -353,25 +379,32 @@ def _config(pretrained: Pretrained) -> dict[str, Any]:
     }
 
 
-def _masking(mask: Mapping[str, Any] | None, kind: str) -> dict[str, Any]:
-    # all of them: fairseq's fine-tuning replaces a setting only if its name is there
+def _written_mask(mask: Mapping[str, Any] | None, kind: str) -> dict[str, Any]:
+    """Return all settings of a mask, also if it masks nothing.
+
+    The reason: fairseq's fine-tuning replaces a setting only if its name is there.
+    """
     mask = mask or asdict(SpanMask(probability=0.0))
     return {**_mask_settings(kind).write(mask), f"no_{kind}_overlap": not mask["overlap"]}
 
 
 def write(pretrained: Pretrained, content: Mapping[str, Any], path: str | Path) -> None:
-    """Write the checkpoint of ``checkpoint_of``, after it was read back and is equal bit by bit.
+    """Write ``content``, the checkpoint of ``checkpoint_of``, and read it back.
 
-    Raises DataError if the checkpoint that was read back differs.
+    Raises DataError and writes nothing if the model that was read back is not equal bit by bit.
     """
     path = Path(path)
     with atomic(path) as temporary:
         torch.save(dict(content), temporary, pickle_protocol=2)
-        again = read(temporary)
-        same = again.weights.keys() == pretrained.weights.keys() and all(
-            torch.equal(value, pretrained.weights[name]) for name, value in again.weights.items()
-        )
-        # without masks: fairseq has fixed numbers for some of our settings (min_masks)
-        form = {name: value for name, value in again.encoder.items() if not name.endswith("mask")}
-        if not same or not form.items() <= pretrained.encoder.items() or again.model != pretrained.model:
+        if not _is_equal(read(temporary), pretrained):
             raise DataError(f"{path} is not written: the file that was read back differs from the model")
+
+
+def _is_equal(loaded: Pretrained, pretrained: Pretrained) -> bool:
+    """Compare all but the masks: fairseq has fixed numbers for some of our settings (``min_masks``)."""
+    encoder = {name: argument for name, argument in loaded.encoder.items() if not name.endswith("mask")}
+    if not encoder.items() <= pretrained.encoder.items() or loaded.model != pretrained.model:
+        return False
+    if loaded.weights.keys() != pretrained.weights.keys():
+        return False
+    return all(torch.equal(tensor, pretrained.weights[name]) for name, tensor in loaded.weights.items())

@@ -1,7 +1,7 @@
-"""Reads and writes directories of Hugging Face's wav2vec 2.0 models; each conversion is checked as it runs.
+"""Reads and writes directories of Hugging Face's wav2vec 2.0 models. Each conversion is checked as it runs.
 
 ``transformers`` (extra ``interop``) is the reference of the check: its model and ours get the same second
-of audio. A conversion whose outputs differ by more than ``LIMIT`` is an error and writes nothing.
+of audio. If the outputs differ by more than ``LIMIT``, the conversion raises an error and writes nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,21 @@ from torch.nn import functional as F
 from speechtrain.errors import MALFORMED, ConfigError, DataError, MachineError, one_line
 from speechtrain.files import apply_umask, open_filled, read_bytes, read_json, write_json
 from speechtrain.interop.pickles import read_pickle, tensors_of
-from speechtrain.interop.pretrained import CONV, LAYER, Pretrained, Rule, Settings, inward, outward, renamed
+from speechtrain.interop.pretrained import (
+    CONV,
+    LAYER,
+    Pretrained,
+    Rule,
+    Settings,
+    export_tensors,
+    import_tensors,
+    rename,
+)
+from speechtrain.models.wav2vec2 import Wav2Vec2
 from speechtrain.nn.masking import SpanMask
 
 LIMIT = 1e-4
-"""Largest difference allowed between the two models' outputs, which are of order 1."""
+"""The largest allowed difference between the two models' outputs, which are of order 1."""
 
 _RULES: list[Rule] = [
     (r"encoder\.mask_embedding", r"wav2vec2.masked_spec_embed"),
@@ -78,20 +88,26 @@ _MODEL = Settings(
     diversity_weight=("diversity_loss_weight", 0.1),
     target_dropout=("feat_quantizer_dropout", 0.0),
 )
-_MASK, _CHANNEL_MASK = (
-    Settings(
-        probability=(f"mask_{kind}_prob", share),
+
+
+def _mask_settings(kind: str, probability: float, min_masks: int) -> Settings:
+    """Return the settings of a mask of frames (``kind`` is ``time``) or of channels (``feature``)."""
+    return Settings(
+        probability=(f"mask_{kind}_prob", probability),
         length=(f"mask_{kind}_length", 10),
-        min_masks=(f"mask_{kind}_min_masks", least),
+        min_masks=(f"mask_{kind}_min_masks", min_masks),
     )
-    for kind, share, least in (("time", 0.05, 2), ("feature", 0.0, 0))
-)
+
+
+_MASK = _mask_settings("time", probability=0.05, min_masks=2)
+_CHANNEL_MASK = _mask_settings("feature", probability=0.0, min_masks=0)
 _CONVOLUTION = {"conv_dim": [512] * 7, "conv_kernel": [10, 3, 3, 3, 3, 2, 2], "conv_stride": [5, *[2] * 6]}
-"""Channels, kernels and strides, with the values of a file that lacks them."""
-# by the norm: the encoder's and the model's published values of what the format does not store
-_PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "group": ({"gradient_scale": 0.1}, {"temperature": [2.0, 0.5, 0.999995], "penalty_weight": 10.0}),
-    "layer": ({"gradient_scale": 1.0}, {"temperature": [2.0, 0.1, 0.999995], "penalty_weight": 0.0}),
+"""Channels, kernels and strides of the convolutions. A file that lacks them has these values."""
+# The published models have these arguments, which the format does not store, by the extractor's norm.
+_PUBLISHED_ENCODER = {"group": {"gradient_scale": 0.1}, "layer": {"gradient_scale": 1.0}}
+_PUBLISHED_MODEL: dict[str, dict[str, Any]] = {
+    "group": {"temperature": [2.0, 0.5, 0.999995], "penalty_weight": 10.0},
+    "layer": {"temperature": [2.0, 0.1, 0.999995], "penalty_weight": 0.0},
 }
 _PREFIX = "wav2vec2."
 _PROJECTION = "wav2vec2.feature_projection.projection"
@@ -100,25 +116,28 @@ _PAIR = {"weight_g": "parametrizations.weight.original0", "weight_v": "parametri
 
 
 def huggingface_name(name: str) -> str:
-    """The name in ``Wav2Vec2ForPreTraining`` of one of ours, a weight-norm pair as ``weight_g``, ``_v``."""
-    return renamed(name, _RULES)
+    """Return the name of our tensor ``name`` in ``Wav2Vec2ForPreTraining``.
+
+    The two tensors of a weight norm are named ``weight_g`` and ``weight_v``.
+    """
+    return rename(name, _RULES)
 
 
 def is_available() -> bool:
-    """Whether ``transformers`` is installed."""
+    """True if ``transformers`` is installed."""
     return importlib.util.find_spec("transformers") is not None
 
 
 def transformers_library() -> Any:
-    """The library, without its log lines. Raises MachineError where it cannot be imported."""
+    """Import transformers and turn off its log lines. Raises MachineError if it cannot be imported."""
     try:
         module = importlib.import_module("transformers")
-        module.Wav2Vec2Model  # noqa: B018 - imported here, and torchaudio with it, if that is installed
+        module.Wav2Vec2Model  # noqa: B018 - This imports the class, and torchaudio if that is installed.
     except (ImportError, OSError, RuntimeError) as error:
         raise MachineError(
             "a conversion to or from Hugging Face needs transformers, which cannot be imported "
-            f"({one_line(str(error), 200)}); pip install -e '.[interop]', and if torchaudio is there, "
-            "the one of this torch"
+            f"({one_line(str(error), 200)}): pip install -e '.[interop]'. If torchaudio is installed, it "
+            "must be the one for this torch"
         ) from None
     module.logging.set_verbosity_error()
     module.logging.disable_progress_bar()
@@ -126,245 +145,305 @@ def transformers_library() -> Any:
 
 
 def difference_of(pretrained: Pretrained) -> float:
-    """Largest difference between the outputs of our model and Hugging Face's with the same weights.
+    """Return the largest difference between the outputs of our model and of Hugging Face's model.
 
     Raises MachineError without transformers.
     """
-    return _difference(pretrained, _model(pretrained))
+    return _difference(pretrained, _build_model(pretrained))
 
 
-def _model(pretrained: Pretrained) -> Any:
-    """Hugging Face's model with the same weights, in evaluation mode."""
+def _build_model(pretrained: Pretrained) -> Any:
+    """Return Hugging Face's model with the weights of ``pretrained``, in evaluation mode."""
     transformers = transformers_library()
-    head = "ForPreTraining" if pretrained.model else "ForCTC" if pretrained.labels else "Model"
-    kind = getattr(transformers, f"Wav2Vec2{head}")
+    model_class, has_head = transformers.Wav2Vec2Model, False
+    if pretrained.model:
+        model_class, has_head = transformers.Wav2Vec2ForPreTraining, True
+    elif pretrained.labels:
+        model_class, has_head = transformers.Wav2Vec2ForCTC, True
     config = transformers.Wav2Vec2Config(**config_of(pretrained))
-    with torch.device("meta"):  # costs no initial weights, which are replaced
-        model = kind(config)
+    with torch.device("meta"):  # The initial weights are replaced, so they need no memory.
+        model = model_class(config)
     names = set(model.state_dict())
-    state = {}
     width = pretrained.encoder["width"]
+    # Hugging Face's model has this projection even between equal widths.
     identity = {f"{_PROJECTION}.weight": torch.eye(width), f"{_PROJECTION}.bias": torch.zeros(width)}
-    theirs = outward(pretrained.weights, huggingface_name)
-    for name, value in (identity | theirs).items():  # their model also projects between equal widths
-        own = name.removeprefix(_PREFIX) if head == "Model" else name
-        base, _, leaf = own.rpartition(".")
-        if leaf == _MASK_EMBEDDING and own not in names:
-            continue  # their model that masks nothing has none
-        state[own if own in names else f"{base}.{_PAIR.get(leaf, leaf)}"] = value
+    tensors = identity | export_tensors(pretrained.weights, huggingface_name)
+    state = {}
+    for name, tensor in tensors.items():
+        if not has_head:
+            name = name.removeprefix(_PREFIX)
+        base, _, leaf = name.rpartition(".")
+        if name not in names:
+            if leaf == _MASK_EMBEDDING:
+                continue  # Hugging Face's model has no mask embedding if it masks nothing.
+            name = f"{base}.{_PAIR.get(leaf, leaf)}"
+        state[name] = tensor
     model.load_state_dict(state, assign=True)
     return model.eval()
 
 
 @torch.no_grad()
 def _difference(pretrained: Pretrained, model: Any) -> float:
+    """Return the largest difference between the outputs of ``pretrained`` and of Hugging Face's ``model``."""
     encoder, task = pretrained.build()
-    time = torch.arange(16000) / 16000
-    noise = torch.randn(16000, generator=torch.Generator().manual_seed(0))
-    # a second of chirp and noise, the same everywhere
-    audio = (0.3 * torch.sin(2 * math.pi * (200 + 1500 * time) * time) + 0.1 * noise)[None]
+    audio = _test_audio()
     base = getattr(model, "wav2vec2", model)
-    theirs = base(audio)
+    reference = base(audio)
     features, lengths, _ = encoder.extract(audio, torch.tensor([audio.shape[1]]))
     hidden = encoder.contextualise(features, lengths)
-    pairs = [(hidden, theirs.last_hidden_state), (features, theirs.extract_features)]
-    # this audio does not use it
+    pairs = [(hidden, reference.last_hidden_state), (features, reference.extract_features)]
+    # No output depends on the mask embedding, since no frame of this audio is masked.
     pairs.append((encoder.mask_embedding, getattr(base, _MASK_EMBEDDING, encoder.mask_embedding)))
     if pretrained.labels:
         weight, bias = pretrained.weights["output.weight"], pretrained.weights["output.bias"]
-        pairs.append((F.linear(hidden, weight, bias), model.lm_head(theirs.last_hidden_state)))
+        pairs.append((F.linear(hidden, weight, bias), model.lm_head(reference.last_hidden_state)))
     if task is not None:
-        # from the same features: rounding must not decide between two codes
-        codes, _ = model.quantizer(theirs.extract_features)
-        weight = torch.ones(features.shape[:2])
-        ours = task.quantizer(theirs.extract_features, 1.0, weight).codes
-        pairs.append((task.project_q(ours), model.project_q(codes)))
-        pairs.append((task.final_proj(hidden), model.project_hid(theirs.last_hidden_state)))
-        # codes that this audio does not choose
-        pairs.append((task.quantizer.codebook.flatten(), model.quantizer.codevectors.flatten()))
-    if any(a.shape != b.shape for a, b in pairs):
-        return math.inf
-    return max(float((a - b).abs().nan_to_num(math.inf).max()) for a, b in pairs)
+        pairs.append((task.final_proj(hidden), model.project_hid(reference.last_hidden_state)))
+        pairs += _quantizer_pairs(task, model, reference.extract_features)
+    return largest_difference(pairs)
 
 
-def proved(difference: float, where: str) -> float:
-    """Return ``difference``. Raises DataError if it is above ``LIMIT``."""
+def _quantizer_pairs(task: Wav2Vec2, model: Any, features: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return the outputs of both quantisers for the same ``features``, and the codebooks.
+
+    The features are the same so that rounding does not decide between two codes. The codebooks are
+    compared because a second of audio does not choose every code.
+    """
+    quantized = task.quantizer(features, 1.0, torch.ones(features.shape[:2]))
+    reference, _ = model.quantizer(features)
+    return [
+        (task.project_q(quantized.codes), model.project_q(reference)),
+        (task.quantizer.codebook.flatten(), model.quantizer.codevectors.flatten()),
+    ]
+
+
+def _test_audio() -> Tensor:
+    """Return a second of chirp and noise, (1, 16000). It is the same on every machine."""
+    time = torch.arange(16000) / 16000
+    noise = torch.randn(16000, generator=torch.Generator().manual_seed(0))
+    chirp = torch.sin(2 * math.pi * (200 + 1500 * time) * time)
+    return (0.3 * chirp + 0.1 * noise)[None]
+
+
+def largest_difference(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Return the largest difference within the pairs. It is infinite if shapes differ or a value is NaN."""
+    largest = 0.0
+    for output, reference in pairs:
+        if output.shape != reference.shape:
+            return math.inf
+        differences = (output - reference).abs().nan_to_num(math.inf)
+        largest = max(largest, float(differences.max()))
+    return largest
+
+
+def check_difference(difference: float, where: str) -> float:
+    """Return ``difference``. Raises DataError, which begins with ``where``, if it is above ``LIMIT``."""
     if not difference <= LIMIT:
         raise DataError(
-            f"{where}: on the same audio our model and Hugging Face's differ by {difference:.2g}; the "
+            f"{where}: on the same audio our model and Hugging Face's differ by {difference:.2g}. The "
             f"limit is {LIMIT:g}, so nothing is written"
         )
     return difference
 
 
 def read(folder: str | Path) -> tuple[Pretrained, float]:
-    """Read a model from Hugging Face's directory; also returns its difference to ours.
+    """Read a model from Hugging Face's directory. Also return the difference of its outputs from ours.
 
-    ``Wav2Vec2ForPreTraining``, ``Wav2Vec2Model`` and ``Wav2Vec2ForCTC`` are read, the last
-    without its head. Weights come from model.safetensors (or its shards) or pytorch_model.bin, the
-    latter without running pickled code. Values that the format does not store (gradient scale,
-    temperature, feature penalty) are those published for models of this norm.
+    - ``Wav2Vec2ForPreTraining`` and ``Wav2Vec2Model`` are read, and ``Wav2Vec2ForCTC`` without its head.
+    - Weights come from model.safetensors (or its shards), or from pytorch_model.bin without running pickled
+      code.
+    - The format does not store the gradient scale, the temperature and the feature penalty. They get the
+      values that were published for models with this norm.
 
-    Raises DataError for a directory that is incomplete or of another model, for the first tensor that
-    does not fit, and if the two models differ; MachineError without transformers.
+    Raises DataError for a directory that is incomplete or has another model, for the first tensor that
+    does not fit, and if the outputs differ. Raises MachineError without transformers.
     """
     folder = Path(folder)
     transformers = transformers_library()
-    config = _config(folder)
-    tensors = _normal_names(read_tensors(folder))
+    config = _read_config(folder)
+    tensors = _normalise_names(read_tensors(folder))
     is_encoder = "quantizer.codevectors" not in tensors
-    if is_encoder:  # our encoder has no heads of fine-tuned models
-        tensors = {name: value for name, value in tensors.items() if name.startswith(_PREFIX)}
-    pretrained = _described(folder, config, is_encoder)
+    model_class = transformers.Wav2Vec2ForPreTraining
+    if is_encoder:  # Our encoder does not have the heads of fine-tuned models.
+        model_class = transformers.Wav2Vec2Model
+        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(_PREFIX)}
+    pretrained = _describe(folder, config, is_encoder)
     shapes = pretrained.shapes()
     if "encoder.projection.weight" not in shapes:
         _drop_identity(tensors, folder)
     if not (config.get("mask_time_prob", 0.05) or config.get("mask_feature_prob")):
-        # then their model has no embedding for masked frames
+        # Hugging Face's model has no mask embedding if it masks nothing.
         tensors.setdefault(_PREFIX + _MASK_EMBEDDING, torch.zeros(pretrained.encoder["width"]))
-    weights = inward(tensors, shapes, huggingface_name, where=str(folder))
+    weights = import_tensors(tensors, shapes, huggingface_name, where=str(folder))
     pretrained = Pretrained(pretrained.encoder, pretrained.model, weights)
-    kind = transformers.Wav2Vec2Model if is_encoder else transformers.Wav2Vec2ForPreTraining
+    model = _load_model(model_class, folder)
+    return pretrained, check_difference(_difference(pretrained, model), str(folder))
+
+
+def _load_model(model_class: Any, folder: Path) -> Any:
     try:
-        model = kind.from_pretrained(folder, local_files_only=True).float().eval()
-    except Exception as error:  # whatever transformers raises for a file that we can read
-        told = f"{folder}: transformers cannot load it ({type(error).__name__}: {one_line(str(error), 120)})"
-        raise DataError(told) from None
-    return pretrained, proved(_difference(pretrained, model), str(folder))
+        return model_class.from_pretrained(folder, local_files_only=True).float().eval()
+    except Exception as error:  # transformers raises errors of many types for a file that we can read.
+        reason = f"{type(error).__name__}: {one_line(str(error), 120)}"
+        raise DataError(f"{folder}: transformers cannot load it ({reason})") from None
 
 
 def read_arguments(folder: Path) -> Pretrained:
-    """Read what a directory says of its encoder, without its weights. Raises DataError."""
-    return _described(folder, _config(folder), is_encoder=True)
+    """Read the encoder's arguments from a directory, without its weights. Raises DataError."""
+    return _describe(folder, _read_config(folder), is_encoder=True)
 
 
-def _described(folder: Path, config: Mapping[str, Any], is_encoder: bool) -> Pretrained:
+def _describe(folder: Path, config: Mapping[str, Any], is_encoder: bool) -> Pretrained:
+    """Return the model of a config, without its weights. Raises DataError if it cannot be built."""
     try:
-        pretrained = _arguments(folder, config, is_encoder)
+        pretrained = _parse_config(folder, config, is_encoder)
         pretrained.shapes()
         return pretrained
     except (ConfigError, TypeError, RuntimeError, *MALFORMED) as error:
-        told = f"{folder / 'config.json'} does not describe a wav2vec 2.0 model: {one_line(str(error), 120)}"
-        raise DataError(told) from None
+        reason = one_line(str(error), 120)
+        raise DataError(f"{folder / 'config.json'} does not describe a wav2vec 2.0 model: {reason}") from None
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config: dict[str, Any] = json.loads(read_bytes(path, follow=True))
     except (OSError, *MALFORMED) as error:
-        told = f"{path} cannot be read ({one_line(str(error), 120)}); give a Hugging Face directory"
-        raise DataError(told) from None
+        reason = one_line(str(error), 120)
+        raise DataError(f"{path} cannot be read ({reason}). Give a Hugging Face directory") from None
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != "wav2vec2":
-        raise DataError(f"{path} describes the model type {kind!r}; only wav2vec2 is supported")
+        raise DataError(f"{path} describes the model type {kind!r}, and only wav2vec2 is supported")
     fixed = {"hidden_act": "gelu", "feat_extract_activation": "gelu", "add_adapter": False}
-    for key, only in (fixed | {"layer_norm_eps": 1e-5, "adapter_attn_dim": None}).items():
-        if config.get(key, only) != only:
-            raise DataError(f"{path}: {key} is {config[key]!r}; only {only!r} is supported")
+    fixed |= {"layer_norm_eps": 1e-5, "adapter_attn_dim": None}
+    for key, supported in fixed.items():
+        if config.get(key, supported) != supported:
+            raise DataError(f"{path}: {key} is {config[key]!r}, and only {supported!r} is supported")
     return config
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Read all tensors of a directory, under their names in the files. Raises DataError."""
     names = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
-    whole, index, old = (folder / name for name in names)
-    if whole.is_file():
-        return read_safetensors(whole)
+    single_file, index, pickle_file = (folder / name for name in names)
+    if single_file.is_file():
+        return read_safetensors(single_file)
     if index.is_file():
-        return {name: value for shard in _shards(index) for name, value in read_safetensors(shard).items()}
-    if old.is_file():
-        found = read_pickle(old)
-        if not isinstance(found, dict):
-            raise DataError(f"{old} has no named tensors; download it again")
-        return tensors_of(found, old)
+        tensors: dict[str, Tensor] = {}
+        for shard in _shards(index):
+            tensors |= read_safetensors(shard)
+        return tensors
+    if pickle_file.is_file():
+        content = read_pickle(pickle_file)
+        if not isinstance(content, dict):
+            raise DataError(f"{pickle_file} has no named tensors. Download it again")
+        return tensors_of(content, pickle_file)
     raise DataError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file. Raises DataError for one that is damaged."""
+    """Read the tensors of a safetensors file. Raises DataError if the file is damaged."""
     try:
         open_filled(path).close()
         return load_file(path)
     except (SafetensorError, OSError, KeyError, TypeError, RuntimeError, *MALFORMED) as error:
-        raise DataError(f"{path} cannot be read ({one_line(str(error), 120)}); copy it again") from None
+        raise DataError(f"{path} cannot be read ({one_line(str(error), 120)}). Copy it again") from None
 
 
 def _shards(index: Path) -> list[Path]:
-    """The files that an index lists, looked for in its folder only."""
+    """Return the files that an index lists. Their folders are ignored: all are in the index's folder."""
     try:
-        listed = json.loads(read_bytes(index, follow=True))["weight_map"]
-        names = {Path(name).name for name in listed.values()}
+        shard_of_tensor = json.loads(read_bytes(index, follow=True))["weight_map"]
+        names = {Path(name).name for name in shard_of_tensor.values()}
     except (OSError, KeyError, TypeError, AttributeError, *MALFORMED) as error:
-        raise DataError(f"{index} lists no files ({type(error).__name__}); download it again") from None
+        raise DataError(f"{index} lists no files ({type(error).__name__}). Download it again") from None
     return [index.parent / name for name in sorted(names)]
 
 
-def _normal_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _normalise_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename tensors of any class and version to the names of ``Wav2Vec2ForPreTraining``."""
     if not any(name.startswith(_PREFIX) for name in tensors):
-        tensors = {_PREFIX + name: value for name, value in tensors.items()}
-    normal = {}
-    for name, value in tensors.items():
+        tensors = {_PREFIX + name: tensor for name, tensor in tensors.items()}
+    normalised = {}
+    for name, tensor in tensors.items():
         for short, long in _PAIR.items():
             name = name.replace(long, short)
-        normal[name] = value
-    return normal
+        normalised[name] = tensor
+    return normalised
 
 
 def _drop_identity(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Remove an identity projection between equal widths, which our encoder lacks. Raises DataError."""
-    weight, bias = (tensors.pop(f"{_PROJECTION}.{name}", None) for name in ("weight", "bias"))
-    is_identity = weight is not None and weight.dim() == 2 and torch.equal(weight, torch.eye(*weight.shape))
-    if weight is not None and not (is_identity and (bias is None or not bias.any())):
+    """Remove an identity projection between equal widths, which our encoder lacks.
+
+    Raises DataError if the projection is not the identity.
+    """
+    weight = tensors.pop(f"{_PROJECTION}.weight", None)
+    bias = tensors.pop(f"{_PROJECTION}.bias", None)
+    if weight is None:
+        return
+    is_identity = weight.dim() == 2 and torch.equal(weight, torch.eye(*weight.shape))
+    has_bias = bias is not None and bool(bias.any())
+    if not is_identity or has_bias:
         raise DataError(
             f"{folder}: the tensor {_PROJECTION}.weight projects between equal widths, for which our encoder "
             "has no layer"
         )
 
 
-def _arguments(folder: Path, config: Mapping[str, Any], is_encoder: bool) -> Pretrained:
+def _parse_config(folder: Path, config: Mapping[str, Any], is_encoder: bool) -> Pretrained:
     encoder = _ENCODER.read(config)
-    of_encoder, of_model = _PUBLISHED.get(encoder["conv_norm"], _PUBLISHED["group"])
-    sizes = (config.get(key, usual) for key, usual in _CONVOLUTION.items())
-    audio, channels = read_json(folder / "preprocessor_config.json", follow=True), _CHANNEL_MASK.read(config)
+    norm = encoder["conv_norm"] if encoder["conv_norm"] in _PUBLISHED_ENCODER else "group"
+    sizes = [config.get(name, default) for name, default in _CONVOLUTION.items()]
+    audio = read_json(folder / "preprocessor_config.json", follow=True)
+    channel_settings = _CHANNEL_MASK.read(config)
+    channel_mask = asdict(SpanMask(**channel_settings)) if channel_settings["probability"] else None
     encoder |= {
-        "conv_layers": [[int(number) for number in layer] for layer in zip(*sizes, strict=False)],
-        "normalise_audio": bool(audio.get("do_normalize", encoder["conv_norm"] == "layer")),
+        "conv_layers": [list(map(int, layer)) for layer in zip(*sizes, strict=False)],
+        "normalise_audio": bool(audio.get("do_normalize", norm == "layer")),
         "sample_rate": int(audio.get("sampling_rate", 16000)),
         "mask": asdict(SpanMask(**_MASK.read(config))),
-        "channel_mask": asdict(SpanMask(**channels)) if channels["probability"] else None,
-        **of_encoder,
+        "channel_mask": channel_mask,
+        **_PUBLISHED_ENCODER[norm],
     }
-    return Pretrained(encoder, {} if is_encoder else _MODEL.read(config) | of_model, {})
+    if is_encoder:
+        return Pretrained(encoder, {}, {})
+    return Pretrained(encoder, _MODEL.read(config) | _PUBLISHED_MODEL[norm], {})
 
 
 def config_of(pretrained: Pretrained) -> dict[str, Any]:
-    """``Wav2Vec2Config``'s arguments for a model."""
-    encoder, model, labels = pretrained.encoder, pretrained.model, pretrained.labels
-    mask, channels = encoder["mask"], encoder["channel_mask"]
-    return {
+    """Return the arguments of ``Wav2Vec2Config`` for a model."""
+    encoder, labels = pretrained.encoder, pretrained.labels
+    columns = map(list, zip(*encoder["conv_layers"], strict=True))
+    config = {
         "hidden_act": "gelu",
         "final_dropout": 0.0,
         **_ENCODER.write(encoder),
-        **dict(zip(_CONVOLUTION, map(list, zip(*encoder["conv_layers"], strict=True)), strict=True)),
-        **(_MASK.write(mask) if mask else {"mask_time_prob": 0.0}),
-        **(_CHANNEL_MASK.write(channels) if channels else {"mask_feature_prob": 0.0}),
-        **(_MODEL.write(model) if model else {}),
-        **({"vocab_size": len(labels) + 1, "pad_token_id": len(labels)} if labels else {}),
+        **dict(zip(_CONVOLUTION, columns, strict=True)),
+        "mask_time_prob": 0.0,
+        "mask_feature_prob": 0.0,
     }
+    if encoder["mask"]:
+        config |= _MASK.write(encoder["mask"])
+    if encoder["channel_mask"]:
+        config |= _CHANNEL_MASK.write(encoder["channel_mask"])
+    if pretrained.model:
+        config |= _MODEL.write(pretrained.model)
+    if labels:
+        config |= {"vocab_size": len(labels) + 1, "pad_token_id": len(labels)}
+    return config
 
 
 def write(pretrained: Pretrained, folder: str | Path) -> float:
-    """Write ``Wav2Vec2ForPreTraining``, ``…ForCTC`` or ``Wav2Vec2Model``; returns the difference to ours.
+    """Write ``Wav2Vec2ForPreTraining``, ``…ForCTC`` or ``Wav2Vec2Model``. Return the outputs' difference.
 
-    All files, with the vocabulary of a CTC layer, are written next to ``folder``, loaded from there by
-    transformers, compared with our model on the same audio, and only then moved.
+    All files, with the vocabulary of a CTC layer, are written next to ``folder``. transformers loads them
+    from there, and its model is compared with ours on the same audio. Then the files are moved.
 
-    Raises DataError if the two differ, MachineError without transformers.
+    Raises DataError if the outputs differ, and MachineError without transformers.
     """
     folder = Path(folder)
-    model = _model(pretrained)
-    reader = {
+    model = _build_model(pretrained)
+    feature_extractor = {
         "do_normalize": pretrained.encoder["normalise_audio"],
         "feature_extractor_type": "Wav2Vec2FeatureExtractor",
         "feature_size": 1,
@@ -373,17 +452,17 @@ def write(pretrained: Pretrained, folder: str | Path) -> float:
         "return_attention_mask": pretrained.encoder["conv_norm"] == "layer",
         "sampling_rate": pretrained.encoder["sample_rate"],
     }
-    with writing(folder) as temporary:
+    with replacing_files(folder) as temporary:
         model.save_pretrained(temporary)
-        write_json(temporary / "preprocessor_config.json", reader, durable=False)
+        write_json(temporary / "preprocessor_config.json", feature_extractor, durable=False)
         if pretrained.labels:
             _write_vocabulary(pretrained.labels, temporary)
-        again = type(model).from_pretrained(temporary, local_files_only=True).float().eval()
-        return proved(_difference(pretrained, again), str(folder))
+        loaded = type(model).from_pretrained(temporary, local_files_only=True).float().eval()
+        return check_difference(_difference(pretrained, loaded), str(folder))
 
 
 def _write_vocabulary(labels: Sequence[str], folder: Path) -> None:
-    """Write the files of ``Wav2Vec2CTCTokenizer``: its padding is the blank, and ``|`` is the space."""
+    """Write the files of ``Wav2Vec2CTCTokenizer``. Its padding is the blank, and ``|`` is the space."""
     symbols = ["|" if label == " " else label for label in labels]
     ids = {symbol: label for label, symbol in enumerate([*symbols, "<pad>"])}
     names = {"unk_token": None, "bos_token": None, "eos_token": None, "pad_token": "<pad>"}
@@ -393,8 +472,11 @@ def _write_vocabulary(labels: Sequence[str], folder: Path) -> None:
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[Path]:
-    """A new directory, whose files move into ``folder`` if the block ends without an error; others stay."""
+def replacing_files(folder: Path) -> Iterator[Path]:
+    """Yield a new directory. If the block ends without an error, its files move into ``folder``.
+
+    They replace files of the same names. Other files in ``folder`` stay.
+    """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     temporary.mkdir(parents=True)
     try:

@@ -20,7 +20,7 @@ from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError, SpeechtrainError
 from speechtrain.files import absolute_path
 from speechtrain.interop import hub, parakeet_hf, wav2vec2_fairseq, wav2vec2_hf
-from speechtrain.interop.pretrained import Pretrained
+from speechtrain.interop.pretrained import Pretrained, Shapes
 from speechtrain.text.huggingface import HuggingFace
 
 _LOG = logging.getLogger(__name__)
@@ -28,48 +28,54 @@ _SPAN_MASK = "speechtrain.nn.masking.SpanMask"
 _ENCODER = "speechtrain.encoders.wav2vec2.Wav2Vec2Encoder"
 _MODEL = "speechtrain.models.wav2vec2.Wav2Vec2"
 NAME = "imported"
-"""The choice of ``encoder=`` and ``model=`` that an imported model's directory offers."""
+"""The name of the choices of ``encoder=`` and ``model=`` in an imported model's directory."""
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
     """Read the tensors at ``path``, in any known format, on the CPU and under our names.
 
-    A run directory (its best checkpoint), a checkpoint's folder, a directory or .safetensors file of
-    ours, a fairseq .pt file or a Hugging Face directory: the content decides, not the name. ``hf:`` is a
-    model of Hugging Face's hub, or such a directory.
-    Files of other systems are checked against Hugging Face's model; without transformers, a fairseq
-    file is read with a warning and a Hugging Face directory is refused.
+    The content decides on the format, not the name. These are known:
 
-    Raises RunError, DataError or MachineError, each naming the path and what to do.
+    - a run directory (its best checkpoint is read), and a checkpoint's folder
+    - a directory or a .safetensors file with our names
+    - a fairseq .pt file
+    - a Hugging Face directory, or ``hf:`` with such a directory or a model of Hugging Face's hub
+
+    Files of other systems are checked against Hugging Face's model. Without transformers, a fairseq file
+    is read with a warning and a Hugging Face directory is refused.
+
+    Raises RunError, DataError or MachineError. Each message names the path and a remedy.
     """
-    found = hub.folder_of(path) if path.startswith(hub.PREFIX) else absolute_path(path)
-    if found.is_dir():
-        return _of_folder(found)
-    if not found.is_file():
+    location = hub.folder_of(path) if path.startswith(hub.PREFIX) else absolute_path(path)
+    if location.is_dir():
+        return _read_folder(location)
+    if not location.is_file():
         raise DataError(
-            f"{found} does not exist; give a run directory, a checkpoint's folder, a .safetensors file, a "
+            f"{location} does not exist. Give a run directory, a checkpoint's folder, a .safetensors file, a "
             "fairseq .pt file or a Hugging Face directory"
         )
-    if _is_safetensors(found):
-        if (found.parent / "config.json").is_file():
-            return _of_huggingface(found.parent)
-        return wav2vec2_hf.read_safetensors(found)
-    pretrained, difference = read_fairseq(found)
+    if _is_safetensors(location):
+        if (location.parent / "config.json").is_file():
+            return _read_huggingface(location.parent)
+        return wav2vec2_hf.read_safetensors(location)
+    pretrained, difference = read_fairseq(location)
     if difference is None:
-        _LOG.warning("%s was not checked against Hugging Face's model: transformers is not installed", found)
+        _LOG.warning(
+            "%s was not checked against Hugging Face's model: transformers is not installed", location
+        )
     return pretrained.weights
 
 
 def read_labels(path: str) -> list[str] | None:
-    """The labels of the published recogniser at ``path``; None of any other weights."""
-    place = hub.folder_of(path, weights=False) if path.startswith(hub.PREFIX) else absolute_path(path)
-    if not parakeet_hf.is_parakeet(place):
+    """Return the labels of the published recogniser at ``path``, or None for any other weights."""
+    location = hub.folder_of(path, weights=False) if path.startswith(hub.PREFIX) else absolute_path(path)
+    if not parakeet_hf.is_parakeet(location):
         return None
-    node = parakeet_hf.nodes(place)["tokenizer"]
+    node = parakeet_hf.nodes(location)["tokenizer"]
     return HuggingFace(node["model"], labels=node["labels"]).labels
 
 
-def _of_huggingface(folder: Path) -> dict[str, Tensor]:
+def _read_huggingface(folder: Path) -> dict[str, Tensor]:
     if parakeet_hf.is_parakeet(folder):
         return parakeet_hf.read_weights(folder)
     return wav2vec2_hf.read(folder)[0].weights
@@ -77,106 +83,105 @@ def _of_huggingface(folder: Path) -> dict[str, Tensor]:
 
 def _is_safetensors(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(9)[8:] == b"{"  # the header's length in 8 bytes, then the header
+        return file.read(9)[8:] == b"{"  # The file begins with the header's length in 8 bytes and the header.
 
 
 def read_nodes(path: Path) -> dict[str, dict[str, Any]]:
-    """The nodes, by group, that weights of fairseq or Hugging Face fit; none if they are ours.
+    """Return the config nodes that fit weights of fairseq or Hugging Face, by group.
 
-    Of wav2vec 2.0 it is the encoder's. Raises DataError for a file that cannot be used. All of a fairseq
-    file is read: 2 s for 1 GB.
+    The only node of a wav2vec 2.0 model is ``encoder``. Our own weights have no nodes.
+
+    Raises DataError for a file that cannot be used. A fairseq file is read whole: 2 s for 1 GB.
     """
     folder = path if path.is_dir() else path.parent
     if not (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
         if parakeet_hf.is_parakeet(folder):
             return parakeet_hf.nodes(folder)
         return {"encoder": _encoder_node(wav2vec2_hf.read_arguments(folder))}
-    is_fairseq = path.is_file() and not _is_safetensors(path)
-    return {"encoder": _encoder_node(wav2vec2_fairseq.read(path))} if is_fairseq else {}
+    if path.is_file() and not _is_safetensors(path):
+        return {"encoder": _encoder_node(wav2vec2_fairseq.read(path))}
+    return {}
 
 
 def read_fairseq(path: Path) -> tuple[Pretrained, float | None]:
-    """Read a fairseq checkpoint; also its difference to Hugging Face's model, None without transformers.
-
-    Raises DataError if the two differ by more than ``huggingface.LIMIT``.
-    """
+    """Read a fairseq checkpoint, and compare it by ``check_fairseq``. Return the model and the difference."""
     pretrained = wav2vec2_fairseq.read(path)
     return pretrained, check_fairseq(pretrained, path)
 
 
 def check_fairseq(pretrained: Pretrained, path: Path) -> float | None:
-    """The difference of our outputs to those of Hugging Face's model; None without transformers.
+    """Return the difference of our outputs from those by Hugging Face's model, or None without transformers.
 
-    Raises DataError if it is more than ``huggingface.LIMIT``.
+    Raises DataError if the difference is above ``wav2vec2_hf.LIMIT``.
     """
     if not wav2vec2_hf.is_available():
         return None
-    return wav2vec2_hf.proved(wav2vec2_hf.difference_of(pretrained), str(path))
+    return wav2vec2_hf.check_difference(wav2vec2_hf.difference_of(pretrained), str(path))
 
 
-def _of_folder(folder: Path) -> dict[str, Tensor]:
+def _read_folder(folder: Path) -> dict[str, Tensor]:
     if (folder / "checkpoints").is_dir():
         return Checkpointer(folder).weights("best")[1]
     if (folder / "checkpoint.json").is_file():
         Checkpointer(folder.parent).verify(folder, only=WEIGHTS)
     elif (folder / "config.json").is_file():
-        return _of_huggingface(folder)
+        return _read_huggingface(folder)
     if (folder / "model.safetensors").is_file():
         return wav2vec2_hf.read_safetensors(folder / "model.safetensors")
     raise DataError(
-        f"{folder} has no weights; give a run directory with checkpoints/, a checkpoint's folder, or a "
+        f"{folder} has no weights. Give a run directory with checkpoints/, a checkpoint's folder, or a "
         "directory with model.safetensors"
     )
 
 
 @dataclass(frozen=True)
 class Initialised:
-    """The result of ``initialise``, by name."""
+    """The names of the tensors of a module after ``initialise``."""
 
-    loaded: list[str]  # equal to the file's
-    fresh: list[str]  # unchanged: missing in the file, or not to be loaded
+    loaded: list[str]  # These have the file's values.
+    fresh: list[str]  # These are unchanged: the file lacks them, or they were skipped.
 
 
 @torch.no_grad()
 def initialise(
-    module: nn.Module, weights: Mapping[str, Tensor], path: str, fresh: Container[str] = ()
+    module: nn.Module, weights: Mapping[str, Tensor], path: str, skip: Container[str] = ()
 ) -> Initialised:
-    """Set every parameter and buffer but those in ``fresh`` to the value of the same name, if any.
+    """Set the parameters and buffers of ``module`` to the weights of the same names that are not in ``skip``.
 
-    A module's ``encoder.`` is loaded whole or not at all; the rest may be missing. ``path`` is for messages.
+    The module's ``encoder.`` is loaded whole or not at all. Other tensors may be missing in the weights.
+    ``path`` is for messages.
 
-    Raises ConfigError, with the module unchanged, for the first tensor that has another shape, the first of
-    the encoder that is missing, and if nothing would be loaded.
+    Raises ConfigError, with the module unchanged, for a tensor of another shape, for a missing tensor of
+    the encoder, and if no tensor would be loaded.
     """
-    own = module.state_dict()
-    weights = {name: v for name, v in migrate_names(weights, own).items() if name not in fresh}
-    for name, value in own.items():
-        of_encoder = name.startswith("encoder.")
-        if of_encoder and name not in weights:
-            raise ConfigError(f"init_from={path}: {name} is missing in it; {_advice(weights)}")
-        if name in weights and weights[name].shape != value.shape:
-            advice = (
-                _advice(weights) if of_encoder else "set the keys below model. as in the run that wrote it"
-            )
-            sizes = f"{tuple(weights[name].shape)} there and {tuple(value.shape)} here"
-            raise ConfigError(f"init_from={path}: {name} is {sizes}; {advice}")
-    loaded = [name for name in own if name in weights]
+    targets = module.state_dict()
+    stored = {name: tensor for name, tensor in migrate_names(weights, targets).items() if name not in skip}
+    for name, target in targets.items():
+        is_of_encoder = name.startswith("encoder.")
+        if is_of_encoder and name not in stored:
+            raise ConfigError(f"init_from={path}: {name} is missing in it ({_advice(stored)})")
+        if name in stored and stored[name].shape != target.shape:
+            advice = "set the keys below model. as in the run that wrote it"
+            if is_of_encoder:
+                advice = _advice(stored)
+            sizes = f"{tuple(stored[name].shape)} there and {tuple(target.shape)} here"
+            raise ConfigError(f"init_from={path}: {name} is {sizes} ({advice})")
+    loaded = [name for name in targets if name in stored]
     if not loaded:
         raise ConfigError(f"init_from={path}: none of its tensors fits {type(module).__name__}")
     for name in loaded:
-        own[name].copy_(weights[name])
-    taken = set(loaded)
-    return Initialised(loaded, [name for name in own if name not in taken])
+        targets[name].copy_(stored[name])
+    return Initialised(loaded, fresh=[name for name in targets if name not in stored])
 
 
 def _advice(weights: Mapping[str, Tensor]) -> str:
-    """The encoder= choices that have these shapes, or what to do if there is none."""
-    shapes = {n: tuple(v.shape) for n, v in weights.items() if n.startswith("encoder.")}
+    """Return the encoder= choices that have the shapes of these weights, or the remedy if there is none."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items() if name.startswith("encoder.")}
     if not shapes:
         return "it has no encoder"
-    fits = [name for name, other in _choices().items() if other == shapes]
-    if fits:
-        return f"encoder={' or '.join(fits)} fits"
+    choices = [name for name, choice_shapes in _encoder_choices().items() if choice_shapes == shapes]
+    if choices:
+        return f"encoder={' or '.join(choices)} fits"
     if "encoder.subsampling.linear.weight" in shapes:
         return "recipe=finetune takes encoder, model and tokenizer from it"
     if "encoder.mask_embedding" in shapes:
@@ -187,35 +192,37 @@ def _advice(weights: Mapping[str, Tensor]) -> str:
     return "use the encoder= of the run that wrote it"
 
 
-def _choices() -> dict[str, dict[str, tuple[int, ...]]]:
-    """Shapes of every wav2vec 2.0 encoder in conf/encoder, by name."""
-    found = {}
+def _encoder_choices() -> dict[str, Shapes]:
+    """Return the shapes of each wav2vec 2.0 encoder in conf/encoder, by the name of the choice."""
+    choices = {}
     folder = Path(str(importlib.resources.files("speechtrain.conf")), "encoder")
     files = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(folder.glob("*.yaml"))}
-    for name, own in files.items():
-        parts = (*own.pop("defaults", ()), name)  # its base YAMLs first, as in Hydra
-        node = {key: value for part in parts for key, value in files.get(str(part), {}).items()}
+    for name, content in files.items():
+        node: dict[str, Any] = {}
+        for base in content.pop("defaults", ()):  # As in Hydra, the keys of a base file come first.
+            node.update(files.get(str(base), {}))
+        node.update(content)
         if name.startswith("_") or node.pop("_target_", None) != _ENCODER:
             continue
         try:
             with torch.device("meta"):
                 encoder = Wav2Vec2Encoder(**(node | {"mask": None, "channel_mask": None}))
-        except (SpeechtrainError, TypeError):  # a choice that needs a value from another group
+        except (SpeechtrainError, TypeError):  # This choice needs a value from another group.
             continue
         state = encoder.state_dict()
-        found[name] = {f"encoder.{n}": tuple(v.shape) for n, v in state.items()}
-    return found
+        choices[name] = {f"encoder.{key}": tuple(tensor.shape) for key, tensor in state.items()}
+    return choices
 
 
 def write_imported(pretrained: Pretrained, folder: Path) -> None:
-    """Write model.safetensors, and in encoder/ and model/ the YAML files that build its model.
+    """Write model.safetensors, and the YAML files that build its model in encoder/ and model/.
 
     The directory is both a Hydra ``--config-dir`` and an ``init_from``.
     """
-    with wav2vec2_hf.writing(folder) as temporary:
+    with wav2vec2_hf.replacing_files(folder) as temporary:
         (temporary / "encoder").mkdir()
         save_file(pretrained.weights, temporary / "model.safetensors")
-        (temporary / "encoder" / f"{NAME}.yaml").write_text(_dumped(_encoder_node(pretrained)))
+        (temporary / "encoder" / f"{NAME}.yaml").write_text(_yaml_text(_encoder_node(pretrained)))
         if not pretrained.is_encoder:
             (temporary / "model").mkdir()
             (temporary / "model" / f"{NAME}.yaml").write_text(_model_yaml(pretrained))
@@ -223,20 +230,22 @@ def write_imported(pretrained: Pretrained, folder: Path) -> None:
 
 def _encoder_node(pretrained: Pretrained) -> dict[str, Any]:
     node: dict[str, Any] = {"_target_": _ENCODER, **pretrained.encoder}
-    masks = {name: node[name] for name in ("mask", "channel_mask") if node[name]}
-    return node | {name: {"_target_": _SPAN_MASK, **mask} for name, mask in masks.items()}
+    for name in ("mask", "channel_mask"):
+        if node[name]:
+            node[name] = {"_target_": _SPAN_MASK, **node[name]}
+    return node
 
 
 def _model_yaml(pretrained: Pretrained) -> str:
-    """A choice of the group ``model`` that pretrains the model further."""
+    """Return a choice of the group ``model`` that continues the pretraining of the model."""
     groups = {"encoder": NAME, "tokenizer": "none", "optimizer": "wav2vec2", "schedule": "wav2vec2"}
     node = {
         "defaults": [{f"override /{group}": choice} for group, choice in groups.items()],
         "model": {"_target_": _MODEL, **pretrained.model},
         "trainer": {"clip": 0.0, "ema": 0.0},
     }
-    return "# @package _global_\n" + _dumped(node)
+    return "# @package _global_\n" + _yaml_text(node)
 
 
-def _dumped(node: dict[str, Any]) -> str:
+def _yaml_text(node: dict[str, Any]) -> str:
     return str(yaml.safe_dump(node, sort_keys=False, default_flow_style=None))

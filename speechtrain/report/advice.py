@@ -11,16 +11,17 @@ from typing import Any
 from speechtrain.run_directory import RunResult, finite_number, metric_text
 
 _POOR_WER, _SILENT_CER = 0.5, 0.9
-_RISE, _FALL = 1.1, 0.99  # of the last loss, against the lowest and against the one before
+_RISE = 1.1  # The loss has risen if the last one is above this multiple of the lowest.
+_FALL = 0.99  # The loss still falls if the last one is below this multiple of the one before.
 
 Event = Mapping[str, Any]
 
 
 def advice(result: RunResult, events: Sequence[Event]) -> Iterator[str]:
-    """Yield lines on the ``result`` of a run that has ended, none if it is good.
+    """Yield lines on the ``result`` of a run that has ended. A good result has no lines.
 
-    The ``events`` are the rows of ``metrics.jsonl``. ``valid`` has the losses, and ``start`` has the
-    amount of speech.
+    The ``events`` are the rows of ``metrics.jsonl``. The losses are in the events ``valid``, and the amount
+    of speech is in ``start``.
     """
     metrics = result.last_metrics or {}
     yield from worse_searches(metrics, metrics, "final/")
@@ -54,7 +55,11 @@ def limit_of(result: RunResult) -> str:
 
 
 def worse_searches(usual: Event, searched: Event, prefix: str = "") -> Iterator[str]:
-    """Yield a line for each set whose WER in ``searched``, where names have ``prefix``, is the higher one."""
+    """Yield a line for each set whose WER in ``searched`` is higher than in ``usual``.
+
+    ``usual`` has the metrics of the decoder of training, and ``searched`` those by another decoder. The
+    names in ``searched`` begin with ``prefix``.
+    """
     for name, rate in usual.items():
         search_rate = finite_number(searched.get(prefix + name))
         if name.endswith("/wer") and search_rate is not None and search_rate > (finite_number(rate) or 0.0):
@@ -63,7 +68,7 @@ def worse_searches(usual: Event, searched: Event, prefix: str = "") -> Iterator[
 
 
 def _on_time(limit: str, events: Sequence[Event]) -> str:
-    """Say whether more time helps, by the loss of the first evaluation set."""
+    """Return a sentence on whether more time helps, from the losses of the first evaluation set."""
     validations = [
         event for event in events if event.get("event") == "valid" and finite_number(event.get("loss"))
     ]

@@ -194,8 +194,6 @@ def _claim_cores(file: IO[bytes], cores: set[int], count: int) -> set[int]:
             return claimed
         fcntl.lockf(file, fcntl.LOCK_UN)
         if not is_announced:
-            print_line(
-                f"waiting for {count} free cores; hydra.sweeper.cores=N makes the trials of this host smaller"
-            )
+            print_line(f"waiting for {count} free cores. A smaller hydra.sweeper.cores=N helps")
             is_announced = True
         time.sleep(_POLL)

@@ -1,1 +1,1 @@
-"""Parts for speechtrain in a package of one's own."""
+"""Parts for speechtrain in a separate package."""

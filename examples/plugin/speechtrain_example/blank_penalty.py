@@ -1,4 +1,4 @@
-"""A decoder: CTC's best path with a penalty on blanks, for a model that leaves words out."""
+"""A decoder for a model that leaves words out: the best path of CTC, with a penalty on blanks."""
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ class BlankPenalty(Decoder):
 
     def decode(self, scorer: Scorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
         if not isinstance(scorer, CTCScorer):
-            raise ConfigError("decoder=blank_penalty searches CTC models only; use decoder=greedy")
+            raise ConfigError("decoder=blank_penalty searches CTC models only. Use decoder=greedy")
         lowered = frames.clone()
         lowered[..., scorer.blank] -= self.penalty
         return Greedy().decode(scorer, lowered, lengths)

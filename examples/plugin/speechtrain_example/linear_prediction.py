@@ -1,4 +1,4 @@
-"""A model without an encoder: each sample from those before it (Atal and Hanauer, 1971)."""
+"""A model without an encoder: linear prediction of the next sample (Atal and Hanauer, 1971)."""
 
 import torch
 from torch import nn
@@ -17,7 +17,8 @@ class LinearPrediction(Task):
 
     def forward(self, batch: Batch) -> Loss:
         audio = batch.audio[:, None]
-        error = (self.filter(audio[..., :-1]) - audio[..., self.order :])[:, 0].float().square()
+        difference = self.filter(audio[..., :-1]) - audio[..., self.order :]
+        error = difference[:, 0].float().square()
         predicted = torch.arange(error.shape[1], device=error.device) + self.order
         valid = (predicted < batch.audio_lengths[:, None]) * batch.weight[:, None]
         return Loss((error * valid).sum(), valid.sum())

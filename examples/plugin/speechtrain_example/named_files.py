@@ -1,4 +1,4 @@
-"""A data source: recordings whose names begin with what is said, as in ``seven_theo_3.wav``."""
+"""A data source: recordings whose names begin with their transcript, such as ``seven_theo_3.wav``."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from speechtrain.data.source import Source
 
 
 class NamedFiles(Source):
-    """The WAV files of ``folder``; a transcript is the name up to the first underscore."""
+    """The WAV files of ``folder``. The transcript of a file is its name up to the first underscore."""
 
     def __init__(self, folder: str) -> None:
         self.paths = sorted(Path(folder).expanduser().glob("*.wav"))

@@ -1,4 +1,4 @@
-"""A device: the CPU with torch's own settings."""
+"""A device: the CPU with the default settings of torch."""
 
 import torch
 
@@ -7,13 +7,13 @@ from speechtrain.devices.base import Device
 
 
 class PlainCPU(Device):
-    """Torch on the CPU, in fp32, with no thread or core of its own choice."""
+    """Torch on the CPU, in fp32. The device sets neither the number of threads nor the cores."""
 
     name = "cpu"
     on_host = True
 
     def open(self, local_rank: int) -> None:
-        """There is nothing to claim."""
+        """The CPU needs no preparation."""
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype == torch.float32

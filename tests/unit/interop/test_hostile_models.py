@@ -24,7 +24,7 @@ from speechtrain.checkpoint.whole import WEIGHTS, Checkpointer, read_state
 from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.files import names_in_archive
 from speechtrain.interop import wav2vec2_fairseq, wav2vec2_hf
-from speechtrain.interop.pickles import plain, read_pickle, tensors_of
+from speechtrain.interop.pickles import plain_settings, read_pickle, tensors_of
 from speechtrain.interop.pretrained import MOST_LAYERS, Pretrained
 
 
@@ -87,8 +87,8 @@ def test_settings_that_repeat_one_another_are_refused() -> None:
     endless.append(endless)
     for settings in (laughs, {"model": laughs}, endless):
         with pytest.raises(DataError, match="themselves, or too many"):
-            plain(settings)
-    assert plain([[["x"] * 10] * 10] * 10) == [[["x"] * 10] * 10] * 10
+            plain_settings(settings)
+    assert plain_settings([[["x"] * 10] * 10] * 10) == [[["x"] * 10] * 10] * 10
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
@@ -99,7 +99,7 @@ def test_a_pipe_or_a_device_as_model_is_refused(tmp_path: Path, make: Callable[[
         read_pickle(tmp_path / "a.pt")
     make(tmp_path / "config.json")
     with pytest.raises(DataError, match="not a regular file"):
-        wav2vec2_hf._config(tmp_path)
+        wav2vec2_hf._read_config(tmp_path)
 
 
 CONV = "[(8,10,5)]"

@@ -161,9 +161,9 @@ def test_losses_and_gradients_are_theirs(kind: str, samples: tuple[int, ...], tm
         mine = whole.total / whole.weight
     assert mine.item() == pytest.approx(expected.item(), rel=1e-5)
     of_ours, of_theirs = gradients(mine, ours), gradients(expected, theirs)
-    assert {parakeet_hf.theirs(name) for name in of_ours} == set(of_theirs)
+    assert {parakeet_hf.huggingface_name(name) for name in of_ours} == set(of_theirs)
     for name, value in of_ours.items():
-        other = of_theirs[parakeet_hf.theirs(name)].reshape(value.shape)
+        other = of_theirs[parakeet_hf.huggingface_name(name)].reshape(value.shape)
         scale = max(1e-2, float(other.abs().max()))
         assert (value - other).abs().max() <= 1e-4 * scale, name
 

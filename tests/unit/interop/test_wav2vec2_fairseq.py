@@ -23,7 +23,7 @@ from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.interop import wav2vec2_fairseq, wav2vec2_hf
 from speechtrain.interop.pickles import read_pickle
-from speechtrain.interop.pretrained import Pretrained, describe, outward
+from speechtrain.interop.pretrained import Pretrained, describe, export_tensors
 from speechtrain.models.wav2vec2 import Wav2Vec2
 from speechtrain.nn.masking import SpanMask
 
@@ -176,7 +176,7 @@ def theirs_of(name: str) -> str:
 
 
 def test_a_table_of_both_formats_names_agrees_with_each_name_through_ours(pretrained: Pretrained) -> None:
-    through_ours = outward(pretrained.weights, wav2vec2_hf.huggingface_name)
+    through_ours = export_tensors(pretrained.weights, wav2vec2_hf.huggingface_name)
     directly = {theirs_of(name): value for name, value in wav2vec2_fairseq.state_of(pretrained).items()}
     assert directly.keys() == through_ours.keys()
     assert all(torch.equal(value, through_ours[name]) for name, value in directly.items())

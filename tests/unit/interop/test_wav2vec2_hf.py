@@ -19,7 +19,7 @@ from torch import Tensor
 from speechtrain.batch import Batch
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.interop import wav2vec2_hf
-from speechtrain.interop.pretrained import Pretrained, describe, outward
+from speechtrain.interop.pretrained import Pretrained, describe, export_tensors
 from speechtrain.models.wav2vec2 import Wav2Vec2
 from speechtrain.nn.masking import SpanMask
 from speechtrain.nn.quantizer import gumbel
@@ -62,7 +62,7 @@ def make_batch(task: Wav2Vec2, lengths: list[int], dtype: torch.dtype) -> Batch:
 
 
 def hf_model(pretrained: Pretrained, dtype: torch.dtype) -> Any:
-    model = wav2vec2_hf._model(pretrained)
+    model = wav2vec2_hf._build_model(pretrained)
     return model.to(dtype).train().requires_grad_(True)
 
 
@@ -122,8 +122,8 @@ def check(
     ours, other = both(task, batch, theirs, dtype, monkeypatch)
     hidden = float((ours[0] - other[0]).abs().max())
     loss = float((ours[1] - other[1]).abs() / other[1].abs())
-    gradients = outward({n: p.grad for n, p in task.named_parameters()}, wav2vec2_hf.huggingface_name)
-    expected = wav2vec2_hf._normal_names({n: p.grad for n, p in theirs.named_parameters()})
+    gradients = export_tensors({n: p.grad for n, p in task.named_parameters()}, wav2vec2_hf.huggingface_name)
+    expected = wav2vec2_hf._normalise_names({n: p.grad for n, p in theirs.named_parameters()})
     width = pretrained.encoder["width"]
     assert width == pretrained.encoder["conv_layers"][-1][0] or gradients.keys() == expected.keys()
     worst, name = 0.0, ""
