@@ -86,9 +86,9 @@ def options_of_command_line() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hostfile", type=Path, help="addresses of the hosts, one a line; else this host")
+    parser.add_argument("--hostfile", type=Path, help="addresses of the hosts, one a line (this host)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of all hosts together")
-    parser.add_argument("--folder", type=Path, help="of the runs; all hosts see it")
+    parser.add_argument("--folder", type=Path, help="of the runs, which all hosts see")
     parser.add_argument("--comm-cores", type=int, default=0, help="adds the rung with device.comm_cores")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--rows", type=int, default=4, help="utterances of a rank's batch")

@@ -76,7 +76,7 @@ def code(text: str) -> str:
 def sentences(comment: str) -> str:
     """Return a comment as sentences in Markdown. A semicolon outside parentheses ends a sentence."""
     parts = []
-    for part in re.split(r"; (?![^(]*\))|(?<=[a-z)])\. ", comment.strip().removesuffix(".")):
+    for part in re.split(r"; (?![^(]*\))|(?<=[a-z)\]\d])\. ", comment.strip().removesuffix(".")):
         literal = LITERAL.match(part)
         if literal is not None:
             part = f"`{literal.group()}`{part[literal.end() :]}"

@@ -11,7 +11,7 @@ Every figure is per statement or per word, so line length does not matter. The g
 
 - A new file has no vague name, no mannered phrase, one semicolon (or 3 in 1,000 words of prose), one dense
   expression of each kind, and no function with a body above 220 tokens.
-- A file that ``plain_ceilings.json`` lists may not exceed its counts in that list.
+- A file that ``plain_ceilings.json`` lists may not exceed its counts in that list. It lists tests only.
 
 If a file moves or is split, ``origins`` in that JSON maps each new path to the path that has the ceilings.
 The files of one origin share its ceilings.
@@ -66,6 +66,18 @@ NESTING = (ast.Call, ast.Subscript, ast.BinOp, ast.BoolOp, ast.Compare, ast.IfEx
 DEEPEST_STATEMENT = 5
 LONGEST_COMPREHENSION = 30  # tokens
 LARGEST_FUNCTION = 220  # tokens
+HELP_ARGUMENTS = ("help", "description", "epilog")
+"""Arguments of argparse whose texts are prose."""
+
+STORED_NAMES = {
+    "launchers/auto.py": ("one", "more"),
+    "speechtrain/data/corpora/recipes.py": ("place",),
+    "speechtrain/nn/masking.py": ("other",),
+    "speechtrain/optim/schedules.py": ("last",),
+    "speechtrain/run_directory.py": ("written",),
+    "speechtrain/runs/named_corpus.py": ("place",),
+}
+"""Config keys and keys of stored files by source file. They stay, because the runs of users hold them."""
 FSTRING_START = getattr(tokenize, "FSTRING_START", None)  # Python 3.12 and later
 FSTRING_END = getattr(tokenize, "FSTRING_END", None)
 
@@ -173,9 +185,13 @@ def string_constant(node: ast.AST) -> str | None:
 
 
 def prose_of_source(source: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of each docstring, error message and block of comment lines."""
+    """Yield the line and the text of each docstring, error message, help text and block of comment lines."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr):
+        if is_help_text(node):
+            text = string_constant(node.value)  # type: ignore[attr-defined]
+            if text is not None:
+                yield node.lineno, text  # type: ignore[attr-defined]
+        elif isinstance(node, ast.Expr):
             docstring = string_constant(node.value)
             if docstring is not None:
                 yield node.lineno, docstring
@@ -185,6 +201,13 @@ def prose_of_source(source: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
                 if message is not None:
                     yield part.lineno, message  # type: ignore[attr-defined]
     yield from comment_blocks(source)
+
+
+def is_help_text(node: ast.AST) -> bool:
+    """Return whether a node gives a text to argparse, or is the constant with the text of ``--help``."""
+    if isinstance(node, ast.keyword):
+        return node.arg in HELP_ARGUMENTS
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "HELP"
 
 
 def comment_blocks(source: str) -> Iterator[tuple[int, str]]:
@@ -202,6 +225,14 @@ def comment_blocks(source: str) -> Iterator[tuple[int, str]]:
         end = line
     if block:
         yield end, " ".join(block)
+
+
+def comments_of_yaml(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each comment of a YAML file."""
+    for number, line in enumerate(text.split("\n"), 1):
+        comment = re.search(r"(?:^|\s)#\s*(.*)", line)
+        if comment:
+            yield number, re.sub(r"`[^`]*`", "x", comment[1])
 
 
 def prose_of_page(page: str) -> Iterator[tuple[int, str]]:
@@ -289,6 +320,13 @@ def count_comprehension(figures: FileFigures, node: ast.expr, size: int) -> None
         figures.findings.append(Finding(node.lineno, TWO_LOOPS, "for"))
     if size > LONGEST_COMPREHENSION:
         figures.findings.append(Finding(node.lineno, LONG_COMPREHENSIONS, "for"))
+
+
+def measure_yaml(text: str) -> FileFigures:
+    """Return the figures of a YAML file: words, phrases and semicolons of its comments."""
+    figures = FileFigures()
+    count_prose(figures, comments_of_yaml(text))
+    return figures
 
 
 def measure_page(page: str) -> FileFigures:
@@ -414,7 +452,12 @@ def lower(ceilings: Ceilings, measures: dict[str, FileFigures]) -> None:
 def gated_measures() -> dict[str, FileFigures]:
     measures = {}
     for name, source in read_files(GATED, ".py").items():
-        measures[name] = measure_source(source)
+        figures = measure_source(source)
+        stored_names = STORED_NAMES.get(name, ())
+        figures.findings = [finding for finding in figures.findings if finding.text not in stored_names]
+        measures[name] = figures
+    for name, text in read_files(("conf/",), ".yaml").items():
+        measures[name] = measure_yaml(text)
     return measures
 
 

@@ -32,7 +32,8 @@ def parser() -> Parser:
     parser = Parser(
         prog="speechtrain study",
         description="Use a study: a search for the values of keys that train best. `speechtrain train -m "
-        "hydra/sweeper=study` makes one and runs its trials. A program of your own asks and tells instead.",
+        "hydra/sweeper=study` makes one and runs its trials. A program of your own asks for values and "
+        "reports the results instead.",
         examples=[
             "speechtrain study status STUDY",
             "speechtrain study import sda.yaml STUDY",
@@ -53,7 +54,7 @@ def parser() -> Parser:
         help="a worker that asks again gets its unfinished trial again",
     )
     tell = _add(commands, "tell", "store the end of trials, {id, values} or {id, failed}")
-    tell.add_argument("lines", nargs="*", metavar="JSON", help="a trial each; default: the lines of stdin")
+    tell.add_argument("lines", nargs="*", metavar="JSON", help="a trial each (default: the lines of stdin)")
     status = _add(commands, "status", "print a table of the trials")
     status.add_argument("--html", action="store_true", help="also write optuna's plots, STUDY/study.html")
     imported = _add(
@@ -161,7 +162,7 @@ def _distribution(node: Mapping[str, Any]) -> Any:
     if node["type"] == "int":
         return IntDistribution(int(low), int(high), log=is_log)
     if node["type"] != "double":
-        raise ValueError(f"{node['name']} has the type {node['type']}; it is double, int or a grid")
+        raise ValueError(f"{node['name']} has the type {node['type']}, and it must be double, int or a grid")
     return FloatDistribution(float(low), float(high), log=is_log)
 
 

@@ -44,6 +44,8 @@ NESTED = "a(b(c(d(e))))\n"
         (MANNERED, {"mannered phrase": 6, "semicolon": 2}),
         (TWO_LOOPS, {"comprehension with two loops": 1}),
         (INNER_LOOP, {"comprehension with two loops": 1}),
+        ('parser.add_argument("x", help="so many; told")\n', {"mannered phrase": 2, "semicolon": 1}),
+        ('HELP = """what it is"""\n', {"mannered phrase": 1}),
         (LONG, {"comprehension of more than 30 tokens": 1}),
         (CONDITIONAL, {"conditional inside an expression": 1}),
         (NESTED, {}),
@@ -56,6 +58,11 @@ NESTED = "a(b(c(d(e))))\n"
 )
 def test_measure_source_counts(gate: ModuleType, source: str, counts: dict[str, int]) -> None:
     assert gate.measure_source(source).counts() == counts
+
+
+def test_measure_yaml_counts_comments_only(gate: ModuleType) -> None:
+    text = "# so many; told\nkey: told; found  # what it is\nlist: '#;'\n"
+    assert gate.measure_yaml(text).counts() == {"mannered phrase": 3, "semicolon": 1}
 
 
 def test_measure_source_skips_strings_that_are_no_prose(gate: ModuleType) -> None:
