@@ -76,11 +76,11 @@ class Mpi(Launcher):
     def missing_program(self, job: Job) -> str:
         program, engine = self.mpirun, self.detected_engine
         if shutil.which(program) is None:
-            fix = "install Open MPI, MPICH or Intel MPI, or set launcher.program"
-            return f"launcher=mpi: there is no {program} on this machine; {fix}"
+            fix = "Install Open MPI, MPICH or Intel MPI, or set launcher.program"
+            return f"launcher=mpi: there is no {program} on this machine. {fix}"
         if not engine or self.engine not in ("auto", engine):
             fault = f"{program} is {engine or 'an unknown MPI'}, not engine={self.engine}"
-            return f"launcher=mpi: {fault}; set launcher.engine or launcher.program"
+            return f"launcher=mpi: {fault}. Set launcher.engine or launcher.program"
         is_allowed = "--allow-run-as-root" in (self.options or ()) or "OMPI_ALLOW_RUN_AS_ROOT" in os.environ
         if engine == "openmpi" and not os.geteuid() and not is_allowed:
             return (

@@ -49,8 +49,8 @@ _MOST_SHAPES = 8  # shapes that the finding on shapes lists
 def parser() -> Parser:
     build = Parser(
         prog="speechtrain doctor",
-        description="Check this machine, and a recipe on it. The doctor takes the arguments of speechtrain "
-        "train, and checks the defaults without arguments. It prints a line for each check: green "
+        description="Check this machine, and a recipe on it. The doctor takes the arguments of a "
+        "training, and checks the defaults without arguments. It prints a line for each check: green "
         "(fine), amber (works, with a drawback), red (does not work, and how to fix it). The last lines are "
         "about the recipe: its config, model, recordings and transcripts, its shapes with their predicted "
         "memory, and one training step of its largest batch. For an accelerator, present or not, steps also "

@@ -238,7 +238,7 @@ def test_the_command_of_a_line_makes_the_recipe_ready(
     assert prepare.run([*words, SUBWORDS]) == 0
     out = capsys.readouterr().out
     folder = tmp_path / "corpora" / "manifests" / "librispeech"
-    assert f"{folder}/bpe1024.model is not made: tokenizer: 1024 pieces are too many" in out
+    assert f"{folder}/bpe1024.model is not written: tokenizer: 1024 pieces are too many" in out
     assert out.splitlines()[-1].startswith("train with: speechtrain train recipe=scratch data.train=")
     config = compose(["recipe=mlperf", "run_dir=r"])
     assert build_tokenizer(config).size == 19
