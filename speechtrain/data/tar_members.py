@@ -15,9 +15,9 @@ from typing import IO, Any
 
 from speechtrain.errors import DataError
 
-_BUFFER_BYTES = 2**18  # One read from a member has eight seconds of 16 bits at 16 kHz.
-_MOST_EXTENDED = 2**16  # bytes that are read of an extended header, which holds a long name
-_HEADER_RECORD = re.compile(rb"([0-9]{1,6}) ([^=]{,100})=")  # its length and its key
+_BUFFER_BYTES = 2**18  # One read from a member returns eight seconds of audio, 16-bit samples at 16 kHz.
+_EXTENDED_HEADER_BYTES = 2**16  # An extended header holds a long name. Bytes beyond this size are not read.
+_HEADER_RECORD = re.compile(rb"([0-9]{1,6}) ([^=]{,100})=")  # the record's length and its key
 _MEMBER_PATH = re.compile(r"(.*?\.tar):([0-9]{1,15})\+([0-9]{1,15})//(.*)", re.DOTALL)
 
 
@@ -51,7 +51,8 @@ class _Member(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = max(0, offset + (0, self._position, self._size)[whence])
+        origin = (0, self._position, self._size)[whence]  # SEEK_SET, SEEK_CUR, SEEK_END
+        self._position = max(0, origin + offset)
         return self._position
 
     def readinto(self, buffer: Any) -> int:
@@ -71,16 +72,22 @@ def open_member(file: IO[bytes], path: str) -> io.BufferedReader | None:
     if match is None:
         return None
     offset, size, name = int(match[2]), int(match[3]), match[4]
+    if not _is_member(file, offset, size, name):
+        raise ValueError("the tar has changed since it was indexed. Start the command again")
+    return io.BufferedReader(_Member(file.fileno(), offset, size), _BUFFER_BYTES)
+
+
+def _is_member(file: IO[bytes], offset: int, size: int, name: str) -> bool:
+    """Return whether the content of the member ``name`` with ``size`` bytes starts at ``offset``."""
     try:
         header = _header(os.pread(file.fileno(), BLOCKSIZE, offset - BLOCKSIZE))
     except (HeaderError, OSError):
-        header = TarInfo()
-    # A header holds the first 100 characters of a name in ASCII. Other names are not compared.
-    has_name = not name.isascii() or header.name in (name, name[:100])
+        return False
     tar_bytes = os.fstat(file.fileno()).st_size
-    if not has_name or header.size != size or offset + size > tar_bytes:
-        raise ValueError("the tar has changed since it was indexed. Start the command again")
-    return io.BufferedReader(_Member(file.fileno(), offset, size), _BUFFER_BYTES)
+    if header.size != size or offset + size > tar_bytes:
+        return False
+    # A header holds the first 100 characters of an ASCII name. Other names cannot be compared.
+    return not name.isascii() or header.name in (name, name[:100])
 
 
 def _header(block: bytes) -> TarInfo:
@@ -105,18 +112,22 @@ def members(file: IO[bytes], path: Path) -> Iterator[tuple[str, int, int]]:
         if header.size < 0 or offset + header.size > tar_bytes:
             raise DataError(f"{path}: cut off in {shown_name!r}. Write it again")
         if header.type in (XHDTYPE, XGLTYPE, GNUTYPE_LONGNAME):
-            content = os.pread(file.fileno(), min(header.size, _MOST_EXTENDED), offset)
+            content = os.pread(file.fileno(), min(header.size, _EXTENDED_HEADER_BYTES), offset)
             name = _extended_name(header, content, name)
         elif header.type in (REGTYPE, AREGTYPE):
             yield name or header.name, offset, header.size
             name = ""
         else:
             raise DataError(f"{path}: {shown_name!r} is not a regular file")
-        offset += -(-header.size // BLOCKSIZE) * BLOCKSIZE
+        blocks = -(-header.size // BLOCKSIZE)  # rounded up
+        offset += blocks * BLOCKSIZE
 
 
 def _extended_name(header: TarInfo, content: bytes, name: str) -> str:
-    """Return the name of the next member after an extended header, which is ``name`` if it has none."""
+    """Return the name that an extended header gives to the next member, or "" if it gives no name.
+
+    A global header gives no names, so ``name``, the name from an earlier extended header, stays.
+    """
     if header.type == GNUTYPE_LONGNAME:
         return content.rstrip(b"\0").decode(errors="surrogateescape")
     if header.type == XHDTYPE:
@@ -127,8 +138,11 @@ def _extended_name(header: TarInfo, content: bytes, name: str) -> str:
 def _path_record(content: bytes) -> str:
     """Return the ``path`` among the records ``LENGTH KEY=VALUE`` of an extended header, or ""."""
     start = 0
-    while (record := _HEADER_RECORD.match(content, start)) and int(record[1]):
-        start += int(record[1])
+    while record := _HEADER_RECORD.match(content, start):
+        length = int(record[1])
+        if length == 0:  # A damaged record of length 0 would be matched forever.
+            break
+        start += length
         if record[2] == b"path":
             return content[record.end() : start].removesuffix(b"\n").decode(errors="surrogateescape")
     return ""
