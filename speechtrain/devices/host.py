@@ -16,16 +16,23 @@ _PERIOD = "100000"  # microseconds, the period of every quota that Docker, Kuber
 
 
 def cpu_quota() -> int:
-    """Return the number of CPUs whose time this process may use, at least 1, or a very large one."""
+    """Return the number of CPUs whose time this process may use, at least 1.
+
+    Without a quota the number is ``sys.maxsize``.
+    """
     quotas = []
-    for quota, *words in _limits("cpu.max", "cpu.cfs_quota_us"):
-        period = words[0] if words else _PERIOD
+    for quota, *period_words in _limits("cpu.max", "cpu.cfs_quota_us"):
+        # cpu.max holds the quota and its period. cpu.cfs_quota_us holds the quota only.
+        period = period_words[0] if period_words else _PERIOD
         quotas.append(int(quota) // int(period))
     return max(1, min(quotas, default=sys.maxsize))
 
 
 def threads(processes: int) -> int:
-    """Return the number of cores for each of ``processes`` ranks on an accelerator's host, at least 1."""
+    """Return the number of threads for each of ``processes`` ranks on an accelerator's host, at least 1.
+
+    The ranks share the cores of the host.
+    """
     cores = min(len(cores_within(topology(), usable_cpus())), cpu_quota())
     return max(1, cores // processes)
 
@@ -44,7 +51,8 @@ def oversubscription(processes: int, memory: int) -> str:
     cpus = min(len(usable_cpus()), cpu_quota())
     free = free_memory()
     if processes > cpus:
-        reason = f"{processes} ranks would share {cpus} CPU{'s' * (cpus > 1)}"
+        unit = "CPU" if cpus == 1 else "CPUs"
+        reason = f"{processes} ranks would share {cpus} {unit}"
     elif processes * memory > free:
         per_rank = f"{memory / 2**30:.1f} GiB each (weights, gradients, optimizer state, average)"
         reason = f"{processes} x {per_rank} do not fit into {free / 2**30:.1f} GiB of free memory"
@@ -61,8 +69,10 @@ def _limits(file: str, file_v1: str) -> list[list[str]]:
     limits = []
     for line in read_small_file(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
+        is_v1 = controllers != ""  # The line of cgroup v2 is "0::PATH", without controllers.
+        name = file_v1 if is_v1 else file
         group = _GROUPS / controllers / path.lstrip("/")
-        name = file_v1 if controllers else file
-        # The parents limit it as well. A container may see its group as the root, under the host's path.
+        # The limits of parent groups count, too. In a container, ``path`` may be a path of the host. Then its
+        # folders do not exist here, and the container's group is the root.
         limits += [read_small_file(folder / name).split() for folder in (group, *group.parents)]
     return [words for words in limits if words and words[0].isdigit()]

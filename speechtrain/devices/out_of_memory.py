@@ -19,22 +19,23 @@ def out_of_memory_error(
     ``batch`` is the step's batch on the host, None before the first step. ``classes`` is the width of the
     output layer, or 0.
     """
-    is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    is_out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if isinstance(error, RuntimeError) and re.search(device.facts.out_of_memory, str(error), re.I):
-        is_memory = True
-    if not is_memory:
+        is_out_of_memory = True
+    if not is_out_of_memory:
         return None
     problem = f"device={device.name} is out of memory"
     if batch is None:
         return OutOfMemory(f"{problem} before the first batch: the model is too large")
     rows, samples = batch.audio.shape
     labels = batch.labels.shape[1]
-    valid = float(batch.audio_lengths[batch.weight > 0].sum())
-    seconds = samples * batch.seconds / valid if valid else 0.0
-    sizes = f"B={rows} rows, T={seconds:.1f} s, U={labels} labels"
+    # ``batch.seconds`` is the duration of the valid samples. A row with its padding has ``samples`` samples.
+    valid_samples = float(batch.audio_lengths[batch.weight > 0].sum())
+    padded_seconds = samples * batch.seconds / valid_samples if valid_samples else 0.0
+    sizes = f"B={rows} rows, T={padded_seconds:.1f} s, U={labels} labels"
     if classes:
         sizes += f", V={classes} classes"
-    predicted = footprint.bytes(rows, seconds, labels)
+    predicted = footprint.bytes(rows, padded_seconds, labels)
     return OutOfMemory(
         f"{problem} at a micro-batch of {sizes}, predicted {predicted:,.0f} bytes beyond the weights. "
         "Lower data.batch.memory_gib or data.batch.count and raise trainer.accumulate"

@@ -31,7 +31,7 @@ _ROOT = Path(__file__).parents[1]
 _BACKWARD_CODE = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _READS = "reads a value back to the host, which ends the graph"
 _DYNAMIC = "gives a shape that depends on data, so every step is compiled"
-_MASKS = (torch.bool, torch.uint8)
+_MASK_DTYPES = (torch.bool, torch.uint8)
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
 # Methods that read a CPU tensor's memory. The dispatcher sees no operation for them.
 _MEMORY_READERS = ("tolist", "numpy", "__array__", "cpu", "__dlpack__")
@@ -78,7 +78,7 @@ class Costs:
     launches: int = 0  # ATen operations except views
     reads: int = 0  # values that the host waits for
     moved: int = 0  # bytes that the launches read and write
-    peak: int = 0  # maximum of the bytes of all tensors that were made under the recorder and are alive
+    peak: int = 0  # the most bytes that the tensors made under the recorder have at one time
 
     def __str__(self) -> str:
         memory = f"{self.moved / 1e9:.2f} GB moved, {self.peak / 2**20:,.0f} MiB at the peak"
@@ -102,17 +102,17 @@ class Recorder:
     launches of each segment. ``distinct`` is the number of different segments, each of which is compiled
     once. Segments differ in operations, shapes, constants, or in the tensors that they combine.
 
-    A tensor that is made of numbers only, without ``device=``, is on the host on every device. Tensors that
-    are computed from such tensors are on the host, too, until ``Tensor.to``. Other host tensors (an
-    optimizer's step counter) cannot be distinguished, so only forward and backward are refused. Each
-    operation costs some Python code.
+    A call that makes a tensor from numbers, without ``device=``, makes it on the host on every device. A
+    tensor that is computed from such tensors only is on the host, too, until ``Tensor.to``. The recorder
+    takes other host tensors, such as an optimizer's step counter, for tensors of the device. Therefore only
+    its checks of forward and backward are valid. Each operation costs some Python code.
     """
 
     def __init__(self, operations: Operations | None = None) -> None:
         self.operations = operations or Operations(records=True)
         self.costs = Costs()
         self.segments: list[int] = []
-        self._graphs = set[int]()
+        self._segment_hashes = set[int]()  # of the segments that have ended
         self._segment_hash, self._segment_start = 0, 0  # of the open segment, which starts at this launch
         self._storage_numbers = WeakIdKeyDictionary()  # the order in which the open segment uses storages
         self._learned_outputs = set[tuple[str, torch.Size, torch.dtype]]()
@@ -127,7 +127,7 @@ class Recorder:
 
     @property
     def distinct(self) -> int:
-        return len(self._graphs)
+        return len(self._segment_hashes)
 
     @contextmanager
     def warm_up(self) -> Iterator[None]:
@@ -143,8 +143,8 @@ class Recorder:
         self._sources.clear()
         for name in _MEMORY_READERS:
             self._watch(name)
-        self._stack.enter_context(_Methods(self))
-        self._stack.enter_context(_Operations(self))
+        self._stack.enter_context(_MethodMode(self))
+        self._stack.enter_context(_OperationMode(self))
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -156,7 +156,7 @@ class Recorder:
 
         def counting_method(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
             if not self.is_on_host(tensor):
-                self.read(f"Tensor.{name}")
+                self.count_read(f"Tensor.{name}")
             return method(tensor, *arguments, **keywords)
 
         self._stack.enter_context(torch_private.tensor_method(name, counting_method))
@@ -165,7 +165,7 @@ class Recorder:
         """End the open segment, as a device's ``mark_step`` does. An empty segment does not count."""
         if self.costs.launches > self._segment_start:
             self.segments.append(self.costs.launches - self._segment_start)
-            self._graphs.add(self._segment_hash)
+            self._segment_hashes.add(self._segment_hash)
         self._segment_hash, self._segment_start = 0, self.costs.launches
         self._storage_numbers = WeakIdKeyDictionary()
 
@@ -180,14 +180,15 @@ class Recorder:
 
     def blame(self, operation: str, fault: str) -> Unfit:
         """Return the error for the operation that runs now."""
-        source, is_direct = _caller()
+        source, calls_backward = _caller()
         node = torch_private.backward_node()
         if node is None:
             return Unfit(source, operation, fault)
         forward = self._sources.get(node)
-        if is_direct:  # Python code of a backward, or of a hook
-            return Unfit(source, operation, fault, forward=forward)
-        return Unfit(forward or source, f"{operation} of the backward", fault)
+        if calls_backward:  # torch's own code runs the operation, so the line of the forward says more.
+            return Unfit(forward or source, f"{operation} of the backward", fault)
+        # The line is in a hook, or in the Python code of a ``torch.autograd.Function``.
+        return Unfit(source, operation, fault, forward=forward)
 
     def is_on_host(self, values: Any) -> bool:
         """Return whether there are tensors among ``values``, all of them on the host."""
@@ -212,8 +213,8 @@ class Recorder:
         finally:
             self.is_watching = True
 
-    def read(self, name: str, fault: str = _READS) -> None:
-        """Count a value that the host waits for, or refuse it."""
+    def count_read(self, name: str, fault: str = _READS) -> None:
+        """Count a read of a value by the host. Refuse it if the device records graphs."""
         if self.operations.records:
             raise self.blame(name, fault)
         self.costs = replace(self.costs, reads=self.costs.reads + 1)
@@ -230,7 +231,8 @@ class Recorder:
         self._check_reads(function, packet, arguments)
         if function is torch.ops.aten.view.dtype and not self.operations.reinterprets:
             raise self.blame(name, "reinterprets bits, which the device's graphs do not")
-        host_tensors = [t for t in _tensors(arguments) if t.dim() and self.is_on_host(t)]
+        # As in torch, a host tensor without dimensions may be combined with tensors on the device.
+        host_tensors = [t for t in _tensors(arguments) if t.dim() > 0 and self.is_on_host(t)]
         if host_tensors and packet not in _INDEXING:  # indices may come from the host
             raise self.blame(name, "combines a tensor on the host with one on the device")
         if self.operations.names and packet.rstrip("_") not in self.operations.names:
@@ -240,12 +242,12 @@ class Recorder:
         """Count an operation that the host waits for: for a value, or for a shape that depends on data."""
         name = function.__name__
         if torch.Tag.data_dependent_output in function.tags:
-            self.read(name)
+            self.count_read(name)
         elif packet in _INDEXING:
-            if any(index.dtype in _MASKS for index in _tensors(arguments[1])):
-                self.read(f"{name} by a mask", _DYNAMIC)
+            if any(index.dtype in _MASK_DTYPES for index in _tensors(arguments[1])):
+                self.count_read(f"{name} by a mask", _DYNAMIC)
         elif torch.Tag.dynamic_output_shape in function.tags:
-            self.read(name, _DYNAMIC)
+            self.count_read(name, _DYNAMIC)
 
     def count_operation(self, function: Any, inputs: list[Any], outputs: list[Any]) -> None:
         """Count an operation. Refuse outputs of new shapes, and of types and values the device lacks."""
@@ -253,7 +255,7 @@ class Recorder:
             self._check_value(output, function.__name__)
             self._check_shape(function, output)
             self._count_memory(output)
-        content = [self._content(leaf) for leaf in (*inputs, *outputs)]
+        content = [self._hash_part(leaf) for leaf in (*inputs, *outputs)]
         self._segment_hash = hash((self._segment_hash, str(function), *content))
         if not function.is_view and torch.Tag.data_dependent_output not in function.tags:
             moved = self.costs.moved + _bytes(function.__name__, inputs, outputs)
@@ -271,8 +273,12 @@ class Recorder:
             shape = "×".join(str(size) for size in output.shape) or "()"
             raise self.blame(function.__name__, f"has the new shape {shape}, which was not in the warm-up")
 
-    def _content(self, leaf: Any) -> Any:
-        """Return the part of a segment's hash for an argument: for a tensor, the number of its storage."""
+    def _hash_part(self, leaf: Any) -> Any:
+        """Return the part of a segment's hash for an input or output of an operation.
+
+        A tensor counts by its storage, offset, shape and dtype. The storage counts by a number, because the
+        same step uses other memory every time.
+        """
         if not isinstance(leaf, Tensor):
             return str(leaf)
         numbers, storage = self._storage_numbers, leaf.untyped_storage()
@@ -306,7 +312,7 @@ class Recorder:
                 raise self.blame(subject, f"has the value {extreme}, but {bits}")
 
 
-class _Operations(_DispatchMode):  # type: ignore[misc]
+class _OperationMode(_DispatchMode):  # type: ignore[misc]
     """Intercepts every operation of forward and backward, below autograd."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -317,7 +323,8 @@ class _Operations(_DispatchMode):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.recorder.is_watching or func is torch.ops.aten.promote_types.default:  # of dtypes
+        # promote_types computes a dtype, so the device runs nothing.
+        if not self.recorder.is_watching or func is torch.ops.aten.promote_types.default:
             return func(*args, **kwargs)
         inputs = _leaves((args, kwargs))
         if self.recorder.makes_on_host or self.recorder.is_on_host(inputs):
@@ -330,10 +337,10 @@ class _Operations(_DispatchMode):  # type: ignore[misc]
         return outputs
 
 
-class _Methods(TorchFunctionMode):
+class _MethodMode(TorchFunctionMode):
     """Intercepts the calls that make tensors on the host, and the copies of these tensors.
 
-    The operations do not show the device that a call names.
+    ``_OperationMode`` cannot do it, because an operation does not show whether the call had ``device=``.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -348,11 +355,12 @@ class _Methods(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        self.recorder.makes_on_host = not _tensors((args, kwargs)) and "device" not in kwargs
+        makes_on_host = not _tensors((args, kwargs)) and "device" not in kwargs
+        self.recorder.makes_on_host = makes_on_host
         try:
             output = func(*args, **kwargs)
         finally:
-            makes_on_host, self.recorder.makes_on_host = self.recorder.makes_on_host, False
+            self.recorder.makes_on_host = False
         if func in _COPIES and self.recorder.is_on_host(args[0]) and _names_device(args[1:], kwargs):
             return self.recorder.copy_to_device(output)
         if makes_on_host and isinstance(output, Tensor):
@@ -394,14 +402,15 @@ def _names_device(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
 
 
 def _caller() -> tuple[SourceLine, bool]:
-    """Return the innermost line outside torch and this file, and whether no backward runs between them."""
+    """Return the innermost line outside torch and this file, and whether that line calls the backward."""
     frame: FrameType | None = inspect.currentframe()
-    is_direct = True
+    calls_backward = False
+    ignored_files = (_TORCH, __file__, "<")  # Generated code has a file name such as "<string>".
     while frame is not None:
         code: CodeType = frame.f_code
         if code in _BACKWARD_CODE:
-            is_direct = False
-        elif not code.co_filename.startswith((_TORCH, __file__, "<")):
-            return SourceLine(code.co_filename, frame.f_lineno), is_direct
+            calls_backward = True
+        elif not code.co_filename.startswith(ignored_files):
+            return SourceLine(code.co_filename, frame.f_lineno), calls_backward
         frame = frame.f_back
-    return SourceLine("?", 0), is_direct
+    return SourceLine("?", 0), calls_backward
