@@ -91,14 +91,14 @@ def nodes(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / "config.json"
     try:
         config = json.loads(read_bytes(path, follow=True))
-        _refuse_other_values(config, path)
+        _refuse_unsupported_values(config, path)
         encoder_config = config["encoder_config"]
         encoder = _node(FastConformer, **_ENCODER.read(encoder_config), residual_dropout=0.0)
         if max(encoder["layers"], int(config.get("num_decoder_layers", 1))) > MOST_LAYERS:
             raise DataError(f"{path}: more than {MOST_LAYERS} layers")
         encoder["features"] = _features_node(folder, int(encoder_config.get("num_mel_bins", 80)))
         model = _model_node(config)
-        labels = int(config["vocab_size"]) - 1
+        labels = int(config["vocab_size"]) - 1  # The last id is the blank.
     except (OSError, KeyError, TypeError, AttributeError, *MALFORMED) as error:
         reason = one_line(f"{type(error).__name__}: {error}", 120)
         raise DataError(f"{path} does not describe a Parakeet model ({reason}). Download it again") from None
@@ -106,7 +106,7 @@ def nodes(folder: Path) -> dict[str, dict[str, Any]]:
     return {"model": model, "encoder": encoder, "tokenizer": tokenizer}
 
 
-def _refuse_other_values(config: Mapping[str, Any], path: Path) -> None:
+def _refuse_unsupported_values(config: Mapping[str, Any], path: Path) -> None:
     """Raise DataError for the first setting whose value is not supported."""
     encoder_config, kind = config["encoder_config"], KINDS[config["model_type"]]
     blank_key = "pad_token_id" if kind == "CTC" else "blank_token_id"
@@ -199,6 +199,8 @@ def write(task: Any, weights: Mapping[str, Tensor], folder: Path) -> float:
         model = model_class(settings)
     with wav2vec2_hf.replacing_files(folder) as temporary:
         model.load_state_dict(state, assign=True, strict=False)
+        # The weights do not contain the buffers of this module, so they are on the meta device. A new module
+        # computes them.
         model.encoder.encode_positions = type(model.encoder.encode_positions)(settings.encoder_config)
         if kind != "CTC":
             _set_generation(model.generation_config, task)
@@ -229,13 +231,13 @@ def _state_of(task: Any, weights: Mapping[str, Tensor], kind: str) -> dict[str, 
 
 
 def _fit_embedding(state: dict[str, Tensor], task: Any) -> None:
-    """Give the embedding a row for the blank and the width of the LSTM. The new values are zeros.
+    """Widen the embedding to the width of the LSTM. Add a row for the blank if the embedding has none.
 
-    The prediction network's outputs stay the same.
+    The new values are zeros, so the outputs of the prediction network stay the same.
     """
     table = state["decoder.embedding.weight"]
     inputs = state["decoder.lstm.weight_ih_l0"]
-    if not task.prediction.starts_with_blank:  # A zero vector is the input before the first label.
+    if not task.prediction.starts_with_blank:  # Then the input before the first label is a zero vector.
         table = torch.cat([table, torch.zeros_like(table[:1])])
     missing = (0, task.prediction.width - table.shape[1])
     state["decoder.embedding.weight"] = nn.functional.pad(table, missing)
@@ -266,8 +268,10 @@ def _config_of(task: Any) -> tuple[dict[str, Any], str]:
 
 
 def _encoder_config(encoder: Any) -> dict[str, Any]:
-    if not isinstance(encoder, FastConformer) or encoder.context is not None:
-        raise not_exportable("an encoder with encoder.context, or another one than FastConformer,")
+    if not isinstance(encoder, FastConformer):
+        raise not_exportable("an encoder that is not a FastConformer")
+    if encoder.context is not None:
+        raise not_exportable("an encoder with encoder.context")
     features = encoder.features
     layer: Any = encoder.layers[0]
     if features.form != "parakeet" or features.padding != "constant" or features.log_floor != 2.0**-24:
@@ -293,9 +297,9 @@ def _encoder_config(encoder: Any) -> dict[str, Any]:
 
 
 def _problem_of_transducer(task: Any) -> str:
-    """Return the property of a model that Parakeet's transducers lack, or an empty text if there are none.
+    """Return the first property of a model that Parakeet's transducers cannot have, or "" if all fit.
 
-    The auxiliary CTC does not count.
+    An auxiliary CTC is not checked.
     """
     prediction = getattr(task, "prediction", None)
     if type(task) is not RNNT or not isinstance(prediction, LSTMPrediction):
@@ -382,10 +386,12 @@ def _logits(
     """Return the logits of our task and of Hugging Face's ``model``. A CTC ignores the labels."""
     if type(task) is CTC:
         return task.output(frames).log_softmax(-1), model.ctc_head(reference_frames).log_softmax(-1)
+    # ``joint.encoder`` and ``joint.prediction`` are the projections to the width of the joint.
     encoded = task.joint.encoder(frames)[:, :, None]
     predicted = task.joint.prediction(task.prediction(labels))[:, None]
     # Hugging Face's prediction network does not add the first input itself.
     inputs = nn.functional.pad(labels, (1, 0), value=task.tokenizer.blank)
     reference_encoded = model.encoder_projector(reference_frames)[:, :, None]
     reference_predicted = model.decoder(inputs)[:, None]
+    # Hugging Face's joint takes the prediction first, and our joint takes the encoder's output first.
     return task.joint(encoded, predicted), model.joint(reference_predicted, reference_encoded)

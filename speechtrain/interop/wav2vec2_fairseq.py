@@ -139,7 +139,7 @@ def read(path: str | Path) -> Pretrained:
     tensors = _tensors(content["model"], prefix, path)
     has_targets = "final_proj.weight" in tensors or not prefix
     fixed = _FIXED | _OBJECTIVE if has_targets else _FIXED
-    _refuse_other_values({**settings, **criterion}, fixed, path)
+    _refuse_unsupported_values({**settings, **criterion}, fixed, path)
     try:
         encoder = _encoder_arguments(settings, task, tensors, path=path)
         model = _model_arguments(settings, criterion, encoder) if has_targets else {}
@@ -213,7 +213,7 @@ def _check_dimensions(tensors: Mapping[str, Tensor], path: Path) -> None:
                 raise DataError(f"{path}: the tensor {name} has {tensor.dim()} dimensions, not {dimensions}")
 
 
-def _refuse_other_values(settings: Mapping[str, Any], fixed: Mapping[str, Any], path: Path) -> None:
+def _refuse_unsupported_values(settings: Mapping[str, Any], fixed: Mapping[str, Any], path: Path) -> None:
     for key, supported in fixed.items():
         if settings.get(key, supported) not in (supported, None):
             raise DataError(f"{path}: {key} is {settings[key]!r}, and only {supported!r} is supported")

@@ -103,7 +103,7 @@ _MASK = _mask_settings("time", probability=0.05, min_masks=2)
 _CHANNEL_MASK = _mask_settings("feature", probability=0.0, min_masks=0)
 _CONVOLUTION = {"conv_dim": [512] * 7, "conv_kernel": [10, 3, 3, 3, 3, 2, 2], "conv_stride": [5, *[2] * 6]}
 """Channels, kernels and strides of the convolutions. A file that lacks them has these values."""
-# The published models have these arguments, which the format does not store, by the extractor's norm.
+# Arguments of the published models by ``conv_norm``. The format does not store them.
 _PUBLISHED_ENCODER = {"group": {"gradient_scale": 0.1}, "layer": {"gradient_scale": 1.0}}
 _PUBLISHED_MODEL: dict[str, dict[str, Any]] = {
     "group": {"temperature": [2.0, 0.5, 0.999995], "penalty_weight": 10.0},
@@ -112,7 +112,11 @@ _PUBLISHED_MODEL: dict[str, dict[str, Any]] = {
 _PREFIX = "wav2vec2."
 _PROJECTION = "wav2vec2.feature_projection.projection"
 _MASK_EMBEDDING = "masked_spec_embed"
-_PAIR = {"weight_g": "parametrizations.weight.original0", "weight_v": "parametrizations.weight.original1"}
+# The two tensors of a weight norm: their names in our files, and in Hugging Face's model in memory.
+_WEIGHT_NORM_NAMES = {
+    "weight_g": "parametrizations.weight.original0",
+    "weight_v": "parametrizations.weight.original1",
+}
 
 
 def huggingface_name(name: str) -> str:
@@ -149,7 +153,7 @@ def difference_of(pretrained: Pretrained) -> float:
 
     Raises MachineError without transformers.
     """
-    return _difference(pretrained, _build_model(pretrained))
+    return _difference_between(pretrained, _build_model(pretrained))
 
 
 def _build_model(pretrained: Pretrained) -> Any:
@@ -173,17 +177,17 @@ def _build_model(pretrained: Pretrained) -> Any:
         if not has_head:
             name = name.removeprefix(_PREFIX)
         base, _, leaf = name.rpartition(".")
-        if name not in names:
-            if leaf == _MASK_EMBEDDING:
-                continue  # Hugging Face's model has no mask embedding if it masks nothing.
-            name = f"{base}.{_PAIR.get(leaf, leaf)}"
+        if leaf == _MASK_EMBEDDING and name not in names:
+            continue  # Hugging Face's model has no mask embedding if it masks nothing.
+        if leaf in _WEIGHT_NORM_NAMES and name not in names:
+            name = f"{base}.{_WEIGHT_NORM_NAMES[leaf]}"
         state[name] = tensor
     model.load_state_dict(state, assign=True)
     return model.eval()
 
 
 @torch.no_grad()
-def _difference(pretrained: Pretrained, model: Any) -> float:
+def _difference_between(pretrained: Pretrained, model: Any) -> float:
     """Return the largest difference between the outputs of ``pretrained`` and of Hugging Face's ``model``."""
     encoder, task = pretrained.build()
     audio = _test_audio()
@@ -192,8 +196,11 @@ def _difference(pretrained: Pretrained, model: Any) -> float:
     features, lengths, _ = encoder.extract(audio, torch.tensor([audio.shape[1]]))
     hidden = encoder.contextualise(features, lengths)
     pairs = [(hidden, reference.last_hidden_state), (features, reference.extract_features)]
-    # No output depends on the mask embedding, since no frame of this audio is masked.
-    pairs.append((encoder.mask_embedding, getattr(base, _MASK_EMBEDDING, encoder.mask_embedding)))
+    # No output depends on the mask embedding, since no frame of this audio is masked. Hugging Face's model
+    # has no mask embedding if it masks nothing.
+    mask_embedding = getattr(base, _MASK_EMBEDDING, None)
+    if mask_embedding is not None:
+        pairs.append((encoder.mask_embedding, mask_embedding))
     if pretrained.labels:
         weight, bias = pretrained.weights["output.weight"], pretrained.weights["output.bias"]
         pairs.append((F.linear(hidden, weight, bias), model.lm_head(reference.last_hidden_state)))
@@ -238,7 +245,7 @@ def largest_difference(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 def check_difference(difference: float, where: str) -> float:
     """Return ``difference``. Raises DataError, which begins with ``where``, if it is above ``LIMIT``."""
-    if not difference <= LIMIT:
+    if difference > LIMIT:
         raise DataError(
             f"{where}: on the same audio our model and Hugging Face's differ by {difference:.2g}. The "
             f"limit is {LIMIT:g}, so nothing is written"
@@ -277,7 +284,7 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
     weights = import_tensors(tensors, shapes, huggingface_name, where=str(folder))
     pretrained = Pretrained(pretrained.encoder, pretrained.model, weights)
     model = _load_model(model_class, folder)
-    return pretrained, check_difference(_difference(pretrained, model), str(folder))
+    return pretrained, check_difference(_difference_between(pretrained, model), str(folder))
 
 
 def _load_model(model_class: Any, folder: Path) -> Any:
@@ -366,8 +373,8 @@ def _normalise_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tensors = {_PREFIX + name: tensor for name, tensor in tensors.items()}
     normalised = {}
     for name, tensor in tensors.items():
-        for short, long in _PAIR.items():
-            name = name.replace(long, short)
+        for our_name, foreign_name in _WEIGHT_NORM_NAMES.items():
+            name = name.replace(foreign_name, our_name)
         normalised[name] = tensor
     return normalised
 
@@ -392,7 +399,9 @@ def _drop_identity(tensors: dict[str, Tensor], folder: Path) -> None:
 
 def _parse_config(folder: Path, config: Mapping[str, Any], is_encoder: bool) -> Pretrained:
     encoder = _ENCODER.read(config)
-    norm = encoder["conv_norm"] if encoder["conv_norm"] in _PUBLISHED_ENCODER else "group"
+    norm = encoder["conv_norm"]
+    if norm not in _PUBLISHED_ENCODER:
+        norm = "group"  # The encoder's constructor refuses the unknown norm, with a message that names it.
     sizes = [config.get(name, default) for name, default in _CONVOLUTION.items()]
     audio = read_json(folder / "preprocessor_config.json", follow=True)
     channel_settings = _CHANNEL_MASK.read(config)
@@ -458,7 +467,7 @@ def write(pretrained: Pretrained, folder: str | Path) -> float:
         if pretrained.labels:
             _write_vocabulary(pretrained.labels, temporary)
         loaded = type(model).from_pretrained(temporary, local_files_only=True).float().eval()
-        return check_difference(_difference(pretrained, loaded), str(folder))
+        return check_difference(_difference_between(pretrained, loaded), str(folder))
 
 
 def _write_vocabulary(labels: Sequence[str], folder: Path) -> None:

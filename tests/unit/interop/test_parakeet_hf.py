@@ -290,7 +290,7 @@ def test_a_run_of_the_recipe_scratch_has_the_same_texts_there(
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["encoder=lstm_small"], "another one than FastConformer"),
+        (["encoder=lstm_small"], "is not a FastConformer"),
         (["encoder=fastconformer_tiny", "prediction=stateless"], "without prediction=lstm"),
         (["encoder=fastconformer_tiny", "model.prediction.embedding=256"], "layer_norm=true"),
         (["encoder=fastconformer_tiny", "encoder.features.form=torch"], "encoder.features"),
