@@ -35,9 +35,10 @@ class _ScaleGradient(Function):
 class _StridedMatmul(Function):
     """Strided convolution of (B, T, C) rows by weights (out, k·C), as matmuls over strided views.
 
-    The input of frame t is k·C consecutive values from t·s·C on. The taps are divided into blocks of s.
-    Block j of all frames is a matrix whose rows do not overlap, so a matmul reads it in place. Forward
-    and both gradients take ceil(k/s) matmuls for each row, without copies.
+    Output frame t depends on k·C consecutive values of its row, which start at value t·s·C. A view with one
+    line for each output frame would have overlapping lines if k is above s, and a matmul would copy it.
+    Therefore the k taps are divided into ceil(k/s) blocks of at most s taps. The lines of one block do not
+    overlap. Forward and both gradients take one matmul for each block of a row, without copies.
     """
 
     @staticmethod
@@ -49,7 +50,8 @@ class _StridedMatmul(Function):
         for row, output in zip(x, y, strict=True):
             for columns, block in _blocks(row, frames, kernel, stride=stride):
                 block_weight = weight[:, columns].t()
-                if columns.start:
+                is_first_block = columns.start == 0
+                if not is_first_block:
                     output.addmm_(block, block_weight)
                 elif bias is None:
                     torch.mm(block, block_weight, out=output)
@@ -77,12 +79,14 @@ class _StridedMatmul(Function):
     def _input_gradient(ctx: Any, gradient: Tensor, weight: Tensor, x_gradient: Tensor) -> Tensor:
         """Write the gradient of the input (B, T, C) into ``x_gradient`` and return it."""
         frames = gradient.shape[1]
-        # The first blocks are adjacent and overwrite their frames. Later blocks overlap them and are added.
+        # If the kernel is at least the stride, the first blocks of all frames adjoin and cover the first
+        # ``overwritten`` positions. They are written there, and all other blocks are added.
         overwritten = frames * ctx.stride if ctx.kernel >= ctx.stride else 0
         x_gradient[:, overwritten:] = 0
         for row, row_gradient in zip(x_gradient, gradient, strict=True):
             for columns, block in _blocks(row, frames, ctx.kernel, stride=ctx.stride):
-                if overwritten and not columns.start:
+                is_first_block = columns.start == 0
+                if overwritten and is_first_block:
                     torch.mm(row_gradient, weight[:, columns], out=block)
                 else:
                     block.addmm_(row_gradient, weight[:, columns])
@@ -90,7 +94,10 @@ class _StridedMatmul(Function):
 
 
 def _blocks(row: Tensor, frames: int, kernel: int, stride: int) -> list[tuple[slice, Tensor]]:
-    """Return pairs of weight columns and the view that they multiply: (frames, columns) of a row (T, C)."""
+    """Return for each block of taps its columns of the weights, and its view of ``row`` (T, C).
+
+    The view is (frames, columns). Its line t holds the values of the block for output frame t.
+    """
     channels = row.shape[1]
     blocks = []
     for tap in range(0, kernel, stride):
@@ -136,22 +143,24 @@ class _NormOverTime(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         wide = at_least_fp32(x)
         variance, mean = torch.var_mean(wide, 1, keepdim=True, correction=0)
-        inverse = (variance + eps).rsqrt()
-        ctx.save_for_backward(x, weight, mean, inverse)
-        scale = inverse * weight
+        inverse_deviation = (variance + eps).rsqrt()
+        ctx.save_for_backward(x, weight, mean, inverse_deviation)
+        scale = inverse_deviation * weight
         return torch.addcmul(bias - mean * scale, wide, scale).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, inverse = ctx.saved_tensors
+        x, weight, mean, inverse_deviation = ctx.saved_tensors
         gradient, wide = at_least_fp32(gradients[0]), at_least_fp32(x)
-        scale = inverse * weight
+        scale = inverse_deviation * weight
         row_bias_gradient = gradient.sum(1, keepdim=True)
-        row_weight_gradient = ((gradient * wide).sum(1, keepdim=True) - mean * row_bias_gradient) * inverse
-        # With n the normalised input and g the gradient, the input's gradient is
-        # scale · (g − mean(g) − n · mean(g · n)). It is computed as scale · g + slope · x + shift.
-        slope = -scale * inverse * row_weight_gradient / x.shape[1]
+        weighted_sum = (gradient * wide).sum(1, keepdim=True)
+        row_weight_gradient = (weighted_sum - mean * row_bias_gradient) * inverse_deviation
+        # With n = (x − mean) · inverse_deviation and g the gradient of the output, the gradient of x is
+        # scale · (g − mean(g) − n · mean(g · n)). row_weight_gradient is the sum of g · n over time, and
+        # row_bias_gradient is the sum of g. In terms of g and x, this is scale · g + slope · x + shift.
+        slope = -scale * inverse_deviation * row_weight_gradient / x.shape[1]
         shift = -scale * row_bias_gradient / x.shape[1] - slope * mean
         x_gradient = torch.addcmul(shift, gradient, scale).addcmul_(wide, slope).to(x.dtype)
         return x_gradient, row_weight_gradient.sum((0, 1)), row_bias_gradient.sum((0, 1)), None
@@ -243,6 +252,7 @@ class ConvExtractor(nn.Module):
     ) -> None:
         super().__init__()
         _check_settings(conv_layers, conv_norm, gradient_scale)
+        # Each layer has a pair of kernel and stride.
         self.spans = [(int(kernel), int(stride)) for _, kernel, stride in conv_layers]
         self.widths = [int(channels) for channels, _, _ in conv_layers]
         self.channels = self.widths[-1]

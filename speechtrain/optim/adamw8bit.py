@@ -16,6 +16,7 @@ from speechtrain.optim.common import TensorwiseOptimizer, check_settings
 
 _DEVICES = ("cpu", "cuda", "xpu")
 _BLOCK = 256  # elements that share a scale, the library's only size
+_UNUSED = (0.0, 0.0)  # ``beta3`` and ``alpha`` of the library's functions, which Adam does not use
 _MIN_QUANTISED = 4096  # Smaller tensors have fp32 moments, as in the library.
 
 
@@ -32,7 +33,7 @@ def _library() -> Any:
 
 @cache
 def _maps(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the value (256,) of each code, for the first and for the second moment."""
+    """Return the tables (256,) from a code to its value, for the first and for the second moment."""
     create = _library().create_dynamic_map
     return create(signed=True).to(device), create(signed=False).to(device)
 
@@ -55,8 +56,9 @@ class AdamW8bit(TensorwiseOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        settings = {"lr": lr, "betas": (betas[0], betas[1]), "eps": eps, "weight_decay": weight_decay}
-        check_settings({**settings, "betas": betas})
+        settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        check_settings(settings)
+        settings["betas"] = (betas[0], betas[1])  # ``betas`` may be a list from the config.
         super().__init__(params, settings)
         device_types: set[str] = set()
         for group in self.param_groups:
@@ -77,16 +79,17 @@ class AdamW8bit(TensorwiseOptimizer):
     ) -> None:
         (beta1, beta2), eps, decay = group["betas"], group["eps"], group["weight_decay"]
         mean, square = state["exp_avg"], state["exp_avg_sq"]
-        progress = (state["step"], float(group["lr"]))
+        step, lr = state["step"], float(group["lr"])
         if "scale" in state:
+            hyperparameters = (beta1, beta2, *_UNUSED, eps, step, lr)
             scales = (state["scale"], state["scale_sq"])
-            settings = (beta1, beta2, 0.0, 0.0, eps, *progress, *_maps(p.device), *scales)
+            tables = (*_maps(p.device), *scales)
             _library().optimizer_update_8bit_blockwise(
-                "adam", gradient, p, mean, square, *settings, weight_decay=decay
+                "adam", gradient, p, mean, square, *hyperparameters, *tables, weight_decay=decay
             )
         else:
             _library().optimizer_update_32bit(
-                "adam", gradient, p, mean, beta1, eps, *progress, square, beta2, weight_decay=decay
+                "adam", gradient, p, mean, beta1, eps, step, lr, square, beta2, weight_decay=decay
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -96,11 +99,11 @@ class AdamW8bit(TensorwiseOptimizer):
         """
         super().load_state_dict(state_dict)
         for p, state in self.state.items():
-            model = _initial_state(torch.empty_like(p, device="meta"))
-            if _shapes(state) != _shapes(model):
+            template = _initial_state(torch.empty_like(p, device="meta"))
+            if _shapes(state) != _shapes(template):
                 raise ValueError(f"the state of a parameter of shape {tuple(p.shape)} does not fit it")
             # torch has cast the codes to the parameter's dtype, which represents each code exactly.
-            for name, tensor in model.items():
+            for name, tensor in template.items():
                 if isinstance(tensor, Tensor):
                     state[name] = state[name].to(tensor.dtype)
 
