@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.util  # Its exit handler must be registered before the handler of this module.
@@ -57,11 +56,16 @@ _SLICE_SECONDS = 0.5  # the time between two checks for a stop request
 _MOST_NAMES = 3  # the most recordings in a message
 
 
+def _never() -> bool:
+    return False
+
+
 class Workers(ABC):
     """Loads planned micro-batches, in this process or in other processes."""
 
-    stop_requested: Callable[[], bool] = staticmethod(lambda: False)
-    """Whether the run has been asked to stop."""
+    # Without staticmethod, the call would pass ``self``.
+    stop_requested: Callable[[], bool] = staticmethod(_never)
+    """Returns whether the run has been asked to stop. The run sets its own function."""
 
     @abstractmethod
     def map(self, loader: Loader, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
@@ -119,7 +123,7 @@ class _Worker:
         """Shut down the link. The worker and both threads notice it. ``close`` would not wake a thread."""
         with socket.socket(fileno=os.dup(self.link.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
-        self.requests.put(None)
+        self.requests.put(None)  # The sending thread may wait for a request. Its next send fails and ends it.
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,9 @@ class Processes(Workers):
     - ends when this process ends for any reason,
     - runs for another 60 s after a SIGTERM, long enough for a last checkpoint.
 
+    Each call of ``map`` is a stream of batches. Several streams, such as training and validation, share the
+    workers.
+
     ``map`` raises MachineError if a worker has died or has not answered for ``timeout_seconds``. It raises
     Preempted if a worker has not answered for 10 s after a stop request.
     """
@@ -162,8 +169,8 @@ class Processes(Workers):
         self.timeout_seconds = timeout_seconds
         self._workers: list[_Worker] = []
         self._loaders: list[Loader] = []
-        self._results: dict[int, Batch | Exception] = {}  # by ticket, until their stream needs them
-        self._dropped_tickets: set[int] = set()  # of streams that have ended
+        self._results: dict[int, Batch | Exception] = {}  # by ticket, until a stream yields them
+        self._dropped_tickets: set[int] = set()  # requests in flight of streams that have ended
         self._last_ticket = 0
         self._is_closed = False
         self._starter = threading.Thread(target=self._start, daemon=True)
@@ -195,23 +202,33 @@ class Processes(Workers):
                 room = max(0, _AHEAD * len(workers) - len(requests))
                 for micro_batch in islice(planned, room):
                     requests.append(self._send(workers, loader, micro_batch))
+                result: Batch | Exception | None
                 if requests:
                     result = self._receive(requests[0])
                     requests.popleft()
-                    if isinstance(result, Exception):
-                        raise result
-                    yield result
-                    continue
-                next_micro_batch = next(planned, None)
-                if next_micro_batch is None:
+                else:
+                    result = self._load_here(loader, planned)
+                if result is None:
                     return
-                batch = loader(next_micro_batch)
-                self.start()  # The start follows the first batch, so that it does not slow that batch down.
-                yield batch
+                if isinstance(result, Exception):
+                    raise result
+                yield result
         finally:
             for request in requests:
                 if self._results.pop(request.ticket, None) is None:
                     self._dropped_tickets.add(request.ticket)
+
+    def _load_here(self, loader: Loader, planned: Iterator[MicroBatch]) -> Batch | None:
+        """Load the next micro-batch in this process, then start the workers. Return None after the last one.
+
+        The workers start after the first batch, so that their start does not slow that batch down.
+        """
+        micro_batch = next(planned, None)
+        if micro_batch is None:
+            return None
+        batch = loader(micro_batch)
+        self.start()
+        return batch
 
     def _ready_workers(self) -> list[_Worker]:
         if not self._is_started or self._starter.is_alive() or self._is_closed:
@@ -250,13 +267,16 @@ class Processes(Workers):
         slice_seconds = min(_SLICE_SECONDS, self.timeout_seconds)
         no_answer = f"data worker {request.worker.process.pid} gave no answer for"
         start_time = time.monotonic()
-        stop_time = math.inf  # when the stop request was noticed
+        stop_time: float | None = None  # when the stop request was noticed
         while True:
             with suppress(Empty):
                 return request.worker.answers.get(timeout=slice_seconds)
             clock = time.monotonic()
-            stop_time = min(stop_time, clock) if self.stop_requested() else math.inf
-            if clock - stop_time >= _STOP_SECONDS:
+            if not self.stop_requested():
+                stop_time = None
+            elif stop_time is None:
+                stop_time = clock
+            if stop_time is not None and clock - stop_time >= _STOP_SECONDS:
                 raise Preempted(
                     f"{no_answer} {_STOP_SECONDS:g} s after a stop request ({request.position()})"
                 )
@@ -368,7 +388,8 @@ def _start_server() -> None:
         preload.append(program.name)
     multiprocessing.forkserver.set_forkserver_preload(preload)
     is_set = "PYTHONSAFEPATH" in os.environ
-    os.environ.setdefault("PYTHONSAFEPATH", "1")  # Python's -P. A rank has it and passes it on.
+    # The server inherits this variable, which acts like Python's -P. In a rank, it is set already.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     with suppress(OSError):  # The start of the first worker fails, too, and reports the error.
         multiprocessing.forkserver.ensure_running()
     if not is_set:
