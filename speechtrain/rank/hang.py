@@ -29,30 +29,33 @@ def watch(attempt: Attempt, run_dir: Path, seconds: float) -> Watch:
     Its reports go to a folder named after the time of rank 0's start, which differs between attempts.
     """
     group, world = attempt.group, attempt.group.world
-    seconds_of_rank0 = torch.zeros(1, dtype=torch.float64)
+    # The ranks need the same time, so they sum the time of rank 0 and the zeros of the other ranks.
+    start_seconds = torch.zeros(1, dtype=torch.float64)
     if world.rank == 0:
-        seconds_of_rank0[0] = int(time.time())
-    start_time = time.gmtime(float(group.sum(seconds_of_rank0)[0]))
+        start_seconds[0] = int(time.time())
+    start_time = time.gmtime(float(group.sum(start_seconds)[0]))
     folder = run_dir / STUCK / time.strftime("%Y%m%dT%H%M%SZ", start_time)
 
-    def stop(diagnosis: HangDiagnosis, report: HangReport) -> None:
+    def leave(diagnosis: HangDiagnosis, report: HangReport) -> None:
         _exit_stuck(attempt, rank_folder(run_dir, world.rank), diagnosis, report=report)
 
-    watchdog = Watch(group.rank_status, world.rank, world.size, folder=folder, seconds=seconds, leave=stop)
+    watchdog = Watch(group.rank_status, world.rank, world.size, folder=folder, seconds=seconds, leave=leave)
     return watchdog.start()
 
 
 def _exit_stuck(attempt: Attempt, folder: Path, diagnosis: HangDiagnosis, report: HangReport) -> NoReturn:
     """End this rank even if its main thread hangs. The result of the rank names the stuck rank."""
-    # The stuck rank reports. If it does not answer, the next rank that answers does.
+    # The stuck rank reports the hang. If it does not answer, the next rank that answers reports it.
     reporter = diagnosis.rank
     while reporter in diagnosis.silent_ranks:
         reporter += 1
-    is_cause = report.rank == reporter % attempt.group.world.size
+    if reporter == attempt.group.world.size:  # No rank after the stuck rank answers.
+        reporter = 0
+    is_reporter = report.rank == reporter
     message = f"{report}: rank {diagnosis.rank} is stuck"
-    if is_cause:
+    if is_reporter:
         message = diagnosis.message
-    failure = {"rank": report.rank, "failed_at": time.time(), "is_cause": is_cause}
+    failure = {"rank": report.rank, "failed_at": time.time(), "is_cause": is_reporter}
     result = {**attempt.result(), "error": message, "exit_code": Stuck.exit_code, **failure}
     with contextlib.suppress(OSError):
         write_text(

@@ -22,12 +22,13 @@ from speechtrain.study.store import Study, StudySpec, outcome_of
 from speechtrain.study.trial_job import UNMEASURED, trial_settings
 
 Launch = Callable[[Sequence[Sequence[str]], int], Sequence[JobReturn]]
+"""Runs trials, each with its overrides, and returns their results. The int is the first trial's number."""
 
 _MOST_LAUNCHES = 20
-"""Starts of one trial by one command. A trial that is preempted, or tried again, starts several times."""
+"""The most starts of one trial by one command. A trial starts again if it was preempted, or for a retry."""
 
 _FIRST_TRIALS = 3
-"""Trials at the start of a study. If all are refused, the cause is not a key that the study searches."""
+"""If this many first trials are all refused, the study ends: the cause is not a key that it searches."""
 
 
 def run_study(config: DictConfig, parser: OverridesParser, arguments: Sequence[str], launch: Launch) -> None:
@@ -73,8 +74,12 @@ def _spec(settings: dict[str, Any], parser: OverridesParser, arguments: Sequence
 
 def _check_settings(settings: dict[str, Any], spec: StudySpec) -> None:
     """Raise ConfigError for a wrong key before the first trial."""
+    # The result is not needed here. The call raises the errors that every trial would raise.
     trial_settings({**settings, "trial": 0, "cores": 1})
-    if settings["pruner"] and (len(spec.objectives) > 1 or spec.objectives[0].name == "metric"):
+    # The pruner follows one metric of the validations. "metric" names another number: the one that chose the
+    # best checkpoint.
+    lacks_name = spec.objectives[0].name == "metric"
+    if settings["pruner"] and (len(spec.objectives) > 1 or lacks_name):
         raise ConfigError("hydra.sweeper.pruner=median needs one objective by its name, as objectives=[wer]")
 
 
@@ -90,15 +95,18 @@ def _parallel(config: DictConfig) -> int:
 
 def _overrides(study: Study, trial: FrozenTrial, cores: int) -> list[str]:
     settings = [f"hydra.sweeper.trial={trial.number}", f"hydra.sweeper.cores={cores}"]
-    settings.append(f"hydra.sweep.dir='{study.folder}'")  # Its default follows from the command's overrides.
+    # The default folder depends on the overrides, which differ for each trial. All trials need this folder.
+    settings.append(f"hydra.sweep.dir='{study.folder}'")
     return [*(study.spec.fixed or ()), *override_texts(trial.params), *settings]
 
 
 def _check_outcomes(study: Study) -> None:
-    """Raise ConfigError for a cause that all trials share: a missing objective, or a key that is refused."""
+    """Raise ConfigError if a result lacks an objective, or if the first trials were all refused."""
     outcomes = [outcome_of(trial) for trial in study.trials() if trial.state.is_finished()]
     for outcome in outcomes:
         if outcome.status == UNMEASURED:
             raise ConfigError(outcome.error)
-    if [outcome.status for outcome in outcomes] == ["refused"] * _FIRST_TRIALS:
+    # If more trials have ended, the study continues.
+    are_all_refused = all(outcome.status == "refused" for outcome in outcomes)
+    if len(outcomes) == _FIRST_TRIALS and are_all_refused:
         raise ConfigError(f"the first {_FIRST_TRIALS} trials were refused: {outcomes[0].error}")
