@@ -34,10 +34,12 @@ _SHOWN = 3  # keys in a message
 
 
 def run_to_continue(command: Command, names: RunNames) -> Path | None:
-    """Return the run that a command continues. It is None for a new run, a sweep, or without training.
+    """Return the run that a command continues.
 
-    Raises RunError if the command names a directory without a run and no key of a new run, or if another user
-    has started the run that the command finds by its keys.
+    It is None for a command that starts a new run, starts a sweep, or only prints.
+
+    Raises RunError if ``run_dir`` holds no run and the command has no key of a new run. Also raises RunError
+    if another user has started the run with the same keys.
     """
     flags = {flag.partition("=")[0] for flag in command.flags}
     sets_hydra = any(override.startswith("hydra") for override in command.overrides)
@@ -53,6 +55,7 @@ def run_to_continue(command: Command, names: RunNames) -> Path | None:
     if (command.run_dir / CONFIG).is_file():
         return command.run_dir
     keys = {*map(key_of_override, command.overrides)} - {"run_dir", *PER_START}
+    # Such keys only extend or limit a run, so the user has meant a run that exists.
     if all(key.startswith("trainer.") and is_volatile(key) for key in keys):
         raise RunError(
             f"{command.run_dir} holds no run ({CONFIG} is missing). Correct run_dir, or add the keys of a "
@@ -73,16 +76,21 @@ def config_to_continue(run_dir: Path, command: Command) -> DictConfig:
     about = read_about(run_dir)
     config.resume, config.dry_run = "auto", False
     new_overrides = _new_overrides(about, command)
-    changes = {**_file_changes(command.config_dir, about.written), **_parse(new_overrides)}
+    user_files = about.written  # the texts of the user's YAML files at the first start
+    changes = {**_file_changes(command.config_dir, user_files), **_parse(new_overrides)}
     changes.pop("run_dir", None)
     batch_changes = {key: changes.pop(key) for key in _BATCH_KEYS if key in changes}
     if command.external_launch:
         batch_changes["world_size"] = command.external_launch.world.size
     conflicts = _apply_batch_changes(config, batch_changes, run_dir)
     conflicts += _apply_changes(config, changes, command.config_dir)
+    fixed_groups = [key for key in changes if key in _GROUPS and not is_volatile(key)]
+    if fixed_groups and about == About([]):  # Without run.json, the overrides of the start seem to be new.
+        raise RunError(f"{run_dir / ABOUT} is damaged or missing. run_dir={run_dir} alone continues the run")
     if conflicts:
-        raise _refusal(run_dir, about, command, conflicts)
-    announce_auto(changes, config, command.external_launch)
+        advice = _other_run(run_dir, about, command)
+        raise RunError(f"{run_dir} belongs to another config ({_abridged(conflicts)}), {advice}")
+    announce_auto(changes, config, command.external_launch)  # It prints the device that device=auto means.
     _settle_limits(config, command.overrides, about.overrides, new_overrides)
     return config
 
@@ -104,14 +112,6 @@ def _apply_changes(config: DictConfig, changes: Mapping[str, Any], config_dir: s
 
 def _conflict(config: DictConfig, key: str, value: Any) -> str:
     return f"{key}: {stored_value(config, key)} in the run, {value} now"
-
-
-def _refusal(run_dir: Path, about: About, command: Command, conflicts: Sequence[str]) -> RunError:
-    """Return the error of a command with keys that the run in ``run_dir`` cannot change."""
-    if about == About([]) and "was not an override" in str(conflicts):
-        return RunError(f"{run_dir / ABOUT} is damaged or missing. run_dir={run_dir} alone continues the run")
-    advice = _other_run(run_dir, about, command)
-    return RunError(f"{run_dir} belongs to another config ({_abridged(conflicts)}), {advice}")
 
 
 def _new_overrides(about: About, command: Command) -> list[str]:
@@ -194,9 +194,9 @@ def _file_changes(config_dir: str | None, user_files: Mapping[str, str]) -> dict
 
 
 def _apply_batch_changes(config: DictConfig, changes: Mapping[str, Any], run_dir: Path) -> list[str]:
-    """Set another world size, with the same number of micro-batches per update.
+    """Set the world size in ``changes``. An update keeps its number of micro-batches.
 
-    Return one text for each other key in ``changes`` if they ask for another number of micro-batches.
+    If the other keys in ``changes`` would give another number, return one text for each of them.
     """
     changed_config = copy.deepcopy(config)
     for key, value in changes.items():
@@ -205,10 +205,9 @@ def _apply_batch_changes(config: DictConfig, changes: Mapping[str, Any], run_dir
     if world_size < 1:
         raise ConfigError(f"world_size={world_size}: it must be at least 1")
     micro_batches = int(trainer.simulate_world or config.world_size * trainer.accumulate)
-    shares = {key: value for key, value in changes.items() if key != "world_size"}
-    requested = shares.get("trainer.simulate_world") or world_size * shares.get("trainer.accumulate", 0)
-    if shares and requested != micro_batches:
-        return [_conflict(config, key, value) for key, value in shares.items()]
+    requests = {key: value for key, value in changes.items() if key != "world_size"}
+    if requests and _requested_micro_batches(requests, world_size) != micro_batches:
+        return [_conflict(config, key, value) for key, value in requests.items()]
     if micro_batches % world_size:
         problem = f"{micro_batches} micro-batches per update, which world_size={world_size} does not divide"
         raise ConfigError(f"{run_dir} has {problem}. Set another world_size or run_dir")
@@ -218,20 +217,31 @@ def _apply_batch_changes(config: DictConfig, changes: Mapping[str, Any], run_dir
     return []
 
 
+def _requested_micro_batches(requests: Mapping[str, Any], world_size: int) -> int:
+    """Return the micro-batches per update that new trainer keys ask for. It is 0 if they give no number."""
+    simulate_world: int | None = requests.get("trainer.simulate_world")
+    if simulate_world:
+        return simulate_world
+    accumulate: int = requests.get("trainer.accumulate", 0)  # 0 for trainer.simulate_world=null alone
+    return world_size * accumulate
+
+
 def _settle_limits(
     config: DictConfig, overrides: Sequence[str], first_overrides: Sequence[str], new_overrides: Sequence[str]
 ) -> None:
-    """Let new steps or epochs replace a recipe's hours, unless the first start has set the hours.
+    """Remove a recipe's ``trainer.max_hours`` if new overrides set the number of steps or epochs.
 
-    Print one line if the command repeats a limit of the first start that a later start has changed.
+    It stays if the user has set it at the first start. If the command repeats a ``trainer`` key of the first
+    start that a later start has changed, print that the run keeps the later value.
     """
     if "trainer.max_hours" not in map(key_of_override, first_overrides):
         drop_recipe_hours(config, {*map(key_of_override, new_overrides)})
-    limits = []
-    for key, value in _parse(text for text in overrides if text not in new_overrides).items():
+    repeated_overrides = [text for text in overrides if text not in new_overrides]
+    later_values = []
+    for key, value in _parse(repeated_overrides).items():
         if key.startswith("trainer.") and is_volatile(key):
             stored = stored_value(config, key)
             if stored != value:
-                limits.append(f"{key}={stored}")
-    if limits:
-        print_line(f"{config.run_dir}: the run keeps its {_abridged(limits)}")
+                later_values.append(f"{key}={stored}")
+    if later_values:
+        print_line(f"{config.run_dir}: the run keeps its {_abridged(later_values)}")

@@ -74,10 +74,10 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
     values = check(config)
     _settle_resume(config)
     _warn_of_unused_folder(values["data"])
-    memory = dry_build(config_for_plan(config))
+    rank_bytes = dry_build(config_for_plan(config))
     device = build_device(config)
     launcher = command.external_launch or build_launcher(config)
-    job = _checked_job(config, device, launcher, memory)
+    job = _checked_job(config, device, launcher, rank_bytes)
     if config.dry_run:
         _print_start(config, job, launcher)
         return RunResult("dry run")
@@ -102,22 +102,25 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
     return result
 
 
-def _checked_job(config: DictConfig, device: Device, launcher: Launcher, memory: int) -> Job:
-    """Return the job of a run in which a rank needs ``memory`` bytes for its model.
+def _checked_job(config: DictConfig, device: Device, launcher: Launcher, rank_bytes: int) -> Job:
+    """Return the job of a run in which a rank needs ``rank_bytes`` of memory for its model.
 
     If all ranks run on this host, the job has the environment of the device. Raises the SpeechtrainError of
     the first check of device, launcher or run directory that fails.
     """
     device.check_precision(build_precision(config))
     if config.data.get("shapes") == 0:
-        device.validate_shapes([])
-    job = _job(config, device, memory)
+        device.validate_shapes(
+            []
+        )  # The shapes vary. A device that compiles a graph for each shape refuses it.
+    job = _job(config, device, rank_bytes)
     launcher.check(job)
     _check_run_dir(job.run_dir, launcher.files)
     is_dry = config.dry_run
     if launcher.is_here(job):
-        raise_or_warn(device.absence(job.world_size), is_warning=is_dry)
-        variables = host_environment(device, job.world_size, memory, run_dir=job.run_dir, is_dry=is_dry)
+        problem = device.absence(job.world_size)
+        raise_or_warn(problem, is_warning=is_dry)
+        variables = host_environment(device, job.world_size, rank_bytes, run_dir=job.run_dir, is_dry=is_dry)
         job = replace(job, environment={**job.environment, **variables})
     raise_or_warn(launcher.missing_program(job), is_warning=is_dry)
     return job
@@ -168,7 +171,7 @@ def _print_start(config: DictConfig, job: Job, launcher: Launcher) -> None:
 def _warn_of_unused_folder(data: Any) -> None:
     """Warn if ``DATASET_DIR`` is set and does not occur in ``data``, the resolved group of the config."""
     folder = os.environ.get("DATASET_DIR", "").rstrip("/")
-    if folder not in str(data):
+    if folder and folder not in str(data):
         choice = f"data=fsdd, or data=manifest data.train={folder}"
         raise_or_warn(
             f"DATASET_DIR={folder} is set, but this run reads other data. Add {choice}", is_warning=True
@@ -204,18 +207,25 @@ def _earlier_result(config: DictConfig, command: Command) -> RunResult | None:
         reason = f" with {result.steps} updates, so trainer.max_steps={max_steps} adds none"
     elif result.limits != resolve(config)["trainer"]:
         return None
-    former_content: Mapping[str, Any] = result.data or {}
-    content = former_content
-    with contextlib.suppress(SpeechtrainError):
+    if result.data:
+        _check_content(config, command, result.data)
+    print_line(f"{run_dir} is done{reason}: {_describe(result)}")
+    return result
+
+
+def _check_content(config: DictConfig, command: Command, former_content: Mapping[str, Any]) -> None:
+    """Raise DataError if the training set can be read here and differs from ``former_content``."""
+    try:
         data: DataModule = build(config, "data", tokenizer=NoText())
         content = data.content()
-    if former_content and content != former_content:
+    except SpeechtrainError:
+        return
+    if content != former_content:
+        run_dir = Path(config.run_dir)
         line = new_run_line(run_directory.read_about(run_dir), command)
         counts = f"{former_content['recordings']} recordings then, {content['recordings']} now"
         cause = f"data.train has changed since {run_dir} ended ({counts})"
         raise DataError(f"{cause}. This command starts a new run: {line}")
-    print_line(f"{run_dir} is done{reason}: {_describe(result)}")
-    return result
 
 
 def _config_lines(config: DictConfig, job: Job) -> str:
@@ -233,7 +243,11 @@ def _config_lines(config: DictConfig, job: Job) -> str:
 
 
 def _about(config: DictConfig, device: Device, command: Command, user_files: Mapping[str, str]) -> About:
-    """Return the content of ``run.json``. This start is the first one of a new run, else the latest one."""
+    """Return the content of ``run.json``.
+
+    For a new run, it describes this start as the first start. Otherwise it keeps the first start and stores
+    this start as the latest one.
+    """
     run_dir = Path(config.run_dir)
     start = {**run_directory.origin(command.argv), "seed": config.seed, "device": device.name}
     if (run_dir / CONFIG).exists():
@@ -243,11 +257,11 @@ def _about(config: DictConfig, device: Device, command: Command, user_files: Map
     return replace(about, start_id=start_id(run_dir))
 
 
-def _job(config: DictConfig, device: Device, memory: int) -> Job:
-    """Return the job of the launcher, in which a rank needs ``memory`` bytes for its model."""
+def _job(config: DictConfig, device: Device, rank_bytes: int) -> Job:
+    """Return the job of the launcher, in which a rank needs ``rank_bytes`` of memory for its model."""
     run_dir = Path(config.run_dir)
     environment = {name: value for name, value in os.environ.items() if name == ALLOW_TARGETS}
-    environment |= {NETWORK_VARIABLES: " ".join(device.facts.network_variables), RANK_MEMORY: str(memory)}
+    environment |= {NETWORK_VARIABLES: " ".join(device.facts.network_variables), RANK_MEMORY: str(rank_bytes)}
     forwarded, size = device.facts.forwarded_variables, int(config.world_size)
     return Job(
         run_dir / CONFIG, run_dir, world_size=size, environment=environment, forwarded_variables=forwarded
@@ -255,9 +269,10 @@ def _job(config: DictConfig, device: Device, memory: int) -> Job:
 
 
 def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
-    """Print advice on a complete run. Write its report if the console tracks it, which a person follows.
+    """Print advice on a complete run. If ``config.tracking`` has the console, write the run's report.
 
-    After a run on example data, print the command that trains on the user's recordings.
+    Without the console, nobody watches the run, so it has no report. After a run on example data, print the
+    command that trains on the user's recordings.
     """
     run_dir = Path(config.run_dir)
     for line in advice(result, run_directory.read_metrics(run_dir).rows):
@@ -268,12 +283,8 @@ def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
         words = ["speechtrain", "train", "recipe=scratch", "data.train=FOLDER_OR_MANIFEST"]
         words.append("trainer.max_hours=0.5")
         for override in command.overrides:
-            if key_of_override(override).partition(".")[0] in (
-                "device",
-                "precision",
-                "launcher",
-                "world_size",
-            ):
+            group = key_of_override(override).partition(".")[0]
+            if group in ("device", "precision", "launcher", "world_size"):
                 words.append(override)
         print(errors.escape_controls(f"your own recordings: {shlex.join(words)}"))
 
@@ -361,7 +372,9 @@ def _run_result(end: LaunchResult, run_dir: Path) -> RunResult:
     log = run_dir / end.log
     if log.exists():  # launcher=local has none.
         message = f"{message}. See {log}"
-    with atomic(run_dir / RESULT) as temporary:  # A full disk may be the cause. Then this raises OSError.
+    # A full disk may be the reason that no result exists. Then this write raises OSError, which names it. The
+    # error below removes the file again.
+    with atomic(run_dir / RESULT) as temporary:
         temporary.write_text(message)
         raise RunError(message)
 
@@ -413,7 +426,7 @@ def _error_of(result: RunResult, run_dir: Path, log: str = AGENT) -> Speechtrain
     folder = run_directory.rank_folder(run_dir, result.rank)
     source = f" (trace in {folder / ERROR})" if error_class is SpeechtrainError else ""
     if not result.is_cause:  # The rank was killed, or its host was lost, so it wrote no error.
-        source = f" (which one, and how it ended: {run_dir / log}. The same command continues)"
+        source = f" (which rank, and how it ended: {run_dir / log}. The same command continues)"
     return error_class(f"{result.error}{source}")
 
 

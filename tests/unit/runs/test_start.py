@@ -164,7 +164,7 @@ KILLED = {"status": "failed", "error": "a rank was killed", "exit_code": 4, "is_
     ("result", "message"),
     [
         ("", "the ranks ended with code 0 and wrote no {run}/result.json. See {run}/slurm.log"),
-        (json.dumps(KILLED), "a rank was killed (which one, and how it ended: {run}/slurm.log. The same"),
+        (json.dumps(KILLED), "a rank was killed (which rank, and how it ended: {run}/slurm.log. The same"),
     ],
 )
 def test_a_job_of_slurm_that_fails_without_an_error_of_a_rank_names_its_log(
