@@ -225,7 +225,8 @@ class Recorder:
             # Autograd numbers a node right before its operation runs, so the latest number is this node's.
             number = torch_private.next_node_number() - 1
             if number not in self._sources:
-                self._sources[number] = _caller()[0]
+                source, _ = _caller()
+                self._sources[number] = source
         name = function.__name__
         packet = name.partition(".")[0]
         self._check_reads(function, packet, arguments)
@@ -233,7 +234,7 @@ class Recorder:
             raise self.blame(name, "reinterprets bits, which the device's graphs do not")
         # As in torch, a host tensor without dimensions may be combined with tensors on the device.
         host_tensors = [t for t in _tensors(arguments) if t.dim() > 0 and self.is_on_host(t)]
-        if host_tensors and packet not in _INDEXING:  # indices may come from the host
+        if host_tensors and packet not in _INDEXING:  # Indices may be on the host.
             raise self.blame(name, "combines a tensor on the host with one on the device")
         if self.operations.names and packet.rstrip("_") not in self.operations.names:
             raise self.blame(name, "is not in the device's table of operations, so it runs on the CPU")

@@ -345,8 +345,10 @@ def _write_files(config: DictConfig, job: Job, about: About, *, is_named: bool) 
         lock.release()  # Rank 0 acquires it next.
     simulated = config.trainer.simulate_world
     if simulated:
-        shares = f"world_size {job.world_size} × accumulate {simulated // job.world_size}"
-        print_line(f"trainer.simulate_world={simulated}: {shares}")
+        accumulate = simulated // job.world_size
+        print_line(
+            f"trainer.simulate_world={simulated}: world_size {job.world_size} × accumulate {accumulate}"
+        )
 
 
 def _run_result(end: LaunchResult, run_dir: Path) -> RunResult:
@@ -365,9 +367,9 @@ def _run_result(end: LaunchResult, run_dir: Path) -> RunResult:
         raise Preempted("stopped before the ranks had started. The same command continues")
     if end.returncode < 0:
         name = signal.Signals(-end.returncode).name
-        memory = " (out of memory? dmesg shows it)" if name == "SIGKILL" else ""
+        hint = " (out of memory? dmesg shows it)" if name == "SIGKILL" else ""
         continuation = f"The same command continues from {_last_saved(run_dir)}"
-        raise MachineError(f"the run was ended by {name}{memory}. {continuation}")
+        raise MachineError(f"the run was ended by {name}{hint}. {continuation}")
     message = f"the ranks ended with code {end.returncode} and wrote no {run_dir / RESULT}"
     log = run_dir / end.log
     if log.exists():  # launcher=local has none.
