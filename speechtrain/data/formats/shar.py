@@ -41,7 +41,7 @@ class TarRecording:
     """A recording in a tar."""
 
     id: str
-    path: str  # the position of the audio in the tar, as tar_members.place() writes it
+    path: str  # the position of the audio in the tar, as tar_members.member_path() writes it
     record: Record | None  # the recording in lhotse's JSON format. None: it has no audio
 
 
