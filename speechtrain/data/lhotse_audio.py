@@ -53,7 +53,7 @@ def _limit_samples(decode: Decode, growth: float) -> Callable[..., Samples]:
     """Return a function that calls ``decode`` and returns the samples, without their rate.
 
     It raises UnknownPart if all its calls together return more than MOST_SAMPLES. Each sample counts
-    ``growth`` times, because the transforms may turn it into so many.
+    ``growth`` times, because the transforms may lengthen the audio by this factor.
     """
     total = 0.0
 
