@@ -42,9 +42,7 @@ class ComputePolicy:
     conv: str = "matmul"  # a matmul of strided views, or torch's conv1d or conv2d
     spectrum: str = "fft"  # matmul for a device without FFT, conv if it also lacks strided views
     ctc: str = "torch"  # torch's kernel, a recursion in static shapes, or the vendor's kernel
-    transducer: str = (
-        "ragged"  # the lattice cells within each row's lengths, or static: all cells of the padded lattice
-    )
+    transducer: str = "ragged"  # the cells within the lengths of each row, or static: all cells with padding
     lattice_cells: int = 1024  # maximum of the transducer's lattice cells in memory at once
     logit_bytes: int = 32 * 2**20  # bytes of logits that the transducer loss keeps for its gradients
     feature_frames: int = 256  # frames of a spectrogram at once (256 fit into a CPU's cache), 0 for all

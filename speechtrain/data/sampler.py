@@ -294,6 +294,7 @@ class CutDraws:
             start, end = epoch * count, (epoch + 1) * count
             first_pass = start // len(members)
             last_pass = (end - 1) // len(members)
+            # The draws have one row for each pass.
             pass_numbers = np.arange(first_pass, last_pass + 1)[:, None]
             draws = bits_at(self.seed, RunStream.SHARES, pass_numbers, self.keys[members])
             sequence = members[draws.argsort(axis=1, kind="stable")].ravel()
