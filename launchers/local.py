@@ -27,7 +27,7 @@ class Local(Launcher):
             )
 
     def is_here(self, job: Job) -> bool:
-        return True
+        return True  # The process of the job runs on this host.
 
     def launch(self, job: Job) -> LaunchResult:
         if self.inline:

@@ -1,6 +1,7 @@
-"""Compute policy: the settings of a run's blocks that depend on device and precision, and the usable CPUs.
+"""Compute policy: the settings of a run that depend on device and precision.
 
-The implementations of a block have equal results and parameters, but use different operations.
+A block is a module of the model with several implementations. They have equal results and parameters, but use
+different operations, and the policy chooses one. The number of usable CPUs is here, too.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 from speechtrain import torch_private
 
 _MARGIN = 0.9  # A policy other than the reference is used if its time is at most 90 % of the reference's.
-_MIN_ROUNDS, _MAX_ROUNDS = 3, 5  # timings of a policy
-_MAX_SECONDS = 20.0  # After this time for all timings, no policy is timed more than the minimum.
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 5  # Each round times every policy once.
+_MAX_SECONDS = 20.0  # After this time, no round starts beyond the minimum of rounds.
 
 
 @dataclass(frozen=True)
@@ -32,20 +33,21 @@ class ComputePolicy:
     """
 
     autocast_dtype: torch.dtype | None = None  # of matmuls and convolutions, or None without autocast
-    # of matmuls in blocks that cast themselves: the LSTM's loop and the transducer's joint
+    # The dtype of matmuls in blocks that cast their own inputs: the LSTM's loop and the transducer's joint.
     product_dtype: torch.dtype = torch.float32
     fp32_matmul: str = "highest"  # torch's setting for fp32 matmuls
     static_shapes: bool = False  # no shape depends on data, and the host reads nothing within a step
     lstm: str = "fused"  # torch's kernel, torch's kernel layer by layer, or a loop over frames
     attention: str = "sdpa"  # torch's kernel, or basic operations on slices
-    conv: str = "matmul"  # over strided views, or torch's conv1d or conv2d
+    conv: str = "matmul"  # a matmul of strided views, or torch's conv1d or conv2d
     spectrum: str = "fft"  # matmul for a device without FFT, conv if it also lacks strided views
     ctc: str = "torch"  # torch's kernel, a recursion in static shapes, or the vendor's kernel
-    transducer: str = "ragged"  # the loss visits the lattice's cells that matter, or all cells: static
+    transducer: str = "ragged"  # the cells within the lengths of each row, or static: all cells with padding
     lattice_cells: int = 1024  # maximum of the transducer's lattice cells in memory at once
     logit_bytes: int = 32 * 2**20  # bytes of logits that the transducer loss keeps for its gradients
     feature_frames: int = 256  # frames of a spectrogram at once (256 fit into a CPU's cache), 0 for all
-    lstm_segment: int = 0  # frames that an LSTM encoder computes between two ends of a graph, 0 for all
+    lstm_segment: int = 0  # frames of an LSTM encoder in one lazy graph, 0 for all
+    # The fields with compare=False are not recorded, and two policies may differ in them and be equal.
     compiler: str = field(default="", compare=False)  # the backend of torch.compile, if it compiles
     # ends a lazy graph
     mark_step: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
@@ -89,7 +91,7 @@ _RECORDED = tuple(f.name for f in fields(ComputePolicy) if f.compare)
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)} | {None: None}
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "autocast_dtype": tuple(_DTYPES),
-    "product_dtype": tuple(_DTYPES)[:2],
+    "product_dtype": (str(torch.float32), str(torch.bfloat16)),
     "fp32_matmul": ("highest", "high", "medium"),
     "static_shapes": (False, True),
     "lstm": ("fused", "layers", "loop"),
@@ -152,9 +154,9 @@ def apply_policy(module: nn.Module, policy: ComputePolicy) -> None:
 def compile_module(module: nn.Module, policy: ComputePolicy, shapes: int) -> None:
     """Compile ``module`` in place for ``shapes`` shapes of training, if ``policy`` has a compiler.
 
-    With static shapes, the whole module is one graph. Otherwise the members of each ``ModuleList`` that a
-    part names in ``shard_units`` are compiled. Without such lists, the module except its ``losses`` is
-    compiled.
+    With static shapes, the whole module is one graph. Otherwise each layer in the ``ModuleList`` attributes
+    that a submodule lists in ``shard_units`` is compiled. If no submodule lists any, the module is compiled
+    except its ``losses``.
     """
     if not policy.compiler:
         return
@@ -172,11 +174,11 @@ def compile_module(module: nn.Module, policy: ComputePolicy, shapes: int) -> Non
 
 
 def _shard_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the members of each ``ModuleList`` that a part of ``module`` names in ``shard_units``."""
+    """Return the layers in each ``ModuleList`` that a submodule lists in ``shard_units``."""
     layers: list[nn.Module] = []
-    for part in module.modules():
-        for name in getattr(part, "shard_units", ()):
-            unit = part.get_submodule(name)
+    for submodule in module.modules():
+        for name in getattr(submodule, "shard_units", ()):
+            unit = submodule.get_submodule(name)
             if isinstance(unit, nn.ModuleList):
                 layers += unit
     return layers

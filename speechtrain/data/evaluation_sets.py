@@ -91,7 +91,7 @@ class EvaluationSets:
         return sorted(shapes)
 
     def files(self, rank: int, world_size: int) -> Iterator[PathFinder]:
-        """Yield a function for each of a rank's batches. It lists the batch's files, in any thread."""
+        """Return one function for each batch of a rank. It lists the batch's files, in any thread."""
         finders: list[PathFinder] = []
         for name in self.names:
             loader, plan = self[name]

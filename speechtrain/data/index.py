@@ -373,7 +373,8 @@ def _writing(folder: Path) -> contextlib.AbstractContextManager[None]:
 def _lock(path: Path) -> Iterator[bool]:
     """Lock the file ``path`` and yield whether the file system can lock.
 
-    Without locks, several processes may build an index at the same time. That is slower, but safe.
+    Without locks, several processes may build the same index at the same time. This takes longer,
+    and the index is still complete.
     """
     has_lock = False
     with contextlib.ExitStack() as stack:

@@ -1,7 +1,7 @@
-"""Audio that lhotse mixes and transforms, with files and resampling by functions of this package.
+"""Audio of cuts that lhotse mixes and transforms. lhotse calls this package to read files and change speeds.
 
 lhotse's own readers run a shell on some file names. Its filters for rates without a common divisor need
-gigabytes, and it keeps all of them. So its recordings get the sources and transforms of this module.
+gigabytes, and it keeps all of them. So this module replaces the sources and transforms of a cut.
 """
 
 from __future__ import annotations
@@ -19,44 +19,48 @@ from scipy.signal import resample_poly
 from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, Samples, UnknownPart, known_cut, largest_growth
 
 Decode = Callable[[str, float, float | None], tuple[Samples, int]]
-"""Returns samples (C, S) and their rate by a path, a start and a length in seconds (None: to the end)."""
+"""A function of path, start and length in seconds (None: to the end). It returns samples (C, S) and rate."""
 
 ChangeRate = Callable[[Samples, int, int], Samples]
-"""Resamples: returns samples by samples (S,), their rate and the new rate."""
+"""A function of samples (S,), their rate and the new rate. It returns the resampled samples."""
 
 
 def load_audio(cut: Mapping[str, Any], decode: Decode, change_rate: ChangeRate) -> tuple[Samples, int]:
     """Return audio (C, S) and rate of a cut that lhotse reads.
 
-    Raises UnknownPart, and every error of ``decode`` and lhotse.
+    Raises UnknownPart for a cut that is unknown or too large, and every error of ``decode`` and lhotse.
     """
-    mixture: Any = deserialize_cut(known_cut(cut))
-    parts = [track.cut for track in getattr(mixture, "tracks", ())] or [mixture]
+    lhotse_cut: Any = deserialize_cut(known_cut(cut))
+    parts = [lhotse_cut]
+    if getattr(lhotse_cut, "tracks", ()):
+        parts = [track.cut for track in lhotse_cut.tracks]
     recordings = [part.recording for part in parts if hasattr(part, "recording")]
-    factor = max((largest_growth(recording.to_dict()) for recording in recordings), default=1.0)
-    read = _bounded(decode, factor)
+    # Transforms lengthen audio by this factor at most.
+    growth = max((largest_growth(recording.to_dict()) for recording in recordings), default=1.0)
+    read = _limit_samples(decode, growth)
     for recording in recordings:
         recording.sources = [
             _Source(source.type, source.channels, source.source, read=read) for source in recording.sources
         ]
-    for transformed in (mixture, *recordings):
-        transforms = getattr(transformed, "transforms", None)
+    for holder in (lhotse_cut, *recordings):
+        transforms = getattr(holder, "transforms", None)
         if transforms:
-            transformed.transforms = [_Transform(transform, change_rate) for transform in transforms]
-    return np.atleast_2d(mixture.load_audio()), int(mixture.sampling_rate)
+            holder.transforms = [_Transform(transform, change_rate) for transform in transforms]
+    return np.atleast_2d(lhotse_cut.load_audio()), int(lhotse_cut.sampling_rate)
 
 
-def _bounded(decode: Decode, factor: float) -> Callable[..., Samples]:
-    """Return ``decode`` without its rate, and with a limit for all its calls together.
+def _limit_samples(decode: Decode, growth: float) -> Callable[..., Samples]:
+    """Return a function that calls ``decode`` and returns the samples, without their rate.
 
-    A sample counts ``factor`` times. More than MOST_SAMPLES raise UnknownPart.
+    It raises UnknownPart if all its calls together return more than MOST_SAMPLES. Each sample counts
+    ``growth`` times, because the transforms may lengthen the audio by this factor.
     """
     total = 0.0
 
     def read(*arguments: Any) -> Samples:
         nonlocal total
         samples = decode(*arguments)[0]
-        total += samples.size * factor
+        total += samples.size * growth
         if total > MOST_SAMPLES:
             raise UnknownPart(f"its audio has {total:.0f} samples, the most are {MOST_SAMPLES}")
         return samples
@@ -80,9 +84,11 @@ class _Transform(AudioTransform):  # type: ignore[misc]
     def __call__(self, samples: Samples, sampling_rate: int) -> Any:
         transform = self.transform
         if isinstance(transform, Speed):
-            rate = round(sampling_rate * transform.factor)
-            return np.stack([self.change_rate(channel, rate, sampling_rate) for channel in samples])
-        if isinstance(transform, Resample):  # as lhotse does without torchaudio
+            # Samples that count as recorded at ``factor`` times their rate play ``factor`` times as fast.
+            fast_rate = round(sampling_rate * transform.factor)
+            return np.stack([self.change_rate(channel, fast_rate, sampling_rate) for channel in samples])
+        if isinstance(transform, Resample):
+            # lhotse calls this function of scipy, too, if torchaudio is missing.
             rates = transform.target_sampling_rate, transform.source_sampling_rate
             return resample_poly(samples, *rates, axis=-1)
         return transform(samples, sampling_rate)

@@ -76,7 +76,7 @@ class BatchLoader:
     If the tokenizer reads no text, transcripts are not checked.
 
     ``normalise`` gives every recording zero mean and unit variance. With ``crop_seconds``, each row is then
-    cropped at an offset drawn from (``seed``, epoch, cut). In a batch of a fixed shape, the crop has
+    cropped at an offset drawn from (``seed``, pass, cut). In a batch of a fixed shape, the crop has
     ``crop_seconds``. In other batches, it is also at most as long as the shortest row, so that nothing is
     padded (as in fairseq's collater without padding).
 
@@ -139,6 +139,7 @@ class BatchLoader:
             self._crop(rows, micro_batch, self.crop_seconds)
         batch = collate(rows, self.sample_rate, shape)
         skipped = tuple(row.skip for row in rows if row.skip is not None)
+        # Here ``index`` is the number of the micro-batch in its epoch.
         return replace(batch, epoch=micro_batch.epoch, index=micro_batch.index, skipped=skipped)
 
     def _row_or_padding(self, index_row: int, percent: int, length: int, shape: Shape | None) -> _Row:
@@ -167,7 +168,8 @@ class BatchLoader:
             labels = self._training_labels(cut, text, shape)
             samples = read_cut(cut, self.sample_rate)
             if text and not samples.any():
-                raise Unusable("silent", next(iter(files_of(cut)), cut["id"]))
+                files = files_of(cut)
+                raise Unusable("silent", files[0] if files else cut["id"])
             samples = change_speed(samples, percent, self.sample_rate)
         if self.normalise:
             samples = standardise(samples)
@@ -235,18 +237,26 @@ def collate(rows: Sequence[_Row], sample_rate: int, shape: Shape | None = None) 
         label_counts = [len(row.labels) for row in rows]
         shape = Shape(len(rows), max(shortest, longest), max(label_counts, default=0))
     lengths = [min(max(shortest, len(row.samples)), shape.samples) for row in rows]
-    padding_rows = shape.rows - len(rows)
-    return _batch([*rows, *[_Row()] * padding_rows], [*lengths, *[shape.samples] * padding_rows], shape)
+    all_rows = list(rows)
+    for _ in range(shape.rows - len(rows)):
+        all_rows.append(_Row())
+        lengths.append(shape.samples)
+    return _batch(all_rows, lengths, shape)
 
 
 def _batch(rows: Sequence[_Row], lengths: list[int], shape: Shape) -> Batch:
-    """Return the batch of all rows of ``shape``, whose padded audio counts as ``lengths`` samples."""
+    """Return the batch of ``rows``, one for each row of ``shape``.
+
+    ``lengths`` are the numbers of samples that the model counts in each row. The model counts the silence
+    that extends a short row to 0.1 s, and all silence of a padding row.
+    """
     return Batch(
         audio=_padded([row.samples[: shape.samples] for row in rows], shape.samples, torch.float32),
         audio_lengths=_int64(lengths),
         labels=_padded([row.labels for row in rows], shape.labels, torch.int64),
         label_lengths=_int64([len(row.labels) for row in rows]),
         weight=torch.tensor([row.weight for row in rows], dtype=torch.float32),
+        # The model computes the dither of a row from this key.
         keys=_int64([dither_offset(row.samples) for row in rows]),
         ids=tuple(row.id for row in rows),
         texts=tuple(row.text for row in rows),

@@ -30,10 +30,10 @@ _MOST_COMPARED = 100_000  # recordings that are compared. The line of each takes
 
 
 def check(stream: TrainingStream) -> None:
-    """Check 1,000 recordings of each set and 10,000 transcripts (or all, if there are up to 100,000).
+    """Check 1,000 recordings of each set, and 10,000 transcripts of the training set.
 
-    Too many are half of the checked ones, or more than ``max_bad`` and ``max_bad_share`` allow. Raises
-    DataError if
+    A training set of at most 100,000 cuts has all its transcripts checked. Half of the checked ones are
+    too many, and so are more than ``max_bad`` and ``max_bad_share`` allow. Raises DataError if
 
     - too many training recordings are missing,
     - too many training recordings have no transcript,

@@ -1,4 +1,7 @@
-"""The plan of the training batches: buckets by length, within limits, in an order that two integers address.
+"""The plan of the training batches.
+
+The cuts of a batch have similar lengths, and the batch meets the limits of its size. Each batch has an
+address of two integers: its epoch and its position in the epoch.
 
 The plan of an epoch is a pure function of (seed, epoch). Numpy makes it before the first batch of the epoch,
 in 0.5 s for a million cuts. So a resumed run replays nothing, with any number of ranks and workers.
@@ -119,10 +122,13 @@ class BatchSize:
         count = min(len(labels), self.rows(longest))
         footprint = self.footprint
         if footprint.per_second_label > 0 and self.limits.bytes < math.inf:
+            # Entry i of each array is for a batch of i + 1 rows. All its rows are as wide as the widest.
             most_labels = np.maximum.accumulate(labels[:count])
             row_bytes = longest * (footprint.per_second + most_labels * footprint.per_second_label)
             batch_bytes = np.arange(1, count + 1) * row_bytes
-            count = max(1, int(np.searchsorted(batch_bytes, self.limits.bytes, side="right")))
+            # The bytes increase with the rows. So the position of the limit is the number of rows within it.
+            rows_within_limit = int(np.searchsorted(batch_bytes, self.limits.bytes, side="right"))
+            count = max(1, rows_within_limit)
         return self.limits.round_down(count)
 
 
@@ -133,12 +139,12 @@ class BatchSize:
 class MicroBatch:
     """The content of one micro-batch: rows of the index, their speeds, and its number in the epoch."""
 
-    rows: Integers
+    rows: Integers  # row numbers of the cuts in the index
     percents: Integers  # speed factor × 100
     shape: Shape | None = None  # None: the size of the longest row
     epoch: int = 0
     index: int = 0
-    passes: int | Integers = 0  # how often the run has used each row before
+    passes: int | Integers = 0  # how often the run has used each row before, one number if all are equal
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,7 @@ class Plan:
     bounds: Integers  # micro-batch i is rows[bounds[i]:bounds[i + 1]]
     shape_numbers: Integers  # index in ``shapes`` of each micro-batch, empty without shapes
     shapes: Sequence[Shape] = ()
-    passes: int | Integers = 0  # how often the run has used each row before
+    passes: int | Integers = 0  # how often the run has used each row before, one number if all are equal
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -182,19 +188,20 @@ def _bucket(
         shape_numbers = fitting_shapes(shapes, lengths.samples_of(cuts, percents), labels)
         return fill_shapes(shape_numbers, shapes)
     seconds = lengths.seconds_of(cuts, percents)
-    width = max(1, len(cuts))
+    window_cuts = max(1, len(cuts))
     if window:
-        width = window * size.rows(float(seconds.mean()), float(labels.mean()))
-    windows = np.arange(len(cuts)) // width
-    order = np.lexsort((-seconds, windows))
-    bounds = _bounds(seconds[order], labels[order], size, width)
+        window_cuts = window * size.rows(float(seconds.mean()), float(labels.mean()))
+    window_numbers = np.arange(len(cuts)) // window_cuts
+    order = np.lexsort((-seconds, window_numbers))
+    bounds = _bounds(seconds[order], labels[order], size, window_cuts)
     return order, bounds, np.zeros(0, np.int16)
 
 
-def _bounds(seconds: Seconds, labels: Integers, size: BatchSize, width: int) -> Integers:
-    """Return the bounds of micro-batches. The cuts are sorted, longest first, in windows of ``width`` cuts.
+def _bounds(seconds: Seconds, labels: Integers, size: BatchSize, window_cuts: int) -> Integers:
+    """Return the bounds of micro-batches.
 
-    The first row of a batch is its longest, so one division gives the number of its rows.
+    The cuts are sorted, longest first, in windows of ``window_cuts`` cuts. So the first row of a batch is its
+    longest and decides the number of its rows.
     """
     total = len(seconds)
     if size.fixed_rows:
@@ -203,7 +210,7 @@ def _bounds(seconds: Seconds, labels: Integers, size: BatchSize, width: int) -> 
     bounds = [0]
     while bounds[-1] < total:
         begin = bounds[-1]
-        window_end = (begin // width + 1) * width
+        window_end = (begin // window_cuts + 1) * window_cuts
         bounds.append(begin + size.next_rows(cut_seconds[begin], labels[begin:window_end]))
     return np.array(bounds)
 
@@ -231,7 +238,7 @@ class WeightedSet:
 def weighted_sets(set_numbers: Integers, weights: Sequence[float]) -> list[WeightedSet]:
     """Return the sets of cuts. An epoch has as many cuts as all sets together, shared out by the weights.
 
-    ``set_numbers`` (N,) are the indices in ``weights`` of the cuts' sets.
+    ``set_numbers`` (N,) has the number of each cut's set, counted from 0 in the order of ``weights``.
     """
     exact_counts = len(set_numbers) * np.asarray(weights) / sum(weights)
     counts = np.maximum(np.rint(exact_counts), 1).astype(np.int64)
@@ -246,8 +253,8 @@ class CutDraws:
     """Draws the cuts of an epoch, their order and their speeds from (seed, epoch, key of the cut).
 
     ``keys`` (N,) are the keys of the cuts. ``speed`` is the lowest and the highest factor, on a grid of 0.01.
-    Without ``sets``, an epoch has each cut once. With ``sets``, passes through each set follow each other,
-    each in its own random order. An epoch continues the pass of each set where the epoch before it ended.
+    Without ``sets``, an epoch has each cut once. With ``sets``, one pass through a set follows the other, and
+    each pass has its own random order. An epoch continues the pass of each set where the last epoch ended.
     """
 
     seed: int
@@ -256,12 +263,15 @@ class CutDraws:
     sets: Sequence[WeightedSet] = ()
 
     def __len__(self) -> int:
-        return sum(members.count for members in self.sets) if self.sets else len(self.keys)
+        if self.sets:
+            return sum(weighted_set.count for weighted_set in self.sets)
+        return len(self.keys)
 
     def draw(self, epoch: int) -> tuple[Integers, Integers, int | Integers]:
         """Return the cuts of an epoch in random order, their speeds in percents, and their passes.
 
-        The pass of a cut is the number of times that the run has used it before.
+        The pass of a cut is the number of times that the run has used it before. Without ``sets``, this is
+        one number for all cuts, the epoch.
         """
         cuts = np.arange(len(self.keys))
         passes: int | Integers = epoch
@@ -278,14 +288,17 @@ class CutDraws:
 
     def _draw_from_sets(self, epoch: int) -> tuple[Integers, Integers]:
         cuts, passes = [], []
-        for weighted in self.sets:
-            members, count = weighted.members, weighted.count
+        for weighted_set in self.sets:
+            members, count = weighted_set.members, weighted_set.count
             # Both are positions in the endless sequence of draws from the set.
             start, end = epoch * count, (epoch + 1) * count
-            pass_numbers = np.arange(start // len(members), -(-end // len(members)))[:, None]
+            first_pass = start // len(members)
+            last_pass = (end - 1) // len(members)
+            # The draws have one row for each pass.
+            pass_numbers = np.arange(first_pass, last_pass + 1)[:, None]
             draws = bits_at(self.seed, RunStream.SHARES, pass_numbers, self.keys[members])
             sequence = members[draws.argsort(axis=1, kind="stable")].ravel()
-            offset = start % len(members)  # in the first of these passes
+            offset = start % len(members)  # position of ``start`` in the first pass
             cuts.append(sequence[offset : offset + count])
             passes.append(np.repeat(pass_numbers, len(members))[offset : offset + count])
         return np.concatenate(cuts), np.concatenate(passes)
@@ -297,7 +310,7 @@ class CutDraws:
 class Sampler:
     """Plans the micro-batches of a training set, epoch after epoch.
 
-    ``rows`` (N,) are the numbers of the cuts in the index, ascending.
+    ``rows`` (N,) are the row numbers of the cuts in the index, ascending. They are not the rows of a batch.
     """
 
     def __init__(self, draws: CutDraws, lengths: PlannedLengths, size: BatchSize, rows: Integers) -> None:
@@ -349,9 +362,11 @@ class Sampler:
             shape_sizes = np.array([shape.rows * shape.samples for shape in plan.shapes], np.int64)
             return shape_sizes[plan.shape_numbers]
         # A crop shortens all rows to the shortest of the batch. Otherwise they are padded to the longest.
-        common_length = np.maximum if math.isinf(self.lengths.crop_seconds) else np.minimum
+        is_cropped = not math.isinf(self.lengths.crop_seconds)
+        batch_length = np.minimum if is_cropped else np.maximum
         samples = self.lengths.samples_of(self._cuts(plan), plan.percents)
-        lengths: Integers = common_length.reduceat(samples, plan.bounds[:-1])
+        # The function reduces the samples of each batch to one length.
+        lengths: Integers = batch_length.reduceat(samples, plan.bounds[:-1])
         return lengths * np.diff(plan.bounds)
 
     def waste(self, epoch: int) -> tuple[float, float]:
@@ -359,11 +374,13 @@ class Sampler:
         plan = self.plan(epoch)
         cuts, lengths = self._cuts(plan), self.lengths
         uncropped = int(planned_samples(lengths.seconds[cuts], plan.percents, lengths.sample_rate).sum())
-        size = used = int(self.tensor_sizes(epoch).sum())
-        # A crop without shapes leaves no padding.
+        tensor_samples = int(self.tensor_sizes(epoch).sum())
         if plan.shapes or math.isinf(lengths.crop_seconds):
-            used = int(lengths.samples_of(cuts, plan.percents).sum())
-        return 1.0 - used / size, 1.0 - used / uncropped
+            audio_samples = int(lengths.samples_of(cuts, plan.percents).sum())
+        else:
+            # A crop without shapes leaves no padding.
+            audio_samples = tensor_samples
+        return 1.0 - audio_samples / tensor_samples, 1.0 - audio_samples / uncropped
 
     def _cuts(self, plan: Plan) -> Integers:
         """Return the positions in ``rows`` of the plan's cuts."""
@@ -390,5 +407,8 @@ def _reorder(bounds: Integers, batch_order: Integers) -> tuple[Integers, Integer
     sizes = np.diff(bounds)[batch_order]
     ends = np.cumsum(sizes)
     starts = bounds[:-1][batch_order]
-    positions = np.repeat(starts - (ends - sizes), sizes) + np.arange(int(ends[-1]))
-    return positions, np.append(0, ends)
+    # All cuts of a batch move by the same distance: from its new start to its old one.
+    new_starts = ends - sizes
+    distances = np.repeat(starts - new_starts, sizes)
+    new_positions = np.arange(int(ends[-1]))
+    return new_positions + distances, np.append(0, ends)

@@ -186,7 +186,10 @@ class Stager:
                 raise OSError(errno.EINVAL, "it does not keep the time of a file")
 
     def _write(self, source: IO[bytes], temporary: Path, status: os.stat_result) -> None:
-        """Write all of ``source``, and its time. Raises _NotCopied if that fails or the file changes."""
+        """Copy ``source`` to ``temporary``, with the times of ``status``.
+
+        Raises _NotCopied if the copy is incomplete, or if the file has changed since ``status`` was read.
+        """
         missing_bytes = status.st_size
         with temporary.open("wb") as target:
             while missing_bytes and not self._ended.is_set():

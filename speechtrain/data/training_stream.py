@@ -21,6 +21,7 @@ from speechtrain.errors import DataError
 class TrainingStream:
     """The training batches of one rank.
 
+    ``evaluation_sets`` also has the training set, because the held-out recordings come from there.
     ``new_loader`` makes the loader of an index. ``speed`` is the lowest and the highest factor. Raises
     ValueError for an invalid speed.
     """
@@ -31,7 +32,7 @@ class TrainingStream:
     speed: Sequence[float]
 
     def __post_init__(self) -> None:
-        speed_grid(self.speed)
+        speed_grid(self.speed)  # This raises ValueError for an invalid speed.
         self.training_set, self.skips = self.evaluation_sets.training_set, self.evaluation_sets.skips
         self._staging = ExitStack()
         self._address = (0, 0)
@@ -70,8 +71,8 @@ class TrainingStream:
 
     def _copy_ahead(self, planned: Iterator[MicroBatch], rank: int, world_size: int) -> Iterator[MicroBatch]:
         """Yield each of ``planned``, and copy the recordings of this rank ahead of their use."""
-        self.close()
-        # More batches would need the plans of more than two epochs.
+        self.close()  # A stream that starts again must not copy for its earlier address.
+        # The sampler keeps the plans of two epochs. Copying further ahead would need a third.
         most_ahead = min(MOST_AHEAD, self.sampler.length(self._address[0]) // world_size)
         stager = Stager(self.loader.stage, self.evaluation_sets.files(rank, world_size))
         self._staging.callback(stager.close)

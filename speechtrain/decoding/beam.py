@@ -193,7 +193,10 @@ class BeamSearch(Decoder):
 
     @abstractmethod
     def search(self, scorer: Any, frames: Tensor, lengths: Tensor) -> tuple[list[list[TimedLabels]], Tensor]:
-        """Return the ``width`` best of each row, the best first, and their scores (B, W) in the search."""
+        """Return the ``width`` best hypotheses of each row, the best first, and their scores (B, W).
+
+        The order depends on the fusion scores. The returned scores come from the model alone.
+        """
 
     def _decode(self, scorer: Any, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
         self.fusion.begin(scorer.tokenizer)

@@ -1,9 +1,9 @@
 """The watchdog. It names a rank that hangs, reports the state of each rank, and ends all ranks.
 
-The trainer and the group set a rank's step and phase as attributes. A thread of each rank reads them, and
-nothing is written while a run moves. A rank that has not moved for too long raises an alarm, which is a file
-in the run directory that all ranks look for. Each rank then writes a report with its phase and its stack.
-All ranks make the same diagnosis from the reports, and exit. This module does not import torch.
+The trainer and the process group set a rank's step and phase as attributes. A thread of each rank reads them,
+and nothing is written while a run moves. A rank that has not moved for too long raises an alarm, which is a
+file in the run directory that all ranks look for. Each rank then writes a report with its phase and its
+stack. All ranks make the same diagnosis from the reports, and exit. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from speechtrain.errors import MachineError
 from speechtrain.files import read_json, write_json, write_text
 
 ALARM = "alarm"
-START_SECONDS = 1800.0  # lowest limit for a peer before its first step, when it reads data and compiles
+# Before its first step, a rank may wait this time for a peer, because the peer may read data and compile.
+START_SECONDS = 1800.0
 REPORT_SECONDS = (2.0, 30.0)  # lowest and highest limit for the reports. Network file systems are slow.
 MARGIN_SECONDS = 60.0  # the timeout of a collective is longer by this, so that the watchdog reports first
 _EXIT_SECONDS = 6.0  # from the limit for reports to a forced exit, even if this thread hangs
@@ -43,14 +44,14 @@ class RankStatus:
     def __init__(self) -> None:
         self.step = 0
         self.phase = "start"
-        self.phase_count = 0  # phases so far, which are the same on every rank
+        self.phase_count = 0  # phases so far. Every rank has the same phases, so a lower count is behind.
         self.collective_phases: set[str] = set()  # phases in which a collective has completed
         self._entered = 0
         self._left = 0
         self._lock = threading.Lock()  # Threads of a backend also call ``leave``.
 
     def begin_phase(self, step: int, phase: str) -> None:
-        """Record that the rank starts ``phase`` of ``step``, or a part of it."""
+        """Record that the rank starts ``phase`` of ``step``, or the next part of a long phase."""
         self.step, self.phase = step, phase
         self.phase_count += 1
 
@@ -72,7 +73,7 @@ class RankStatus:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """The numbers of phases and of started and completed collectives. They change if the rank moves."""
+        """The numbers of phases, started and completed collectives. One of them changes if the rank moves."""
         return self.phase_count, self._entered, self._left
 
     def __str__(self) -> str:
@@ -103,7 +104,7 @@ class HangReport:
     phase: str
     phase_count: int
     is_waiting: bool = False
-    is_odd: bool = False  # The rank waits in a phase that had no collective before.
+    is_odd: bool = False  # The rank waits for a collective, and this phase never had one before.
     still_seconds: float = 0.0  # the time since the rank moved
     host: str = ""
     location: str = ""  # the innermost frames of the main thread
@@ -131,14 +132,12 @@ class Stuck(MachineError):
 def diagnose(reports: Iterable[HangReport], size: int, seconds: float) -> HangDiagnosis:
     """Find the rank that the others wait for. The same reports give the same diagnosis on every rank.
 
-    It is the first of these ranks that exists:
+    - If ranks have no report, it is the first of them.
+    - Else, if ranks are outside of collectives, it is the one that is furthest behind.
+    - Else, all ranks wait, and it is the rank that waits in another collective than most ranks.
 
-    - a rank without a report,
-    - the rank outside of collectives that is furthest behind,
-    - the rank that waits in another collective than most ranks.
-
-    If two ranks wait in different collectives, it is the rank in a phase that had no collective before. If
-    both phases had collectives, it is the rank ahead, which has left out a collective.
+    If as many ranks wait in one collective as in another, it is the rank in a phase that had no collective
+    before. If both phases had collectives, it is the rank ahead, which has left out a collective.
     """
     reports = sorted(reports, key=lambda report: report.rank)
     silent = frozenset(range(size)) - {report.rank for report in reports}
@@ -150,12 +149,13 @@ def diagnose(reports: Iterable[HangReport], size: int, seconds: float) -> HangDi
         return HangDiagnosis(rank, f"{message}; {waiting} waited for it; {limit}", silent_ranks=silent)
     outside = [report for report in reports if not report.is_waiting]
     if outside:
+        # The lowest phase count is furthest behind. Then the rank that has stood still longest is.
         cause = min(outside, key=lambda report: (report.phase_count, -report.still_seconds, report.rank))
         message = f"stands still for {cause.still_seconds:.1f} s"
         if size > 1:
             message += f"; {_list_states([report for report in reports if report is not cause])}"
     else:
-        cause, message = _odd_one_out(reports)
+        cause, message = _rank_in_other_collective(reports)
     position = f"rank {cause.rank} on {cause.host}: step {cause.step}, phase {cause.phase}"
     return HangDiagnosis(cause.rank, f"{position}, {message}; at {cause.location}; {limit}", cause.stack)
 
@@ -172,22 +172,24 @@ def _list_states(reports: list[HangReport]) -> str:
     return text
 
 
-def _odd_one_out(reports: list[HangReport]) -> tuple[HangReport, str]:
+def _rank_in_other_collective(reports: list[HangReport]) -> tuple[HangReport, str]:
     """Return the rank that waits in another collective than most ranks, with a message."""
     groups: dict[int, list[HangReport]] = {}
     for report in reports:
         groups.setdefault(report.phase_count, []).append(report)
 
-    def priority(group: list[HangReport]) -> tuple[int, bool, int]:
-        is_odd = any(report.is_odd for report in group)
-        return len(group), not is_odd, -group[0].phase_count
+    def sort_key(group: list[HangReport]) -> tuple[int, bool, int]:
+        """Order groups: the smallest first, then one in an odd phase, then the one that is furthest ahead."""
+        has_odd_rank = any(report.is_odd for report in group)
+        phases_behind = -group[0].phase_count
+        return len(group), not has_odd_rank, phases_behind
 
-    smallest, *larger = sorted(groups.values(), key=priority)
-    cause = smallest[0]
+    likeliest, *other_groups = sorted(groups.values(), key=sort_key)
+    cause = likeliest[0]
     seconds = f"for {cause.still_seconds:.1f} s"
-    if not larger:
+    if not other_groups:
         return cause, f"waits in the same collective as all ranks {seconds}: check the network"
-    peer = larger[-1][0]
+    peer = other_groups[-1][0]
     return cause, f"waits in another collective than {peer} {seconds}: one left it out"
 
 
@@ -195,9 +197,9 @@ def _odd_one_out(reports: list[HangReport]) -> tuple[HangReport, str]:
 class Watch:
     """A thread that raises an alarm for its rank and answers the alarms of other ranks.
 
-    ``folder`` belongs to one attempt of a run, and all its ranks see it. ``leave`` ends the process. Its
-    arguments are the diagnosis and this rank's report. Time in which this thread did not run (in a stopped
-    process, or on an overloaded machine) does not count.
+    ``folder`` belongs to one attempt of a run, and all its ranks see it. The function ``leave``
+    gets the diagnosis and this rank's report, and ends the process. Time in which this thread did not run (in
+    a stopped process, or on an overloaded machine) does not count.
     """
 
     rank_status: RankStatus
@@ -242,7 +244,10 @@ class Watch:
                 return
 
     def find_alarm(self) -> bool:
-        """Return whether this rank or a peer has raised an alarm. This is called once a tick."""
+        """Raise an alarm if this rank is stuck. Return whether this rank or a peer has raised one.
+
+        The thread calls this once a tick.
+        """
         look_time = self.clock()
         # If more time has passed, the process was stopped.
         passed_seconds = min(look_time - self._last_look, 2 * self.tick)
@@ -296,8 +301,11 @@ class Watch:
         missing_ranks = set(range(self.size)) - {self.rank}
         while missing_ranks and time.monotonic() < deadline:
             for rank in sorted(missing_ranks):
-                with contextlib.suppress(TypeError):  # A file that does not exist yet lacks the keys.
-                    reports.append(HangReport(**read_json(self.folder / f"rank-{rank}.json")))
+                fields = read_json(self.folder / f"rank-{rank}.json")
+                if not fields:
+                    continue  # The rank has not written its report yet.
+                with contextlib.suppress(TypeError):  # Other fields are not a report.
+                    reports.append(HangReport(**fields))
                     missing_ranks.discard(rank)
             if missing_ranks:
                 time.sleep(_MIN_TICK)

@@ -31,13 +31,19 @@ class Encoder(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Encode to frames (B, T, width) and lengths (B,). ``batch.keys`` seed the dither of evaluation."""
+        """Return frames (B, T, width) and lengths (B,).
+
+        In evaluation, ``batch.keys`` seed the dither, which is the noise that the front end adds to audio.
+        """
 
     def advance(self, step: int, seed: int) -> None:
-        """Do the encoder's part of ``Task.advance``."""
+        """Prepare for the next update. ``Task.advance`` calls this and explains ``step`` and ``seed``."""
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
-        """Do the encoder's part of ``Task.prepare``: add draws and counts of the host to the batch."""
+        """Add the draws and counts that ``forward`` needs to the batch, before it moves to the device.
+
+        ``Task.prepare`` calls this and explains ``seed``.
+        """
         return batch
 
     @abstractmethod
@@ -57,12 +63,11 @@ class LogMelEncoder(Encoder):
         self.features, self.augment, self.sample_rate = features, augment, features.sample_rate
 
     def augmented(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the log-mel frames (B, T, M) and their lengths (B,)."""
+        """Return the log-mel frames (B, T, M) of the batch and their lengths (B,), augmented in training."""
         audio = self.augment.waveform(batch.audio, batch.audio_lengths)
         warp = self.augment.warp(len(audio), audio.device)
-        mask = self.augment.spectrogram
         frames: tuple[Tensor, Tensor] = self.features(
-            audio, batch.audio_lengths, keys=batch.keys, warp=warp, mask=mask
+            audio, batch.audio_lengths, keys=batch.keys, warp=warp, mask=self.augment.spectrogram
         )
         return frames
 

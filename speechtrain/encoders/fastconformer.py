@@ -75,7 +75,8 @@ class Subsampling(nn.Module, PolicyAware):
                 if layer.stride[0] == 2:
                     lengths = torch.div(lengths + 1, 2, rounding_mode="floor")
                     valid = torch.arange(x.shape[2], device=x.device) < lengths[:, None]
-                # The product is in place, like ReLU: the first output has 32 times the values of the input.
+                # The product and ReLU write into ``x``, because a copy of the first output would need much
+                # memory: it has 32 times the values of the input.
                 x = x.mul_(valid[:, None, :, None].to(x.dtype))
         return x.transpose(1, 2).flatten(2), lengths
 

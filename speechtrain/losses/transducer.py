@@ -618,6 +618,7 @@ class _StaticWalk(_Walk):
 
     def __init__(self, joint: _Joint, inputs: _Inputs) -> None:
         super().__init__(joint, inputs)
+        # A row uses as many frames as it has, but one position more than symbols: the one before the first.
         beyond_frames = _count(self.shape[1], inputs.frames) >= inputs.frames[:, None]
         beyond_symbols = _count(self.shape[2], inputs.symbols) > inputs.symbols[:, None]
         self.encoder = inputs.encoder.to(joint.wide).masked_fill(beyond_frames[..., None], 0)

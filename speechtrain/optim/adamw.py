@@ -14,7 +14,7 @@ _FORMS = ("torch", "fairseq", "intel")
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW (Loshchilov and Hutter, 2019) with the same settings and state.
+    """torch.optim.AdamW (Loshchilov and Hutter, 2019) with one more setting, ``form``. The state is the same.
 
     ``form`` selects the bias correction of update t. ``torch`` adds ``eps`` to the corrected root of the
     second moment. ``fairseq`` adds it to the uncorrected root. ``intel`` also does this, and corrects the
@@ -64,7 +64,10 @@ class AdamW(torch.optim.AdamW):
         steps = [float(self.state[p]["step"]) for p in group["params"] if p in self.state]
         step = max(steps, default=0.0) + 1
         beta1, beta2 = group["betas"]
-        correction = math.sqrt(1 - beta2**step)
-        group["eps"] /= correction
+        momentum_correction = 1 - beta1**step
+        root_correction = math.sqrt(1 - beta2**step)
+        # torch divides by √v / root_correction + eps. With the new eps, this is (√v + eps) / root_correction.
+        group["eps"] /= root_correction
         if self.form == "intel":
-            group["weight_decay"] *= correction / (1 - beta1**step)
+            # torch multiplies the weight decay by lr, and Intel by s.
+            group["weight_decay"] *= root_correction / momentum_correction

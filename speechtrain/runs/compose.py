@@ -54,7 +54,10 @@ def _compose(overrides: list[str], config_dir: str | None) -> tuple[DictConfig, 
 
 
 def offer_choices(overrides: Sequence[str], config_dir: str | None) -> None:
-    """Add the choices ``finetuned`` and ``auto``. Raises ConfigError if an override chooses a base YAML."""
+    """Add the choices ``finetuned`` and ``auto`` to the groups that Hydra reads.
+
+    Raises ConfigError if an override chooses a YAML that is only the base of other choices.
+    """
     refuse_bases(overrides, config_dir)
     offer_finetuned(overrides)
     offer_auto(overrides, config_dir)
@@ -74,7 +77,7 @@ def override_value(text: str) -> Any:
 
 
 def explain(error: Exception, overrides: Sequence[str], config_dir: str | None = None) -> ConfigError:
-    """Return an error of composing ``overrides`` as one line with the key, and the nearest valid key."""
+    """Return Hydra's error about ``overrides`` as one line that names the key and the nearest valid key."""
     if isinstance(error, OverrideParseException):
         return _explain_syntax(error)
     message = str(error).strip()
@@ -83,18 +86,21 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | None =
         return ConfigError(line)
     cause = error.__cause__ or error
     if isinstance(cause, OmegaConfBaseException):
+        key = cause.full_key
         match = re.search(r"(?:merging|override) '?([\w.+@/~]+)=", message)
-        key = cause.full_key or (match and match[1])
+        if not key and match:
+            key = match[1]
         line = _type_message(cause)
         return ConfigError(f"{key}: {line}" if key else line)
-    line = one_line(message)[:300] or type(error).__name__  # For unreadable YAML, the line has the position.
+    # The message about an unreadable YAML also has the position in the file.
+    line = one_line(message)[:300] or type(error).__name__
     if not isinstance(error, HydraException):
         line = f"the command line or a config file: {line}"
     return ConfigError(line)
 
 
 def _type_message(error: OmegaConfBaseException) -> str:
-    """Return OmegaConf's message. If it is about a number, it has the words of ``config.check``."""
+    """Return OmegaConf's message. A message about a number has the same words as in ``config.check``."""
     line = first_line(error)
     if line == "Cannot merge DictConfig with ListConfig":
         return "the config has a list here. Write one, such as [{path: FILE, weight: 3}, FILE]"
@@ -132,6 +138,7 @@ def _explain_choice(message: str, overrides: Sequence[str], config_dir: str | No
         return ""
     for text in overrides:
         if re.fullmatch(r"[\w/@]*=(null|[\d.]+|true|false)", text, flags=re.IGNORECASE):
+            # The default is an example, for an override of an unknown group.
             names = choices(config_dir).get(key_of_override(text), ["model=rnnt"])
             return f"{text}: a group takes a name: {', '.join(names)}"
     return "the command line: a group takes a name: model=rnnt"
@@ -182,14 +189,15 @@ def _nearest_key(key: str, keys: set[str]) -> str:
 def key_for_option(option: str) -> str:
     """Return the key that an option such as ``--max-steps`` names, or an empty text."""
     name = option.lstrip("-").replace("-", "_")
+    # A chosen device avoids the default ``auto``, which would look for an accelerator.
     keys = [key for key in sorted(_config_keys(["device=cpu"], None)) if f".{key}".endswith(f".{name}")]
     return min(keys, key=len, default="")
 
 
 @lru_cache(maxsize=64)
-def _composed_keys(choices: tuple[str, ...], config_dir: str | None) -> set[str]:
-    """Return the keys and groups of the config that ``choices`` compose."""
-    config, _ = _compose(list(choices), config_dir)
+def _composed_keys(group_overrides: tuple[str, ...], config_dir: str | None) -> set[str]:
+    """Compose a config with ``group_overrides``, and return its keys and groups."""
+    config, _ = _compose(list(group_overrides), config_dir)
     values = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     keys = set()
     for key in flat(values):
@@ -200,15 +208,20 @@ def _composed_keys(choices: tuple[str, ...], config_dir: str | None) -> set[str]
 
 
 def _config_keys(overrides: Sequence[str], config_dir: str | None) -> set[str]:
-    """Return every key of the config that the group choices among ``overrides`` compose."""
-    choices = []
+    """Return every key of a config with the same group choices as ``overrides``.
+
+    If these choices do not compose, the keys of the default config are returned.
+    """
+    group_overrides = []
     for override in overrides:
         key, _, value = override.partition("=")
-        if value and "," not in value and "." not in key and not key.startswith(("+", "~")):
-            choices.append(override)
-    for known_choices in (tuple(choices), ()):
+        is_sweep = "," in value
+        is_group = "." not in key and not key.startswith(("+", "~"))
+        if value and is_group and not is_sweep:
+            group_overrides.append(override)
+    for attempt in (tuple(group_overrides), ()):
         try:
-            return _composed_keys(known_choices, config_dir)
+            return _composed_keys(attempt, config_dir)
         except Exception:  # The keys explain another error, which this one must not replace.
             continue
     return set()

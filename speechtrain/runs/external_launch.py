@@ -23,12 +23,18 @@ from speechtrain.supervision.supervise import supervise
 RENDEZVOUS = "rendezvous.json"
 """File in the run directory: the message of rank 0 to the other ranks of this start."""
 
-_PASSED = ("MASTER_ADDR", "MASTER_PORT", RANK_MEMORY)
+_RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", RANK_MEMORY)
 """The variables that rank 0 passes on. If the file has another one, someone else wrote the file."""
 _POLL_SECONDS = 0.1
 _WAIT_SECONDS = 600.0
 # Variables that differ between two starts, if the starting program sets them.
-_STARTS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID")
+_START_VARIABLES = (
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+    "PMIX_NAMESPACE",
+    "TORCHELASTIC_RUN_ID",
+)
 
 
 @dataclass
@@ -41,7 +47,7 @@ class ExternalLaunch(Launcher):
 
     world: World
     run_dir: Path
-    files = (RENDEZVOUS,)
+    files = (RENDEZVOUS,)  # This is a class attribute of Launcher: the files that a launch leaves in run_dir.
     is_sent: bool = field(default=False, init=False)  # Rank 0 has written its message.
 
     def check(self, job: Job) -> None:
@@ -54,11 +60,12 @@ class ExternalLaunch(Launcher):
     def launch(self, job: Job) -> LaunchResult:
         environment = dict(job.environment)
         if "MASTER_ADDR" not in os.environ:
-            is_here = self.world.local_size == self.world.size
-            environment["MASTER_ADDR"] = "127.0.0.1" if is_here else socket.gethostname()
+            is_one_host = self.world.local_size == self.world.size
+            environment["MASTER_ADDR"] = "127.0.0.1" if is_one_host else socket.gethostname()
         if "MASTER_PORT" not in os.environ:
             environment["MASTER_PORT"] = str(rendezvous_port(job.run_dir))
-        self._send({"environment": {name: environment[name] for name in _PASSED if name in environment}})
+        variables = {name: environment[name] for name in _RENDEZVOUS_VARIABLES if name in environment}
+        self._send({"environment": variables})
         return LaunchResult(self._train(replace(job, environment=environment)))
 
     def render(self, job: Job) -> str:
@@ -66,7 +73,8 @@ class ExternalLaunch(Launcher):
 
     def _train(self, job: Job) -> int:
         """Run the rank of this process and return its exit code."""
-        command = job.on_host(job.command, _ranks_on_these_cpus(self.world))
+        # The program before the command sets the device's variables for the ranks on these CPUs.
+        command = job.on_host(job.command, ranks=_ranks_on_these_cpus(self.world))
         return supervise(command, job.environ())
 
     @contextmanager
@@ -96,7 +104,7 @@ class ExternalLaunch(Launcher):
         if "code" in message:
             return int(message["code"])
         environment = message["environment"]
-        unknown = {*environment} - {*_PASSED}
+        unknown = {*environment} - {*_RENDEZVOUS_VARIABLES}
         if unknown:
             path = self.run_dir / RENDEZVOUS
             raise RunError(f"{path} sets {min(unknown)}, which rank 0 never sets. Someone else writes there")
@@ -139,7 +147,8 @@ def find_external_launch(run_dir: Path | None) -> ExternalLaunch | None:
 def _ranks_on_these_cpus(world: World) -> int:
     """Return the number of ranks of this host that share CPUs with this process.
 
-    The starting program may bind each rank to other CPUs. All ranks of the host count if not all are visible.
+    The starting program may bind each rank to other CPUs. If this process does not see every rank of the
+    host, it assumes that all of them share its CPUs.
     """
     shares_cpus = []
     with suppress(MachineError, OSError, AttributeError):  # Python lacks the affinity on some systems.
@@ -153,7 +162,7 @@ def _ranks_on_these_cpus(world: World) -> int:
 
 def _start_identity(world: World) -> list[str]:
     """Return values that all processes of this start share, and processes of another start do not."""
-    values = [os.environ.get(name, "") for name in _STARTS]
+    values = [os.environ.get(name, "") for name in _START_VARIABLES]
     if world.local_size == world.size:
         values.append(str(os.getppid()))  # MPICH sets none of these variables.
     return [*values, str(world.size)]

@@ -128,15 +128,15 @@ def _raise_max_seconds(
     device: Device,
     transcripts: _Transcripts,
     labels_per_second: float,
-    max_seconds: float,
+    lowest_seconds: float,
 ) -> dict[str, Any]:
     """Set ``data.max_seconds`` so that a batch of the longest recordings fits into the free memory.
 
-    It is at least ``max_seconds``. A higher value is returned for the start line.
+    It is at least ``lowest_seconds``. A higher value is returned for the start line.
     """
-    config.data.max_seconds = max_seconds
+    config.data.max_seconds = lowest_seconds
     longest = math.ceil(max(transcripts.seconds))
-    if longest <= max_seconds:
+    if longest <= lowest_seconds:
         return {}
     try:
         with torch.device("meta"):
@@ -145,7 +145,7 @@ def _raise_max_seconds(
         return {}
     count = int(config.data.batch.count or 1)
     free_bytes = host.free_memory() / int(config.world_size) if device.on_host else _CARD_BYTES
-    for seconds in range(longest, int(max_seconds), -1):
+    for seconds in range(longest, int(lowest_seconds), -1):
         labels = math.ceil(labels_per_second * seconds)
         if footprint.bytes(count, seconds, labels) <= _BATCH_SHARE * free_bytes:
             config.data.max_seconds = float(seconds)

@@ -1,9 +1,10 @@
 """The process that a launcher starts on each host of a run over several hosts. Imports no torch.
 
 ``python -m MODULE look FILE PORT ADDRESS`` checks this host and prints the facts as one line of JSON.
-``python -m MODULE run [--attached SECONDS] [--address ADDRESS] LOG -- COMMAND …`` is an agent's parent: it
-stops the ranks on request. With ``--outcome RUN_DIR`` it exits with the run's exit code, not with the
-agent's. ``python -m MODULE outcome RUN_DIR`` exits with the exit code of the run in that directory.
+``python -m MODULE run [--attached SECONDS] [--address ADDRESS] LOG -- COMMAND …`` starts the command,
+which is the agent that starts the ranks of this host, and stops the ranks on request. With ``--outcome
+RUN_DIR`` it exits with the run's exit code, not with the agent's. ``python -m MODULE outcome RUN_DIR`` exits
+with the exit code of the run in that directory.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ CLOSING_SECONDS = 10.0
 """The time that ranks have to end by themselves after another rank has failed."""
 
 MODULE = "speechtrain.supervision.node_agent"
-_LOOK_SECONDS = 0.1  # from one look to the next
-_LOOKS = 50  # A network file system may show a new file late.
+_POLL_SECONDS = 0.1  # from one look for a file to the next
+_POLLS = 50  # A network file system may show a new file late.
+_SIGNAL_SECONDS = 0.1  # between two signals. Without a pause, they would arrive as one.
 
 
 def versions() -> dict[str, str]:
@@ -51,12 +53,12 @@ def versions() -> dict[str, str]:
 def check_host(file: Path, port: int, address: str) -> dict[str, Any]:
     """Return the content of ``file``, the versions, and the error of listening on ``port`` of ``address``."""
     content = None
-    for _ in range(_LOOKS):
+    for _ in range(_POLLS):
         try:
             content = read_text(file)
             break
         except OSError:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
     return {"token": content, "versions": versions(), "port_error": port_error(address, port)}
 
 
@@ -70,11 +72,11 @@ def interface_of(address: str) -> str:
     return ""
 
 
-def run(command: list[str], log: Path, address: str, attached: float | None) -> int:
+def run(command: list[str], log: Path, address: str, input_grace: float | None) -> int:
     """Supervise ``command``, an agent with ranks.
 
-    With ``attached``, a stop request may also come by the standard input. The end of the input, or silence,
-    is a stop request. Processes that still run ``attached`` seconds later are killed.
+    With ``input_grace``, a stop request may also come by the standard input. The end of the input, or
+    silence, is a stop request. Processes that still run ``input_grace`` seconds later are killed.
     """
     environment = dict(os.environ)
     interface = interface_of(address) if address else ""
@@ -82,9 +84,9 @@ def run(command: list[str], log: Path, address: str, attached: float | None) -> 
         # The collectives get the name of the interface, because a host's name may mean its loopback.
         for name in environment.get(NETWORK_VARIABLES, "").split():
             environment.setdefault(name, interface)
-    if attached is not None:
+    if input_grace is not None:
         _end_leftovers(log)
-        threading.Thread(target=_handle_input, args=(attached,), daemon=True).start()
+        threading.Thread(target=_handle_input, args=(input_grace,), daemon=True).start()
     try:
         return supervise(command, environment, agent_log=log, grace=CLOSING_SECONDS)
     except KeyboardInterrupt:
@@ -100,7 +102,10 @@ def _end_leftovers(log: Path) -> None:
 
 
 def _handle_input(grace: float) -> None:
-    """Turn the bytes of the standard input into signals for this process."""
+    """Turn the bytes of the standard input into signals for this process.
+
+    ``supervise`` receives them. The first SIGTERM stops the ranks, and the second kills them.
+    """
     has_asked = False
 
     def ask_to_stop() -> None:
@@ -121,12 +126,12 @@ def _handle_input(grace: float) -> None:
             time.sleep(grace)
             break
     ask_to_stop()
-    time.sleep(_LOOK_SECONDS)  # Two signals at once would arrive as one.
+    time.sleep(_SIGNAL_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def exit_code_of_run(run_dir: Path) -> int:
-    """Return the exit code that the command would have for the run in ``run_dir``, or 1 without a result."""
+    """Return the exit code of speechtrain-train for the run in ``run_dir``, or 1 without a result."""
     result = read_result(run_dir)
     if result is None or result.status == "failed":
         failure = read_failure(run_dir)
@@ -137,42 +142,44 @@ def exit_code_of_run(run_dir: Path) -> int:
 
 
 def wait_for_outcome(run_dir: Path) -> int:
-    """Return the run's exit code on one of several nodes, after the node's agent has ended.
+    """Wait for the result of the run, and return the run's exit code. The agent of this node has ended.
 
-    Rank 0, or the rank that failed, may write its result on another node, and late.
+    Another node may write the result later: the node of rank 0, or of a rank that failed.
     """
-    for _ in range(_LOOKS):
+    for _ in range(_POLLS):
         if read_result(run_dir) or read_failure(run_dir):
             break
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return exit_code_of_run(run_dir)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m speechtrain.supervision.node_agent", description=__doc__)
-    parts = parser.add_subparsers(dest="part", required=True)
-    look_part = parts.add_parser("look")
-    look_part.add_argument("file", type=Path)
-    look_part.add_argument("port", type=int)
-    look_part.add_argument("address")
-    run_part = parts.add_parser("run")
-    run_part.add_argument("--attached", type=float, metavar="SECONDS")
-    run_part.add_argument("--address", default="")
-    run_part.add_argument("--outcome", type=Path, metavar="RUN_DIR", help="exit with the run's exit code")
-    run_part.add_argument("--node", type=int, default=0, help="number of this node, added to its log's name")
-    run_part.add_argument("log", type=Path)
-    run_part.add_argument("command", nargs=argparse.REMAINDER)
-    outcome_part = parts.add_parser("outcome")
-    outcome_part.add_argument("run_dir", type=Path)
+    subcommands = parser.add_subparsers(dest="subcommand", required=True)
+    look_parser = subcommands.add_parser("look")
+    look_parser.add_argument("file", type=Path)
+    look_parser.add_argument("port", type=int)
+    look_parser.add_argument("address")
+    run_parser = subcommands.add_parser("run")
+    run_parser.add_argument("--attached", type=float, metavar="SECONDS")
+    run_parser.add_argument("--address", default="")
+    run_parser.add_argument("--outcome", type=Path, metavar="RUN_DIR", help="exit with the run's exit code")
+    run_parser.add_argument(
+        "--node", type=int, default=0, help="number of this node, added to its log's name"
+    )
+    run_parser.add_argument("log", type=Path)
+    run_parser.add_argument("command", nargs=argparse.REMAINDER)
+    outcome_parser = subcommands.add_parser("outcome")
+    outcome_parser.add_argument("run_dir", type=Path)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    if arguments.part == "look":
+    if arguments.subcommand == "look":
         print(json.dumps(check_host(arguments.file, arguments.port, arguments.address)))
         return 0
-    if arguments.part == "outcome":
+    if arguments.subcommand == "outcome":
         return exit_code_of_run(arguments.run_dir)
     if arguments.outcome is not None and exit_code_of_run(arguments.outcome) == 0:
         return 0  # The run ended while this node was lost.
@@ -182,8 +189,9 @@ def main(argv: list[str] | None = None) -> int:
     command = arguments.command
     if command[:1] == ["--"]:
         command = command[1:]
-    code = run(command, log, arguments.address, attached=arguments.attached)
-    if arguments.outcome is None or code == EXIT_PREEMPTED:  # A preempted agent had no ranks yet.
+    code = run(command, log, arguments.address, input_grace=arguments.attached)
+    # An agent that was stopped before it had ranks returns EXIT_PREEMPTED, and its run may have no result.
+    if arguments.outcome is None or code == EXIT_PREEMPTED:
         return code
     return wait_for_outcome(arguments.outcome)
 

@@ -10,17 +10,17 @@ from speechtrain.errors import DataError, MachineError, one_line
 from speechtrain.files import FilePath, parse_json
 from speechtrain.text.vocabulary import FileTokenizer, cannot_spell, check_ids
 
-_MOST_GROWTH = 4_000  # the most characters that all steps may make of one
+_MOST_GROWTH = 4_000  # All steps together may turn one character into at most this many.
 _GROWTH = {"ByteLevel": 4.0, "NFKC": 18.0, "NFKD": 18.0, "Precompiled": 18.0}
-"""The most characters that a step of this type makes of one. ``Precompiled`` usually is the table of NFKC."""
-_LEAST_GROWTH = 1.1  # the factor of each other step. It limits the number of steps.
+"""A step of this type turns one character into at most this many. ``Precompiled`` usually is NFKC's table."""
+_DEFAULT_GROWTH = 1.1  # for steps of other types. It is above 1, which limits the number of steps.
 
 
 class HuggingFace(FileTokenizer):
     """A tokenizer of the library ``tokenizers``, read from the file ``model``.
 
-    The ids of the file stay the same. The first ``labels`` ids are labels, for models whose vocabulary
-    continues with the blank and special symbols. With null, all ids are labels. The file's padding and
+    The ids of the file stay the same. The ids below ``labels`` are the model's labels, and the ids above are
+    the blank and special symbols. If ``labels`` is null, every id is a label. The file's padding and
     truncation are not used. Raises DataError if the file is missing or damaged, or if its steps make a text
     more than 4,000 times as long, and MachineError without the library. ``encode`` and ``decode`` raise
     DataError if the library fails.
@@ -30,23 +30,24 @@ class HuggingFace(FileTokenizer):
 
     def __init__(self, model: FilePath, normaliser: str = "none", labels: int | None = None) -> None:
         try:
-            from tokenizers import Tokenizer as Library
+            from tokenizers import Tokenizer as LibraryTokenizer
         except ImportError:
             raise MachineError(
                 "tokenizer=huggingface needs the library tokenizers: pip install -e '.[interop]'"
             ) from None
         super().__init__(model, normaliser, "copy it from the published model")
         self._path = model
-        self._library = self._call(_library_of, Library, self._content)
-        size = self._library.get_vocab_size(with_added_tokens=True)
+        self._tokenizer = self._call(_read_tokenizer, LibraryTokenizer, self._content)
+        size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        # A model may have one label more than its tokenizer's file.
         if labels is not None and not 0 < labels <= size + 1:
             raise ValueError(f"labels is {labels}, and {model} has {size}")
         self._label_count = labels
         ids = range(size) if labels is None else range(labels)
-        self.labels = [str(self._library.id_to_token(label)) for label in ids]
-        unknown = getattr(self._library.model, "unk_token", None)
-        unknown_id = getattr(self._library.model, "unk_id", None)
-        self._unknown_id = self._library.token_to_id(unknown) if unknown else unknown_id
+        self.labels = [str(self._tokenizer.id_to_token(label)) for label in ids]
+        unknown = getattr(self._tokenizer.model, "unk_token", None)
+        unknown_id = getattr(self._tokenizer.model, "unk_id", None)
+        self._unknown_id = self._tokenizer.token_to_id(unknown) if unknown else unknown_id
 
     def encode(self, text: str) -> list[int]:
         unknown_symbols = self.unknown(text)
@@ -57,19 +58,20 @@ class HuggingFace(FileTokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         check_ids(ids, self.blank)
         labels = [int(label) for label in ids]
-        return str(self._call(self._library.decode, labels, skip_special_tokens=True)).strip()
+        return str(self._call(self._tokenizer.decode, labels, skip_special_tokens=True)).strip()
 
     def spelling(self) -> list[str]:
-        """Return the text that each label adds, as the library decodes the label after another one.
+        """Return the text that each label adds to the text before it.
 
-        The labels themselves differ: byte-level BPE begins a word with ``Ġ`` and WordPiece continues one with
-        ``##``. A label that is a part of a character becomes the replacement character.
+        The library decodes each label after the last label, because a label at the start of a text may lose
+        its space. The text of a label differs from its name: byte-level BPE begins a word with ``Ġ``, and
+        WordPiece continues a word with ``##``. A part of a character becomes the replacement character.
         """
         anchor = len(self.labels) - 1
-        prefix = str(self._call(self._library.decode, [anchor], skip_special_tokens=False))
+        prefix = str(self._call(self._tokenizer.decode, [anchor], skip_special_tokens=False))
         texts = []
         for label in range(len(self.labels)):
-            text = str(self._call(self._library.decode, [anchor, label], skip_special_tokens=False))
+            text = str(self._call(self._tokenizer.decode, [anchor, label], skip_special_tokens=False))
             texts.append(text.removeprefix(prefix))
         return texts
 
@@ -88,10 +90,10 @@ class HuggingFace(FileTokenizer):
 
     def library(self) -> Any:
         """Return a copy of the library's tokenizer."""
-        return _library_of(type(self._library), self._content)
+        return _read_tokenizer(type(self._tokenizer), self._content)
 
     def _encoding(self, text: str) -> Any:
-        return self._call(self._library.encode, text, add_special_tokens=False)
+        return self._call(self._tokenizer.encode, text, add_special_tokens=False)
 
     def _call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call the library and convert each of its errors to a DataError.
@@ -110,28 +112,34 @@ class HuggingFace(FileTokenizer):
         return {"kind": "huggingface", "labels": self._label_count, **self._identity()}
 
 
-def _library_of(kind: Any, content: bytes) -> Any:
+def _read_tokenizer(tokenizer_class: Any, content: bytes) -> Any:
+    """Return the library's tokenizer for the content of a file.
+
+    Raises ValueError if the steps of the file may make a text too long.
+    """
     text = content.decode()
     parts = parse_json(text)
     steps = [parts.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]
     if _growth(steps) > _MOST_GROWTH:
         raise ValueError(f"its steps make a text more than {_MOST_GROWTH} times as long")
-    library = kind.from_str(text)
-    library.no_padding()
-    library.no_truncation()
-    return library
+    tokenizer = tokenizer_class.from_str(text)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def _growth(step: Any) -> float:
-    """Return the most characters that a step, or a list of steps, makes of one character."""
+    """Return into how many characters a step, or a list of steps, turns one character at most."""
     if isinstance(step, list):
         return math.prod(map(_growth, step))
     if not isinstance(step, dict):
         return 1.0
     nested_growth = _growth([setting for setting in step.values() if isinstance(setting, list)])
-    replacement = len(step.get("content", "")) + len(step.get("prepend", ""))
+    # A Replace step puts ``content`` in place of a character. A Prepend step puts ``prepend`` before a text.
+    replacement_length = len(step.get("content", "")) + len(step.get("prepend", ""))
     pattern = step.get("pattern") or {}
     if not pattern.get("String"):
-        replacement += 1  # Such a pattern can match between two characters.
-    usual_growth = _GROWTH.get(str(step.get("type")), _LEAST_GROWTH)
-    return nested_growth * max(replacement, usual_growth)
+        # Without a pattern, or with a regex that matches between two characters, the character stays, too.
+        replacement_length += 1
+    usual_growth = _GROWTH.get(str(step.get("type")), _DEFAULT_GROWTH)
+    return nested_growth * max(replacement_length, usual_growth)

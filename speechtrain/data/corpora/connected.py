@@ -38,6 +38,8 @@ SAMPLE_RATE = 16_000
 GAP_SECONDS = (0.02, 0.12)
 FORMAT = 1  # the version of plan and audio. A change of either must increase it
 
+_HEADER_BYTES = 44  # of a WAV file
+
 
 class Clips(ABC):
     """Isolated recordings as 16 kHz mono, by number. Their lengths are known before decoding."""
@@ -75,7 +77,10 @@ class Utterance:
 
 
 class Connected(Source):
-    """A corpus of connected utterances. Raises ConfigError for impossible arguments."""
+    """A corpus of connected utterances. Raises ConfigError for impossible arguments.
+
+    A subclass is a dataclass with the fields from ``split`` on, and sets the other attributes.
+    """
 
     corpus: str
     """The name of the corpus in errors, ids and fingerprints."""
@@ -138,14 +143,14 @@ def joined_cuts(name: str, clips: Clips, plan: Sequence[Utterance]) -> Iterator[
     from lhotse.audio import AudioSource
 
     lengths = [utterance.length(clips) for utterance in plan]
-    samples = sum(lengths)
-    path = _cached_wav(name, clips, plan, samples=samples)
+    sample_count = sum(lengths)
+    path = _cached_wav(name, clips, plan, sample_count)
     recording = Recording(
         id=name,
         sources=[AudioSource(type="file", channels=[0], source=str(path))],
         sampling_rate=SAMPLE_RATE,
-        num_samples=samples,
-        duration=samples / SAMPLE_RATE,
+        num_samples=sample_count,
+        duration=sample_count / SAMPLE_RATE,
     )
     start = 0
     for utterance, length in zip(plan, lengths, strict=True):
@@ -159,34 +164,36 @@ def joined_cuts(name: str, clips: Clips, plan: Sequence[Utterance]) -> Iterator[
         start += length
 
 
-def _cached_wav(name: str, clips: Clips, plan: Sequence[Utterance], samples: int) -> Path:
+def _cached_wav(name: str, clips: Clips, plan: Sequence[Utterance], sample_count: int) -> Path:
     """Return the path of the cached WAV, which is written if it is missing or incomplete.
 
     If several processes write it, the file of the last process remains.
     """
-    if 2 * samples + 44 > 2**32:
+    audio_bytes = 2 * sample_count
+    file_bytes = _HEADER_BYTES + audio_bytes
+    if file_bytes > 2**32:
+        hours = sample_count / SAMPLE_RATE / 3600
         raise ConfigError(
-            f"utterances={len(plan)}: {samples / SAMPLE_RATE / 3600:.0f} h of audio exceed the 37 h of one "
-            "WAV file. Ask for fewer"
+            f"utterances={len(plan)}: {hours:.0f} h of audio exceed the 37 h of one WAV file. Ask for fewer"
         )
     folder = cache_folder() / "connected"
     path = folder / f"{name}.wav"
-    if not path.is_file() or path.stat().st_size != 44 + 2 * samples:
-        content = f"{folder}: {2 * samples / 1e6:.0f} MB of joined audio"
+    if not path.is_file() or path.stat().st_size != file_bytes:
+        target = f"{folder}: {audio_bytes / 1e6:.0f} MB of joined audio"
         fix = "free some space or set SPEECHTRAIN_CACHE to another folder"
-        with writing(content, fix), atomic(path) as temporary:
+        with writing(target, fix), atomic(path) as temporary:
             free = shutil.disk_usage(folder).free
-            if free < 2 * samples:
+            if free < audio_bytes:
                 raise OSError(None, f"{free / 1e6:.0f} MB free")
-            _write_wav(temporary, clips, plan, samples=samples)
+            _write_wav(temporary, clips, plan, sample_count)
     return path
 
 
-def _write_wav(path: Path, clips: Clips, plan: Sequence[Utterance], samples: int) -> None:
+def _write_wav(path: Path, clips: Clips, plan: Sequence[Utterance], sample_count: int) -> None:
     # soundfile is not used, because it does not report a full disk.
     with path.open("wb") as file, wave.open(file, "wb") as wav:
         # These are channels, bytes of a sample, rate, frames and the compression.
-        wav.setparams((1, 2, SAMPLE_RATE, samples, "NONE", "not compressed"))
+        wav.setparams((1, 2, SAMPLE_RATE, sample_count, "NONE", "not compressed"))
         for utterance in plan:
             audio = utterance.audio(clips).astype("<i2", copy=False)
             wav.writeframesraw(audio.tobytes())

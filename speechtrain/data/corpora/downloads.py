@@ -99,7 +99,7 @@ def _most_bytes(gigabytes: float) -> float:
 
 
 def _unpack(path: Path, folder: Path, archive: Archive) -> None:
-    """Unpack an archive and the archives inside it. One limit of bytes holds for all of them."""
+    """Unpack an archive and the archives inside it. The unpacked bytes of all of them have one limit."""
     most_bytes = _most_bytes(archive.unpacked_gb)
     with _progress(path.name, _size(path)) as report_bytes:
         names, size = unpack(path, folder, most_bytes, report_bytes)

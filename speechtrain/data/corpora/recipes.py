@@ -24,10 +24,10 @@ from speechtrain.files import parse_json, read_bytes
 
 @dataclass
 class Set:
-    """One part of a corpus: the recipe that reads it, its arguments, and the path that shows that it exists.
+    """A set of recordings, which is one part of a corpus, and how to read it.
 
-    ``recipe`` is lhotse's ``prepare_RECIPE``, or a key of OWN. In arguments and place, ``{root}``,
-    ``{folder}``, ``{part}`` and ``{language}`` are replaced.
+    ``recipe`` is lhotse's ``prepare_RECIPE``, or a key of OWN. The part is on disk if the path ``place``
+    exists. In arguments and place, ``{root}``, ``{folder}``, ``{part}`` and ``{language}`` are replaced.
     """
 
     recipe: str
@@ -48,8 +48,8 @@ def cuts_by_part(sets: Mapping[str, Set], names: Mapping[str, str], jobs: int) -
     """Yield each part with its cuts in lhotse's JSON format.
 
     ``names`` has the values of ``{root}``, ``{folder}`` and ``{language}`` in ``sets``. A recipe with
-    ``{part}`` in its arguments runs for each part. Any other recipe runs once for all its parts. A corpus
-    without parts has ``{"": Set}``, and the recipe decides which parts it has. Raises DataError for a folder
+    ``{part}`` in its arguments runs for each part. Any other recipe runs once for all its parts. If
+    ``sets`` is ``{"": Set}``, every part that the recipe returns is yielded. Raises DataError for a folder
     that is not as the recipe expects it, ConfigError for an argument that the recipe does not take.
     """
     remaining = dict(sets)
@@ -63,11 +63,14 @@ def cuts_by_part(sets: Mapping[str, Set], names: Mapping[str, str], jobs: int) -
         part_names = {**names, "part": part}
         arguments = {key: fill_names(argument, part_names) for key, argument in part_set.arguments.items()}
         cuts_by_name = dict(_read(part_set.recipe, arguments, names["folder"], jobs))
-        if part and len(cuts_by_name) == len(parts) == 1:
+        takes_every_part = part == ""
+        is_one_part = len(parts) == 1 and len(cuts_by_name) == 1
+        if is_one_part and not takes_every_part:
             # A recipe may give its only part another name.
-            cuts_by_name = {part: next(iter(cuts_by_name.values()))}
+            (cuts,) = cuts_by_name.values()
+            cuts_by_name = {part: cuts}
         for name, cuts in cuts_by_name.items():
-            if not part or name in parts:
+            if takes_every_part or name in parts:
                 yield name, cuts
 
 
@@ -82,7 +85,7 @@ def fill_names(value: Any, names: Mapping[str, str]) -> Any:
 
 def _read(recipe: str, arguments: dict[str, Any], folder: str, jobs: int) -> Iterator[tuple[str, Any]]:
     """Yield name and cuts of each part that a recipe reads."""
-    function = _recipe(recipe)
+    function = _recipe_function(recipe)
     arguments = _complete_arguments(recipe, function, arguments, folder, jobs)
     if recipe in OWN:
         paths = {key: Path(str(path)) for key, path in arguments.items() if key != "jobs"}
@@ -95,14 +98,14 @@ def _read(recipe: str, arguments: dict[str, Any], folder: str, jobs: int) -> Ite
         yield name, _cuts(manifests)
 
 
-def _recipe(name: str) -> Any:
+def _recipe_function(name: str) -> Any:
     """Return the function of a recipe. Raises ConfigError for an unknown name."""
     if name in OWN:
         return OWN[name]
     names = recipe_names()
     if name not in names:
         raise ConfigError(f"recipe: lhotse has no {name!r}{nearest(name, [*names, *OWN])}")
-    return getattr(_recipes(), f"prepare_{name}")
+    return getattr(_lhotse_recipes(), f"prepare_{name}")
 
 
 def _complete_arguments(
@@ -132,10 +135,10 @@ def _run(recipe: str, function: Any, arguments: dict[str, Any], folder: str) -> 
     """Run a recipe of lhotse. Raises DataError if the folder is not as the recipe expects it."""
     output = inspect.signature(function).parameters.get("output_dir")
     with tempfile.TemporaryDirectory() as scratch:
-        # An optional output_dir is left out: a recipe with one may reuse files of an interrupted run.
+        # A recipe with an output_dir may reuse files of an interrupted run. So only a required one is set.
         if output and output.default is output.empty:
             arguments["output_dir"] = scratch
-        _read_headers_by_libsndfile()
+        _set_audio_backend()
         try:
             return function(**arguments)
         except DataError:
@@ -153,11 +156,12 @@ def _run(recipe: str, function: Any, arguments: dict[str, Any], folder: str) -> 
 
 def recipe_names() -> list[str]:
     """Return the names of lhotse's recipes."""
-    return [name.removeprefix("prepare_") for name in vars(_recipes()) if name.startswith("prepare_")]
+    functions = vars(_lhotse_recipes())
+    return [name.removeprefix("prepare_") for name in functions if name.startswith("prepare_")]
 
 
-def _recipes() -> Any:
-    """Import lhotse's recipes. Their progress bars are disabled if stderr is not a terminal."""
+def _lhotse_recipes() -> Any:
+    """Import the module of lhotse's recipes. Their progress bars are disabled if stderr is not a terminal."""
     is_set = "TQDM_DISABLE" in os.environ
     if not is_set and not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"  # tqdm reads it when it is imported
@@ -168,8 +172,11 @@ def _recipes() -> Any:
     return lhotse.recipes
 
 
-def _read_headers_by_libsndfile() -> None:
-    """Set lhotse's audio backend to ``read_header``. lhotse's own choice needs sph2pipe for SPHERE files."""
+def _set_audio_backend() -> None:
+    """Make lhotse read the headers of files by ``read_header``.
+
+    The backend that lhotse chooses by itself needs sph2pipe for SPHERE files.
+    """
     from lhotse.audio import set_current_audio_backend
     from lhotse.audio.backend import LibsndfileBackend, LibsndfileCompatibleAudioInfo
 
@@ -189,7 +196,10 @@ def _read_headers_by_libsndfile() -> None:
 
 
 def _parts(manifests: Any, name: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each mapping with recordings, with a name of the keys that lead to it."""
+    """Yield each mapping with recordings that ``manifests`` contains, after its name.
+
+    The name joins the keys on the way to the mapping, such as ``train-clean``.
+    """
     if not isinstance(manifests, Mapping):
         return
     if "recordings" in manifests:
@@ -231,7 +241,9 @@ def _cuts(manifests: Mapping[str, Any]) -> Iterator[Record]:
 
 def _table(path: Path, jobs: int) -> Iterator[Record]:
     """Yield the rows of Common Voice's TSV. lhotse's recipe needs a column that release 9 lacks."""
-    for _, cut in map_in_threads(with_measured_length, (entry.cut for entry in Table(path).entries()), jobs):
+    cuts = (entry.cut for entry in Table(path).entries())
+    measured_cuts = map_in_threads(with_measured_length, cuts, jobs)
+    for _, cut in measured_cuts:
         yield cut  # type: ignore[misc]
 
 
@@ -258,9 +270,10 @@ def _stm(audio: Path, references: Path, jobs: int) -> Iterator[Record]:
 
 
 def _stm_segments(line: str, paths: Mapping[str, Path]) -> Iterator[Record]:
-    """Return the cut of a line ``RECORDING SIDE SPEAKER START END [<LABEL>] WORDS``, or none if it is empty.
+    """Return the cut of a line ``RECORDING SIDE SPEAKER START END [<LABEL>] WORDS``.
 
-    Raises ValueError or KeyError for another line.
+    The result is empty if no time is left between START and END within the recording. Raises ValueError or
+    KeyError for another line.
     """
     name, side, speaker, start, end, *words = line.split()
     side = {"1": "A", "2": "B"}.get(side, side.upper())
@@ -289,7 +302,8 @@ def _voice_activity(path: Path, jobs: int) -> Iterator[Record]:
             problem = f"no 'speaker' and 'voice_activity' of a recording ({error})"
             raise DataError(f"{labels_path}: {problem}") from None
 
-    for _, cuts in map_in_threads(read, sorted(path.rglob("*.flac")), jobs):
+    audio_paths = sorted(path.rglob("*.flac"))
+    for _, cuts in map_in_threads(read, audio_paths, jobs):
         yield from cuts  # type: ignore[misc]
 
 
@@ -301,7 +315,8 @@ def _segments(
         header = read_header(str(path))
     except Unusable as problem:
         raise DataError(f"{problem.detail} ({problem.reason}). Repair or remove it") from None
-    channels, channel = list(range(header.channels)), min(channel, header.channels - 1)
+    channels = list(range(header.channels))
+    cut_channel = min(channel, channels[-1])  # A mono file has all sides in one channel.
     for span in spans:
         seconds = min(span.end, header.duration) - span.start
         if seconds <= 0:
@@ -312,7 +327,7 @@ def _segments(
         recording = cut["recording"]
         recording |= {"num_samples": header.frames, "duration": header.duration, "channel_ids": channels}
         recording["sources"][0]["channels"] = channels
-        cut["channel"] = cut["supervisions"][0]["channel"] = channel
+        cut["channel"] = cut["supervisions"][0]["channel"] = cut_channel
         yield cut
 
 

@@ -166,6 +166,6 @@ def test_a_node_that_comes_back_after_the_end_starts_nothing(tmp_path: Path) -> 
 def test_ranks_of_which_none_has_left_a_word_were_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node, "_LOOKS", 1)
+    monkeypatch.setattr(node, "_POLLS", 1)
     line = ["run", f"--outcome={tmp_path}", str(tmp_path / "log"), "--", "false"]
     assert node.main(line) == 1
