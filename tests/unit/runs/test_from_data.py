@@ -166,7 +166,7 @@ def test_tensors_are_kept_by_labels_and_never_by_shape(tmp_path: Path) -> None:
     other = begun(run, "tokenizer.alphabet=' ghijkl'")  # as many labels
     assert {"joint.output.weight", "prediction.embedding.weight"} <= other
     assert begun(alone) == other  # its labels are unknown
-    with pytest.raises(ConfigError, match=r"joint\.\S+ is \(20.*here; set the keys below model\."):
+    with pytest.raises(ConfigError, match=r"joint\.\S+ is \(20.*here \(set the keys below model\."):
         begun(run, "model.joint.hidden=24")
 
 
