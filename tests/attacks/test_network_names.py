@@ -5,13 +5,14 @@ The variables are those by which other programs, such as Slurm, start a run.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 from itertools import pairwise, takewhile
 from pathlib import Path
 
 import pytest
-import yaml
 
 from .forks import Ended, Forks, faults
 
@@ -43,23 +44,33 @@ def quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
+def submitted_text(script: str) -> str:
+    """Return the here-document that a script gives to sbatch or kubectl, or "" without one."""
+    match = re.search(r" <<'(END_OF_TEXT_*)'\n(.*?)^\1$", script, re.DOTALL | re.MULTILINE)
+    return match[2] if match else ""
+
+
 def shell_faults(script: str, folder: Path) -> list[str]:
     """Return the errors of a shell and the injected directives of Slurm in a script."""
-    done = subprocess.run(["sh", "-n"], input=script, text=True, capture_output=True, cwd=folder, check=False)
-    head = takewhile(lambda line: not line.strip() or line.startswith("#"), script.splitlines())
+    job_script = submitted_text(script)
+    found = []
+    check = ["sh", "-n"]
+    for text in (script, job_script):
+        done = subprocess.run(check, input=text, text=True, capture_output=True, cwd=folder, check=False)
+        if done.returncode:
+            found.append(f"sh: {done.stderr}")
     # sbatch reads no directive after the first command.
+    head = takewhile(lambda line: not line.strip() or line.startswith("#"), job_script.splitlines())
     directives = [line for line in head if line.startswith("#SBATCH")]
-    found = [f"sh: {done.stderr}"] if done.returncode else []
     if len(directives) > MOST_DIRECTIVES:
         found.append(f"{len(directives)} directives: {directives}")
     return found + [line for line in directives if "--wrap" in line.split("=")[0]]
 
 
 def kubernetes_faults(script: str) -> list[str]:
-    # The script is a line of kubectl, the documents, and a line END.
-    _, _, rest = script.partition("\n")
-    body, _, _ = rest.rpartition("\nEND")
-    kinds = [document["kind"] for document in yaml.safe_load_all(body)]
+    # Each document ends with a line "}".
+    documents = submitted_text(script).split("\n}\n")[:-1]
+    kinds = [json.loads(document + "}")["kind"] for document in documents]
     return [] if sorted(kinds) == ["Job", "Service"] else [f"documents {kinds}"]
 
 
