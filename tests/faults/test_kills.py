@@ -1,4 +1,4 @@
-"""Kill -9 of any process of a run at random moments: the same command continues, bit by bit."""
+"""After kill -9 of any process of a run at random moments, the same command continues bit for bit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -16,17 +17,27 @@ from ..integration.conftest import finish
 from .conftest import SLOW_DATA, Run, wait_until
 
 PLAN = ["trainer.max_steps=60", "trainer.save_every=4", "trainer.validate_every=20", "data.workers=1"]
-ONE = ["command", "rank", "data worker", "fork server"]
+VICTIMS_OF_ONE_RANK = ["command", "rank", "data worker", "fork server"]
+VICTIMS_OF_TWO_RANKS = ["command", "rank", "second rank", "data worker", "agent"]
+
+
+class Chain(NamedTuple):
+    """A run that is killed ``kills`` times, each time at the next of ``victims``."""
+
+    overrides: list[str]
+    victims: list[str]
+    kills: int
+
+
 CHAINS = {
-    "one-rank": ([], ONE, 12),
-    "ctc": (["model=ctc"], ONE, 4),
-    "two-ranks": (["world_size=2"], ["command", "rank", "second rank", "data worker", "agent"], 5),
+    "one-rank": Chain([], VICTIMS_OF_ONE_RANK, kills=12),
+    "ctc": Chain(["model=ctc"], VICTIMS_OF_ONE_RANK, kills=4),
+    "two-ranks": Chain(["world_size=2"], VICTIMS_OF_TWO_RANKS, kills=5),
 }
-"""Overrides, whom to kill in turn, how often."""
 
 
 def victim(run: Run, who: str) -> psutil.Process | None:
-    """The process to kill; the command's own is known to who started it."""
+    """Return the process to kill. The test has the process of the command, because it started the command."""
     search = {
         "rank": lambda: rank_of(run, "0"),
         "second rank": lambda: rank_of(run, "1"),
@@ -55,7 +66,7 @@ def test_kills_of_any_process_leave_no_trace(
 ) -> None:
     overrides, victims, kills = CHAINS[chain]
     undisturbed, killed = (run(name, *SLOW_DATA, *PLAN, *overrides) for name in ("undisturbed", "killed"))
-    if chain == "ctc":
+    if chain == "ctc":  # These arguments are for model=rnnt.
         for each in (undisturbed, killed):
             each.arguments = [a for a in each.arguments if not a.startswith(("model.", "decoder."))]
     done = undisturbed.run()
@@ -68,18 +79,18 @@ def test_kills_of_any_process_leave_no_trace(
         process = killed.start()
         killed.wait_for_update(before + 1, process)
         time.sleep(draw.uniform(0.0, 0.3))
-        if process.poll() is not None:  # it has come to its end
+        if process.poll() is not None:  # The run has finished.
             break
         if who == "command":
             process.kill()
-        else:  # a data worker may not be there yet
+        else:  # A data worker may not have started yet.
             wait_until(lambda: victim(killed, who), process, f"a {who}")  # noqa: B023
             if (target := victim(killed, who)) is not None:
-                with suppress(psutil.NoSuchProcess):  # the run may end meanwhile
+                with suppress(psutil.NoSuchProcess):  # The run may end meanwhile.
                     target.kill()
-        if who == "fork server":  # its workers are alive: the run goes on
+        if who == "fork server":  # Its data workers are alive, so the run continues until the test ends it.
             killed.wait_for_update(killed.updates() + 2, process)
-            process.send_signal(signal.SIGKILL)
+            process.kill()
         codes.append(finish(process).returncode)
         assert codes[-1] in (-signal.SIGKILL, 4, 0), (who, codes)
         killed.wait_until_gone()
@@ -87,7 +98,7 @@ def test_kills_of_any_process_leave_no_trace(
     assert done.returncode == 0, done.stderr
     assert len(codes) >= kills // 2
     assert killed.losses() == undisturbed.losses()
-    # ranks write in the order of their clocks
+    # handed() lists the batches that training got. Two ranks write their batches in any order.
     assert sorted(killed.handed()) == sorted(undisturbed.handed())
     assert killed.weights() == undisturbed.weights()
     assert ownerless_memory() == []

@@ -1,4 +1,7 @@
-"""Damaged checkpoints and a full disk: named, never loaded, and training goes on from what is sound."""
+"""Damaged checkpoints and a full disk.
+
+A message names a damaged checkpoint, no rank loads it, and training continues from the last sound checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -55,15 +58,17 @@ def test_each_damage_is_named_and_training_goes_on_from_the_one_before(
         (run.run_dir / "result.json").unlink()
         damage(run.checkpoints()[-1])
         if damage is half_write:
+            # A killed save also leaves its folder. No save of this run writes step 9, so only the cleaning of
+            # leftovers removes this folder.
             (run.run_dir / "checkpoints" / ".writing-step-00000009").mkdir()
-        said = run.run_dir / "stderr.log"
-        said.unlink()
+        log = run.run_dir / "stderr.log"
+        log.unlink()
         assert forks.run(run.run_dir / "config.yaml") == [0], run.result()
-        warnings = said.read_text()
+        warnings = log.read_text()
         assert "checkpoint not loaded" in warnings
         assert "step-00000006" in warnings
         assert [e["step"] for e in run.events("resume")] == [4]
-        assert run.losses() == losses  # checks that the updates made again are the same ones
+        assert run.losses() == losses, "a repeated update has another loss"
         assert run.result()["status"] == "finished"
         assert not list((run.run_dir / "checkpoints").glob(".*"))
 
@@ -72,7 +77,7 @@ def test_each_damage_is_named_and_training_goes_on_from_the_one_before(
 def test_a_disk_that_is_full_during_a_save(
     command: Callable[..., Command], forks: Forks, policy: str
 ) -> None:
-    """A limit on the size of files stands for it: writes fail half-way, as on a full disk."""
+    """A limit on the size of files replaces the full disk: a write fails after a part of the file."""
     run = command("run", "trainer.max_steps=2", "trainer.save_every=2", "trainer.validate_every=100")
     assert forks.run(run.write()) == [0], run.result()
     sound = run.weights()
@@ -95,7 +100,7 @@ def test_a_disk_that_is_full_during_a_save(
     assert "checkpoint of step 4 could not be written" in done.stderr
     assert [c.name for c in run.checkpoints()] == ["step-00000002"]
     assert run.weights() == sound
-    # the last save is never a mere warning
+    # The failure of the last save is an error with either policy.
     assert done.returncode == 4
     assert done.stderr.splitlines()[-1].startswith("speechtrain: error: checkpoint of step 4")
     assert (run.result()["status"], run.result()["exit_code"]) == ("failed", 4)
@@ -103,18 +108,21 @@ def test_a_disk_that_is_full_during_a_save(
     assert run.events()[-1]["status"] == "failed"
     assert (run.run_dir / "error.log").exists()
     assert sorted(run.losses()) == [1, 2, 3, 4]
-    again = run.run_inline("trainer.max_steps=4")  # with room again
+    # Without the limit, the same command continues the run.
+    again = run.run_inline("trainer.max_steps=4")
     assert again.returncode == 0, again.stderr
     assert [c.name for c in run.checkpoints()][-1] == "step-00000004"
+    # Only the other process had the limit. Otherwise other tests would fail in this process.
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 
-def test_a_save_that_fails_on_the_way_is_a_warning_where_that_is_asked(
+def test_a_save_that_fails_before_the_last_is_a_warning(
     command: Callable[..., Command], forks: Forks
 ) -> None:
     run = command("run", "trainer.max_steps=4", "trainer.save_every=2", "trainer.validate_every=100")
     path = run.write()
-    # in the way of the folder that the save of step 2 writes, and gone before that of step 4
+    # A file has the name of the folder that the save of step 2 creates, so this save fails. The save of
+    # step 4 creates a folder with another name.
     (run.run_dir / "checkpoints").mkdir()
     (run.run_dir / "checkpoints" / ".writing-step-00000002").write_text("")
     assert forks.run(path) == [0], run.result()

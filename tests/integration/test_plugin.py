@@ -1,4 +1,7 @@
-"""The package in ``examples/plugin``: its parts train, evaluate and decode beside ours, which name none."""
+"""The parts of the package in ``examples/plugin`` train, evaluate and decode beside this project's parts.
+
+No file of this project except this test names that package.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,23 @@ from .conftest import INLINE, STARTER, finish
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = ROOT / "examples" / "plugin"
 QUICK = [
-    *("tracking=jsonl", "data.workers=0", "trainer.max_epochs=null", "trainer.max_steps=4"),
-    *("trainer.validate_every=2", "trainer.save_every=2", "schedule=constant", "optimizer=adamw"),
+    "tracking=jsonl",
+    "data.workers=0",
+    "trainer.max_epochs=null",
+    "trainer.max_steps=4",
+    "trainer.validate_every=2",
+    "trainer.save_every=2",
+    "schedule=constant",
+    "optimizer=adamw",
 ]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package, installed by pip into a folder of its own."""
+    """Install the package by pip into a new folder."""
     source, site = tmp_path_factory.mktemp("source") / "plugin", tmp_path_factory.mktemp("site")
-    shutil.copytree(PLUGIN, source)  # pip leaves a build folder
+    shutil.copytree(PLUGIN, source)  # pip leaves a build folder in the source.
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     line = [*pip, "--no-build-isolation", "--target", str(site), str(source)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
@@ -75,11 +84,12 @@ def test_a_decoder_of_another_package_reads_a_run_of_ours(run: Run, tmp_path: Pa
     done = run("train", *folder, "model=ctc", "data=named_files", *small, *QUICK, *INLINE, "run_dir=run")
     assert done.returncode == 0, done.stderr
     penalty = ["decoder=blank_penalty", "decoder.penalty=50"]
+    # The same run continues for two updates with the decoder of the package.
     done = run("train", *folder, "run_dir=run", *penalty, "trainer.max_steps=6", *INLINE)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    texts = [row["rows"] for row in rows if row["event"] == "examples"]
-    assert all(row["hypothesis"] for row in texts[-1]), "without blanks, every frame has a label"
+    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    examples = [event["rows"] for event in events if event["event"] == "examples"]
+    assert all(row["hypothesis"] for row in examples[-1]), "without blanks, every frame has a label"
     recording = str(tmp_path / "recordings" / "dev" / "one_c_0.wav")
     text = run("transcribe", "run", recording, *folder, *penalty)
     assert text.returncode == 0, text.stderr

@@ -46,17 +46,19 @@ def assert_within_limits(batch: MicroBatch, data: dict[str, Any], limits: BatchL
     """A batch of several utterances is within each limit, and within its shape."""
     seconds = (data["seconds"][batch.rows] * 100.0 / batch.percents).max()
     labels = int(data["labels"][batch.rows].max())
-    rows, longest, widest = len(batch.rows), seconds, labels
+    rows, longest, most_labels = len(batch.rows), seconds, labels
     if batch.shape is not None:
         samples = planned_samples(data["seconds"][batch.rows], batch.percents, 16_000)
         assert rows <= batch.shape.rows
         assert samples.max() <= batch.shape.samples
         assert labels <= batch.shape.labels
-        rows, longest, widest = batch.shape.rows, batch.shape.samples / 16_000, batch.shape.labels
+        # The limits hold for the padded batch.
+        rows, longest, most_labels = batch.shape.rows, batch.shape.samples / 16_000, batch.shape.labels
     if rows > 1:
         assert rows <= (limits.count or rows)
         assert rows * longest <= (limits.seconds or np.inf) * (1 + 1e-5)
-        assert FOOTPRINT.bytes(rows, longest, widest) <= (limits.memory_gib or np.inf) * 2**30 * (1 + 1e-5)
+        most_bytes = (limits.memory_gib or np.inf) * 2**30
+        assert FOOTPRINT.bytes(rows, longest, most_labels) <= most_bytes * (1 + 1e-5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -123,10 +125,15 @@ def test_the_order_belongs_to_the_cuts_and_not_to_the_manifest() -> None:
 
 def test_speeds_lie_on_the_grid_and_fill_it() -> None:
     sampler = new_sampler(**corpus(4000), seed=1, limits=BatchLimits(), speed=(0.9, 1.1))
-    percents, others = (plan.percents[plan.rows.argsort()] for plan in map(sampler.plan, (0, 1)))
+
+    def percents_by_cut(epoch: int) -> np.ndarray:
+        plan = sampler.plan(epoch)
+        return plan.percents[plan.rows.argsort()]
+
+    percents, next_percents = percents_by_cut(0), percents_by_cut(1)
     assert sorted(set(percents.tolist())) == list(range(90, 111))
-    assert np.bincount(percents - 90).min() > 100  # 190 expected
-    assert (percents != others).mean() > 0.9
+    assert np.bincount(percents - 90).min() > 100  # 4,000 cuts at 21 speeds: about 190 for each speed
+    assert (percents != next_percents).mean() > 0.9
     assert set(new_sampler(**corpus(9), seed=1, limits=BatchLimits()).plan(0).percents.tolist()) == {100}
 
 
@@ -140,20 +147,25 @@ def test_windows_save_padding_and_keep_the_order_random() -> None:
 
     assert padding(20) < 0.1 < 0.5 < padding(1)
     plan = new_sampler(**data, seed=1, limits=BatchLimits(count=8, window=20)).plan(0)
-    firsts = np.array([data["seconds"][batch.rows].max() for batch in all_of(plan)])
-    assert abs(np.corrcoef(firsts[:-1], firsts[1:])[0, 1]) < 0.15  # lengths do not come in runs
+    longest = np.array([data["seconds"][batch.rows].max() for batch in all_of(plan)])
+    correlation = np.corrcoef(longest[:-1], longest[1:])[0, 1]
+    assert abs(correlation) < 0.15, "the length of a batch depends on the length of the batch before it"
 
 
 def test_shapes_are_few_and_finite() -> None:
     data = corpus(500)
-    data["labels"][7] = 5000  # one odd transcript does not widen every shape
+    outlier = 5000  # labels. All other transcripts have at most 20 labels × 12 s = 240.
+    data["labels"][7] = outlier
     sampler = new_sampler(**data, seed=1, limits=BatchLimits(count=4), speed=(0.9, 1.1), shapes=5)
     assert len(sampler.shapes) <= 5
     met = {batch.shape for epoch in range(3) for batch in all_of(sampler.plan(epoch))}
     assert met <= set(sampler.shapes)
     assert all(shape.samples % 1600 == 0 and shape.labels % 8 == 0 for shape in sampler.shapes)
-    assert sampler.shapes[-1].labels >= 5000 > 400 > sampler.shapes[0].labels
-    assert sampler.shapes[-1].samples >= 12 / 0.9 * 16_000 - 2000
+    assert sampler.shapes[-1].labels >= outlier
+    assert sampler.shapes[0].labels < 400, "one odd transcript widens every shape"
+    # The longest recording has a little less than 12 s, and 0.9 is the lowest speed.
+    most_samples = 12 / 0.9 * 16_000
+    assert sampler.shapes[-1].samples >= most_samples - 2000
     full = sum(len(batch.rows) == batch.shape.rows for batch in all_of(sampler.plan(0)) if batch.shape)
     assert full >= len(sampler.plan(0)) - 5
 
@@ -201,7 +213,8 @@ def test_packing_by_memory_needs_a_model_that_predicts_it() -> None:
 
 # --- over ranks, with and without weights ---------------------------------------------------------
 
-SETS = ([], [1.0, 1.0], [3.0, 1.0, 0.2])
+SET_WEIGHTS = ([], [1.0, 1.0], [3.0, 1.0, 0.2])
+"""The weights of the training sets. An empty list is one set without a weight."""
 
 
 def training_sampler(count: int, limits: BatchLimits, shapes: int, weights: list[float]) -> Sampler:
@@ -231,7 +244,7 @@ def rank_parts(
     count=st.integers(3, 120),
     limits=st.sampled_from(LIMITS),
     shapes=st.sampled_from([0, 3]),
-    weights=st.sampled_from(SETS),
+    weights=st.sampled_from(SET_WEIGHTS),
     world_size=st.integers(1, 5),
 )
 def test_ranks_divide_the_recordings_of_each_epoch(
@@ -242,18 +255,19 @@ def test_ranks_divide_the_recordings_of_each_epoch(
     parts = rank_parts(sampler, world_size, (0, 0), -(-total // world_size))
     assert len({len(part) for part in parts}) == 1
     for epoch in range(2):
-        addresses, rows = [], []
+        addresses, passes_of_rows = [], []
         for batch in itertools.chain(*parts):
             if batch.epoch == epoch:
                 addresses.append(batch.index)
                 passes = np.broadcast_to(batch.passes, len(batch.rows)).tolist()
-                rows += zip(batch.rows.tolist(), passes, strict=True)
+                passes_of_rows += zip(batch.rows.tolist(), passes, strict=True)
         assert sorted(addresses) == list(range(sampler.length(epoch)))
-        assert len(set(rows)) == len(rows)  # A recording of a small set is in several passes of an epoch.
+        # A recording of a small set is in several passes of an epoch, and once in each pass.
+        assert len(set(passes_of_rows)) == len(passes_of_rows)
         if weights:
-            assert len(rows) == sum(weighted.count for weighted in sampler.draws.sets)
+            assert len(passes_of_rows) == sum(weighted.count for weighted in sampler.draws.sets)
         else:
-            assert sorted(row for row, _ in rows) == list(range(count))
+            assert sorted(row for row, _ in passes_of_rows) == list(range(count))
 
 
 @settings(max_examples=60, deadline=None)
@@ -261,7 +275,7 @@ def test_ranks_divide_the_recordings_of_each_epoch(
     count=st.integers(3, 120),
     limits=st.sampled_from(LIMITS),
     shapes=st.sampled_from([0, 3]),
-    weights=st.sampled_from(SETS),
+    weights=st.sampled_from(SET_WEIGHTS),
     epoch=st.integers(0, 4),
 )
 def test_no_micro_batch_of_a_weighted_epoch_exceeds_a_limit(
@@ -277,7 +291,7 @@ def test_no_micro_batch_of_a_weighted_epoch_exceeds_a_limit(
     count=st.integers(3, 60),
     limits=st.sampled_from(LIMITS),
     shapes=st.sampled_from([0, 3]),
-    weights=st.sampled_from(SETS),
+    weights=st.sampled_from(SET_WEIGHTS),
     steps=st.integers(0, 30),
     before=st.sampled_from([1, 2, 3]),
     after=st.sampled_from([4, 6, 12]),

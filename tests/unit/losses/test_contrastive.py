@@ -20,7 +20,7 @@ ROWS, FRAMES, WIDTH, HIDDEN, NEGATIVES, ENTRIES = 3, 70, 10, 14, 15, 5
 
 @dataclass
 class Result:
-    """A loss with its parts, gradients of everything that has one, and upstream's counts."""
+    """A loss, its parts, the gradients of all parameters, and the metrics that fairseq logs with the loss."""
 
     loss: Tensor
     diversity: Tensor
@@ -31,7 +31,7 @@ class Result:
 
 
 class Parts(nn.Module):
-    """What stands between extractor and transformer and the loss in a wav2vec 2.0 model."""
+    """The parts of a wav2vec 2.0 model between its networks (extractor, transformer) and its loss."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Parts(nn.Module):
         return {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
 
 
-def dynamic(
+def dynamic_result(
     parts: Parts,
     mask: NDArray[np.bool_],
     negatives: Tensor,
@@ -57,8 +57,8 @@ def dynamic(
 ) -> Result:
     """wav2vec 2.0's objective as published, row by row and with data-dependent shapes.
 
-    Written for itself: boolean indexing, a copy of every negative, torch's cosine similarity, −inf for
-    negatives that are the positive, an indexed Gumbel softmax.
+    This function shares no code with the project. It uses boolean indexing, a copy of every negative, torch's
+    cosine similarity, −inf for negatives that are equal to the positive, and an indexed Gumbel softmax.
     """
     quantizer, where = parts.quantizer, torch.from_numpy(mask)
     logits = F.linear(parts.features[where], quantizer.projection.weight, quantizer.projection.bias)
@@ -72,11 +72,11 @@ def dynamic(
     code_of = soft.argmax(-1).view(-1, 2)
 
     average = logits.view(-1, 2, ENTRIES).softmax(-1).mean(0)
-    prob = torch.exp(-(average * torch.log(average + 1e-7)).sum(-1)).sum()
+    prob_perplexity = torch.exp(-(average * torch.log(average + 1e-7)).sum(-1)).sum()
     used = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     used = used.view(-1, 2, ENTRIES).mean(0)
-    code = torch.exp(-(used * torch.log(used + 1e-7)).sum(-1)).sum()
-    diversity = (2 * ENTRIES - prob) / (2 * ENTRIES)
+    code_perplexity = torch.exp(-(used * torch.log(used + 1e-7)).sum(-1)).sum()
+    diversity = (2 * ENTRIES - prob_perplexity) / (2 * ENTRIES)
 
     counts = mask.sum(1).tolist()
     total, correct, shared = torch.zeros((), dtype=x_all.dtype), 0, 0
@@ -88,6 +88,8 @@ def dynamic(
         scores[1:][is_positive] = float("-inf")
         scores = scores.t()
         total = total + F.cross_entropy(scores, torch.zeros(len(x), dtype=torch.long), reduction="sum")
+        # As fairseq does: a frame is not correct if all its candidates have the same score, so that the first
+        # candidate, the positive, is the largest and the smallest.
         largest, smallest = scores.argmax(-1) == 0, scores.argmin(-1) == 0
         correct += int(largest.sum() - (largest & smallest).sum())
         shared += int(is_positive.sum())
@@ -101,13 +103,13 @@ def dynamic(
         total.detach(),
         diversity.detach(),
         correct / frames,
-        (float(prob.detach()), float(code)),
+        (float(prob_perplexity.detach()), float(code_perplexity)),
         shared,
         parts.gradients(),
     )
 
 
-def static(
+def static_result(
     parts: Parts,
     mask: NDArray[np.bool_],
     negatives: Tensor,
@@ -116,67 +118,73 @@ def static(
     lengths: Sequence[int],
     width: int | None,
 ) -> Result:
-    """The same objective from this project's blocks."""
+    """The same objective from this project's parts.
+
+    Each row has ``width`` entries. Those after the masked frames of the row are its surplus.
+    """
     index, weight = frame_table(mask, width)
 
     def at(x: Tensor) -> Tensor:
         return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
 
     drawn = at(noise.flatten(2)).unflatten(2, (2, ENTRIES))
-    # the surplus may hold anything that is finite
+    # Surplus entries may have any finite values, because their weight is 0.
     drawn = drawn + 7 * torch.randn_like(drawn) * (1 - weight[..., None, None])
     out = parts.quantizer(at(parts.features), torch.tensor(tau, dtype=noise.dtype), weight, drawn)
-    loss = contrastive_loss(
-        parts.final_proj(at(parts.hidden)), parts.project_q(out.codes), out.ids, negatives, weight
-    )
+    context, targets = parts.final_proj(at(parts.hidden)), parts.project_q(out.codes)
+    contrastive = contrastive_loss(context, targets, out.ids, negatives, weight)
     valid = (torch.arange(FRAMES) < torch.tensor(lengths)[:, None])[..., None]
     penalty = (parts.features * valid).pow(2).sum() / (valid.sum() * WIDTH)
-    assert loss.frames == mask.sum()
-    assert torch.equal(out.frames, loss.frames.to(out.frames.dtype))
+    frames = contrastive.frames
+    assert frames == mask.sum()
+    assert torch.equal(out.frames, frames.to(out.frames.dtype))
     parts.zero_grad()
-    (loss.loss + 0.1 * out.diversity() * loss.frames + 10 * penalty * loss.frames).backward()
+    (contrastive.loss + 0.1 * out.diversity() * frames + 10 * penalty * frames).backward()
     return Result(
-        loss.loss.detach(),
+        contrastive.loss.detach(),
         out.diversity().detach(),
-        float(loss.correct / loss.frames),
+        float(contrastive.correct / frames),
         (float(out.prob_perplexity().detach().sum()), float(out.code_perplexity().sum())),
-        float(loss.shared),
+        float(contrastive.shared),
         parts.gradients(),
     )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("equal", [True, False])
-@pytest.mark.parametrize("surplus", [None, "most"])
+@pytest.mark.parametrize("has_surplus", [False, True], ids=["None", "most"])
 @pytest.mark.parametrize("lengths", [(FRAMES,) * ROWS, (FRAMES, 41, 55)])
 def test_static_shapes_give_the_dynamic_loss_and_gradients(
-    dtype: torch.dtype, tolerance: float, equal: bool, surplus: str | None, lengths: tuple[int, ...]
+    dtype: torch.dtype, tolerance: float, equal: bool, has_surplus: bool, lengths: tuple[int, ...]
 ) -> None:
     spans = SpanMask()
     mask = spans.draw(lengths, FRAMES, seed=1, equal=equal)
     counts = mask.sum(1).tolist()
     assert (len(set(counts)) == 1) == equal
-    width = None if surplus is None else spans.max_masked_frames(FRAMES)
+    width = spans.max_masked_frames(FRAMES) if has_surplus else None
     negatives = draw_negatives(counts, width or max(counts), NEGATIVES, seed=2)
     noise = gumbel(torch.rand(ROWS, FRAMES, 2, ENTRIES))
-    # the oracle is float64 with the same weights, whatever the precision of what is tested
-    expected = dynamic(Parts(torch.float64), mask, negatives, noise.double(), 0.8, lengths)
-    got = static(Parts(dtype), mask, negatives, noise.to(dtype), 0.8, lengths, width)
+    # The expected result is in float64 for both precisions, with the same weights.
+    expected = dynamic_result(Parts(torch.float64), mask, negatives, noise.double(), 0.8, lengths)
+    got = static_result(Parts(dtype), mask, negatives, noise.to(dtype), 0.8, lengths, width)
     assert float((got.loss - expected.loss).abs()) <= tolerance * float(expected.loss)
-    assert float((got.diversity - expected.diversity).abs()) <= tolerance  # of 1, its largest value
+    assert float((got.diversity - expected.diversity).abs()) <= tolerance  # The largest diversity is 1.
     assert expected.grads.keys() == got.grads.keys() == dict(Parts(dtype).named_parameters()).keys()
     for name, gradient in expected.grads.items():
-        # a bias's gradient sums over frames what mostly cancels: its scale is that of its layer
-        layer = expected.grads[name.removesuffix("bias") + "weight"] if name.endswith("bias") else gradient
-        error = (got.grads[name] - gradient).norm() / max(gradient.norm(), layer.norm())
+        scale = gradient.norm()
+        if name.endswith("bias"):
+            # The gradient of a bias is a sum over frames that almost cancel, so the error is relative to the
+            # gradient of the weight.
+            scale = max(scale, expected.grads[name.removesuffix("bias") + "weight"].norm())
+        error = (got.grads[name] - gradient).norm() / scale
         assert float(error) <= tolerance, name
     assert got.accuracy == pytest.approx(expected.accuracy, abs=1e-7)
     assert got.perplexities == pytest.approx(expected.perplexities, rel=1e-5)
-    assert got.shared == expected.shared > 0  # five entries a group: exclusion is at work
+    assert got.shared == expected.shared > 0  # With five entries a group, some negatives equal the positive.
 
 
-def ordinary(rows: int = 2, frames: int = 9, width: int = 5, seed: int = 0) -> tuple[Tensor, ...]:
-    """Context, targets, ids all different, negatives and weights."""
+def random_inputs(rows: int = 2, frames: int = 9, width: int = 5, seed: int = 0) -> tuple[Tensor, ...]:
+    """Return random context and targets, ids that are all different, negatives and weights of 1."""
     torch.manual_seed(seed)
     x, y = torch.randn(2, rows, frames, width).unbind(0)
     ids = torch.arange(frames).expand(rows, frames)[..., None]
@@ -184,9 +192,9 @@ def ordinary(rows: int = 2, frames: int = 9, width: int = 5, seed: int = 0) -> t
 
 
 def test_chance_is_the_logarithm_of_the_candidates() -> None:
-    x, y, ids, _, weight = ordinary(frames=150)
+    x, y, ids, _, weight = random_inputs(frames=150)
     negatives = draw_negatives([150, 150], 150, 100, 0)
-    # at a high temperature nothing can be told apart: log2(101) bits a frame, the reference's 6.658
+    # At a high temperature, all 101 candidates have the same probability: log2(101) = 6.658 bits a frame.
     out = contrastive_loss(x, y, ids, negatives, weight, torch.tensor(1e6))
     assert float(nats_to_bits(out.loss) / out.frames) == pytest.approx(6.6582, abs=1e-3)
     assert nats_to_bits(torch.tensor(math.log(2))) == 1.0
@@ -197,13 +205,13 @@ def test_chance_is_the_logarithm_of_the_candidates() -> None:
 
 
 def test_temperature_may_be_a_tensor() -> None:
-    inputs = ordinary()
+    inputs = random_inputs()
     assert torch.equal(contrastive_loss(*inputs, 0.2).loss, contrastive_loss(*inputs, torch.tensor(0.2)).loss)
     assert not torch.equal(contrastive_loss(*inputs, 0.2).loss, contrastive_loss(*inputs).loss)
 
 
 def test_exclusion_equals_minus_infinity_and_leaves_no_gradient() -> None:
-    x, y, _, negatives, weight = ordinary()
+    x, y, _, negatives, weight = random_inputs()
     ids = torch.randint(2, (2, 9, 2))
     x.requires_grad_()
     y = y.requires_grad_()
@@ -215,7 +223,7 @@ def test_exclusion_equals_minus_infinity_and_leaves_no_gradient() -> None:
     plain = torch.autograd.grad(-logits.log_softmax(2)[..., 0].sum(), (x, y))
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    # where every negative is the positive's code nothing is learnt, and nothing is not a number
+    # If every negative has the code of the positive, the loss is 0, and no gradient is NaN or differs from 0.
     out = contrastive_loss(x, y, torch.zeros(2, 9, 2, dtype=torch.long), negatives, weight)
     grads = torch.autograd.grad(out.loss, (x, y))
     assert out.loss == 0
@@ -223,14 +231,14 @@ def test_exclusion_equals_minus_infinity_and_leaves_no_gradient() -> None:
 
 
 def test_a_collapse_shows_in_the_counts() -> None:
-    x, y, ids, negatives, weight = ordinary()
+    x, y, ids, negatives, weight = random_inputs()
     healthy = contrastive_loss(x, y, ids, negatives, weight)
     assert (float(healthy.shared), float(healthy.distinct), float(healthy.frames)) == (0, 18, 18)
     collapsed = contrastive_loss(x, y, torch.zeros_like(ids), negatives, weight)
     assert collapsed.shared == 18 * 20
     assert collapsed.distinct == 2  # one code in each utterance
-    assert collapsed.correct == 18  # upstream's accuracy of a collapse: too good to be true
-    # shared needs every group to agree
+    assert collapsed.correct == 18  # No negative is left, so every frame is correct, as in fairseq.
+    # A negative counts as shared only if its ids agree in all groups.
     half = torch.stack([torch.zeros(2, 9).long(), torch.arange(9).expand(2, 9)], 2)
     assert contrastive_loss(x, y, half, negatives, weight).shared == 0
     few = torch.tensor([[0, 0, 1, 1, 2, 2, 0, 1, 2], [5, 5, 5, 5, 5, 5, 5, 5, 6]])[..., None]
@@ -238,8 +246,8 @@ def test_a_collapse_shows_in_the_counts() -> None:
 
 
 def test_rows_whose_candidates_all_score_alike_are_not_correct() -> None:
-    # upstream counts argmax == 0 and takes away the rows where argmin is 0 as well
-    x, y, ids, negatives, weight = ordinary()
+    # fairseq counts the frames with argmax == 0, and subtracts those whose argmin is 0, too.
+    x, y, ids, negatives, weight = random_inputs()
     y[0] = y[0, :1]
     out = contrastive_loss(torch.ones_like(x), y, ids, negatives, weight)
     assert out.correct <= 9
@@ -247,25 +255,26 @@ def test_rows_whose_candidates_all_score_alike_are_not_correct() -> None:
 
 
 def test_surplus_weighs_nothing_and_receives_no_gradient() -> None:
-    x, y, ids, _, _ = ordinary(frames=12)
+    x, y, ids, _, _ = random_inputs(frames=12)
     weight = (torch.arange(12) < torch.tensor([[9], [6]])).float()
     negatives = draw_negatives([9, 6], 12, 20, 3)
+    is_surplus = weight == 0
     grads, results = [], []
     for fill in (0.0, 50.0, -3.0):
-        a = (x * weight[..., None] + fill * (1 - weight[..., None])).requires_grad_()
-        b = (y * weight[..., None] + fill * (1 - weight[..., None])).requires_grad_()
-        out = contrastive_loss(a, b, ids, negatives, weight)
+        context = x.masked_fill(is_surplus[..., None], fill).requires_grad_()
+        targets = y.masked_fill(is_surplus[..., None], fill).requires_grad_()
+        out = contrastive_loss(context, targets, ids, negatives, weight)
+        assert out.frames == 9 + 6
         results.append(torch.stack([t.detach() for t in out]))
-        grads.append(torch.cat(torch.autograd.grad(out.loss, (a, b))))
+        grads.append(torch.stack(torch.autograd.grad(out.loss, (context, targets))))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
     assert torch.equal(grads[0], grads[1])
-    assert not grads[0].view(2, 2, 12, 5)[:, weight == 0].any()
-    assert results[0][4] == 15
+    assert not grads[0][:, is_surplus].any()
 
 
 def test_a_row_with_one_masked_frame_costs_nothing() -> None:
-    x, y, ids, _, _ = ordinary(frames=4)
+    x, y, ids, _, _ = random_inputs(frames=4)
     weight = (torch.arange(4) < torch.tensor([[4], [1]])).float()
     negatives = draw_negatives([4, 1], 4, 20, 3)
     x.requires_grad_()
@@ -277,7 +286,8 @@ def test_a_row_with_one_masked_frame_costs_nothing() -> None:
 
 
 def test_cosine_without_broadcasting_is_the_cosine() -> None:
-    # reference 5.2c: the Gaudi port's form, torch's, and the one here
+    # The Gaudi port of fairseq computes the cosine from x·y, |x|² and |y|². The results of this port,
+    # of torch and of this project are equal.
     torch.manual_seed(0)
     x, y = torch.randn(2, 40, 16), torch.randn(2, 40, 16)
     ids = torch.arange(40).expand(2, 40)[..., None]
@@ -301,7 +311,7 @@ def test_cosine_without_broadcasting_is_the_cosine() -> None:
 
 
 def test_autocast_does_not_reach_the_loss() -> None:
-    inputs = ordinary()
+    inputs = random_inputs()
     plain = contrastive_loss(*inputs)
     with torch.autocast("cpu", torch.bfloat16):
         cast = contrastive_loss(*inputs)

@@ -2,7 +2,8 @@
 
     pip install torch torchaudio numba && pip install speechbrain && pip install --no-deps espnet
 
-SpeechBrain's own loss is a CUDA kernel; its joint is compared through the losses of the other two.
+SpeechBrain's own loss is a CUDA kernel. SpeechBrain's joint is therefore compared through the losses of
+torchaudio and ESPnet.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from speechtrain import transducer_loss
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the other toolkits
+pytestmark = pytest.mark.filterwarnings("ignore")  # The other toolkits warn.
 B, T, U, H, V = 3, 9, 4, 8, 6
 BLANK = 0
 NAMES = ("encoder", "prediction", "weight", "bias")
@@ -24,7 +25,8 @@ NAMES = ("encoder", "prediction", "weight", "bias")
 
 @pytest.fixture(autouse=True)
 def _level(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SB_LOG_LEVEL", "ERROR")  # SpeechBrain sets it at its import
+    # SpeechBrain sets this variable at its import, and monkeypatch restores it.
+    monkeypatch.setenv("SB_LOG_LEVEL", "ERROR")
 
 
 @pytest.fixture
@@ -35,37 +37,44 @@ def parts() -> list[Tensor]:
 
 
 LABELS = torch.tensor([[1, 2, 3, 4], [5, 5, 1, 0], [2, 0, 0, 0]])
-FRAMES, SYMBOLS = torch.tensor([9, 7, 8]), torch.tensor([4, 3, 1])
+FRAMES, LABEL_COUNTS = torch.tensor([9, 7, 8]), torch.tensor([4, 3, 1])
 
 
 def ours(parts: list[Tensor], activation: str = "relu", frames: Tensor = FRAMES) -> Tensor:
     return transducer_loss(
-        *parts, LABELS, frames, SYMBOLS, blank=BLANK, activation=activation, skip_below=0.0
+        *parts, LABELS, frames, LABEL_COUNTS, blank=BLANK, activation=activation, skip_below=0.0
     )
 
 
-def leaky(parts: list[Tensor], slope: float) -> list[Tensor]:
-    """LeakyReLU(x) is relu(x) - slope * relu(-x): the same joint with ReLU and twice the units."""
+def with_relu(parts: list[Tensor], slope: float) -> list[Tensor]:
+    """Convert the parts of a joint with LeakyReLU into the parts of an equal joint with ReLU.
+
+    LeakyReLU(x) is relu(x) - slope * relu(-x), so the joint with ReLU has twice the units.
+    """
     encoder, prediction, weight, bias = parts
-    return [
-        *(torch.cat((x, -x), -1) for x in (encoder, prediction)),
-        torch.cat((weight, -slope * weight), 1),
-        bias,
-    ]
+    encoder = torch.cat((encoder, -encoder), -1)
+    prediction = torch.cat((prediction, -prediction), -1)
+    weight = torch.cat((weight, -slope * weight), 1)
+    return [encoder, prediction, weight, bias]
 
 
 def assert_equal(mine: Tensor, theirs: Tensor, parts: list[Tensor], relative: float = 1e-5) -> None:
-    """Values and gradients of two sums of losses."""
+    """Check that the losses are equal, and the gradients of their sums."""
     torch.testing.assert_close(mine, theirs.to(mine.dtype), rtol=relative, atol=0)
-    ways = [torch.autograd.grad(loss.sum(), parts) for loss in (mine, theirs)]
-    for name, one, other in zip(NAMES, *ways, strict=True):
-        wrong = float((one - other).norm() / other.norm())
-        assert wrong <= 10 * relative, f"gradient of {name}: {wrong:.1e}"
+    gradients = torch.autograd.grad(mine.sum(), parts)
+    their_gradients = torch.autograd.grad(theirs.sum(), parts)
+    for name, gradient, their_gradient in zip(NAMES, gradients, their_gradients, strict=True):
+        error = relative_error(gradient, their_gradient)
+        assert error <= 10 * relative, f"gradient of {name}: {error:.1e}"
+
+
+def relative_error(gradient: Tensor, expected: Tensor) -> float:
+    return float((gradient - expected).norm() / expected.norm())
 
 
 def torchaudio_loss(logits: Tensor) -> Tensor:
     functional = pytest.importorskip("torchaudio.functional", exc_type=Exception)
-    integers = (x.int() for x in (LABELS, FRAMES, SYMBOLS))
+    integers = (x.int() for x in (LABELS, FRAMES, LABEL_COUNTS))
     losses: Tensor = functional.rnnt_loss(logits, *integers, blank=BLANK, reduction="none")
     return losses
 
@@ -73,7 +82,7 @@ def torchaudio_loss(logits: Tensor) -> Tensor:
 def espnet_loss(logits: Tensor) -> Tensor:
     module = pytest.importorskip("espnet2.asr.transducer.rnnt_multi_blank.rnnt_multi_blank")
     loss = module.RNNTLossNumba(blank=BLANK, reduction="none")
-    losses: Tensor = loss(logits, *(x.int() for x in (LABELS, FRAMES, SYMBOLS)))
+    losses: Tensor = loss(logits, *(x.int() for x in (LABELS, FRAMES, LABEL_COUNTS)))
     return losses
 
 
@@ -100,9 +109,11 @@ def test_espnet_joint(loss: Callable[[Tensor], Tensor], activation: str) -> None
     projections = [joint.lin_enc(encoded), joint.lin_dec(predicted)]
     mine = ours([*projections, joint.lin_out.weight, joint.lin_out.bias], activation)
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=0)
-    ways = [torch.autograd.grad(x.sum(), [*joint.parameters()]) for x in (mine, theirs)]
-    for one, other in zip(*ways, strict=True):
-        assert float((one - other).norm() / other.norm()) < 1e-4
+    weights = [*joint.parameters()]
+    gradients = torch.autograd.grad(mine.sum(), weights)
+    their_gradients = torch.autograd.grad(theirs.sum(), weights)
+    for gradient, their_gradient in zip(gradients, their_gradients, strict=True):
+        assert relative_error(gradient, their_gradient) < 1e-4
 
 
 SPEECHBRAIN: list[tuple[type[nn.Module], str, float]] = [
@@ -112,19 +123,21 @@ SPEECHBRAIN: list[tuple[type[nn.Module], str, float]] = [
 ]
 
 
-@pytest.mark.parametrize("loss", [torchaudio_loss, espnet_loss])
+@LOSSES
 @pytest.mark.parametrize(("nonlinearity", "activation", "slope"), SPEECHBRAIN)
 def test_speechbrain_joint(
     parts: list[Tensor], loss: Callable[[Tensor], Tensor], nonlinearity: Any, activation: str, slope: float
 ) -> None:
-    """Its own LeakyReLU, too, and an output layer without bias."""
+    """SpeechBrain's default LeakyReLU is tested, too. The output layer has no bias."""
     module = pytest.importorskip("speechbrain.nnet.transducer.transducer_joint")
     linear = pytest.importorskip("speechbrain.nnet.linear").Linear(input_size=H, n_neurons=V, bias=False)
     joint = module.Transducer_joint(joint="sum", nonlinearity=nonlinearity)
     parts = [*parts[:2], linear.w.weight, torch.zeros(V, requires_grad=True)]
     theirs = loss(linear(joint(parts[0].unsqueeze(2), parts[1].unsqueeze(1))))
-    mine = ours(leaky(parts, slope) if slope else parts, activation)
+    relu_parts = with_relu(parts, slope) if slope else parts
+    mine = ours(relu_parts, activation)
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=0)
-    ways = [torch.autograd.grad(x.sum(), parts[:3]) for x in (mine, theirs)]
-    for name, one, other in zip(NAMES, *ways, strict=False):
-        assert float((one - other).norm() / other.norm()) < 1e-4, name
+    gradients = torch.autograd.grad(mine.sum(), parts[:3])
+    their_gradients = torch.autograd.grad(theirs.sum(), parts[:3])
+    for name, gradient, their_gradient in zip(NAMES, gradients, their_gradients, strict=False):
+        assert relative_error(gradient, their_gradient) < 1e-4, name

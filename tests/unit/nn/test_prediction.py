@@ -49,9 +49,14 @@ def test_a_state_is_selected_row_by_row(make: object) -> None:
 
 def test_a_stateless_network_forgets_what_is_beyond_its_context() -> None:
     network = connected(StatelessPrediction(6, 8, context=2))
-    one, other = network(LABELS[:1])[0, -1], network(torch.tensor([[0, 0, 0, 1, 5]]))[0, -1]
-    assert torch.equal(one, other)
-    assert not torch.equal(one, network(torch.tensor([[3, 1, 4, 2, 5]]))[0, -1])
+
+    def last_output(labels: list[int]) -> torch.Tensor:
+        outputs: torch.Tensor = network(torch.tensor([labels]))
+        return outputs[0, -1]
+
+    output = last_output([3, 1, 4, 1, 5])
+    assert torch.equal(output, last_output([0, 0, 0, 1, 5])), "a label before the last two has an effect"
+    assert not torch.equal(output, last_output([3, 1, 4, 2, 5])), "the last label but one has no effect"
 
 
 @pytest.mark.parametrize("bias", ["both", "single"])

@@ -1,4 +1,4 @@
-"""One host's part: it stops its ranks when told to, and when nobody is there to tell it."""
+"""The node agent of one host stops its ranks on a request, and when its connection to the command ends."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from speechtrain.supervision import node_agent as node
 from speechtrain.supervision.node_agent import MODULE
 from speechtrain.supervision.process_tree import children_of, is_running
 
-AGENT = """
+RANK_STARTER = """
 import pathlib, signal, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
 sys.exit(child.wait())
 """
-RANK = """
+RANK_TEMPLATE = """
 import pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda number, frame: {answer})
 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
@@ -30,9 +30,12 @@ time.sleep(60)
 
 
 def start(tmp_path: Path, answer: str, *options: str) -> tuple[subprocess.Popen[bytes], int]:
-    """A node with one rank that is ready, and the rank's pid."""
+    """Start a node agent with one rank that is ready. Return the agent and the rank's pid.
+
+    The agent starts RANK_STARTER, which starts the rank. The rank evaluates ``answer`` on SIGTERM.
+    """
     ready = tmp_path / "ready"
-    rank = RANK.format(answer=answer, ready=str(ready))
+    rank = RANK_TEMPLATE.format(answer=answer, ready=str(ready))
     line = [
         sys.executable,
         "-m",
@@ -42,22 +45,22 @@ def start(tmp_path: Path, answer: str, *options: str) -> tuple[subprocess.Popen[
         str(tmp_path / "agent.log"),
         "--",
     ]
-    process = subprocess.Popen([*line, sys.executable, "-c", AGENT, rank], stdin=subprocess.PIPE)
+    process = subprocess.Popen([*line, sys.executable, "-c", RANK_STARTER, rank], stdin=subprocess.PIPE)
     while not ready.exists() or not ready.read_text():
         assert process.poll() is None
     return process, int(ready.read_text())
 
 
-@pytest.mark.parametrize("word", [node.ALIVE + node.STOP, node.STOP + node.STOP, b""])
-def test_told_to_stop_or_left_alone_it_asks_its_rank(tmp_path: Path, word: bytes) -> None:
+@pytest.mark.parametrize("requests", [node.ALIVE + node.STOP, node.STOP + node.STOP, b""])
+def test_a_request_to_stop_or_the_end_of_the_input_stops_the_rank(tmp_path: Path, requests: bytes) -> None:
     process, rank = start(tmp_path, "sys.exit(7)", "--attached=60")
-    process.communicate(word, timeout=60)  # and closes the standard input
+    process.communicate(requests, timeout=60)  # communicate() also closes the standard input.
     assert process.returncode == 7
     assert not is_running(rank)
 
 
 def test_a_node_that_is_stopped_before_it_has_ranks_exits_as_preempted(tmp_path: Path) -> None:
-    """As a pod that waits for its peers, which else would be killed after its grace period."""
+    """A pod that waits for its peers must exit. Otherwise Kubernetes kills it after the grace period."""
     options = [f"--outcome={tmp_path}", str(tmp_path / "agent.log"), "--"]
     waiting = [sys.executable, "-c", "import time; time.sleep(60)"]
     process = subprocess.Popen([sys.executable, "-m", MODULE, "run", *options, *waiting])
@@ -67,10 +70,11 @@ def test_a_node_that_is_stopped_before_it_has_ranks_exits_as_preempted(tmp_path:
     assert process.wait(30) == 75
 
 
-@pytest.mark.parametrize("word", [node.KILL, b""])
-def test_what_does_not_stop_is_killed(tmp_path: Path, word: bytes) -> None:
-    process, rank = start(tmp_path, "None", "--attached=0.5")
-    process.communicate(word, timeout=60)
+@pytest.mark.parametrize("requests", [node.KILL, b""])
+def test_what_does_not_stop_is_killed(tmp_path: Path, requests: bytes) -> None:
+    ignore_sigterm = "None"  # The handler of the rank evaluates this expression and does not exit.
+    process, rank = start(tmp_path, ignore_sigterm, "--attached=0.5")
+    process.communicate(requests, timeout=60)
     assert process.returncode == 130
     while is_running(rank):
         pass
@@ -93,13 +97,14 @@ def test_silence_is_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(node.os, "kill", lambda pid, number: sent.append(number))
     monkeypatch.setattr(node.select, "select", lambda *_: ([], [], []))
     node._handle_input(0.0)
+    # The first SIGTERM asks the ranks to stop. The second, after the grace period, kills them.
     assert sent == [node.signal.SIGTERM] * 2
 
 
-def test_it_says_what_it_sees(tmp_path: Path) -> None:
+def test_look_reports_the_token_the_versions_and_a_port_in_use(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("1234")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
         line = [
             sys.executable,
             "-m",
@@ -109,16 +114,17 @@ def test_it_says_what_it_sees(tmp_path: Path) -> None:
             port,
             "127.0.0.1",
         ]
-        seen = json.loads(subprocess.run(line, capture_output=True, check=True, timeout=60).stdout)
-    assert seen["token"] == "1234"
-    assert seen["versions"] == node.versions()
-    assert "use" in seen["port_error"]
+        look = subprocess.run(line, capture_output=True, check=True, timeout=60)
+    report = json.loads(look.stdout)
+    assert report["token"] == "1234"
+    assert report["versions"] == node.versions()
+    assert "use" in report["port_error"]
     assert node.check_host(tmp_path / "token", 0, "")["port_error"] == ""
 
 
 def test_an_address_has_its_interface() -> None:
     assert node.interface_of("127.0.0.1") == "lo"
-    assert node.interface_of("192.0.2.1") == ""  # of documentation, nobody's
+    assert node.interface_of("192.0.2.1") == ""  # RFC 5737 reserves this address, so no host has it.
 
 
 @pytest.mark.parametrize(
@@ -143,17 +149,17 @@ def test_the_outcome_of_a_run(tmp_path: Path, result: dict[str, object], code: i
 def test_one_of_several_nodes_leaves_with_the_code_of_the_run(
     tmp_path: Path, rank: int, result: dict[str, object], code: int
 ) -> None:
-    """Rank 0 says it after this node's agent has ended, from another node."""
+    """The result comes after the end of the ranks. Rank 0 is on another node, and rank 1 is on this node."""
     folder = rank_folder(tmp_path, rank)
     late = (
         "import json, pathlib, sys, time; time.sleep(0.5); pathlib.Path(sys.argv[1]).write_text(sys.argv[2])"
     )
     folder.mkdir(parents=True, exist_ok=True)
-    told = subprocess.Popen([sys.executable, "-c", late, str(folder / RESULT), json.dumps(result)])
+    writer = subprocess.Popen([sys.executable, "-c", late, str(folder / RESULT), json.dumps(result)])
     options = [f"--outcome={tmp_path}", "--node=1", str(tmp_path / "agent.log")]
-    speaking = [sys.executable, "-c", "import sys; print('words', file=sys.stderr)"]
-    assert node.main(["run", *options, "--", *speaking]) == code
-    assert told.wait(60) == 0
+    ranks = [sys.executable, "-c", "import sys; print('words', file=sys.stderr)"]
+    assert node.main(["run", *options, "--", *ranks]) == code
+    assert writer.wait(60) == 0
     assert (tmp_path / "agent-1.log").read_text() == "words\n"
 
 
@@ -163,9 +169,7 @@ def test_a_node_that_comes_back_after_the_end_starts_nothing(tmp_path: Path) -> 
     assert node.main(line) == 0
 
 
-def test_ranks_of_which_none_has_left_a_word_were_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_code_of_ranks_without_a_result_is_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "_POLLS", 1)
     line = ["run", f"--outcome={tmp_path}", str(tmp_path / "log"), "--", "false"]
     assert node.main(line) == 1
