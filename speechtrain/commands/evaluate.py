@@ -86,7 +86,12 @@ def run(argv: list[str]) -> int:
         print(escape_controls(f"speechtrain: warning: {warning}", SPELLING), file=sys.stderr)
     if arguments.json:
         metrics = {name: outcome.metrics for name, outcome in outcomes.items()}
-        summary = {"checkpoint": str(loaded.checkpoint), "metrics": metrics, "mistakes": mistakes_by_set}
+        summary = {
+            "checkpoint": str(loaded.checkpoint),
+            "metrics": metrics,
+            "real_time_factor": {name: outcome.real_time_factor for name, outcome in outcomes.items()},
+            "mistakes": mistakes_by_set,
+        }
         print(json_text(with_finite_numbers(summary)))
     else:
         print(escape_controls(f"checkpoint {loaded.checkpoint}"))
@@ -117,6 +122,7 @@ def _print_outcome(name: str, outcome: Outcome, mistakes: dict[str, Any] | None)
             errors, units = outcome.totals[metric_name]
             text += f" ({errors:.0f} of {units:.0f})"
         texts.append(text)
+    texts.append(f"real-time factor {outcome.real_time_factor:.3g}")
     print(escape_controls(f"{name}: {', '.join(texts)}"))
     if mistakes is not None:
         print("\n".join(lines_of(mistakes)))

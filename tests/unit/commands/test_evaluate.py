@@ -21,6 +21,10 @@ from speechtrain.training.evaluation import Outcome
 from tests.support.digits import write_digits
 
 ONE = "device.threads=1"
+LINE = (
+    r"unheard: cer [\d.]+ % .*, loss [\d.]+, wer ([\d.]+) % \((\d+) of (\d+)\), "
+    r"real-time factor [\d.e-]+"
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +64,8 @@ def test_a_model_is_shared_without_the_state_of_its_training(
 def test_rates_are_in_percent_with_their_counts(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.run([str(run_dir), ONE]) == 0
     line, kinds, frequent, *told = capsys.readouterr().out.splitlines()[1:]
-    found = re.fullmatch(r"unheard: cer [\d.]+ % .*, loss [\d.]+, wer ([\d.]+) % \((\d+) of (\d+)\)", line)
-    assert found, line
+    found = re.fullmatch(LINE, line)
+    assert found
     assert float(found[1]) == pytest.approx(100 * int(found[2]) / int(found[3]), abs=0.01)
     counted = re.match(
         rf"  {found[3]} words in 4 utterances: (\d+) substituted, (\d+) deleted, (\d+) ins", kinds
@@ -106,11 +110,12 @@ def test_figures_do_not_depend_on_the_batch(run_dir: Path, capsys: pytest.Captur
 def test_a_contradiction_is_a_warning(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcome = Outcome({"wer": 0.5}, {}, (), 1.0, contradiction="too short; try decoder=beam")
+    outcome = Outcome({"wer": 0.5}, {}, (), 1.0, 4.0, contradiction="too short; try decoder=beam")
     monkeypatch.setattr(LoadedRun, "evaluate", lambda run, sets: {"de\x1bv": outcome})
     assert evaluate.run([str(run_dir), ONE, "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["metrics"] == {"de\x1bv": {"wer": 0.5}}
+    assert json.loads(out)["real_time_factor"] == {"de\x1bv": 0.25}
     assert err == "speechtrain: warning: de\\x1bv: too short; try decoder=beam\n"
 
 
