@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,7 +14,7 @@ from speechtrain.compute_policy import ComputePolicy
 from speechtrain.counter_rng import seed_at
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
-from speechtrain.metrics import MetricSums
+from speechtrain.metrics import MetricSums, error_rates
 from speechtrain.task import Evaluation, Example, Sums, Task, worst_examples
 
 
@@ -42,6 +42,25 @@ class Outcome:
         if not self.audio_seconds:
             return math.inf
         return self.seconds / self.audio_seconds
+
+    def with_normaliser(self, normalise: Callable[[str], str]) -> Outcome:
+        """Return the outcome with error rates of texts that ``normalise`` changes.
+
+        It changes the hypotheses, and the references after the normaliser of the run. ``examples`` must have
+        all utterances of the set, as in ``speechtrain evaluate``.
+        """
+        examples = []
+        for example in self.examples:
+            reference, hypothesis = normalise(example.reference), normalise(example.hypothesis)
+            examples.append(Example(example.id, reference, hypothesis))
+        sums = MetricSums()
+        sums.add(error_rates((example.reference, example.hypothesis) for example in examples))
+        return replace(
+            self,
+            metrics=self.metrics | sums.means(),
+            totals={**self.totals, **sums.totals()},
+            examples=tuple(examples),
+        )
 
 
 def evaluate(
