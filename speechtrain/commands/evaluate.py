@@ -72,7 +72,7 @@ def parser() -> Parser:
 def run(argv: list[str]) -> int:
     """Evaluate and print. Return the exit code. Raises a SpeechtrainError."""
     arguments = parser().parse_with_run(argv)
-    overrides, normaliser_name = _split_overrides(arguments.overrides)
+    overrides, normaliser_name = split_overrides(arguments.overrides)
     normalise = _normaliser(normaliser_name)
     sets = _sets_by_name(arguments.set)
     _check(arguments)
@@ -127,7 +127,7 @@ def _print_lines(
         _print_outcome(name, outcome, mistakes.get(name))
 
 
-def _split_overrides(overrides: list[str]) -> tuple[list[str], str | None]:
+def split_overrides(overrides: list[str]) -> tuple[list[str], str | None]:
     """Return the overrides of the run's config, and the name after ``normaliser=``, if there is one."""
     config_overrides = []
     name = None
