@@ -16,6 +16,7 @@ from speechtrain.run_directory import is_error_rate, metric_text
 
 if TYPE_CHECKING:
     from speechtrain.inference.loaded_run import LoadedRun
+    from speechtrain.text.normalise import Normaliser
     from speechtrain.training.evaluation import Outcome
 
 _FIX = "name a file in a writable folder"  # for --out
@@ -30,6 +31,7 @@ def parser() -> Parser:
             "speechtrain evaluate RUN",
             "speechtrain evaluate RUN --set mine=FOLDER --out texts.jsonl",
             "speechtrain evaluate run_dir=RUN decoder=beam decoder.lm=lm.arpa device.threads=1",
+            "speechtrain evaluate RUN normaliser=whisper_english",
         ],
         exit_codes="0 done, 2 usage, 3 data, 4 machine, 5 no run or no usable checkpoint",
     )
@@ -38,7 +40,9 @@ def parser() -> Parser:
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="a key of the run's config, or precision=, device= or decoder=CHOICE",
+        help="a key of the run's config, or precision=, device= or decoder=CHOICE. normaliser=NAME "
+        "normalises references and hypotheses before they are compared, as whisper_english does for "
+        "leaderboards",
     )
     build.add_argument(
         "--set",
@@ -68,31 +72,80 @@ def parser() -> Parser:
 def run(argv: list[str]) -> int:
     """Evaluate and print. Return the exit code. Raises a SpeechtrainError."""
     arguments = parser().parse_with_run(argv)
+    overrides, normaliser_name = split_overrides(arguments.overrides)
+    normalise = _normaliser(normaliser_name)
     sets = _sets_by_name(arguments.set)
     _check(arguments)
     from speechtrain.inference.loaded_run import load
 
     loaded = load(
         arguments.run,
-        *arguments.overrides,
+        *overrides,
         checkpoint=arguments.checkpoint,
         config_dir=arguments.config_dir,
     )
+    if normalise and not loaded.opened.task.writes_text:
+        raise ConfigError(f"normaliser={normaliser_name}: the model writes no text. Remove the normaliser")
     outcomes = loaded.evaluate(sets)
+    for warning in _warnings(outcomes, loaded, arguments):
+        print(escape_controls(f"speechtrain: warning: {warning}", SPELLING), file=sys.stderr)
+    if normalise:
+        outcomes = {name: outcome.with_normaliser(normalise) for name, outcome in outcomes.items()}
     if arguments.out:
         _write_rows(outcomes, arguments.out)
     mistakes_by_set = _mistakes(outcomes, arguments.worst)
-    for warning in _warnings(outcomes, loaded, arguments):
-        print(escape_controls(f"speechtrain: warning: {warning}", SPELLING), file=sys.stderr)
+    checkpoint = str(loaded.checkpoint)
     if arguments.json:
-        metrics = {name: outcome.metrics for name, outcome in outcomes.items()}
-        summary = {"checkpoint": str(loaded.checkpoint), "metrics": metrics, "mistakes": mistakes_by_set}
-        print(json_text(with_finite_numbers(summary)))
+        _print_json(checkpoint, normaliser_name, outcomes, mistakes_by_set)
     else:
-        print(escape_controls(f"checkpoint {loaded.checkpoint}"))
-        for name, outcome in outcomes.items():
-            _print_outcome(name, outcome, mistakes_by_set.get(name))
+        _print_lines(checkpoint, normaliser_name, outcomes, mistakes_by_set)
     return 0
+
+
+def _print_json(
+    checkpoint: str, normaliser: str | None, outcomes: Mapping[str, Outcome], mistakes: Mapping[str, Any]
+) -> None:
+    """Print the outcomes as one JSON object."""
+    summary = {
+        "checkpoint": checkpoint,
+        "normaliser": normaliser,
+        "metrics": {name: outcome.metrics for name, outcome in outcomes.items()},
+        "real_time_factor": {name: outcome.real_time_factor for name, outcome in outcomes.items()},
+        "mistakes": mistakes,
+    }
+    print(json_text(with_finite_numbers(summary)))
+
+
+def _print_lines(
+    checkpoint: str, normaliser: str | None, outcomes: Mapping[str, Outcome], mistakes: Mapping[str, Any]
+) -> None:
+    """Print the outcomes in lines."""
+    print(escape_controls(f"checkpoint {checkpoint}"))
+    if normaliser:
+        print(f"normaliser {normaliser}")
+    for name, outcome in outcomes.items():
+        _print_outcome(name, outcome, mistakes.get(name))
+
+
+def split_overrides(overrides: list[str]) -> tuple[list[str], str | None]:
+    """Return the overrides of the run's config, and the name after ``normaliser=``, if there is one."""
+    config_overrides = []
+    name = None
+    for override in overrides:
+        if override.startswith("normaliser="):
+            name = override.removeprefix("normaliser=")
+        else:
+            config_overrides.append(override)
+    return config_overrides, name
+
+
+def _normaliser(name: str | None) -> Normaliser | None:
+    """Return the normaliser called ``name``, if there is a name. Raises a SpeechtrainError."""
+    if name is None:
+        return None
+    from speechtrain.text.normalise import scoring_normaliser
+
+    return scoring_normaliser(name)
 
 
 def _mistakes(outcomes: Mapping[str, Outcome], worst: int) -> dict[str, dict[str, Any]]:
@@ -117,6 +170,7 @@ def _print_outcome(name: str, outcome: Outcome, mistakes: dict[str, Any] | None)
             errors, units = outcome.totals[metric_name]
             text += f" ({errors:.0f} of {units:.0f})"
         texts.append(text)
+    texts.append(f"real-time factor {outcome.real_time_factor:.3g}")
     print(escape_controls(f"{name}: {', '.join(texts)}"))
     if mistakes is not None:
         print("\n".join(lines_of(mistakes)))

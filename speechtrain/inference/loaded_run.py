@@ -120,6 +120,7 @@ class LoadedRun:
         decoder: str = "",
         batch: int = 4,
         piece_seconds: float = PIECE_SECONDS,
+        timestamps: bool = False,
         **options: Any,
     ) -> list[Transcript]:
         """Return the transcript of each recording.
@@ -129,6 +130,9 @@ class LoadedRun:
         Recordings are cut at pauses into pieces of at most ``piece_seconds``. Batches of ``batch`` pieces
         are decoded together. The texts do not depend on ``batch``.
 
+        A transcript has ``words`` with times if the decoder gives times. With ``timestamps``, a decoder
+        without times raises ConfigError.
+
         Raises TranscriptionError, a DataError, if a recording cannot be read. All other recordings are
         transcribed first, and the error has their transcripts.
         """
@@ -137,6 +141,8 @@ class LoadedRun:
         task.decoder = self._decoder(decoder, options)
         try:
             results = list(self.transcripts(self.recordings(audio), batch, piece_seconds))
+            if timestamps:
+                _check_times(results, task.decoder)
         finally:
             task.decoder = run_decoder
         if any(isinstance(result, DataError) for result in results):
@@ -318,6 +324,14 @@ def load(
     if any(override.startswith("data.max_decoded_seconds=") for override in overrides):
         most_seconds = float(opened.config.data.max_decoded_seconds)
     return LoadedRun(opened, most_seconds)
+
+
+def _check_times(results: Iterable[Transcript | DataError], decoder: Any) -> None:
+    """Raise ConfigError for a transcript with text and without the times of its words."""
+    for result in results:
+        if isinstance(result, Transcript) and result.text and not result.words:
+            name = type(decoder).__name__
+            raise ConfigError(f"timestamps: {name} gives no times of words. Choose another decoder")
 
 
 def _take_complete(queue: deque[_PendingTranscript | DataError]) -> Iterator[Transcript | DataError]:

@@ -15,6 +15,7 @@ from typing import Literal
 
 from speechtrain.errors import ConfigError, DataError, nearest, shorten
 from speechtrain.text.numbers import expand_numbers
+from speechtrain.text.whisper_english import WhisperEnglish
 
 Normaliser = Callable[[str], str]
 
@@ -192,15 +193,35 @@ def normaliser(name: str) -> Normaliser:
 
     Raises ConfigError that suggests the nearest known name.
     """
-    names = [part.strip() for part in name.split("+")]
-    for part in names:
-        if part not in NORMALISERS:
-            raise ConfigError(
-                f"normaliser: {part!r} is unknown{nearest(part, NORMALISERS)}. "
-                f"Choose from {', '.join(NORMALISERS)}, or join several with '+'"
-            )
     # Data workers need a function that can be pickled.
-    return partial(_in_order, [NORMALISERS[part] for part in names])
+    return partial(_in_order, _steps(name, NORMALISERS))
+
+
+def scoring_normaliser(name: str) -> Normaliser:
+    """Return the normaliser called ``name`` for texts that are scored. It may also be ``whisper_english``.
+
+    Its time is quadratic, so training does not use ``whisper_english``. Raises ConfigError for an unknown
+    name, and MachineError without the library of ``whisper_english``.
+    """
+    whisper_english = WhisperEnglish()
+    steps = _steps(name, {**NORMALISERS, "whisper_english": whisper_english})
+    if whisper_english in steps:
+        whisper_english.load()  # The error of a missing library comes before minutes of decoding.
+    return partial(_in_order, steps)
+
+
+def _steps(name: str, choices: Mapping[str, Normaliser]) -> list[Normaliser]:
+    """Return the normalisers of ``choices`` that ``name`` joins by ``+``. Raises ConfigError."""
+    steps = []
+    for part in name.split("+"):
+        part = part.strip()
+        if part not in choices:
+            raise ConfigError(
+                f"normaliser: {part!r} is unknown{nearest(part, choices)}. "
+                f"Choose from {', '.join(choices)}, or join several with '+'"
+            )
+        steps.append(choices[part])
+    return steps
 
 
 def _in_order(steps: Sequence[Normaliser], text: str) -> str:

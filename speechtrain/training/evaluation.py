@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,7 +14,7 @@ from speechtrain.compute_policy import ComputePolicy
 from speechtrain.counter_rng import seed_at
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
-from speechtrain.metrics import MetricSums
+from speechtrain.metrics import MetricSums, error_rates
 from speechtrain.task import Evaluation, Example, Sums, Task, worst_examples
 
 
@@ -32,8 +32,35 @@ class Outcome:
     metrics: dict[str, float]  # the metrics by name, error rates as fractions
     totals: Totals  # the sum and the count of each metric
     examples: tuple[Example, ...]  # some utterances, or all of them
-    seconds: float  # the time of the evaluation
+    seconds: float  # the time of the evaluation, with reading, loss and search
+    audio_seconds: float  # the audio of all ranks
     contradiction: str = ""  # a contradiction of loss and texts, with a remedy
+
+    @property
+    def real_time_factor(self) -> float:
+        """The seconds of the evaluation for each second of audio, or infinity without audio."""
+        if not self.audio_seconds:
+            return math.inf
+        return self.seconds / self.audio_seconds
+
+    def with_normaliser(self, normalise: Callable[[str], str]) -> Outcome:
+        """Return the outcome with error rates of texts that ``normalise`` changes.
+
+        It changes the hypotheses, and the references after the normaliser of the run. ``examples`` must have
+        all utterances of the set, as in ``speechtrain evaluate``.
+        """
+        examples = []
+        for example in self.examples:
+            reference, hypothesis = normalise(example.reference), normalise(example.hypothesis)
+            examples.append(Example(example.id, reference, hypothesis))
+        sums = MetricSums()
+        sums.add(error_rates((example.reference, example.hypothesis) for example in examples))
+        return replace(
+            self,
+            metrics=self.metrics | sums.means(),
+            totals={**self.totals, **sums.totals()},
+            examples=tuple(examples),
+        )
 
 
 def evaluate(
@@ -93,6 +120,7 @@ def _collect(
     utterances: list[Example] = []
     for batch, evaluation in evaluations:
         sums.add(evaluation.metrics)
+        lengths.add({"audio": (torch.tensor(batch.seconds, dtype=torch.float64), torch.tensor(1.0))})
         utterances += evaluation.examples
         if task.writes_text:
             lengths.add(_lengths(batch, evaluation.examples))
@@ -101,9 +129,11 @@ def _collect(
     sums.reduce(group.sum)
     lengths.reduce(group.sum)
     totals = sums.totals()
-    contradiction = _contradiction(task, totals, lengths.totals())
+    length_totals = lengths.totals()
+    contradiction = _contradiction(task, totals, length_totals)
+    audio_seconds = length_totals.get("audio", (0.0, 0.0))[0]
     seconds = time.perf_counter() - start
-    return Outcome(sums.means(), totals, tuple(utterances), seconds, contradiction)
+    return Outcome(sums.means(), totals, tuple(utterances), seconds, audio_seconds, contradiction)
 
 
 # exp(-loss per label) is the geometric mean of the probabilities of the references' labels. At 0.35 nats it
@@ -140,7 +170,7 @@ def _contradiction(task: Task, totals: Totals, lengths: Totals) -> str:
 
     A search that sums over the paths of a text may help. So the task must have one and not use it already.
     """
-    has_both = bool(lengths) and "loss" in totals
+    has_both = "length" in lengths and "loss" in totals
     if not has_both or not task.beam or not task.decoder.searches or task.decoder.sums_paths:
         return ""
     loss, labels = totals["loss"][0], lengths["labels"][0]

@@ -123,12 +123,11 @@ def _record_metrics(outcomes: dict[str, Outcome], parts: Parts) -> None:
     if not outcomes:
         return
     progress = parts.progress
-    name, outcome = next(iter(outcomes.items()))
+    outcome = next(iter(outcomes.values()))
     progress.metrics = {**outcome.metrics}
-    audio_s = getattr(parts.data.valid(0, 1)[name], "seconds", 0.0)
     progress.decode_ms_per_audio_s = 0.0
-    if parts.task.writes_text and audio_s:
-        progress.decode_ms_per_audio_s = 1000 * outcome.seconds / audio_s
+    if parts.task.writes_text and outcome.audio_seconds:
+        progress.decode_ms_per_audio_s = 1000 * outcome.real_time_factor
 
 
 def _record_latest(batches: Iterable[Batch], parts: Parts) -> Iterator[Batch]:

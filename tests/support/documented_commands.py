@@ -22,6 +22,7 @@ from speechtrain.runs.command_line import translate_arguments
 from speechtrain.runs.compose import compose
 from speechtrain.runs.named_corpus import build_part, corpus_by_name, with_pairs
 from speechtrain.study.space import distribution
+from speechtrain.text.normalise import scoring_normaliser
 
 PROGRAMS = ("train", "prepare", "evaluate", "transcribe", "export", "report", "doctor", "study")
 COMMAND = re.compile(
@@ -131,6 +132,9 @@ def parse(program: str, words: list[str]) -> None:
         arguments = transcribe.parser().parse_with_run(words)
         composed([word for word in arguments.audio if "=" in word])
     elif program == "evaluate":
-        composed(evaluate.parser().parse_with_run(words).overrides)
+        arguments = evaluate.parser().parse_with_run(words)
+        overrides, normaliser_name = evaluate.split_overrides(arguments.overrides)
+        composed(overrides)
+        scoring_normaliser(normaliser_name or "none")
     else:
         composed(doctor.parser().parse_intermixed_args(words).overrides)

@@ -17,10 +17,16 @@ from speechtrain.commands._cli import exit_code_of
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError
 from speechtrain.inference.loaded_run import LoadedRun, load
 from speechtrain.run_directory import RunLock, read_manifest, write_manifest
+from speechtrain.task import Example
 from speechtrain.training.evaluation import Outcome
 from tests.support.digits import write_digits
+from tests.support.tiny_run import untrained
 
 ONE = "device.threads=1"
+LINE = (
+    r"unheard: cer [\d.]+ % .*, loss [\d.]+, wer ([\d.]+) % \((\d+) of (\d+)\), "
+    r"real-time factor [\d.e-]+"
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +66,8 @@ def test_a_model_is_shared_without_the_state_of_its_training(
 def test_rates_are_in_percent_with_their_counts(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.run([str(run_dir), ONE]) == 0
     line, kinds, frequent, *told = capsys.readouterr().out.splitlines()[1:]
-    found = re.fullmatch(r"unheard: cer [\d.]+ % .*, loss [\d.]+, wer ([\d.]+) % \((\d+) of (\d+)\)", line)
-    assert found, line
+    found = re.fullmatch(LINE, line)
+    assert found
     assert float(found[1]) == pytest.approx(100 * int(found[2]) / int(found[3]), abs=0.01)
     counted = re.match(
         rf"  {found[3]} words in 4 utterances: (\d+) substituted, (\d+) deleted, (\d+) ins", kinds
@@ -103,14 +109,57 @@ def test_figures_do_not_depend_on_the_batch(run_dir: Path, capsys: pytest.Captur
     assert wrong[0] == wrong[1]
 
 
+def test_the_rates_of_other_texts_have_a_normaliser(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = load(run_dir, ONE).evaluate()["unheard"]
+    assert outcome.with_normaliser(str) == outcome
+    texts = Example("a", "seventeen horizons", "17 horizons"), Example("b", "three gettin", "four")
+    outcome = replace(outcome, examples=texts)
+    monkeypatch.setattr(LoadedRun, "evaluate", lambda run, sets: {"dev": outcome})
+    out = tmp_path / "texts.jsonl"
+    command = [str(run_dir), ONE, "normaliser=whisper_english"]
+    assert evaluate.run([*command, "--json", "--out", str(out)]) == 0
+    streams = capsys.readouterr()
+    summary = json.loads(streams.out)
+    assert summary["normaliser"] == "whisper_english"
+    assert summary["metrics"]["dev"] == outcome.metrics | {"wer": 2 / 4, "cer": 8 / 19}
+    assert summary["mistakes"]["dev"]["words"] == 4
+    assert "cannot be spelled" not in streams.err
+    assert [json.loads(line)["reference"] for line in out.read_text().splitlines()] == [
+        "17 horizons",
+        "3 gettin",
+    ]
+    assert evaluate.run(command) == 0
+    assert "\nnormaliser whisper_english\ndev: " in capsys.readouterr().out
+
+
+def test_original_transcripts_are_references_of_a_set_without_a_normaliser(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    soundfile.write(tmp_path / "a.wav", [0.01, -0.01] * 8000, 16000)
+    (tmp_path / "a.txt").write_text("It costs $3")
+    run = load(run_dir, ONE, f"data.valid={{dev: {{path: {tmp_path}, normaliser: none}}}}")
+    (example,) = run.evaluate()["dev"].with_normaliser(str).examples
+    assert example.reference == "It costs $3"
+
+
+def test_a_model_without_text_has_no_normaliser(cache: Path, tmp_path: Path) -> None:
+    small = ("encoder.layers=1", "encoder.width=16", "encoder.heads=2", "data=manifest", "data.train=x")
+    run = untrained(tmp_path / "run", "model=wav2vec2_small", *small)
+    with pytest.raises(ConfigError, match="normaliser=lower: the model writes no text"):
+        evaluate.run([str(run), ONE, "normaliser=lower"])
+
+
 def test_a_contradiction_is_a_warning(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcome = Outcome({"wer": 0.5}, {}, (), 1.0, contradiction="too short; try decoder=beam")
+    outcome = Outcome({"wer": 0.5}, {}, (), 1.0, 4.0, contradiction="too short; try decoder=beam")
     monkeypatch.setattr(LoadedRun, "evaluate", lambda run, sets: {"de\x1bv": outcome})
     assert evaluate.run([str(run_dir), ONE, "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["metrics"] == {"de\x1bv": {"wer": 0.5}}
+    assert json.loads(out)["real_time_factor"] == {"de\x1bv": 0.25}
     assert err == "speechtrain: warning: de\\x1bv: too short; try decoder=beam\n"
 
 
@@ -168,6 +217,7 @@ def test_the_precision_may_change(run_dir: Path, capsys: pytest.CaptureFixture[s
         (["decoder=beam", "decoder.hotwords=a,b"], ConfigError, r"write a list as decoder.hotwords=\[…\]"),
         (["device=_cpu"], ConfigError, "device=_cpu: a base YAML is not a choice, choose cpu, "),
         (["precision=fp16"], MachineError, "precision=bf16"),
+        (["normaliser=whisper"], ConfigError, "normaliser: 'whisper' is unknown; did you mean 'whisper_eng"),
         (["--set", "dev"], ConfigError, "NAME=FILE"),
         (["--worst", "-1"], ConfigError, "--worst -1: it must be at least 0"),
         (["--set", "a=x", "--set", "a=y"], ConfigError, "given twice"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,20 @@ def test_a_decoder_is_chosen_for_one_call(loaded: LoadedRun, wav: Path) -> None:
         loaded.transcribe(wav, decoder="beam", wdith=3)
     with pytest.raises(ConfigError, match="decoder"):
         loaded.transcribe(wav, decoder="best")
+
+
+def test_timestamps_need_a_decoder_with_times(
+    loaded: LoadedRun, wav: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (transcript,) = loaded.transcribe(wav, timestamps=True)
+    assert transcript.words
+    hypothesis = replace(transcript.segments[0].hypothesis, ends=())
+    monkeypatch.setattr(type(loaded.opened.task), "transcribe", lambda task, batch: [hypothesis])
+    (silent,) = loaded.transcribe(wav)
+    assert silent.text == transcript.text
+    assert silent.words == ()
+    with pytest.raises(ConfigError, match=r"timestamps: Greedy gives no times of words\. Choose"):
+        loaded.transcribe(wav, timestamps=True)
 
 
 def test_features_are_the_encoders_frames(loaded: LoadedRun, wav: Path) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import string
+import sys
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
-from speechtrain.errors import ConfigError
+from speechtrain.errors import ConfigError, DataError, MachineError
 from speechtrain.text.normalise import (
     NORMALISERS,
     common_voice,
@@ -19,6 +23,7 @@ from speechtrain.text.normalise import (
     lower,
     none,
     normaliser,
+    scoring_normaliser,
     switchboard,
     tedlium,
     unicode,
@@ -182,6 +187,41 @@ def test_normalisers_join_from_left_to_right() -> None:
 def test_an_unknown_name_is_one_line_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"normaliser: 'englsh' is unknown; did you mean 'english'"):
         normaliser("lower+englsh")
+
+
+SPELLINGS = {
+    "Mr. O'Neill won't pay $3.50 for the colour, uh, twenty one times!": "$3.50 for the color 21 times",
+    "[noise] it 's (sic) two and a half percent, naïve": "it is 2.5% naive",
+    "um": "",
+}
+
+
+@pytest.mark.parametrize("text", SPELLINGS)
+def test_whisper_english_gives_the_text_of_transformers(text: str) -> None:
+    spellings = files("whisper_normalizer").joinpath("normalizers/english.json").read_text(encoding="utf-8")
+    oracle = EnglishTextNormalizer(json.loads(spellings))
+    spelling = scoring_normaliser("whisper_english")(text)
+    assert spelling.endswith(SPELLINGS[text])
+    assert spelling == " ".join(oracle(text).split())
+
+
+def test_whisper_english_scores_only() -> None:
+    with pytest.raises(ConfigError, match="'whisper_english' is unknown"):
+        normaliser("whisper_english")
+    with pytest.raises(ConfigError, match=r"'whisper' is unknown; .* Choose from none, .*, whisper_english"):
+        scoring_normaliser("whisper")
+
+
+@pytest.mark.parametrize("text", ["9" * 5_000, "(" * 10_001])
+def test_whisper_english_refuses_what_its_library_cannot_read(text: str) -> None:
+    with pytest.raises(DataError, match=r"whisper_english cannot read the text '[9(]+[.]{3}"):
+        scoring_normaliser("whisper_english")(text)
+
+
+def test_whisper_english_names_the_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "whisper_normalizer.english", None)
+    with pytest.raises(MachineError, match=r"whisper_english needs .* pip install -e '\.\[scoring\]'"):
+        scoring_normaliser("lower+whisper_english")
 
 
 def test_pages_and_comments_name_each_normaliser() -> None:

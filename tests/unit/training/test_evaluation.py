@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,6 +73,20 @@ def test_sums_are_reduced_over_the_group_before_they_are_divided() -> None:
 
     outcome = evaluate(Errors(), {"dev": [batch_of(ROWS)]}, CPU(), PLAIN, Two())["dev"]
     assert outcome.metrics == {"wer": 15 / 121}
+
+
+def test_the_real_time_factor_is_seconds_of_work_for_each_second_of_audio() -> None:
+    class Two(SingleProcess):
+        def sum(self, tensor: Tensor) -> Tensor:
+            return 2 * tensor
+
+    batches = [replace(batch_of(ROWS), seconds=seconds) for seconds in (3.0, 5.0)]
+    for group, audio_seconds in ((SingleProcess(), 8.0), (Two(), 16.0)):
+        outcome = evaluate(Errors(), {"dev": batches}, CPU(), PLAIN, group)["dev"]
+        assert outcome.audio_seconds == audio_seconds
+        assert outcome.real_time_factor == outcome.seconds / audio_seconds > 0
+    (silent,) = evaluate(Errors(), {"dev": [batch_of(ROWS)]}, CPU(), PLAIN, SingleProcess()).values()
+    assert silent.real_time_factor == math.inf
 
 
 def test_no_words_are_no_perfect_score() -> None:
