@@ -172,6 +172,8 @@ class CUDA(Device):
         cpus = _near_cpus(index)
         if cpus and len(cpus) < len(usable_cpus()):
             affinity.pin(cpus)
+            # OMP_NUM_THREADS counts the cores of all nodes.
+            torch.set_num_threads(min(torch.get_num_threads(), host.threads(1)))
         # torch.lstm runs one layer at a time, whose weights are a part of the memory of all layers. cuDNN
         # therefore copies them, in 0.1 ms, and torch would warn.
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous")

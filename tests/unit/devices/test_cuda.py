@@ -93,6 +93,23 @@ def test_a_rank_computes_on_the_cpus_beside_its_gpu(monkeypatch: pytest.MonkeyPa
     assert cuda._near_cpus(0, tmp_path) == set()
 
 
+@pytest.mark.parametrize(("threads", "expected"), [(8, 4), (2, 2)])
+def test_a_pinned_rank_has_no_more_threads_than_its_node_has_cores(
+    threads: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usable, thread_counts = set(range(8)), [threads]
+    monkeypatch.setattr(host, "topology", lambda: [affinity.Core((number,)) for number in range(8)])
+    monkeypatch.setattr(host, "cpu_quota", lambda: 8)
+    for module in (cuda, host):
+        monkeypatch.setattr(module, "usable_cpus", lambda: set(usable))
+    monkeypatch.setattr(cuda, "_near_cpus", lambda index: {4, 5, 6, 7})
+    monkeypatch.setattr(affinity, "pin", usable.intersection_update)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: thread_counts[-1])
+    monkeypatch.setattr(torch, "set_num_threads", thread_counts.append)
+    opened(monkeypatch, 0, 1)
+    assert thread_counts[-1] == expected
+
+
 def test_every_rank_of_an_accelerators_host_has_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "topology", lambda: [affinity.Core((number,)) for number in range(96)])
     monkeypatch.setattr(host, "usable_cpus", lambda: set(range(64)))
