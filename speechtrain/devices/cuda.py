@@ -188,6 +188,7 @@ class CUDA(Device):
             super().policy(dtype),
             fp32_matmul=fp32_matmul,
             lstm="layers",
+            conv="conv1d",  # Matmuls over strided views need several launches for each row.
             lattice_cells=_LATTICE_CELLS,
             logit_bytes=_LOGIT_BYTES,
             feature_frames=0,
