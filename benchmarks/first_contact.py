@@ -2,8 +2,9 @@
 
     python benchmarks/first_contact.py device=cuda      # or device=hpu, with other KEY=VALUE
 
-The program writes first-contact-DEVICE.json and .md into the current folder. Every probe runs, even if an
-earlier one has failed.
+The program writes first-contact-DEVICE.json and .md into the current folder after each probe. Each probe runs
+in another process, so a crash loses no result. The program itself opens no card, because a Gaudi belongs to
+one process at a time, and the probe of two ranks needs it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from speechtrain.batch import Footprint
 from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.config.build import build_device, build_encoder, build_model, build_tokenizer
 from speechtrain.devices.base import Device
+from speechtrain.devices.out_of_memory import out_of_memory_error
 from speechtrain.devices.recorder import Costs, Recorder
 from speechtrain.errors import one_line
 from speechtrain.files import write_json, write_text
@@ -45,26 +48,43 @@ from speechtrain.training.graph_warmup import padding_batch
 
 NAME = "first-contact"
 _ROUNDS = 5
+_PROBE_SECONDS = 1200.0
+_TRAININGS = ("two ranks", "recipe=demo")  # Their processes open the device.
 Values = dict[str, Any]
 
 
 @dataclass
 class Contact:
-    """The probes of one opened device, in the order of their cost."""
+    """The probes of one device. The probes that do not train need the device opened by this process."""
 
     device: Device
     config: DictConfig
     overrides: list[str]
     folder: Path
 
-    def probes(self) -> Iterator[tuple[str, Callable[[], Values]]]:
-        for probe in (self.versions, self.int64, self.transducer, self.ctc, self.checkpoint, self.no_memory):
-            yield probe.__name__, probe
-        yield "time of the transducer loss", lambda: self._timed(self._loss_step)
-        yield "time of an LSTM", lambda: self._timed(self._lstm_step)
-        yield "time of a wav2vec 2.0 step", lambda: self._timed(self._wav2vec2_step)
-        yield "two ranks", lambda: self._trained("ranks", "world_size=2", "trainer.max_steps=4")
-        yield "recipe=demo", lambda: self._trained("demo")
+    def probes(self) -> dict[str, Callable[[], Values]]:
+        """Return the probes in the order of their cost. The last one may end its process."""
+        return {
+            **{probe.__name__: probe for probe in (self.versions, self.int64, self.transducer, self.ctc)},
+            "checkpoint": self.checkpoint,
+            "time of the transducer loss": lambda: self._timed(self._loss_step),
+            "time of an LSTM": lambda: self._timed(self._lstm_step),
+            "time of a wav2vec 2.0 step": lambda: self._timed(self._wav2vec2_step),
+            "two ranks": lambda: self._trained("ranks", "world_size=2", "trainer.max_steps=4"),
+            "recipe=demo": lambda: self._trained("demo"),
+            "no_memory": self.no_memory,
+        }
+
+    def probe(self, name: str) -> Values:
+        """Run one probe. Its error is its result."""
+        start = time.perf_counter()
+        try:
+            if name not in _TRAININGS:
+                self.device.open(0)
+            values = self.probes()[name]()
+        except Exception as error:
+            values = {"error": one_line(f"{type(error).__name__}: {error}", 300)}
+        return values | {"took": time.perf_counter() - start}
 
     def versions(self) -> Values:
         """Return the chip, packages and variables, and the changes of torch by the vendor's library."""
@@ -135,7 +155,7 @@ class Contact:
             torch.empty(2**50, dtype=torch.uint8, device=self.device.name).fill_(1)  # No chip has a PiB.
             self.device.synchronize()
         except Exception as error:  # The class of the error depends on the vendor.
-            is_known = self.device.explain(error, None, Footprint(0.0)) is not None
+            is_known = out_of_memory_error(self.device, error, None, Footprint(0.0)) is not None
             return {"known": is_known, "type": type(error).__name__, "text": one_line(str(error), 300)}
         return {"known": False, "text": "a PiB was allocated"}
 
@@ -180,7 +200,7 @@ class Contact:
         return values
 
     def _costs(self, step: Callable[[], None]) -> Costs:
-        recorder = Recorder(replace(self.device.facts.operations, records=False, known=frozenset()))
+        recorder = Recorder(replace(self.device.facts.operations, records=False, names=frozenset()))
         with recorder:
             step()
         return recorder.costs
@@ -255,61 +275,96 @@ def _transducer(
     )  # fmt: skip
 
 
-def first_contact(config: DictConfig, overrides: list[str]) -> tuple[Path, list[tuple[str, Values]]]:
-    """Probe the device of ``config``. Return the path of the JSON file and the values of the probes."""
-    device = build_device(config)
-    device.check(1)
-    device.open(0)
-    probes: list[tuple[str, Values]] = []
-    with tempfile.TemporaryDirectory(prefix="speechtrain-") as folder:
-        for name, probe in Contact(device, config, overrides, Path(folder)).probes():
-            start = time.perf_counter()
-            try:
-                values = probe()
-            except Exception as error:  # The error is the result of the probe.
-                values = {"error": one_line(f"{type(error).__name__}: {error}", 300)}
-            probes.append((name, values | {"took": time.perf_counter() - start}))
+def first_contact(
+    config: DictConfig, overrides: list[str], names: list[str], run_probe: Callable[[str], Values]
+) -> tuple[Path, dict[str, Values]]:
+    """Run the probes ``names``. Return the path of the JSON file and the values of each probe.
+
+    Both files are written again after each probe, so a job that ends early keeps its results.
+    """
     device_class = config.device._target_.rpartition(".")[2]
     path = Path(f"{NAME}-{device_class.lower()}.json")
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    write_json(path, {"when": when, "overrides": overrides, "probes": dict(probes)})
-    write_text(path.with_suffix(".md"), page(when, overrides, probes))
+    probes: dict[str, Values] = {}
+    for name in names:
+        probes[name] = run_probe(name)
+        write_json(path, {"when": when, "overrides": overrides, "probes": probes})
+        write_text(path.with_suffix(".md"), page(when, overrides, probes))
     return path, probes
 
 
-def page(when: str, overrides: list[str], probes: list[tuple[str, Values]]) -> str:
+def run_in_process(arguments: list[str], name: str) -> Values:
+    """Run one probe in another process. If that process is killed or hangs, this is the result."""
+    with tempfile.TemporaryDirectory(prefix="speechtrain-") as folder:
+        output = Path(folder) / "values.json"
+        command = [sys.executable, __file__, *arguments, "--only", name, "--write", str(output)]
+        try:
+            process = subprocess.run(
+                command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"no result after {_PROBE_SECONDS:.0f} s"}
+        if output.exists():
+            values: Values = json.loads(output.read_text())
+            return values
+        last_line = process.stderr.strip().splitlines()[-1:]
+        return {"error": one_line(f"exit code {process.returncode}: {' '.join(last_line)}", 300)}
+
+
+def page(when: str, overrides: list[str], probes: dict[str, Values]) -> str:
     """Return the Markdown page of the probes."""
     lines = [f"# First contact: {' '.join(overrides)}", "", when, "", "| probe | found |", "|---|---|"]
-    for name, values in probes:
+    for name, values in probes.items():
         cell = one_line(json.dumps(values), 2000).replace("|", "/")
         lines.append(f"| {name} | {cell} |")
     return "\n".join([*lines, ""])
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="+", metavar="KEY=VALUE")
     parser.add_argument("--config-dir", metavar="DIR", help="your own choices of the groups")
-    options = parser.parse_args()
+    parser.add_argument("--only", action="append", metavar="PROBE", help="run this probe, and no other")
+    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)  # the values of a probe in this process
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_arguments()
     config = compose(options.overrides, options.config_dir)
     device = build_device(config)
     device.check(1)
-    variables = {name: value for name, value in device.environment(1).items() if name not in os.environ}
-    if variables:  # The device's libraries read them before Python starts.
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **variables})
-    path, probes = first_contact(config, options.overrides)
+    with tempfile.TemporaryDirectory(prefix="speechtrain-") as folder:
+        contact = Contact(device, config, options.overrides, Path(folder))
+        if options.write:
+            write_json(options.write, contact.probe(options.only[0]))
+            return
+    variables = device.environment(1)  # The device's libraries read them before Python starts.
+    os.environ.update({name: value for name, value in variables.items() if name not in os.environ})
+    arguments = [*options.overrides]
+    if options.config_dir:
+        arguments += ["--config-dir", options.config_dir]
+    names = options.only or list(contact.probes())
+    run_probe = partial(run_in_process, arguments)
+    path, probes = first_contact(config, options.overrides, names, run_probe)
+    failures = count_failures(probes)
+    print(f"written: {path} and {path.with_suffix('.md')}; please send both to us")
+    sys.exit(min(1, failures))
+
+
+def count_failures(probes: dict[str, Values]) -> int:
+    """Print a line for each probe. Return the number of probes that have failed."""
     failures = 0
-    for name, values in probes:
+    for name, values in probes.items():
         state = "green"
         if "error" in values or values.get("exit code", 0):
             state = "red"
             failures += 1
         facts = "  ".join(f"{key}: {value}" for key, value in values.items())
         print(f"{state:<5}  {name:<13} {one_line(facts, 300)}")
-    print(f"written: {path} and {path.with_suffix('.md')}; please send both to us")
-    sys.exit(min(1, failures))
+    return failures
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class ComputePolicy:
     autocast_dtype: torch.dtype | None = None  # of matmuls and convolutions, or None without autocast
     # The dtype of matmuls in blocks that cast their own inputs: the LSTM's loop and the transducer's joint.
     product_dtype: torch.dtype = torch.float32
-    fp32_matmul: str = "highest"  # torch's setting for fp32 matmuls
+    fp32_matmul: str = "highest"  # torch's setting for fp32 matmuls in the whole process
     static_shapes: bool = False  # no shape depends on data, and the host reads nothing within a step
     lstm: str = "fused"  # torch's kernel, torch's kernel layer by layer, or a loop over frames
     attention: str = "sdpa"  # torch's kernel, or basic operations on slices

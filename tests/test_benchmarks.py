@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from speechtrain.devices.cpu import CPU
+from speechtrain.runs.compose import compose
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SMALLEST = {
@@ -93,3 +99,30 @@ def test_its_imports_and_its_help(name: str, helps: dict[str, tuple[int, str]]) 
     code, output = helps[name]
     assert code == 0, output
     assert output.strip()
+
+
+@pytest.fixture
+def first_contact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.chdir(tmp_path)
+    return runpy.run_path(str(FOLDER / "first_contact.py"))
+
+
+def test_first_contact_keeps_results_before_a_crash(first_contact: dict[str, Any]) -> None:
+    config, values = compose(["device=cpu"]), {"ctc": {"value": 7}}
+    with pytest.raises(KeyError):
+        first_contact["first_contact"](config, ["device=cpu"], ["ctc", "crash"], values.__getitem__)
+    report = json.loads(Path("first-contact-cpu.json").read_text())
+    assert report["probes"] == values
+    assert "| ctc |" in Path("first-contact-cpu.md").read_text()
+
+
+def test_first_contact_probes_in_another_process(first_contact: dict[str, Any]) -> None:
+    run_in_process = first_contact["run_in_process"]
+    assert run_in_process(["device=cpu"], "ctc")["largest relative difference"] == 0
+    assert run_in_process(["device=cpu"], "no_memory")["known"]
+    assert run_in_process(["device=missing"], "ctc")["error"].startswith("exit code")
+
+
+def test_first_contact_counts_launches(first_contact: dict[str, Any], tmp_path: Path) -> None:
+    contact = first_contact["Contact"](CPU(), compose(["device=cpu"]), ["device=cpu"], tmp_path)
+    assert contact._costs(lambda: torch.ones(2, device="cpu").add(1)).launches == 2

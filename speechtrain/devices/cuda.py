@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import ComputePolicy, usable_cpus
+from speechtrain.compute_policy import STATIC, ComputePolicy, usable_cpus
 from speechtrain.devices import affinity, host
 from speechtrain.devices.base import Device, DeviceFacts
 from speechtrain.errors import MachineError, one_line
@@ -104,7 +104,8 @@ class CUDA(Device):
     """One GPU for each process: TF32, compilation, copies and the allocator.
 
     ``tf32``: fp32 matmuls, convolutions and LSTMs run on tensor cores with 10 bits of mantissa. Null allows
-    this unless ``precision`` is fp32. In the other precisions, the other matmuls have 8 or 11 bits.
+    this unless ``precision`` is fp32. In the other precisions, the other matmuls have 8 or 11 bits. The
+    setting holds for the whole process, also for blocks that compute without autocast.
 
     ``compile``: ``torch.compile`` compiles the repeated layers, or the model without its loss if it has no
     repeated layers. It compiles for every shape once in training and once in evaluation, so it requires
@@ -114,6 +115,11 @@ class CUDA(Device):
     kernels run.
 
     ``allocator`` is PyTorch's ``PYTORCH_CUDA_ALLOC_CONF``. Null keeps PyTorch's default.
+
+    ``deterministic``: torch uses its deterministic algorithms, so a run gives the same bits again on the same
+    GPU and software. Without it, sums by atomic additions differ in their last bits. CTC and transducer
+    losses are then computed in static shapes, because torch's CTC loss and cumulative sum on a GPU are not
+    deterministic. If a part of yours calls such an operation, torch raises an error. Steps are slower.
     """
 
     name = "cuda"
@@ -122,7 +128,7 @@ class CUDA(Device):
         group_device="cuda",
         sum_dtype=torch.float32,
         network_variables=("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
-        forwarded_variables=("NCCL_*", "TORCH_NCCL_*", "TORCH_FR_*", "PYTORCH_CUDA_ALLOC_CONF"),
+        forwarded_variables=("NCCL_*", "TORCH_NCCL_*", "TORCH_FR_*", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_*"),
         peer_lost="gloo|nccl|distbackend",
         narrow_gathers=True,
         packages=(r"torch\.cuda",),
@@ -132,12 +138,19 @@ class CUDA(Device):
     compile: bool = False
     pinned: bool = True
     allocator: str | None = "expandable_segments:True"
+    deterministic: bool = False
     _copy_stream: torch.cuda.Stream | None = field(init=False, default=None)
 
     def environment(self, processes: int) -> dict[str, str]:
-        memory = {} if self.allocator is None else {"PYTORCH_CUDA_ALLOC_CONF": self.allocator}
         # torchrun would set one thread. Data workers are separate processes.
-        return {**memory, **_FLIGHT_RECORDER, "OMP_NUM_THREADS": str(host.threads(processes))}
+        variables = {**_FLIGHT_RECORDER, "OMP_NUM_THREADS": str(host.threads(processes))}
+        if self.allocator is not None:
+            variables["PYTORCH_CUDA_ALLOC_CONF"] = self.allocator
+        if self.deterministic:
+            variables["CUBLAS_WORKSPACE_CONFIG"] = (
+                ":16:8"  # the value that is valid for matmuls and for LSTMs
+            )
+        return variables
 
     def check(self, processes: int) -> None:
         count = torch.cuda.device_count()  # asks the driver and initialises no GPU
@@ -172,6 +185,10 @@ class CUDA(Device):
         cpus = _near_cpus(index)
         if cpus and len(cpus) < len(usable_cpus()):
             affinity.pin(cpus)
+            # OMP_NUM_THREADS counts the cores of all nodes.
+            torch.set_num_threads(min(torch.get_num_threads(), host.threads(1)))
+        if self.deterministic:
+            torch.use_deterministic_algorithms(True)
         # torch.lstm runs one layer at a time, whose weights are a part of the memory of all layers. cuDNN
         # therefore copies them, in 0.1 ms, and torch would warn.
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous")
@@ -181,11 +198,14 @@ class CUDA(Device):
 
     def policy(self, dtype: torch.dtype) -> ComputePolicy:
         tf32 = dtype != torch.float32 if self.tf32 is None else self.tf32
-        fp32_matmul = "high" if tf32 else "highest"
+        policy = super().policy(dtype)
+        if self.deterministic:
+            policy = replace(policy, ctc=STATIC.ctc, transducer=STATIC.transducer)
         return replace(
-            super().policy(dtype),
-            fp32_matmul=fp32_matmul,
+            policy,
+            fp32_matmul="high" if tf32 else "highest",
             lstm="layers",
+            conv="conv1d",  # Matmuls over strided views need several launches for each row.
             lattice_cells=_LATTICE_CELLS,
             logit_bytes=_LOGIT_BYTES,
             feature_frames=0,

@@ -21,10 +21,7 @@ from speechtrain.errors import MachineError, one_line, require_least
 
 _PACKAGE = "habana_frameworks"
 _REHEARSAL = "device=lazy rehearses its lazy mode here, speechtrain doctor device=hpu checks the recipe"
-_ADVICE = (
-    "It comes with the vendor's container (vault.habana.ai/gaudi-docker) or as habana-torch-plugin. "
-    f"{_REHEARSAL}"
-)
+_ADVICE = f"It comes with the vendor's container (vault.habana.ai/gaudi-docker). {_REHEARSAL}"
 _LOWER, _FP32 = "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST"
 _MODES = {"lazy": "1", "eager": "0", "compile": "0"}
 # The lists of the wav2vec 2.0 port to Gaudi, without `iadd` (which can only be promoted now) and with

@@ -140,15 +140,17 @@ class TorchGroup(Group):
         self._averaged_buffers: list[Tensor] = []
         timeout = timedelta(seconds=timeout_seconds)
         try:
-            # The group is bound to the device that this rank has opened. Its communicator starts there.
-            bound_device = torch.empty(0, device=facts.group_device).device if facts.group_device else None
+            binding: dict[str, Any] = {}  # A vendor's replacement of the function may not take device_id.
+            if facts.group_device:
+                # The group is bound to the device that this rank has opened. Its communicator starts there.
+                binding["device_id"] = torch.empty(0, device=facts.group_device).device
             dist.init_process_group(
                 facts.backends,
                 store=store_of_one_host(world, facts.network_variables, timeout_seconds),
                 rank=world.rank,
                 world_size=world.size,
                 timeout=timeout,
-                device_id=bound_device,
+                **binding,
             )
             if "cpu" not in facts.collectives:
                 self._host_group = dist.new_group(backend="gloo", timeout=timeout)

@@ -140,6 +140,8 @@ def _dither_table() -> Tensor:
 class LogMel(MovedModule, PolicyAware):
     """Computes normalised, spliced log-mel features of a batch of waveforms, in fp32 for every precision.
 
+    A GPU may round the inputs of the mel filters' matmul (``nn.full_precision``).
+
     The order is: trim silence, dither, pre-emphasis, power spectrum, mel, logarithm, normalise per utterance
     and bin, mask (SpecAugment), splice, pad the feature axis. ``splice_first`` splices before it normalises
     and masks the spliced frames (Intel's older model).

@@ -41,8 +41,8 @@ def contrastive_loss(
 
     ``context`` and ``targets`` are (B, M, D), ``ids`` (B, M, G) are the targets' codes, ``negatives``
     (B, M, K) are positions in [0, M), and ``weight`` (B, M) is 1 or 0. Scores are cosines divided by
-    ``temperature``. Negatives with the positive's code are excluded from the softmax. All computations are in
-    fp32 or wider under any autocast.
+    ``temperature``. Negatives with the positive's code are excluded from the softmax. All tensors are
+    fp32 or wider under any autocast. A GPU may round the inputs of the matmul (``nn.full_precision``).
 
     One matmul scores all pairs of an utterance, and the K drawn pairs are gathered from its output. This
     avoids fairseq's (K + 1, B, M, D) broadcast. A row's loss equals the loss in dynamic shapes, because

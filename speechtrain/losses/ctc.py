@@ -5,6 +5,7 @@ Legend: B rows, T frames, V classes, U labels, S = 2 U + 1 states (the labels wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,10 +37,27 @@ def ctc_loss(
     if policy.ctc != "torch" and kernel is None:
         loss: Tensor = _StaticLoss.apply(scores, labels, frames, symbols, blank)  # type: ignore[no-untyped-call]
         return loss
-    by_time = scores.transpose(0, 1)
     if kernel is not None:
-        return kernel(by_time, labels, frames, symbols, blank, "none", True)
+        return _vendor_loss(kernel, scores, labels, frames, symbols, blank)
+    by_time = scores.transpose(0, 1)
     return F.ctc_loss(by_time, labels, frames, symbols, blank, reduction="none", zero_infinity=True)
+
+
+def _vendor_loss(
+    kernel: Callable[..., Tensor], scores: Tensor, labels: Tensor, frames: Tensor, symbols: Tensor, blank: int
+) -> Tensor:
+    """Return the loss (B,) of the vendor's kernel, and of its only path for a row without labels.
+
+    Such rows are all rows of a warm-up batch and the padding of a last batch. Vendors do not test their
+    kernels with them, and a weight of 0 does not remove a NaN.
+    """
+    has_arcs = (symbols > 0) & (frames > 0)
+    kernel_scores = scores.masked_fill(~has_arcs[:, None, None], 0.0)
+    symbols = symbols.clamp(min=min(1, labels.shape[1]))
+    losses = kernel(kernel_scores.transpose(0, 1), labels, frames.clamp(min=1), symbols, blank, "none", True)
+    is_valid = torch.arange(scores.shape[1], device=frames.device) < frames[:, None]
+    blank_losses = -(scores[:, :, blank] * is_valid.to(scores.dtype)).sum(1)
+    return losses.masked_fill(~has_arcs, 0.0) + blank_losses.masked_fill(has_arcs, 0.0)
 
 
 class _StaticLoss(torch.autograd.Function):
@@ -82,7 +100,7 @@ class _StaticLoss(torch.autograd.Function):
 
 def _states(labels: Tensor, blank: int) -> Tensor:
     """Return the symbol (B, S) of each state: the labels with a blank before, between and after them."""
-    padded = torch.cat([labels, torch.full_like(labels[:, :1], blank)], 1)
+    padded = F.pad(labels, (0, 1), value=blank)  # A batch without any label has one state.
     blanks = torch.full_like(padded, blank)
     return torch.stack([blanks, padded], 2).view(len(labels), -1)[:, :-1]
 

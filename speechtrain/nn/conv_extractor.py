@@ -237,8 +237,8 @@ class ConvExtractor(nn.Module):
 
     ``gradient_scale`` multiplies the gradient that enters the extractor. 0 freezes the extractor: no graph
     is recorded, and the parameters require no gradient. The compute policy selects how a convolution is
-    computed: ``conv1d``, ``conv2d``, or ``matmul``, which is matmuls over strided views of memory (CPU and
-    CUDA, as lazy devices have no strided views). The parameters and their names do not depend on it.
+    computed: ``conv1d`` (CUDA), ``conv2d`` (lazy devices, which have no strided views), or ``matmul``, which
+    is matmuls over strided views of memory (CPU). The parameters and their names do not depend on it.
 
     Raises ConfigError for values out of range.
     """

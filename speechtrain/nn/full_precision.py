@@ -1,4 +1,8 @@
-"""Computing in fp32 or wider in every run, whatever its precision."""
+"""Computing in fp32 or wider in every run, whatever its precision.
+
+The type is fp32, but matmuls and convolutions may round their inputs (``ComputePolicy.fp32_matmul``). On CUDA
+this is the default unless precision is fp32. ``device.tf32=false`` prevents it.
+"""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ class GumbelQuantizer(nn.Module):
 
     In training, the code is the argmax of the sum of logits and Gumbel noise. The gradient is the gradient
     of the softmax of this sum, divided by ``temperature`` (straight-through, Jang et al. 2017). In
-    evaluation, the code is the argmax of the logits. Every step is fp32 under any autocast, or fp64 for fp64.
+    evaluation, the code is the argmax of the logits. Tensors are fp32 under any autocast, or fp64 for fp64.
+    A GPU may round the inputs of the projection (``nn.full_precision``).
 
     The weights of the projection to logits are initialised by normal(0, ``init_std``). With 1 (published),
     the codes depend on the frames from the first step on. A smaller value gives the Gumbel noise more effect

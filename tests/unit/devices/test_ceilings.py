@@ -16,6 +16,7 @@ import torch
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import apply_policy
 from speechtrain.config.build import build_encoder, build_model
+from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
 from speechtrain.devices.recorder import Recorder, Unfit
 from speechtrain.rank.build import build_task
@@ -72,6 +73,22 @@ def test_the_loss_on_cuda() -> None:
     costs = BENCHMARK["cuda"](8, 100, 40, classes=16, hidden=8)
     assert costs.launches <= 2 * 100 + 450  # two in each frame of the recursion
     assert costs.reads <= 15
+
+
+@pytest.mark.parametrize("rows", [2, 40])
+def test_a_step_of_wav2vec2_on_cuda(rows: int) -> None:
+    """The base model's layers, narrow: forward and backward have as many launches for any number of rows."""
+    convolutions = "[8,10,5],[8,3,2],[8,3,2],[8,3,2],[8,3,2],[8,2,2],[8,2,2]"
+    narrow = ["encoder.width=32", "encoder.feed_forward=32", "encoder.heads=2", "encoder.layer_drop=0"]
+    task, _ = build_task(compose(["model=wav2vec2", f"encoder.conv_layers=[{convolutions}]", *narrow]))
+    policy = CUDA().policy(torch.float32)
+    apply_policy(task.train(), policy)
+    recorder = Recorder(CUDA.facts.operations)
+    batch = task.prepare(batch_of(rows, 2.2, 1, 3), 1)
+    with recorder:
+        torch.autograd.backward(task(batch).total)
+    assert recorder.costs.launches <= 1500
+    assert recorder.costs.reads == 0
 
 
 @pytest.mark.slow

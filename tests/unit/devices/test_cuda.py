@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo import config
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import apply_policy, compile_module
@@ -25,6 +29,8 @@ from speechtrain.devices.hpu import HPU
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import MachineError
 from speechtrain.nn.transformer import Transformer
+from speechtrain.rank.build import build_task
+from speechtrain.runs.compose import compose
 
 
 @pytest.fixture
@@ -58,7 +64,14 @@ def test_its_sizes_keep_the_number_of_launches_low() -> None:
     assert (policy.lattice_cells, policy.logit_bytes, policy.feature_frames) == (65536, 4 << 30, 0)
 
 
-def opened(monkeypatch: pytest.MonkeyPatch, local_rank: int, visible: int, **environ: str) -> int:
+def opened(
+    monkeypatch: pytest.MonkeyPatch,
+    local_rank: int,
+    visible: int,
+    device: CUDA | None = None,
+    /,
+    **environ: str,
+) -> int:
     """The GPU that a rank takes."""
     for name in ("SLURM_LOCALID", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND"):
         monkeypatch.delenv(name, raising=False)
@@ -72,7 +85,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, local_rank: int, visible: int, **env
     monkeypatch.setattr(torch, "zeros", lambda *shape, device=None: zeros(*shape))
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=local_rank, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    CUDA().open(local_rank)
+    (device or CUDA()).open(local_rank)
     return taken[0]
 
 
@@ -91,6 +104,77 @@ def test_a_rank_computes_on_the_cpus_beside_its_gpu(monkeypatch: pytest.MonkeyPa
     assert cuda._near_cpus(0, tmp_path) == set()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace())
     assert cuda._near_cpus(0, tmp_path) == set()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_algorithms_are_an_option(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CUDA(deterministic=deterministic)
+    assert ("CUBLAS_WORKSPACE_CONFIG" in device.environment(1)) == deterministic
+    try:
+        opened(monkeypatch, 0, 1, device)
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# Operations that ``torch.use_deterministic_algorithms`` refuses on a GPU, with the type of their output.
+REFUSED = re.compile(
+    r"_*(adaptive_|avg_pool3d|bincount|ctc_loss|fractional_|grid_sampler|histc|max_unpool|median|nll_loss2d|put_"
+    r"|reflection_pad|upsample_)|_*cumsum.*float"
+)
+
+
+class OperationNames(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects the name of each operation and the type of its output."""
+
+    names: set[str]
+
+    def __torch_dispatch__(self, operation: Any, types: Any, inputs: Any = (), options: Any = None) -> Any:
+        output = operation(*inputs, **(options or {}))
+        self.names.add(f"{operation.__name__} {getattr(output, 'dtype', None)}")
+        return output
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        ["model=rnnt_small"],
+        ["model=rnnt_small", "model.joint.durations=[0,1,2]", "model.ctc_weight=0.3"],
+        ["model=ctc", "encoder=fastconformer_tiny"],
+        ["model=wav2vec2_small"],
+    ],
+)
+@pytest.mark.usefixtures("matmul")
+def test_a_deterministic_step_has_only_deterministic_operations(choices: list[str]) -> None:
+    task, tokenizer = build_task(compose([*choices, "data=digits"]))
+    apply_policy(task.train(), CUDA(deterministic=True).policy(torch.float32))
+    batch = batch_of()
+    if tokenizer.reads_text:
+        ones = torch.ones(2, dtype=torch.int64)
+        batch = replace(batch, labels=ones[:, None], label_lengths=ones)
+    operations = OperationNames()  # type: ignore[no-untyped-call]
+    operations.names = set()
+    with operations:
+        torch.autograd.backward(task(task.prepare(batch, 1)).total)
+    assert operations.names
+    assert not [name for name in operations.names if REFUSED.match(name)]
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(8, 4), (2, 2)])
+def test_a_pinned_rank_has_no_more_threads_than_its_node_has_cores(
+    threads: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usable, thread_counts = set(range(8)), [threads]
+    monkeypatch.setattr(host, "topology", lambda: [affinity.Core((number,)) for number in range(8)])
+    monkeypatch.setattr(host, "cpu_quota", lambda: 8)
+    for module in (cuda, host):
+        monkeypatch.setattr(module, "usable_cpus", lambda: set(usable))
+    monkeypatch.setattr(cuda, "_near_cpus", lambda index: {4, 5, 6, 7})
+    monkeypatch.setattr(affinity, "pin", usable.intersection_update)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: thread_counts[-1])
+    monkeypatch.setattr(torch, "set_num_threads", thread_counts.append)
+    opened(monkeypatch, 0, 1)
+    assert thread_counts[-1] == expected
 
 
 def test_every_rank_of_an_accelerators_host_has_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from speechtrain.devices.base import DeviceFacts
 from speechtrain.devices.cuda import CUDA
+from speechtrain.devices.hpu import HPU
 from speechtrain.distributed import group as module
 from speechtrain.distributed.group import SingleProcess, Status, TorchGroup, open_group
 from speechtrain.distributed.loopback import store_of_one_host
@@ -367,10 +368,27 @@ def test_the_group_is_bound_to_the_chip_that_the_device_names(monkeypatch: pytes
     given: dict[str, Any] = {}
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **named: given.update(named))
     monkeypatch.setattr(module, "store_of_one_host", lambda *_: None)
-    for facts, expected in ((DeviceFacts(), None), (DeviceFacts(group_device="meta"), torch.device("meta"))):
-        TorchGroup(World(0, 2, 0, 2), facts)
-        assert given["device_id"] == expected
+    TorchGroup(World(0, 2, 0, 2), DeviceFacts(group_device="meta"))
+    assert given["device_id"] == torch.device("meta")
     assert CUDA.facts.group_device == "cuda"
+
+
+@pytest.mark.parametrize("facts", [DeviceFacts(), HPU.facts], ids=["host", "hpu"])
+def test_an_unbound_group_passes_no_device_id(facts: DeviceFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = []
+
+    def init_process_group(
+        backend: str, init_method: None = None, timeout: Any = None,
+        world_size: int = -1, rank: int = -1, store: Any = None,
+    ) -> None:  # fmt: skip
+        """The arguments that Gaudi's bridge of release 1.19 takes."""
+        groups.append((backend, world_size, rank))
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda **_: None)
+    monkeypatch.setattr(module, "store_of_one_host", lambda *_: None)
+    TorchGroup(World(1, 2, 1, 2), facts)
+    assert groups == [(facts.backends, 2, 1)]
 
 
 def test_sharding_names_the_torch_version_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speechtrain.compute_policy import PLAIN, STATIC
+from speechtrain.compute_policy import PLAIN, STATIC, ComputePolicy
 from speechtrain.losses.ctc import ctc_loss
 
 BLANK = 6
@@ -61,3 +61,25 @@ def test_what_lies_beyond_a_row_does_not_count() -> None:
     other[0, 6:], spelt[0, 2:] = 7.0, 3
     again = ctc_loss(F.log_softmax(other, 2), spelt, frames, symbols, BLANK, STATIC)
     assert torch.equal(plain.detach(), again)
+
+
+def kernel_without_empty_rows(
+    scores: Tensor, labels: Tensor, frames: Tensor, symbols: Tensor, *settings: object
+) -> Tensor:
+    """Torch's loss, but NaN with gradients of NaN in rows without frames or labels."""
+    is_empty = (frames == 0) | (symbols == 0)
+    factors = torch.ones_like(scores).masked_fill(is_empty[None, :, None], torch.nan)
+    return F.ctc_loss(scores * factors, labels, frames, symbols, BLANK, "none", zero_infinity=True)
+
+
+@pytest.mark.parametrize("width", [0, 4])
+def test_a_vendors_kernel_gets_no_row_without_labels(width: int) -> None:
+    scores, labels, _, _ = case(5, 8, 4)
+    frames, symbols = torch.tensor([8, 6, 0, 0, 2]), torch.tensor([4, 0, 0, 2, 4]).clamp(max=width)
+    vendor = ComputePolicy(ctc="vendor", ctc_kernel=kernel_without_empty_rows)
+    results = []
+    for policy in (PLAIN, STATIC, vendor):
+        losses = ctc_loss(F.log_softmax(scores, 2), labels[:, :width], frames, symbols, BLANK, policy)
+        results.append((losses.detach(), *torch.autograd.grad(losses.sum(), scores)))
+    torch.testing.assert_close(results[1:], [results[0]] * 2, rtol=1e-7, atol=1e-7)
+    assert results[0][0][1] > 0
