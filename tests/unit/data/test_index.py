@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import pickle
+import queue
 import shutil
 import subprocess
 import sys
@@ -225,8 +226,10 @@ def test_an_index_that_exists_needs_no_lock(cache: Path, recordings: Any) -> Non
 
 
 def test_a_lock_that_another_process_holds_is_named(
-    cache: Path, recordings: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cache: Path, recordings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    notices: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(module, "print_notice", notices.put)
     monkeypatch.setattr(module, "_TRIES", 1)
     source = open_source(recordings.nemo("m.jsonl", nemo_records(3)))
     index = open_index(source)
@@ -235,9 +238,7 @@ def test_a_lock_that_another_process_holds_is_named(
         fcntl.flock(lock, fcntl.LOCK_EX)
         thread = threading.Thread(target=lambda: open_index(source))
         thread.start()
-        line = ""
-        while not line and thread.is_alive():
-            line = capsys.readouterr().err
+        line = notices.get(timeout=60)
     thread.join()
     assert f"waiting for another process that holds {lock_of(index)}" in line
     assert len(open_index(source)) == 3
