@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -108,10 +109,14 @@ def _tell_line(study: Study, line: str) -> None:
     if type(number) is int and failure and values is None:
         study.finish(number, Outcome("failed", error=str(failure)))
         return
-    is_numbers = isinstance(values, dict) and all(type(value) in (int, float) for value in values.values())
+    is_numbers = isinstance(values, dict) and all(map(_is_finite_number, values.values()))
     if type(number) is not int or failure or not is_numbers:
         raise error
     study.finish(number, Outcome("finished", values), values_of(study.spec.objectives, values))
+
+
+def _is_finite_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _status(arguments: Namespace) -> None:

@@ -72,12 +72,12 @@ def write_recipe(study: Study, groups: Collection[str]) -> None:
         elif key != "run_dir":
             OmegaConf.update(values, key, value, force_add=True)
     head = f"# @package _global_\n# Trial {best.number} of the study in {study.folder.name}.\n"
-    content = OmegaConf.to_yaml(OmegaConf.create({"defaults": [*defaults, "_self_"]})) + OmegaConf.to_yaml(
-        values
-    )
+    content = OmegaConf.to_yaml(OmegaConf.create({"defaults": [*defaults, "_self_"]}))
+    if values:
+        content += OmegaConf.to_yaml(values)
     path = study.folder / RECIPE
     path.parent.mkdir(exist_ok=True)
-    write_text(path, head + content.replace("{}\n", ""))
+    write_text(path, head + content)
 
 
 def write_page(study: Study) -> None:

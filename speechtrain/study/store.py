@@ -228,7 +228,7 @@ class Study:
         """
         with self._lock:
             trials = self.trials()
-            if number >= len(trials) or trials[number].state.is_finished():
+            if not 0 <= number < len(trials) or trials[number].state.is_finished():
                 raise RunError(f"trial {number} is finished or does not exist")
             trial = self.open_trial(number)
             trial.set_user_attr(_OUTCOME, asdict(outcome))

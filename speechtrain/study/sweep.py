@@ -106,7 +106,6 @@ def _check_outcomes(study: Study) -> None:
     for outcome in outcomes:
         if outcome.status == UNMEASURED:
             raise ConfigError(outcome.error)
-    # If more trials have ended, the study continues.
     are_all_refused = all(outcome.status == "refused" for outcome in outcomes)
-    if len(outcomes) == _FIRST_TRIALS and are_all_refused:
-        raise ConfigError(f"the first {_FIRST_TRIALS} trials were refused: {outcomes[0].error}")
+    if len(outcomes) >= _FIRST_TRIALS and are_all_refused:
+        raise ConfigError(f"the first {len(outcomes)} trials were refused: {outcomes[0].error}")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any, Literal
 
 import optuna
@@ -28,6 +29,9 @@ from speechtrain.study.store import Outcome, Study
 
 UNMEASURED = "unmeasured"
 """The status of a trial whose result lacks an objective."""
+
+PRUNED = "pruned"
+"""The status of a trial that the median rule stopped."""
 
 _POLL = 1.0  # seconds between two looks at a run's validations, or for free cores
 
@@ -69,7 +73,7 @@ class TrialJob:
         self._run_dir = run_dir
         self._state_folder = state_folder
         self._settings = settings
-        self._is_pruned = False
+        self._is_stopped = False  # true after the median rule has sent its signal
 
     def run(self, start: Callable[[], RunResult]) -> RunResult:
         """Run the trial by ``start`` and store its end. Raises the error of ``start``.
@@ -80,9 +84,9 @@ class TrialJob:
             try:
                 result = start()
             except Preempted:
-                if not self._is_pruned:
+                if not self._is_stopped:
                     raise
-                result = RunResult("pruned")
+                result = RunResult(PRUNED)
             except SpeechtrainError as error:
                 self._store_failure(error)
                 raise
@@ -92,8 +96,8 @@ class TrialJob:
     def _store(self, result: RunResult) -> None:
         number = self._settings.trial
         numbers = numbers_of(result)
-        if self._is_pruned:
-            self._study.finish(number, Outcome("pruned", numbers), state=TrialState.PRUNED)
+        if result.status == PRUNED:
+            self._study.finish(number, Outcome(PRUNED), state=TrialState.PRUNED)
             return
         try:
             values = values_of(self._study.spec.objectives, numbers)
@@ -133,6 +137,15 @@ class TrialJob:
             yield
             return
         end = threading.Event()
+        earlier_handler = signal.getsignal(signal.SIGTERM)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            # The launcher handles the signal while the run trains. A run that has just ended needs no signal.
+            if not self._is_stopped:
+                signal.signal(number, earlier_handler)
+                os.kill(os.getpid(), number)
+
+        signal.signal(signal.SIGTERM, handle)
         thread = threading.Thread(target=self._report_validations, args=(end,), daemon=True)
         thread.start()
         try:
@@ -140,6 +153,7 @@ class TrialJob:
         finally:
             end.set()
             thread.join()
+            signal.signal(signal.SIGTERM, earlier_handler)
 
     def _report_validations(self, end: threading.Event) -> None:
         name = self._study.spec.objectives[0].name
@@ -151,7 +165,7 @@ class TrialJob:
                 trial.report(metrics[index], index)
             count = len(metrics)
             if trial.should_prune():
-                self._is_pruned = True
+                self._is_stopped = True
                 os.kill(os.getpid(), signal.SIGTERM)  # The run saves and stops, as if a user stops it.
                 return
 

@@ -107,13 +107,15 @@ def test_ask_gives_a_worker_its_trial_again(folder: Path, capsys: pytest.Capture
 def test_tell_refuses_lines_that_are_no_end_of_a_trial(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study.run(["ask", str(folder)])
     lines = ["{", "[]", '{"id": 0}', '{"id": "0", "failed": "x"}', '{"id": 0, "values": {"WER": "low"}}']
+    lines.append('{"id": 0, "values": {"WER": NaN, "training_time": 1}}')
     for line in lines:
         with pytest.raises(ConfigError, match="a trial is"):
             study.run(["tell", str(folder), line])
     with pytest.raises(ConfigError, match=r"objective training_time: .* has WER"):
         study.run(["tell", str(folder), '{"id": 0, "values": {"WER": 0.3}}'])
-    with pytest.raises(RunError, match="trial 4"):
-        study.run(["tell", str(folder), '{"id": 4, "failed": "lost"}'])
+    for number in (4, -1):
+        with pytest.raises(RunError, match=f"trial {number} is finished or does not exist"):
+            study.run(["tell", str(folder), json.dumps({"id": number, "failed": "lost"})])
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"id": 0, "failed": "out of memory"}\n'))
     study.run(["tell", str(folder)])
     assert Study(folder).trials()[0].state.name == "FAIL"

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from optuna.distributions import FloatDistribution
 
 from speechtrain.compute_policy import usable_cpus
 from speechtrain.errors import ConfigError
-from speechtrain.study.trial_job import TrialSettings
+from speechtrain.run_directory import RunResult
+from speechtrain.study.objectives import Objective
+from speechtrain.study.store import Outcome, Study, StudySpec
+from speechtrain.study.trial_job import TrialJob, TrialSettings
 
 HOLDER = """
 import os, sys
@@ -50,6 +56,37 @@ def test_cores_of_two_trials_differ_and_a_third_waits_for_a_killed_one(tmp_path:
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def settings_of(trial: int, pruner: str | None) -> TrialSettings:
+    handling = {"failed": "retry", "refused": "prune", "diverged": "worst", "out_of_memory": "prune"}
+    return TrialSettings(trial=trial, pruner=pruner, cores=1, retries=1, **handling)
+
+
+def test_median_rule_does_not_end_the_command_if_the_run_has_just_ended(tmp_path: Path) -> None:
+    space = {"optimizer.lr": FloatDistribution(1e-3, 1e-2)}
+    study = Study(tmp_path, StudySpec(space, (Objective("wer"),), n_trials=6))
+    for trial in study.claim(5):
+        study.open_trial(trial.number).report(0.1, 0)
+        study.finish(trial.number, Outcome("finished"), [0.1])
+    (trial,) = study.claim(1)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").write_text('{"event": "valid", "step": 1, "set": "dev", "wer": 0.9}\n')
+    job = TrialJob(tmp_path, run_dir, settings_of(trial.number, "median"), tmp_path / "state")
+
+    def end_after_the_signal() -> RunResult:
+        deadline = time.monotonic() + 60
+        while not job._is_stopped:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.1)
+        return RunResult("finished", metrics={"wer": 0.9})
+
+    handler = signal.getsignal(signal.SIGTERM)
+    assert job.run(end_after_the_signal).status == "finished"
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert study.trials()[5].values == [0.9]
 
 
 @pytest.mark.parametrize("key", ["failed", "refused", "diverged", "out_of_memory"])
