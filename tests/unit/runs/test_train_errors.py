@@ -128,7 +128,7 @@ WRONG = [
         DATA,
         ["/no/x.model", "speechtrain prepare"],
     ),
-    (["device=hpu", "data.shapes=0", DRY], CONFIG, ["data.shapes=0", "set data.shapes=8"]),
+    (["device=hpu", "data.shapes=0", DRY], CONFIG, ["data.shapes=0", "Set data.shapes=8"]),
     (["precision=fp16", "device=cpu"], MACHINE, ["precision=fp16", "precision=bf16"]),
     (["--config-dir", "/no/such"], CONFIG, ["/no/such"]),
     # syntax and options

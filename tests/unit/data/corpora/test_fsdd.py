@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from speechtrain.data.corpora.fsdd import WORDS, Fsdd, find_takes
 from speechtrain.errors import ConfigError, DataError
 
-REAL = Path(__file__).resolve().parents[4] / "shared/data/fsdd"
+REAL = Path(__file__).resolve().parents[5] / "shared/data/fsdd"
 
 
 @pytest.fixture(autouse=True)
