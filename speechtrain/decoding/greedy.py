@@ -16,7 +16,7 @@ from speechtrain.errors import ConfigError, require_least
 _LABELS_PER_SECOND = 50  # Some models never stop to emit labels. Their rows end here.
 _LARGEST_FRAME_LIMIT = 1000  # labels of one frame, because a row has no other limit until its next frame
 _WINDOW = 3  # frames that one step searches
-# The host reads whether any row is left only after this number of steps, because the device waits for each read.
+# The host reads whether any row is left only after this number of steps, because each read stops the device.
 _STEPS_PER_READ = 4
 
 
