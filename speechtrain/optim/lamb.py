@@ -19,9 +19,10 @@ class LAMB(TensorwiseOptimizer):
 
     For a parameter p with gradient g, the moments are ``m = b1 m + (1 − b1) g`` and
     ``v = b2 v + (1 − b2) g²``. With their bias-corrected values m̂ and v̂, the direction is
-    ``u = m̂ / (√v̂ + eps) + weight_decay · p``, and the update is ``p −= lr · ‖p‖ / ‖u‖ · u``. The ratio of norms
-    is 1 if one of them is 0, so that a bias that starts at 0 can train. MLPerf's optimizer also clips the norm
-    of all gradients, as the trainer does here.
+    ``u = m̂ / (√v̂ + eps) + weight_decay · p``, and the update is ``p −= lr · ‖p‖ / ‖u‖ · u``.
+
+    The ratio of norms is 1 if one of them is 0, so that a bias that starts at 0 can train. MLPerf's optimizer
+    also clips the norm of all gradients, as the trainer does here.
     """
 
     def __init__(
