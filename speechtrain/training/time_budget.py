@@ -34,10 +34,11 @@ Evaluate = Callable[[Parts, dict[str, Iterable[Batch]]], object]
 _FILE = "plan.json"
 # A run that is slower than its plan ends at this multiple of ``max_hours``.
 _LATEST_END = 1.05
-# Before the first update is timed, a schedule gets this number of planned updates. It then begins with its
-# warm-up, which does not depend on the number.
+# Before the first update is timed, a schedule gets this number of planned updates, so that it begins with its
+# warm-up.
 _UNPLANNED = 10**9
-# Two revisions are this share of the updates apart. The first one is at this share of the time.
+# Late revisions are this share of the updates apart. Only after this share of the time, a validation is timed
+# and plans are logged.
 _SPACING = 0.02
 # The time of an update is the median of this share of all updates, the latest ones, but at least of this
 # number of updates.

@@ -97,9 +97,8 @@ class Trainer:
             stop_requested=self.stop_requested,
         )
         self.saving = Saving(self.group, self.checkpointer, tracker, config.on_save_error)
-        # Both are values of ``time.perf_counter``. A run without interruptions, and with the same training
-        # time, would have started at ``_start_clock``. The training time of the next update counts from
-        # ``_update_clock``.
+        # Values of ``time.perf_counter``: the time at which a run without interruptions would have started,
+        # and the time from which the training time of the next update counts.
         self._start_clock, self._update_clock = 0.0, 0.0
         self._updates_per_epoch = 0.0
         planning_class = TimedPlanning if is_planned_by_time(config) else Planning
