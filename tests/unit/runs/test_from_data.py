@@ -214,11 +214,12 @@ def test_rare_characters_are_few_enough_to_lose() -> None:
         Counter({"a": 10**6, "b": 40, "x": 1, "y": 2}),
         Counter({"a": 5000, "b": 30, "x": 1, "y": 2}),
     )
-    assert rare_characters(counts, held, budget=5.0) == ["x", "y"]
-    assert rare_characters(counts, held, budget=2.0) == ["x"]
-    assert rare_characters(counts, held, budget=0.0) == []
+    assert rare_characters(counts, held, max_skipped=5.0) == ["x", "y"]
+    assert rare_characters(counts, held, max_skipped=2.0) == ["x"]
+    assert rare_characters(counts, held, max_skipped=0.0) == []
     many = Counter({"a": 10**7, "b": 40})
-    assert rare_characters(many, Counter({"a": 10**5, "b": 30}), budget=100.0) == ["b"]  # below 1 in 100,000
+    utterances = Counter({"a": 10**5, "b": 30})
+    assert rare_characters(many, utterances, max_skipped=100.0) == ["b"]  # below 1 in 100,000
 
 
 def lines(folder: Path, texts: list[str], name: str = "train.jsonl", seconds: float = 2.0) -> str:
