@@ -48,8 +48,8 @@ def check_fit(saved: Any, expected: Any, path: str) -> None:
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Load the state ``saved`` into ``optimizer``, and test it by an update of tensors without values.
 
-    Raises the error of the test. The test is omitted if it already fails before the state is loaded. Settings of parameter groups that the optimizer does not know, such as ``lr_scale``, are not
-    loaded.
+    Raises the error of the test. The test is omitted if it already fails before the state is loaded. Settings
+    of parameter groups that the optimizer does not know, such as ``lr_scale``, are not loaded.
     """
     can_test = _update_error(optimizer) is None
     groups = []
