@@ -49,7 +49,7 @@ SMALL = [
 
 UPDATES = 30  # of a run in which a rank is killed
 LONGEST_DETECTION, LONGEST_RECOVERY = 10.0, 30.0  # limits in seconds after a kill
-GOODPUT = 0.8  # the lowest allowed ratio of the updates of a killed run to those of an undisturbed run
+GOODPUT = 0.8  # the lowest allowed ratio of updates in a killed run to updates in an undisturbed run
 TOLERANCE = 1e-5  # the largest allowed relative difference of losses
 PATIENCE = 600.0  # A run that takes more seconds counts as hanging.
 POLL = 0.005  # seconds
