@@ -26,7 +26,7 @@ class Attempt:
     group: Group = field(default_factory=SingleProcess)
     watch: Watch | None = None
     peak_memory: Callable[[], int] | None = None  # of the device, in bytes
-    content: Mapping[str, str | int] = field(default_factory=dict)  # of the training set
+    content: Mapping[str, str | float] = field(default_factory=dict)  # of the training set
 
     def result(self) -> dict[str, Any]:
         """Return the content of ``result.json``, with the metrics of the best checkpoint if it exists."""
