@@ -22,7 +22,7 @@ from speechtrain.errors import MALFORMED, ConfigError, DataError, escape_control
 from speechtrain.files import read_json
 from speechtrain.launcher import holds_secret
 from speechtrain.report.run import Run
-from speechtrain.run_directory import finite_number, is_error_rate, read_device, read_manifest
+from speechtrain.run_directory import finite_number, read_device, read_manifest
 from speechtrain.tracking.console import duration
 
 CARD = "README.md"
@@ -36,6 +36,7 @@ _RECOGNISERS = {
     "ParakeetForTDT": "RNNT",
     "Wav2Vec2ForCTC": "CTC",
 }
+_RATES = ("wer", "cer", "ser")
 _RECOGNITION = "automatic-speech-recognition"  # the hub's name of the task
 _LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})?|multilingual")
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,49}")
@@ -92,11 +93,7 @@ def card(run: Run, checkpoint: Path, folder: Path, options: CardOptions) -> str:
     title = one_line(options.name.rpartition("/")[2] or folder.resolve().name, _MOST_CHARACTERS)
     metadata = _metadata(run, options, architecture) | _model_index(title, rates)
     front_matter = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=10**6)
-    loader = PackageLoader("speechtrain.report", "")
-    environment = Environment(loader=loader, trim_blocks=True, keep_trailing_newline=True, finalize=_markdown)
-    filters = {"part": partial(_class_name, run), "duration": duration, "number": finite_number}
-    environment.filters.update(filters)
-    return environment.get_template("card.md").render(
+    return _template(run).render(
         run=run,
         device=read_device(run.folder),
         title=title,
@@ -181,7 +178,7 @@ def _rates(run: Run, checkpoint: Path, evaluated_rates: Iterable[Rate]) -> list[
     rates = {}
     for name, value in ((manifest and manifest.metrics) or {}).items():
         set_name, _, metric = name.rpartition("/")
-        if set_name and is_error_rate(metric) and value is not None:
+        if set_name and metric in _RATES and value is not None:
             decoder = "final_decoder" if set_name.startswith("final/") else "decoder"
             rate = Rate(set_name.removeprefix("final/"), _class_name(run, decoder), metric, value)
             rates[rate.key] = rate
@@ -212,7 +209,7 @@ def _rates_in(content: Mapping[str, Any]) -> Iterator[Rate]:
     for set_name, metrics in content["metrics"].items():
         mistakes = content["mistakes"].get(set_name, {})
         for metric, value in metrics.items():
-            if is_error_rate(metric) and value is not None:
+            if metric in _RATES and value is not None:
                 bounds = mistakes.get(f"{metric}_interval") or ()
                 interval = " to ".join(f"{100 * float(bound):.2f}" for bound in bounds)
                 utterances = int(mistakes.get("utterances", 0))
