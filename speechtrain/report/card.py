@@ -205,7 +205,8 @@ def read_evaluation(path: Path, checkpoint: Path) -> list[Rate]:
 
 
 def _rates_in(content: Mapping[str, Any]) -> Iterator[Rate]:
-    decoder = " ".join((content["decoder"], *content["overrides"]))
+    overrides = [override for override in content["overrides"] if not override.startswith("device")]
+    decoder = " ".join((content["decoder"], *overrides))
     for set_name, metrics in content["metrics"].items():
         mistakes = content["mistakes"].get(set_name, {})
         for metric, value in metrics.items():
