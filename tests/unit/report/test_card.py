@@ -183,13 +183,13 @@ def test_card_shows_no_secret(tmp_path: Path) -> None:
 def test_card_keeps_the_texts_of_a_stranger_in_their_places(tmp_path: Path, text: str) -> None:
     config = {**CONFIG, "decoder": {"_target_": f"a.{text}"}, "tokenizer": {"normaliser": text}}
     export = write(tmp_path, {f"{text}/wer": 0.5, "x/wer": 0.25}, argv=(text, f"a={text}"), config=config)
-    plain = write(tmp_path / "plain", {"a/wer": 0.5, "x/wer": 0.25})
-    content, plain_content = export.card(), plain.card()
+    harmless = write(tmp_path / "harmless", {"a/wer": 0.5, "x/wer": 0.25})
+    content, harmless_content = export.card(), harmless.card()
     data = huggingface_hub.ModelCard(content).data
     assert data.license == "unknown"
     assert {"x"} <= {result.dataset_name for result in data.eval_results}
     headings = re.compile(r"^(?:#.*|```.*|---)$", re.MULTILINE)
-    assert headings.findall(content) == headings.findall(plain_content)
+    assert headings.findall(content) == headings.findall(harmless_content)
     assert not {"\x1b", "\u202e", "\u2028", "\r", "\x85"} & set(content)
     body = content.partition("\n---\n")[2]
     prose = re.sub(r"(?m)^    speechtrain train .*$|^```python[^`]*```$", "", body)  # code is literal
