@@ -456,19 +456,22 @@ class Checkpointer:
             cause = f"{type(error).__name__}: {one_line(str(error), 200)}"
             raise RunError(f"{folder} does not fit this run ({cause}). Set another run_dir") from error
 
-    def weights(self, which: str = "best") -> tuple[Path, dict[str, Tensor]]:
-        """Return the folder and the evaluated weights of a checkpoint.
+    def find(self, which: str) -> Path:
+        """Return the folder of a checkpoint.
 
         ``which`` is ``best``, ``last`` or the name of a folder. Before the first validation, ``best`` is the
-        newest checkpoint. Raises RunError if the checkpoint is missing or damaged.
+        newest checkpoint. Raises RunError if the run has no checkpoint.
         """
         folders = self.folders()
         if not folders:
             raise RunError(f"{self.root} holds no checkpoint. Train first")
         if which == "best":
-            folder = self.best()[0] or folders[-1]
-        else:
-            folder = folders[-1] if which == "last" else self.root / which
+            return self.best()[0] or folders[-1]
+        return folders[-1] if which == "last" else self.root / which
+
+    def weights(self, which: str = "best") -> tuple[Path, dict[str, Tensor]]:
+        """Return the folder and the evaluated weights of the checkpoint ``which``. Raises RunError."""
+        folder = self.find(which)
         self.verify(folder, only=WEIGHTS)
         try:
             return folder, load_file(folder / WEIGHTS)

@@ -96,19 +96,21 @@ def run(argv: list[str]) -> int:
     mistakes_by_set = _mistakes(outcomes, arguments.worst)
     checkpoint = str(loaded.checkpoint)
     if arguments.json:
-        _print_json(checkpoint, normaliser_name, outcomes, mistakes_by_set)
+        _print_json(loaded, arguments.overrides, outcomes, mistakes_by_set)
     else:
         _print_lines(checkpoint, normaliser_name, outcomes, mistakes_by_set)
     return 0
 
 
 def _print_json(
-    checkpoint: str, normaliser: str | None, outcomes: Mapping[str, Outcome], mistakes: Mapping[str, Any]
+    loaded: LoadedRun, overrides: list[str], outcomes: Mapping[str, Outcome], mistakes: Mapping[str, Any]
 ) -> None:
     """Print the outcomes as one JSON object. The keys of ``outcomes`` and ``mistakes`` are names of sets."""
     summary = {
-        "checkpoint": checkpoint,
-        "normaliser": normaliser,
+        "checkpoint": str(loaded.checkpoint),
+        "decoder": type(loaded.opened.task.decoder).__name__,
+        "overrides": overrides,
+        "normaliser": split_overrides(overrides)[1],
         "metrics": {name: outcome.metrics for name, outcome in outcomes.items()},
         "real_time_factor": {name: outcome.real_time_factor for name, outcome in outcomes.items()},
         "mistakes": mistakes,

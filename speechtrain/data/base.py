@@ -85,8 +85,10 @@ class DataModule(ABC):
         """
         return iter(())
 
-    def content(self) -> dict[str, str | int]:
+    def content(self) -> dict[str, str | float]:
         """Return the number of training recordings as ``recordings``, and a digest of them as ``digest``.
+
+        ``hours`` and ``speakers`` of the recordings are optional.
 
         Another digest shows that the training set has changed. A module that knows neither returns nothing.
         """

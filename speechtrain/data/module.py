@@ -172,7 +172,7 @@ class SpeechData(DataModule):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stream.load_state_dict(state)
 
-    def content(self) -> dict[str, str | int]:
+    def content(self) -> dict[str, str | float]:
         return self.training_set.content()
 
     def counts(self) -> dict[str, int]:

@@ -135,9 +135,17 @@ class TrainingSet:
         for row in self.usable.tolist():
             yield float(self.index.seconds[row]), self.index.text(row, normalise)
 
-    def content(self) -> dict[str, str | int]:
-        """Return the number of all recordings and a digest of their ids, durations and transcripts."""
-        return {"recordings": len(self.index), "digest": digest(self.index.content, self.index.texts)}
+    def content(self) -> dict[str, str | float]:
+        """Return the number of all recordings and a digest of their ids, durations and transcripts.
+
+        ``hours`` and ``speakers`` count ``rows`` only. If a row names no speaker, ``speakers`` is left out.
+        """
+        content: dict[str, str | float] = {"recordings": len(self.index)}
+        content["hours"] = round(hours(self.index.seconds[self.rows]), 4)
+        speakers = np.unique(self.index.speakers[self.rows])
+        if speakers[0] >= 0:
+            content["speakers"] = len(speakers)
+        return {**content, "digest": digest(self.index.content, self.index.texts)}
 
     def filtered(self) -> Iterator[Skip]:
         """Yield each filtered recording, with the reason."""

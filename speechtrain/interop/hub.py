@@ -1,4 +1,4 @@
-"""Find models in Hugging Face's format.
+"""Find models in Hugging Face's format, and upload a folder to the hub.
 
 A model is named ``hf:FOLDER`` (a local folder), ``hf:NAME`` (the newest version on Hugging Face's hub) or
 ``hf:NAME@COMMIT`` (a fixed version on the hub).
@@ -7,10 +7,12 @@ A model is named ``hf:FOLDER`` (a local folder), ``hf:NAME`` (the newest version
 from __future__ import annotations
 
 import functools
+import importlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from speechtrain.errors import DataError, MachineError, one_line
+from speechtrain.errors import ConfigError, DataError, MachineError, one_line
 from speechtrain.files import absolute_path
 
 PREFIX = "hf:"
@@ -81,3 +83,55 @@ def _snapshot(model: str, revision: str, patterns: tuple[str, ...]) -> Path:
             f"{PREFIX}{model}: neither a folder nor a model that the hub gives "
             f"({type(error).__name__}: {reason}). Correct the name, or copy the model to a folder and name it"
         ) from None
+
+
+def check_upload(name: str, needs_token: bool) -> None:
+    """Check that a folder can be uploaded as the model ``name`` of the hub. Opens no connection.
+
+    Raises ConfigError for another form than OWNER/MODEL, and MachineError without ``huggingface_hub`` or, if
+    it is needed, a token.
+    """
+    try:
+        from huggingface_hub import get_token
+
+        hub_names = importlib.import_module("huggingface_hub.utils")
+    except ImportError:
+        raise MachineError(f"--push {name} needs huggingface_hub: pip install -e '.[interop]'") from None
+    try:
+        hub_names.validate_repo_id(name)
+    except ValueError as error:
+        raise ConfigError(f"--push {name}: {one_line(str(error), 200)}") from None
+    if "/" not in name:
+        raise ConfigError(f"--push {name}: name the owner too, as in --push OWNER/{name}")
+    if needs_token and get_token() is None:
+        page = "https://huggingface.co/settings/tokens"
+        raise MachineError(
+            f"--push {name} needs a token of the hub. Create one that may write at {page}, and set HF_TOKEN "
+            "or run hf auth login. --dry-run needs none"
+        )
+
+
+def upload(folder: Path, names: Sequence[str], model: str) -> str:
+    """Upload the files ``names`` of a folder to ``model`` of the hub, and return the address of the commit.
+
+    The hub checks the card README.md first. A model that the hub does not have yet becomes private. Raises
+    MachineError if the hub refuses or cannot be reached.
+    """
+    from huggingface_hub import HfApi, ModelCard
+
+    errors = importlib.import_module("huggingface_hub.errors")
+    api = HfApi()
+    try:
+        ModelCard.load(folder / "README.md").validate()
+        api.create_repo(model, private=True, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=model,
+            folder_path=folder,
+            allow_patterns=list(names),
+            commit_message="Export of speechtrain",
+        )
+    except (OSError, ValueError, errors.HTTPError) as error:
+        reason = one_line(f"{type(error).__name__}: {error}", 300)
+        fix = f"The files are in {folder}. Repeat the command with --force"
+        raise MachineError(f"--push {model}: the hub did not store the model ({reason}). {fix}") from None
+    return commit.commit_url

@@ -30,7 +30,7 @@ class Attempt:
     group: Group = field(default_factory=SingleProcess)
     watch: Watch | None = None  # the watchdog
     peak_memory: Callable[[], int] | None = None  # returns the highest memory of the device in bytes
-    content: Mapping[str, str | int] = field(default_factory=dict)  # DataModule.content of the training set
+    content: Mapping[str, str | float] = field(default_factory=dict)  # DataModule.content of the training set
 
     def result(self) -> dict[str, Any]:
         """Return the content of ``result.json``.

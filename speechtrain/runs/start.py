@@ -236,7 +236,7 @@ def _check_content(config: DictConfig, command: Command, former_content: Mapping
         content = data.content()
     except SpeechtrainError:
         return
-    if content != former_content:
+    if content.get("digest") != former_content.get("digest"):
         run_dir = Path(config.run_dir)
         new_command = new_run_line(run_directory.read_about(run_dir), command)
         counts = f"{former_content['recordings']} recordings then, {content['recordings']} now"
