@@ -112,15 +112,15 @@ class Manifest(Source):
         except UnknownPart as error:
             raise self.error_at(line, str(error)) from None
 
-    def field(self, record: Mapping[str, Any], name: str, line: int) -> Any:
+    def required_field(self, record: Mapping[str, Any], name: str, line: int) -> Any:
         """Return ``record[name]``. Raises DataError if it is missing."""
         if name not in record:
             raise self.error_at(line, f"has no {name!r}")
         return record[name]
 
-    def number(self, record: Mapping[str, Any], name: str, line: int) -> float:
+    def number_field(self, record: Mapping[str, Any], name: str, line: int) -> float:
         """Return a numeric field. Raises DataError if it is missing, not a number, or a duration below 0."""
-        number = self.field(record, name, line)
+        number = self.required_field(record, name, line)
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise self.error_at(line, f"{name!r} is {number!r}, not a number")
         if not abs(number) < _LARGEST_NUMBER:
@@ -129,7 +129,7 @@ class Manifest(Source):
             raise self.error_at(line, f"{name!r} is {number!r}, below 0. Without it the audio is measured")
         return float(number)
 
-    def time(self, record: Mapping[str, Any], name: str, line: int) -> float | None:
+    def time_field(self, record: Mapping[str, Any], name: str, line: int) -> float | None:
         """Return a number of seconds, which may be a string. None if the field is missing or empty."""
         seconds: Any = record.get(name)
         if isinstance(seconds, str):
@@ -137,9 +137,9 @@ class Manifest(Source):
                 seconds = float(seconds) if seconds.strip() else None
             except ValueError:
                 raise self.error_at(line, f"{name!r} is {seconds[:40]!r}, not a number") from None
-        return None if seconds is None else self.number({name: seconds}, name, line)
+        return None if seconds is None else self.number_field({name: seconds}, name, line)
 
-    def seconds(
+    def duration_field(
         self, record: Mapping[str, Any], name: str, line: int, path: str, start: float = 0.0
     ) -> float:
         """Return a duration. If the field is missing, it is the time from ``start`` to the end of ``path``.
@@ -148,21 +148,21 @@ class Manifest(Source):
         """
         if record.get(name) is None:
             return max(0.0, measure(path)[0] - start)
-        return self.number(record, name, line)
+        return self.number_field(record, name, line)
 
-    def text(self, record: Mapping[str, Any], name: str, line: int) -> str:
+    def text_field(self, record: Mapping[str, Any], name: str, line: int) -> str:
         """Return a string field (null is empty). Raises DataError if it is missing or not a string."""
-        text = self.field(record, name, line)
+        text = self.required_field(record, name, line)
         if text is not None and not isinstance(text, str):
             raise self.error_at(line, f"{name!r} is {text!r}, not a string")
         return text or ""
 
-    def rate(self, record: Mapping[str, Any], name: str, line: int) -> int:
+    def rate_field(self, record: Mapping[str, Any], name: str, line: int) -> int:
         """Return a sampling rate in Hz. It is ASSUMED_RATE if the field is missing or out of range."""
-        rate = self.number(record, name, line) if record.get(name) is not None else ASSUMED_RATE
+        rate = self.number_field(record, name, line) if record.get(name) is not None else ASSUMED_RATE
         return int(rate) if 0 < rate < 2**31 else ASSUMED_RATE
 
-    def beside(self, name: str) -> str:
+    def resolve_path(self, name: str) -> str:
         """Return an absolute path. A relative ``name`` starts at the manifest's folder."""
         return os.path.join(self._folder, os.path.expanduser(name))
 
@@ -187,7 +187,7 @@ class Manifest(Source):
             folder = self._text_folders[0]
             raise DataError(f"{path} lies in {target}: transcripts are read below {folder}, unless hidden")
 
-    def transcript(self, path: Path, limit: int = MOST_TEXT_BYTES) -> str:
+    def read_transcript(self, path: Path, limit: int = MOST_TEXT_BYTES) -> str:
         """Return the text of a file of at most ``limit`` bytes. Raises DataError, OSError, ValueError."""
         self.refuse_outside(path)
         return read_bytes(path, limit, follow=True).decode("utf-8-sig")
@@ -232,10 +232,10 @@ class LhotseCuts(JsonLines):
         if kind == "MixedCut":
             self._check_known_tracks(cut, line)
             return
-        self.number(cut, "duration", line)
+        self.number_field(cut, "duration", line)
         if kind == "PaddingCut":
             return
-        self.number(cut, "start", line)
+        self.number_field(cut, "start", line)
         recording = cut.get("recording")
         if not isinstance(recording, dict):
             raise self.error_at(line, "has no 'recording' (a cut with features only has no audio)")
@@ -260,7 +260,7 @@ class LhotseCuts(JsonLines):
             self._check({**track["cut"], "type": kind}, line)
 
     def _check_recording(self, recording: Record, line: int) -> None:
-        rate = self.number(recording, "sampling_rate", line)
+        rate = self.number_field(recording, "sampling_rate", line)
         if not RATES[0] <= rate <= RATES[1]:
             raise self.error_at(line, f"'sampling_rate' is {rate:g} Hz, not from {RATES[0]} to {RATES[1]}")
         sources = recording.get("sources")
@@ -310,15 +310,15 @@ class LhotsePair(LhotseCuts):
     def entries(self) -> Iterator[Entry]:
         recordings = self._recordings()
         for line, offset, supervision in records(self.path):
-            name = self.text(supervision, "id", line)
-            recording = self.text(supervision, "recording_id", line)
+            name = self.text_field(supervision, "id", line)
+            recording = self.text_field(supervision, "recording_id", line)
             if recording not in recordings:
                 raise self.error_at(line, f"recording {recording!r} is not in {self.recordings}")
             channel = supervision.get("channel", 0)
             cut = {
                 "id": name,
-                "start": self.number(supervision, "start", line),
-                "duration": self.number(supervision, "duration", line),
+                "start": self.number_field(supervision, "start", line),
+                "duration": self.number_field(supervision, "duration", line),
                 "channel": channel,
                 "supervisions": [{**supervision, "start": 0.0}],
                 "recording": json.loads(recordings[recording]),
@@ -363,16 +363,16 @@ class Nemo(JsonLines):
 
     def cut_of(self, record: Record, line: int) -> Record:
         audio = self._audio(record, line)
-        path = self.beside(audio)
+        path = self.resolve_path(audio)
         is_segment = record.get("offset") is not None
-        start = self.number(record, "offset", line) if is_segment else 0.0
+        start = self.number_field(record, "offset", line) if is_segment else 0.0
         return simple_cut(
             f"{self.name}:{line}:{_stem(audio)}",
             path,
             start,
-            duration=self.seconds(record, "duration", line, path, start),
+            duration=self.duration_field(record, "duration", line, path, start),
             text=self._transcript(record, line),
-            rate=self.rate(record, "orig_sample_rate", line),
+            rate=self.rate_field(record, "orig_sample_rate", line),
             speaker=record.get("speaker"),
             language=record.get("lang"),
             segment=is_segment,
@@ -385,7 +385,7 @@ class Nemo(JsonLines):
             raise self.error_at(line, "has no 'audio_filepath' of one file: write its channels into one")
         if not isinstance(audio, str):
             raise self.error_at(line, "has no 'audio_filepath'")
-        if line == 1 and "shard_id" in record and not os.path.isfile(self.beside(audio)):
+        if line == 1 and "shard_id" in record and not os.path.isfile(self.resolve_path(audio)):
             problem = f"is of a tarred set, and {self._folder} has no {audio!r}"
             fix = "Unpack the tars with the recordings there (tar -xf audio_0.tar)"
             raise self.error_at(line, f"{problem}. {fix}")
@@ -394,14 +394,14 @@ class Nemo(JsonLines):
     def _transcript(self, record: Record, line: int) -> str:
         for name in ("text", "normalized_text"):
             if name in record:
-                return self.text(record, name, line)
+                return self.text_field(record, name, line)
         if "text_filepath" not in record:
             return ""
-        path = Path(self.beside(self.text(record, "text_filepath", line)))
+        path = Path(self.resolve_path(self.text_field(record, "text_filepath", line)))
         if path.suffix.lower() not in TEXT_SUFFIXES:
             raise self.error_at(line, f"text_filepath {path} does not end in {', '.join(TEXT_SUFFIXES)}")
         try:
-            return " ".join(self.transcript(path).split())
+            return " ".join(self.read_transcript(path).split())
         except (OSError, ValueError) as error:
             raise self.error_at(line, f"text_filepath {path} cannot be read ({error})") from None
 
@@ -417,17 +417,17 @@ class Mlperf(JsonLines):
     kind = "mlperf"
 
     def cut_of(self, record: Record, line: int) -> Record:
-        text = self.text(record, "transcript", line) if "transcript" in record else ""
-        files = self.field(record, "files", line)
+        text = self.text_field(record, "transcript", line) if "transcript" in record else ""
+        files = self.required_field(record, "files", line)
         if not isinstance(files, list) or not files or not all(isinstance(f, dict) for f in files):
             raise self.error_at(line, "'files' is empty or not a list of objects")
         file = next((f for f in files if f.get("speed", 1) == 1), files[0])
-        name = self.text(file, "fname", line)
+        name = self.text_field(file, "fname", line)
         fields = {"duration": record.get("original_duration"), **file}
-        duration = self.seconds(fields, "duration", line, self.beside(name))
-        rate = self.rate(file, "sample_rate", line)
+        duration = self.duration_field(fields, "duration", line, self.resolve_path(name))
+        rate = self.rate_field(file, "sample_rate", line)
         cut_id = f"{self.name}:{line}:{_stem(name)}"
-        return simple_cut(cut_id, self.beside(name), 0.0, duration=duration, text=text, rate=rate)
+        return simple_cut(cut_id, self.resolve_path(name), 0.0, duration=duration, text=text, rate=rate)
 
 
 def simple_cut(

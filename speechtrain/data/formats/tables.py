@@ -72,7 +72,7 @@ class Table(Nemo):
             self.name = self.path.parent.name
 
     def fingerprint(self) -> str:
-        return digest(self.kind, self.name, self.columns, self.beside(""), *stamp(self.path))
+        return digest(self.kind, self.name, self.columns, self.resolve_path(""), *stamp(self.path))
 
     @cached_property
     def form(self) -> Form:
@@ -150,9 +150,9 @@ class Table(Nemo):
         is_common_voice = "client_id" in self.form.columns and os.path.isdir(f"{self._folder}/clips")
         return "clips" if is_common_voice else ""
 
-    def beside(self, name: str) -> str:
+    def resolve_path(self, name: str) -> str:
         """Return an absolute path. A relative ``name`` starts at the folder of the recordings."""
-        return super().beside(os.path.join(self._clips, os.path.expanduser(name)))
+        return super().resolve_path(os.path.join(self._clips, os.path.expanduser(name)))
 
     def entries(self) -> Iterator[Entry]:
         line, column_names = 0, self._column_names
@@ -164,13 +164,13 @@ class Table(Nemo):
 
     def cut_of(self, record: Record, line: int) -> Record:
         name = self._recording_name(record, line)
-        start, end, duration = (self.time(record, key, line) for key in ("start", "end", "duration"))
+        start, end, duration = (self.time_field(record, key, line) for key in ("start", "end", "duration"))
         begin = start or 0.0
         if begin < 0 or (end is not None and end < begin):
             raise self.error_at(line, f"starts at {begin:g} s and ends at {end or 0:g} s")
         if end is not None:
             start, duration = begin, end - begin
-        text = self.text(record, "text", line) if "text" in record else ""
+        text = self.text_field(record, "text", line) if "text" in record else ""
         nemo_record = {
             "audio_filepath": name,
             "speaker": record.get("speaker") or None,
@@ -182,7 +182,7 @@ class Table(Nemo):
 
     def _recording_name(self, record: Record, line: int) -> str:
         """Return the path of a recording, as the table has it. Raises DataError if the cell is empty."""
-        name = _ROOT.sub("", self.text(record, "audio", line), count=1)
+        name = _ROOT.sub("", self.text_field(record, "audio", line), count=1)
         if not name:
             raise self.error_at(line, f"has no recording in column {self._column_names['audio']!r}")
         if self._is_ljspeech:
