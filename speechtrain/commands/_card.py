@@ -33,7 +33,7 @@ def add_card_options(build: Parser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="output of speechtrain evaluate RUN --json, for its rates and intervals. It may be repeated",
+        help="output of evaluate --json, for its error rates and intervals. It may be repeated",
     )
     group.add_argument(
         "--push",
