@@ -36,6 +36,8 @@ class RunStream(IntEnum):
 BatchStream = IntEnum("BatchStream", {"FRAMES": 0, "NEGATIVES": 1, "CHANNELS": 2, "NOISE": 3})
 # ``Task.prepare``'s seed, in a recogniser, stream. For LAYERS: ``Task.advance``'s seed, stream, layer
 EncoderStream = IntEnum("EncoderStream", {"FRAMES": 1, "CHANNELS": 2, "LAYERS": 3})
+# the same seed, stream, slice of the batch: the dropout mask of the joint
+JointStream = IntEnum("JointStream", {"DROPOUT": 4})
 # the embedded corpus's seed, split, stream, utterance. Except for SIZE, also the word's position
 DigitsStream = IntEnum("DigitsStream", {"SIZE": 0, "WORD": 1, "GAP": 2})
 # FSDD's seed, speaker, pass, (for GAP) utterance, position, stream

@@ -85,8 +85,9 @@ def transducer_loss(
 
     ``blank`` is the blank's id, from 0 to V - 1.
     ``dropout`` is the joint's dropout rate, rounded to a multiple of 1/65536. Kept units are divided by the
-    exact keep rate. Pass 0 in evaluation. The mask is a function of ``seed`` (an int, or an int64 tensor on
-    the device), which must differ from step to step, and of the cell. It does not depend on which cells are
+    exact keep rate. Pass 0 in evaluation. The mask is a function of ``seed`` and of the cell. The seed must
+    differ from step to step. It is an int, which is copied to the device, or an int64 tensor, or its two
+    int32 halves (2,), the lower half first. It does not depend on which cells are
     visited.
     ``fastemit`` multiplies the gradient of label arcs by 1 + ``fastemit``. The loss's value is unchanged.
     ``durations``, ascending, select the TDT loss: ``weight`` (V + K, H) and ``bias`` (V + K,) have a row for
@@ -115,8 +116,9 @@ def transducer_loss(
 
 def _losses(joint: _Joint, tensors: tuple[Tensor, ...], seed: int | Tensor, static: bool) -> Tensor:
     encoder, prediction, weight, bias, *targets = tensors
-    # The seed moves as data. As a constant it would compile the graph again at each step.
-    keys = torch.as_tensor(seed, dtype=torch.int64).reshape(1).view(torch.int32).to(encoder.device)
+    keys = torch.zeros(2, dtype=torch.int32, device=encoder.device)
+    if joint.dropout:
+        keys = _seed_halves(seed, encoder.device)
     labels, frames, symbols = (tensor.long() for tensor in targets)
     inputs = _Inputs(encoder, prediction, weight, bias, labels, frames, symbols, keys=keys)
     if not static:
@@ -126,6 +128,17 @@ def _losses(joint: _Joint, tensors: tuple[Tensor, ...], seed: int | Tensor, stat
     function = _StaticLoss if static else _RaggedLoss
     loss: Tensor = function.apply(*inputs, joint, is_training)  # type: ignore[no-untyped-call]
     return loss
+
+
+def _seed_halves(seed: int | Tensor, device: torch.device) -> Tensor:
+    """Return the seed as two int32 (2,) on the device. As a constant, it would make another graph each step.
+
+    An int is copied, and the host waits for this copy.
+    """
+    halves = torch.as_tensor(seed)
+    if halves.dtype != torch.int32:
+        halves = halves.long().reshape(1).view(torch.int32)
+    return halves.reshape(2).to(device)
 
 
 class _Inputs(NamedTuple):
