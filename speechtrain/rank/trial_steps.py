@@ -56,6 +56,15 @@ def _batches(data: DataModule, places_of: Callable[[int], Sequence[int]]) -> lis
     return [data.stream.loader(plan[number]) for number in numbers]
 
 
+def extreme_shapes(data: DataModule) -> list[tuple[int, int, int]]:
+    """Return rows, samples and labels of the micro-batches with the least and with the most audio."""
+    shapes = []
+    for batch in _batches(data, lambda count: [0, count - 1]):
+        rows, samples = batch.audio.shape
+        shapes.append((rows, samples, batch.labels.shape[1]))
+    return shapes
+
+
 class TrialSteps:
     """Whole training steps of a task on its device, by the compute policy that a run would choose."""
 
