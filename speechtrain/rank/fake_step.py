@@ -141,11 +141,15 @@ def _moved(tensor: Tensor) -> Tensor:
 def _move_module(module: nn.Module) -> None:
     """Move parameters and buffers, as ``Module.to`` does. It refuses tensors without values."""
     for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            copy = nn.Parameter(_moved(parameter.detach()), parameter.requires_grad)
-            setattr(part, name, copy)
-        for name, buffer in part.named_buffers(recurse=False):
-            setattr(part, name, _moved(buffer))
+        _move_part(part)
+
+
+def _move_part(part: nn.Module) -> None:
+    for name, parameter in part.named_parameters(recurse=False):
+        copy = nn.Parameter(_moved(parameter.detach()), parameter.requires_grad)
+        setattr(part, name, copy)
+    for name, buffer in part.named_buffers(recurse=False):
+        setattr(part, name, _moved(buffer))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Every model's whole step on a device without kernels, by the policies of CUDA and Gaudi, at full width."""
+"""The whole step of each family of models on a device without kernels, by the policies of CUDA and Gaudi, at full width."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ if fake_step.absence():
     pytest.skip(fake_step.absence(), allow_module_level=True)
 pytestmark = pytest.mark.slow
 
-MODELS = sorted(path.stem for path in (ROOT / "conf/model").glob("[!_]*.yaml"))
-NEEDS = {
-    "ctc": "encoder=quartznet15x5",
-    "rnnt": "encoder=fastconformer_large",
-    "rnnt_small": "encoder=contextnet_small",
-}
+LINES = [
+    "model=rnnt device=cuda encoder=fastconformer_large",
+    "model=rnnt_mlperf device=hpu precision=bf16",
+    "model=rnnt_small device=hpu precision=bf16 encoder=contextnet_small",
+    "model=rnnt_small device=cuda precision=bf16",
+    "model=ctc device=cuda encoder=quartznet_tiny",
+    "model=wav2vec2 device=cuda",
+    "model=wav2vec2_small device=hpu precision=bf16",
+    "model=wav2vec2_large device=cuda",
+]
 FAULTS = [
     Fault(
         "a table of numpy in a device operation",
@@ -38,14 +42,10 @@ FAULTS = [
 ]
 
 
-def test_run_the_whole_step_of_every_model() -> None:
-    lines = []
-    for model in MODELS:
-        for device in ("cuda", "hpu precision=bf16"):
-            lines.append(f"model={model} device={device} {NEEDS.get(model, '')}")
-    process = run_module(ROOT, "tests.support.fake_steps", *lines)
-    results = dict(zip(lines, process.stdout.splitlines(), strict=False))
-    assert {line: results.get(line, process.stderr[-2000:]) for line in lines} == dict.fromkeys(lines, "ok")
+def test_run_the_whole_step_of_each_family() -> None:
+    process = run_module(ROOT, "tests.support.fake_steps", *LINES)
+    results = process.stdout.splitlines()
+    assert results == ["ok"] * len(LINES), process.stderr[-2000:]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
