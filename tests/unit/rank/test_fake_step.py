@@ -1,4 +1,4 @@
-"""The whole step of each family of models on a device without kernels, by the policies of CUDA and Gaudi, at full width."""
+"""The whole step of each family of models on a device without kernels, by the policies of CUDA and Gaudi."""
 
 from __future__ import annotations
 
