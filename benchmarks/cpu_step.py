@@ -111,7 +111,7 @@ class Contender:
         apply_policy(task, self.policy)
         torch.manual_seed(0)
         with self.loss(), self.policy.autocast("cpu"):
-            loss = task(batch)
+            loss = task(task.prepare(batch, 0))
         torch.autograd.backward(loss.total)
         return float(loss.total.detach() / loss.weight)
 

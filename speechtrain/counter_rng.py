@@ -41,6 +41,8 @@ class RunStream(IntEnum):
 BatchStream = IntEnum("BatchStream", {"FRAMES": 0, "NEGATIVES": 1, "CHANNELS": 2, "NOISE": 3})
 # seed of ``Task.prepare`` in a recogniser, stream. For LAYERS: seed of ``Task.advance``, stream, layer
 EncoderStream = IntEnum("EncoderStream", {"FRAMES": 1, "CHANNELS": 2, "LAYERS": 3})
+# the same seed, stream, slice of the batch: the dropout mask of the joint
+JointStream = IntEnum("JointStream", {"DROPOUT": 4})
 # seed of data=digits, split, stream, utterance, position of the word (not for SIZE)
 DigitsStream = IntEnum("DigitsStream", {"SIZE": 0, "WORD": 1, "GAP": 2})
 # seed of data=fsdd, speaker, pass, utterance (only for GAP), position, stream

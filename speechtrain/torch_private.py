@@ -36,6 +36,10 @@ PARTS = {
     "next_node_number": "torch.autograd._get_sequence_nr",
     # The method through which each change of the device or dtype of a module's tensors goes.
     "apply": "torch.nn.Module._apply",
+    # A device without kernels, and tensors without values (rank/fake_step.py).
+    "register_python_backend": ("torch.utils.backend_registration._setup_privateuseone_for_python_backend"),
+    "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
+    "without_fake_mode": "torch._subclasses.fake_tensor.unset_fake_temporarily",
     # PyTorch's lazy tensors.
     "start_lazy": "torch._lazy.ts_backend.init",
     "mark_lazy_step": "torch._lazy.mark_step",

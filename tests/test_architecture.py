@@ -76,6 +76,7 @@ MAY_IMPORT = {
     # They build the parts of a run by their interfaces. Blocks of networks are none of their business.
     "rank": {"checkpoint", "config", "data.base", "data.module", "devices.base", "devices.out_of_memory"}
     | {
+        "devices.recorder",
         "distributed",
         "interop.weights",
         "optim.ema",

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -276,6 +277,7 @@ class Recipe:
                     return
             if self.device.static_shapes or not self.device.on_host:
                 yield try_check("recorder", self._record_steps)
+                yield from self._fake_findings()
             if self.precision is not None:
                 yield from self._step_findings(self.precision)
 
@@ -465,6 +467,31 @@ class Recipe:
             graphs = recorder.segments
             line += f", {len(graphs)} graphs, {recorder.distinct} of them distinct, of up to {max(graphs):,}"
         return line
+
+    def _fake_findings(self) -> Iterator[Finding]:
+        """Yield the finding on whether a step combines tensors of the host with tensors of the device."""
+        from speechtrain.rank.fake_step import absence
+
+        reason = absence()
+        if reason:
+            yield Finding(AMBER, "fake device", reason)
+        else:
+            yield try_check("fake device", self._run_fake_step)
+
+    def _run_fake_step(self) -> str:
+        """Run the smallest and the largest shape in a process of its own. Return its line."""
+        from omegaconf import OmegaConf
+
+        from speechtrain.rank.trial_steps import extreme_shapes
+
+        path = Path(self.run_dir) / "fake.yaml"
+        OmegaConf.save(self.config, path)
+        shapes = [",".join(map(str, shape)) for shape in extreme_shapes(self.data)]
+        line = [sys.executable, "-P", "-m", "speechtrain.rank.fake_step", str(path), *shapes]
+        process = subprocess.run(line, capture_output=True, text=True, check=False)
+        if process.returncode:
+            raise MachineError((process.stderr.strip().splitlines() or ["no output"])[-1])
+        return process.stdout.strip()
 
     def _step_findings(self, precision: Precision) -> Iterator[Finding]:
         """Yield findings on a training step of the largest batch, and on the time of an epoch."""

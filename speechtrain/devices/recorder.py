@@ -29,6 +29,7 @@ from speechtrain.errors import MachineError, SpeechtrainError
 _TORCH = str(Path(torch.__file__).parent)
 _ROOT = Path(__file__).parents[1]
 _BACKWARD_CODE = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
+_GENERATED = "<"  # Generated code has a file name such as "<string>".
 _READS = "reads a value back to the host, which ends the graph"
 _DYNAMIC = "gives a shape that depends on data, so every step is compiled"
 _MASK_DTYPES = (torch.bool, torch.uint8)
@@ -402,16 +403,20 @@ def _names_device(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
     return any(isinstance(value, torch.device | str) for value in (*arguments, *keywords.values()))
 
 
+def is_of_torch(file: str) -> bool:
+    """Return whether a file belongs to torch, or is generated code."""
+    return file.startswith((_TORCH, _GENERATED))
+
+
 def _caller() -> tuple[SourceLine, bool]:
     """Return the innermost line outside torch and this file, and whether that line calls the backward."""
     frame: FrameType | None = inspect.currentframe()
     calls_backward = False
-    ignored_files = (_TORCH, __file__, "<")  # Generated code has a file name such as "<string>".
     while frame is not None:
         code: CodeType = frame.f_code
         if code in _BACKWARD_CODE:
             calls_backward = True
-        elif not code.co_filename.startswith(ignored_files):
+        elif not is_of_torch(code.co_filename) and code.co_filename != __file__:
             return SourceLine(code.co_filename, frame.f_lineno), calls_backward
         frame = frame.f_back
     return SourceLine("?", 0), calls_backward

@@ -97,7 +97,8 @@ def transducer_loss(
     - ``activation`` is ``relu`` (MLPerf, NeMo) or ``tanh`` (Graves, ESPnet, icefall).
     - ``dropout`` is the joint's dropout rate, rounded to a multiple of 1/65536. The other units are divided
       by the exact rate at which they remain. Pass 0 in evaluation. The mask is a function of the cell and of
-      ``seed`` (an int, or an int64 tensor on the device), which must differ from step to step.
+      ``seed``, which must differ from step to step. It is an int, which is copied to the device, an int64
+      tensor, or its two int32 halves (2,) with the lower half first.
     - ``fastemit`` multiplies the gradient of label arcs by 1 + ``fastemit``. The value of the loss does not
       change. With durations it must be 0.
     - ``durations``, in frames and ascending, select the TDT loss. ``weight`` (V + K, H) and ``bias``
@@ -132,8 +133,9 @@ def transducer_loss(
 def _losses(joint: _Joint, tensors: tuple[Tensor, ...], seed: int | Tensor, static: bool) -> Tensor:
     """Return the losses (B,) of ``tensors``, which are in the order of ``transducer_loss``."""
     encoder, prediction, weight, bias, *targets = tensors
-    # The seed is a tensor, because a lazy device would compile the graph again for each constant.
-    seed_halves = torch.as_tensor(seed, dtype=torch.int64).reshape(1).view(torch.int32).to(encoder.device)
+    seed_halves = torch.zeros(2, dtype=torch.int32, device=encoder.device)
+    if joint.dropout:
+        seed_halves = _seed_halves(seed, encoder.device)
     labels, frames, symbols = (tensor.long() for tensor in targets)
     inputs = _Inputs(encoder, prediction, weight, bias, labels, frames, symbols, seed_halves=seed_halves)
     if not static:
@@ -143,6 +145,17 @@ def _losses(joint: _Joint, tensors: tuple[Tensor, ...], seed: int | Tensor, stat
     function = _StaticLoss if static else _RaggedLoss
     loss: Tensor = function.apply(*inputs, joint, is_training)  # type: ignore[no-untyped-call]
     return loss
+
+
+def _seed_halves(seed: int | Tensor, device: torch.device) -> Tensor:
+    """Return the seed as two int32 (2,) on the device. As a constant, it would make another graph each step.
+
+    An int is copied, and the host waits for this copy.
+    """
+    halves = torch.as_tensor(seed)
+    if halves.dtype != torch.int32:
+        halves = halves.long().reshape(1).view(torch.int32)
+    return halves.reshape(2).to(device)
 
 
 class _Inputs(NamedTuple):

@@ -6,12 +6,15 @@ Legend: B rows, T encoder frames, U labels, H joint width, V classes (blank last
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.compute_policy import PLAIN, apply_policy
+from speechtrain.counter_rng import JointStream, bits_at
 from speechtrain.decoding.base import Hypothesis, TransducerScorer
 from speechtrain.encoders.base import Encoder
 from speechtrain.errors import require_least
@@ -62,6 +65,22 @@ class RNNT(Recogniser):
         self.ctc = nn.Linear(encoder.width, tokenizer.size) if ctc_weight > 0 else None
         self.fastemit, self.joint_rows, self.sigma = fastemit, joint_rows, sigma
 
+    @property
+    def dropout(self) -> float:
+        """The dropout rate of the joint, which is 0 in evaluation."""
+        return self.joint.dropout if self.training else 0.0
+
+    def prepare(self, batch: Batch, seed: int) -> Batch:
+        """Add the seeds of the joint's dropout to the batch: two int32 for each slice of its rows."""
+        batch = super().prepare(batch, seed)
+        if not self.dropout:
+            return batch
+        rows = len(batch.audio)
+        slices = -(-rows // (self.joint_rows or rows))
+        seeds = bits_at(seed, JointStream.DROPOUT, np.arange(slices, dtype=np.int64))
+        halves = torch.from_numpy(seeds.view(np.int32).reshape(slices, 2))
+        return replace(batch, extra=batch.extra | {"joint_seeds": halves})
+
     def losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
         transducer = self._transducer_losses(encoded, lengths, batch)
         if self.ctc is None:
@@ -84,11 +103,14 @@ class RNNT(Recogniser):
             projections = EndSegment.apply(self.policy.mark_step, encoder, prediction)  # type: ignore[no-untyped-call]
             encoder, prediction = projections
         inputs = (encoder, prediction, batch.labels, lengths, batch.label_lengths)
+        seeds = batch.extra["joint_seeds"] if self.dropout else None
         if not self.joint_rows:
-            return self._transducer(*inputs)
+            return self._transducer(0 if seeds is None else seeds[0], *inputs)
+        slices = zip(*(torch.split(tensor, self.joint_rows) for tensor in inputs), strict=True)
         losses = []
-        for slice_inputs in zip(*(torch.split(tensor, self.joint_rows) for tensor in inputs), strict=True):
-            losses.append(self._transducer(*self._cut(*slice_inputs)))
+        for number, slice_inputs in enumerate(slices):
+            seed = 0 if seeds is None else seeds[number]
+            losses.append(self._transducer(seed, *self._cut(*slice_inputs)))
         return torch.cat(losses)
 
     def _cut(
@@ -101,11 +123,16 @@ class RNNT(Recogniser):
         return encoder[:, : max(1, frames)], prediction[:, : symbols + 1], labels[:, :symbols], *lengths
 
     def _transducer(
-        self, encoder: Tensor, prediction: Tensor, labels: Tensor, frames: Tensor, symbols: Tensor
+        self,
+        seed: Tensor | int,
+        encoder: Tensor,
+        prediction: Tensor,
+        labels: Tensor,
+        frames: Tensor,
+        symbols: Tensor,
     ) -> Tensor:
         """Return the transducer loss (B,) of the two projected inputs of the joint."""
         policy, joint = self.policy, self.joint
-        dropout = joint.dropout if self.training else 0.0
         return transducer_loss(
             encoder,
             prediction,
@@ -115,9 +142,8 @@ class RNNT(Recogniser):
             encoder_lengths=frames,
             label_lengths=symbols,
             blank=self.tokenizer.blank,
-            dropout=dropout,
-            # The trainer seeds the generator of this draw for each micro-batch.
-            seed=int(torch.randint(2**62, ())),
+            dropout=self.dropout,
+            seed=seed,
             fastemit=self.fastemit,
             durations=joint.durations,
             sigma=self.sigma,

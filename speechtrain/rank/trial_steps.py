@@ -57,6 +57,15 @@ def _batches_by_size(data: DataModule, positions_of: Callable[[int], Sequence[in
     return [data.stream.loader(plan[number]) for number in numbers]
 
 
+def extreme_shapes(data: DataModule) -> list[tuple[int, int, int]]:
+    """Return rows, samples and labels of the micro-batches with the least and with the most audio."""
+    shapes = []
+    for batch in _batches_by_size(data, lambda count: [0, count - 1]):
+        rows, samples = batch.audio.shape
+        shapes.append((rows, samples, batch.labels.shape[1]))
+    return shapes
+
+
 class TrialSteps:
     """Complete training steps of a task on its device, with the compute policy that a run would choose."""
 

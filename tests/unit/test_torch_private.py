@@ -10,10 +10,13 @@ import torch
 
 from speechtrain import torch_private
 from speechtrain.errors import MachineError
+from speechtrain.rank import fake_step
 
 
 @pytest.mark.parametrize("name", torch_private.PARTS)
 def test_this_torch_has_the_part(name: str) -> None:
+    if name == "register_python_backend" and fake_step.absence():
+        pytest.skip(fake_step.absence())
     assert getattr(torch_private, name) is not None
 
 

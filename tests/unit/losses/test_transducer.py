@@ -464,7 +464,9 @@ def test_two_runs_are_bit_identical(static: bool) -> None:
 def test_seed_as_tensor(static: bool) -> None:
     as_int = RAGGED.run(static=static, dropout=0.5, seed=2**40 + 3)
     as_tensor = RAGGED.run(static=static, dropout=0.5, seed=torch.tensor(2**40 + 3))
+    halves = torch.tensor([3, 2**8], dtype=torch.int32)
     assert torch.equal(as_int[0], as_tensor[0])
+    assert torch.equal(as_int[0], RAGGED.run(static=static, dropout=0.5, seed=halves)[0])
     assert not torch.equal(as_int[0], RAGGED.run(static=static, dropout=0.5, seed=3)[0])
 
 

@@ -126,7 +126,7 @@ def test_filler_rows_neither_count_nor_poison() -> None:
     model = built("model=rnnt_small").train()
     batch = a_batch([0.8, 0.8], [[1, 2], []], weight=[1.0, 0.0])
     batch.audio[1] = 0.0
-    loss = model(batch)
+    loss = model(model.prepare(batch, 1))
     loss.total.backward()
     assert float(loss.weight) == 1.0
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
@@ -134,9 +134,31 @@ def test_filler_rows_neither_count_nor_poison() -> None:
 
 def losses_and_gradients(model: RNNT, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     torch.manual_seed(3)
-    total = model.train()(batch).total
+    model.train()
+    total = model(model.prepare(batch, 1)).total
     total.backward()
     return total.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def masked_losses(model: RNNT, batch: Batch, generator_seed: int, seed: int) -> Tensor:
+    encoded, lengths = model.encoder.encode(batch)
+    torch.manual_seed(generator_seed)
+    losses, _ = model.losses(encoded, lengths, model.prepare(batch, seed))
+    return losses.detach()
+
+
+def test_rnnt_joint_dropout_depends_on_the_address_alone() -> None:
+    """Whatever the host's generator has drawn. A slice of the rows and another seed have other masks."""
+    small = ["model.joint.dropout=0.5", "encoder.dropout=0", "augment=none", "model.joint_rows=1"]
+    model = built("model=rnnt_small", *small, "encoder.features.dither=0").train()
+    model.prediction.eval()
+    batch = a_batch([1.0, 1.0], [[1, 2, 3], [1, 2, 3]])
+    batch.audio[1] = batch.audio[0]
+    losses = masked_losses(model, batch, 1, seed=7)
+    assert torch.equal(losses, masked_losses(model, batch, 2, seed=7))
+    assert not torch.equal(losses, masked_losses(model, batch, 1, seed=8))
+    assert losses[0] != losses[1]
+    assert "joint_seeds" not in model.eval().prepare(batch, 7).extra
 
 
 @pytest.mark.parametrize("policy", [PLAIN, replace(STATIC, spectrum="fft")])
