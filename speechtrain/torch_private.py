@@ -28,6 +28,10 @@ PARTS = {
     # The maximum of the graphs of a compiled layer, and the number of graphs so far.
     "dynamo_config": "torch._dynamo.config",
     "dynamo_counters": "torch._dynamo.utils.counters",
+    # A backend of torch.compile for forward and backward, and the number of the function that is compiled.
+    "aot_autograd": "torch._dynamo.backends.common.aot_autograd",
+    "make_boxed_func": "functorch.compile.make_boxed_func",
+    "compile_id": "torch._guards.CompileContext.current_compile_id",
     # The operations below autograd. The number of a node leads from the backward to the forward.
     "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
     "autograd_node": "torch._C._current_autograd_node",

@@ -109,6 +109,13 @@ class Device(ABC):
         The command calls it before it starts processes. ``open`` makes the final check.
         """
 
+    def library_fault(self) -> str:
+        """Return why the installed library of the vendor cannot work here, or an empty text.
+
+        Nothing is imported. ``check`` raises the same text.
+        """
+        return ""
+
     def absence(self, processes: int) -> str:
         """Return the error of ``check``, empty if there is none."""
         try:

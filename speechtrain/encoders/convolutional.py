@@ -195,7 +195,8 @@ class ConvolutionalEncoder(LogMelEncoder, PolicyAware):
         x, lengths = self.augmented(batch)
         for index, block in enumerate(self.blocks, 1):
             x, lengths = block(x, lengths)
-            if self._policy.static_shapes and index % _BLOCKS_OF_A_GRAPH == 0:
+            is_lazy = self._policy.static_shapes and not self._policy.compiler
+            if is_lazy and index % _BLOCKS_OF_A_GRAPH == 0:
                 x = EndSegment.apply(self._policy.mark_step, x)[0]  # type: ignore[no-untyped-call]
         return x, lengths
 

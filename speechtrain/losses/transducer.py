@@ -43,6 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from speechtrain.compute_policy import GraphFunction, equal_parts
 from speechtrain.nn.full_precision import full_precision
 from speechtrain.nn.joint import check_durations
 
@@ -624,22 +625,26 @@ class _StaticWalk(_Walk):
         self.encoder = inputs.encoder.to(joint.wide).masked_fill(beyond_frames[..., None], 0)
         self.prediction = inputs.prediction.to(joint.wide).masked_fill(beyond_symbols[..., None], 0)
         self.targets = _targets(inputs, joint.blank)
+        # The numbers of frames are data. As constants they would make each span another graph.
+        self.frame = _count(self.shape[1], self.encoder)
 
     def log_probabilities(self) -> list[Tensor]:
         """Log-probabilities (B, T, P) of blank, next label and each duration.
 
         They are arbitrary but finite outside the lattice.
         """
-        pieces = []
-        for span in self._spans():
-            symbols, durations = self._parts(self._hidden(span))
-            log_p = symbols.log_softmax(-1)
-            targets = self.targets[:, None, :, None].expand(-1, log_p.shape[1], -1, -1)
-            piece = [log_p[..., self.joint.blank], log_p.gather(-1, targets)[..., 0]]
-            if self.joint.durations:  # Graphs accept no empty tensor.
-                piece += durations.log_softmax(-1).unbind(-1)
-            pieces.append(piece)
+        pieces = [_span_arcs(self, self.encoder[:, span], self.frame[span]) for span in self._spans()]
         return [torch.cat(fields, 1) for fields in zip(*pieces, strict=True)]
+
+    def arcs(self, hidden: Tensor) -> list[Tensor]:
+        """Return the log-probabilities (B, t, P) of the arcs of t frames with the ``hidden`` units."""
+        symbols, durations = self._parts(hidden)
+        log_p = symbols.log_softmax(-1)
+        targets = self.targets[:, None, :, None].expand(-1, log_p.shape[1], -1, -1)
+        arcs = [log_p[..., self.joint.blank], log_p.gather(-1, targets)[..., 0]]
+        if self.joint.durations:  # Graphs accept no empty tensor.
+            arcs += durations.log_softmax(-1).unbind(-1)
+        return arcs
 
     def gradients(self, differentials: Sequence[Tensor], upstream: Tensor) -> _Gradients:
         """Compute the gradients of the inputs for the upstream gradients (B,)."""
@@ -650,25 +655,25 @@ class _StaticWalk(_Walk):
         weight = torch.zeros_like(self.weight, dtype=wide)
         bias = torch.zeros_like(self.bias, dtype=wide)
         for span in self._spans():
-            part = self._span_gradients(span, masks, [field[:, span, :, None] for field in fields])
+            span_fields = [field[:, span, :, None] for field in fields]
+            part = _span_gradients(self, self.encoder[:, span], self.frame[span], masks, span_fields)
             encoder.append(part.encoder)
             prediction = prediction + part.prediction
             weight = weight + part.weight
             bias = bias + part.bias
         return _Gradients(torch.cat(encoder, 1), prediction, weight * self.joint.scale, bias=bias)
 
-    def _span_gradients(
-        self, span: slice, masks: tuple[Tensor, Tensor, Tensor], fields: Sequence[Tensor]
+    def part_of_gradients(
+        self, hidden: Tensor, frame: Tensor, masks: tuple[Tensor, ...], fields: Sequence[Tensor]
     ) -> _Gradients:
-        """Compute the part of a span in the gradients. The weight's gradient is not scaled."""
+        """Compute the part of some frames (t,) in the gradients. The weight's gradient is not scaled."""
         wide = self.joint.wide
-        hidden = self._hidden(span)
         gradient = self._logit_gradient(hidden, masks, fields)
         bias = gradient.sum((0, 1, 2), dtype=wide)
         weight = gradient.flatten(0, 2).t() @ hidden.flatten(0, 2)
         slope = self.joint.slope(hidden)
         if self.joint.activation != "relu":
-            slope = self.dropout.applied(slope, span.start)
+            slope = self.dropout.applied(slope, frame)
         unit_gradient = (gradient @ self.weight).to(wide) * slope
         return _Gradients(unit_gradient.sum(2), unit_gradient.sum(1), weight.to(wide), bias=bias)
 
@@ -680,9 +685,7 @@ class _StaticWalk(_Walk):
         is_label = (symbol == self.targets[:, None, :, None]).to(wide) * (1 - is_blank)
         return is_blank, is_label, 1 - is_blank - is_label
 
-    def _logit_gradient(
-        self, hidden: Tensor, masks: tuple[Tensor, Tensor, Tensor], fields: Sequence[Tensor]
-    ) -> Tensor:
+    def _logit_gradient(self, hidden: Tensor, masks: tuple[Tensor, ...], fields: Sequence[Tensor]) -> Tensor:
         """Return the gradient over the logits (B, frames of the span, P, V + K).
 
         ``fields`` are the weight of the cells and the differences (see ``_differentials``).
@@ -700,16 +703,29 @@ class _StaticWalk(_Walk):
         step = max(1, self.joint.chunk // (batch * positions))
         return (slice(start, min(start + step, frames)) for start in range(0, frames, step))
 
-    def _hidden(self, span: slice) -> Tensor:
-        """Compute the hidden units (B, frames of the span, P, H) after dropout, not scaled."""
-        joint_units = self.encoder[:, span, None] + self.prediction[:, None]
-        hidden = _ACTIVATIONS[self.joint.activation](joint_units)
-        return self.dropout.applied(hidden, span.start).to(self.joint.dtype)
+    def hidden(self, encoder: Tensor, frame: Tensor) -> Tensor:
+        """Compute the hidden units (B, t, P, H) of the frames (t,) after dropout, not scaled."""
+        hidden = _ACTIVATIONS[self.joint.activation](encoder[:, :, None] + self.prediction[:, None])
+        return self.dropout.applied(hidden, frame).to(self.joint.dtype)
 
     def _parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits of symbols and the logits of durations."""
         logits = F.linear(hidden, self.weight, self.bias)
         return self.joint.parts(logits.to(self.joint.wide))
+
+
+@GraphFunction
+def _span_arcs(walk: _StaticWalk, encoder: Tensor, frame: Tensor) -> list[Tensor]:
+    """Return the log-probabilities (B, t, P) of the arcs of the frames (t,)."""
+    return walk.arcs(walk.hidden(encoder, frame))
+
+
+@GraphFunction
+def _span_gradients(
+    walk: _StaticWalk, encoder: Tensor, frame: Tensor, masks: tuple[Tensor, ...], fields: Sequence[Tensor]
+) -> _Gradients:
+    """Return the part of the frames (t,) in the gradients."""
+    return walk.part_of_gradients(walk.hidden(encoder, frame), frame, masks, fields)
 
 
 # ------------------------------------------------------------------------------------- used by both walks
@@ -750,7 +766,7 @@ class _NoDropout:
     def apply_(self, hidden: Tensor, cells: _Cells) -> None:
         pass
 
-    def applied(self, hidden: Tensor, first_frame: int) -> Tensor:
+    def applied(self, hidden: Tensor, frame: Tensor) -> Tensor:
         return hidden
 
 
@@ -781,10 +797,10 @@ class _Dropout:
         _mix_in_place(words, spare)
         hidden *= words.view(torch.int16)[:, : self.width].ge_(self.threshold)
 
-    def applied(self, hidden: Tensor, first_frame: int) -> Tensor:
-        """Return units (B, T, P, H) of all utterances from ``first_frame`` on, with 0 for dropped units."""
-        frame, position = _count(hidden.shape[1], hidden), _count(hidden.shape[2], hidden)
-        keys = self._cell_keys(self.row_keys[:, None, None], frame[:, None] + first_frame, position)
+    def applied(self, hidden: Tensor, frame: Tensor) -> Tensor:
+        """Return the units (B, t, P, H) of the frames (t,), with 0 for dropped units."""
+        position = _count(hidden.shape[2], hidden)
+        keys = self._cell_keys(self.row_keys[:, None, None], frame[:, None], position)
         words = _mix(keys[..., None] + self.word_keys)
         # Both halves become the upper half of an int32, because Gaudi's graphs do not reinterpret bits.
         draws = torch.stack((words * 65536, words), -1).flatten(-2)
@@ -989,6 +1005,24 @@ def _normalised_diagonals(
     backward recursion the variables before normalisation and the log-odds of label against blank.
     """
     diagonal = torch.zeros_like(by_blank[:, :, 0])
+    arcs = (by_blank, by_label, carries)
+    steps = by_blank.shape[2]
+    count, size = equal_parts(steps)
+    if count * size > steps:
+        arcs = tuple(F.pad(field, (0, 0, 0, count * size - steps)) for field in arcs)
+    parts = []
+    for start in range(0, steps, size):
+        *part, diagonal = _diagonals_part(*(field[:, :, start : start + size] for field in arcs), diagonal)
+        parts.append(part)
+    alpha, beta, totals, log_odds = (torch.cat(part, 1)[:, :steps] for part in zip(*parts, strict=True))
+    return alpha, beta, totals, log_odds
+
+
+@GraphFunction
+def _diagonals_part(
+    by_blank: Tensor, by_label: Tensor, carries: Tensor, diagonal: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the results of ``_normalised_diagonals`` for d diagonals (B, d, P), and the last (2, B, P)."""
     columns = []
     for d in range(by_blank.shape[2]):
         paths_by_blank = torch.addcmul(by_blank[:, :, d], carries[:, :, d], diagonal)
@@ -997,7 +1031,7 @@ def _normalised_diagonals(
         diagonal = total.log_softmax(-1)
         columns.append((diagonal[0], diagonal[1], total[1], paths_by_label[1], paths_by_blank[1]))
     alpha, beta, totals, labels, blanks = (torch.stack(column, 1) for column in zip(*columns, strict=True))
-    return alpha, beta, totals, labels - blanks
+    return alpha, beta, totals, labels - blanks, diagonal
 
 
 def _posteriors_of_durations(
