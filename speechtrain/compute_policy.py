@@ -30,7 +30,8 @@ Compiler = str | Callable[..., Any]
 # Graphs of one function for each shape: training and evaluation, the widths of the LSTMs, and a last part.
 _GRAPHS_OF_A_SHAPE = 16
 _STEPS_OF_A_GRAPH = 80  # XLA compiled an LSTM of 136,000 operations, all frames in one graph, for minutes.
-_Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)

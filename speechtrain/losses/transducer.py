@@ -1005,14 +1005,15 @@ def _normalised_diagonals(
     backward recursion the variables before normalisation and the log-odds of label against blank.
     """
     diagonal = torch.zeros_like(by_blank[:, :, 0])
-    arcs = (by_blank, by_label, carries)
+    arcs = [by_blank, by_label, carries]
     steps = by_blank.shape[2]
     count, size = equal_parts(steps)
     if count * size > steps:
-        arcs = tuple(F.pad(field, (0, 0, 0, count * size - steps)) for field in arcs)
+        arcs = [F.pad(field, (0, 0, 0, count * size - steps)) for field in arcs]
     parts = []
     for start in range(0, steps, size):
-        *part, diagonal = _diagonals_part(*(field[:, :, start : start + size] for field in arcs), diagonal)
+        blank, label, carry = (field[:, :, start : start + size] for field in arcs)
+        *part, diagonal = _diagonals_part(blank, label, carry, diagonal)
         parts.append(part)
     alpha, beta, totals, log_odds = (torch.cat(part, 1)[:, :steps] for part in zip(*parts, strict=True))
     return alpha, beta, totals, log_odds

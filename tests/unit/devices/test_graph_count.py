@@ -20,7 +20,8 @@ from speechtrain.rank.build import build_task
 from speechtrain.runs.compose import compose
 from speechtrain.task import Evaluation, Loss, Task
 
-BENCHMARK: Any = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks/accelerators.py"))
+PROGRAM = Path(__file__).parents[3] / "benchmarks/accelerators.py"
+BENCHMARK: Any = runpy.run_path(str(PROGRAM))
 batch_of = BENCHMARK["batch_of"]
 
 # dynamo looks for gradients of tensors that have none
@@ -42,7 +43,8 @@ class Planted(Task):
         self.linear, self.function = nn.Linear(1, 4), function
 
     def forward(self, batch: Batch) -> Loss:
-        return Loss(self.function(self.linear(batch.audio[..., None])).sum(), batch.weight.sum())
+        output = self.function(self.linear(batch.audio[..., None]))
+        return Loss(output.sum(), batch.weight.sum())
 
     def evaluate(self, batch: Batch) -> Evaluation:
         return Evaluation({})
@@ -63,7 +65,11 @@ def test_count_graphs_counts_forward_and_backward_of_each_shape() -> None:
 
 
 def test_count_graphs_shows_a_graph_break() -> None:
-    count = count_of(lambda x: x * x.detach().max().item())
+    def read_maximum(x: Tensor) -> Tensor:
+        maximum = x.detach().max()
+        return x * maximum.item()
+
+    count = count_of(read_maximum)
     assert count.breaks
     with pytest.raises(MachineError, match=r"torch\.compile breaks a graph: .*item") as raised:
         count.check(5000)
@@ -137,8 +143,8 @@ def test_count_graphs_runs_the_same_numbers_as_without_a_compiler(dtype: torch.d
         torch.autograd.backward(loss)
         results.append([loss.detach(), *(p.grad for p in task.parameters() if p.grad is not None)])
     assert len(results[0]) > 10
-    for plain, compiled in zip(*results, strict=True):
-        assert torch.equal(plain, compiled)
+    for reference, value in zip(*results, strict=True):
+        assert torch.equal(reference, value)
 
 
 def test_static_policies_without_a_compiler_have_plain_functions() -> None:
