@@ -249,6 +249,7 @@ def test_every_name_has_the_address_of_who_documents_it() -> None:
         **VENDOR.BACKENDS,
         **{name: known.address for name, known in VENDOR.NAMES.items()},
         "operations": VENDOR.OPERATIONS,
+        "the file of torch's version": VENDOR.TORCH_VERSION_FILE[1],
     }
     for name, address in named.items():
         assert re.match(r"https://(docs\.habana\.ai|github\.com)/\S+/\S+", address), name
@@ -414,6 +415,20 @@ def test_what_the_user_has_set_wins(vendor: Any, monkeypatch: pytest.MonkeyPatch
 def test_a_ninth_rank_is_refused(calls: list[str]) -> None:
     with pytest.raises(MachineError, match="local rank 8 finds 8 Gaudi cards"):
         OnHost().open(8)
+
+
+def test_a_replaced_torch_is_refused_before_the_bridge_is_imported(
+    vendor: Any, calls: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / VENDOR.TORCH_VERSION_FILE[0]
+    file.parent.mkdir()
+    file.write_text("1.13.1")
+    vendor.folder = tmp_path
+    with pytest.raises(MachineError, match=r"built for torch 1\.13, .*--no-deps") as raised:
+        OnHost().open(0)
+    assert "\n" not in str(raised.value)
+    assert vendor.lists == {}
+    assert not calls
 
 
 def test_a_bridge_that_does_not_load_is_one_line(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

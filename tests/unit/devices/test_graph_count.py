@@ -24,8 +24,11 @@ PROGRAM = Path(__file__).parents[3] / "benchmarks/accelerators.py"
 BENCHMARK: Any = runpy.run_path(str(PROGRAM))
 batch_of = BENCHMARK["batch_of"]
 
-# dynamo looks for gradients of tensors that have none
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+# dynamo looks for gradients of tensors that have none, and makes an object of an autograd function
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
