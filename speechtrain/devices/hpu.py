@@ -19,6 +19,7 @@ from speechtrain.compute_policy import ComputePolicy
 from speechtrain.devices import host
 from speechtrain.devices.base import Device, DeviceFacts, Operations
 from speechtrain.errors import MachineError, one_line, require_least
+from speechtrain.files import read_bytes
 
 _PACKAGE = "habana_frameworks"
 _REHEARSAL = "device=lazy rehearses its lazy mode here, speechtrain doctor device=hpu checks the recipe"
@@ -269,8 +270,8 @@ def _required_torch() -> str:
     spec = importlib.util.find_spec(_PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or ():
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            text = (Path(folder) / "torch" / "required_version.txt").read_text()
-            return ".".join(text.strip().split(".")[:2])
+            file = Path(folder) / "torch" / "required_version.txt"
+            return ".".join(read_bytes(file, follow=True).decode().strip().split(".")[:2])
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version(HPU.facts.plugin)
         for release, torch_version in _TORCH_OF_RELEASE.items():
