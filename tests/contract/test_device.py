@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.compute_policy import PLAIN, ComputePolicy, compile_module
+from speechtrain.compute_policy import PLAIN, ComputePolicy, GraphFunction, compile_module
 from speechtrain.config.build import build, build_data, build_tokenizer
 from speechtrain.counter_rng import DITHER_PERIOD
 from speechtrain.data.base import DataModule
@@ -450,6 +450,7 @@ def test_collectives_are_loaded_for_several_processes_only(
 
 
 def test_compile_mode_names_the_documented_backend(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphFunction, "compiler", "")  # put back afterwards
     told: dict[str, Any] = {}
     module = nn.Linear(2, 2)
     monkeypatch.setattr(module, "compile", lambda **keywords: told.update(keywords))
