@@ -16,7 +16,7 @@ setup(
     ],
     package_dir={"speechtrain.conf": "conf", "speechtrain.launchers": "launchers"},
     package_data={
-        "speechtrain": ["py.typed", "data/corpora/digits_audio/*", "report/*.html"],
+        "speechtrain": ["py.typed", "data/corpora/digits_audio/*", "report/*.html", "report/*.md"],
         "speechtrain.conf": ["*.yaml", "**/*.yaml"],
         "speechtrain.launchers": ["templates/*"],
     },

@@ -1,10 +1,10 @@
-"""The first ten minutes on real hardware: each probe of a device, measured and written down.
+"""The first ten minutes on real hardware: run a list of checks (probes) on a device, and write the results.
 
     python benchmarks/first_contact.py device=cuda      # or device=hpu, with other KEY=VALUE
 
 The program writes first-contact-DEVICE.json and .md into the current folder after each probe. Each probe runs
-in another process, so a crash loses no result. The program itself opens no card, because a Gaudi belongs to
-one process at a time, and the probe of two ranks needs it.
+in its own process, so a crash loses no result. The program itself does not open the device, because only one
+process at a time can open a Gaudi card, and the probes need it.
 """
 
 from __future__ import annotations
@@ -47,25 +47,31 @@ from speechtrain.runs.compose import compose
 from speechtrain.training.graph_warmup import padding_batch
 
 NAME = "first-contact"
-_ROUNDS = 5
-_PROBE_SECONDS = 1200.0
-_TRAININGS = ("two ranks", "recipe=demo")  # Their processes open the device.
+_ROUNDS = 5  # of timing
+_PROBE_SECONDS = 1200.0  # the time limit of a probe
+_TRAININGS = ("two ranks", "recipe=demo")  # These probes start further processes, which open the device.
 Values = dict[str, Any]
+"""The results of a probe, by name."""
+Move = Callable[[Tensor], Tensor]
+"""A function that returns a tensor on a device."""
 
 
 @dataclass
 class Contact:
-    """The probes of one device. The probes that do not train need the device opened by this process."""
+    """The probes of one device."""
 
     device: Device
     config: DictConfig
     overrides: list[str]
-    folder: Path
+    folder: Path  # for temporary files
 
     def probes(self) -> dict[str, Callable[[], Values]]:
-        """Return the probes in the order of their cost. The last one may end its process."""
+        """Return the probes by name, in the order of their cost. The last one may end its process."""
         return {
-            **{probe.__name__: probe for probe in (self.versions, self.int64, self.transducer, self.ctc)},
+            "versions": self.versions,
+            "int64": self.int64,
+            "transducer": self.transducer,
+            "ctc": self.ctc,
             "checkpoint": self.checkpoint,
             "time of the transducer loss": lambda: self._timed(self._loss_step),
             "time of an LSTM": lambda: self._timed(self._lstm_step),
@@ -76,7 +82,7 @@ class Contact:
         }
 
     def probe(self, name: str) -> Values:
-        """Run one probe. Its error is its result."""
+        """Return the results of one probe and the seconds that it took. If it raises, return the error."""
         start = time.perf_counter()
         try:
             if name not in _TRAININGS:
@@ -88,24 +94,29 @@ class Contact:
 
     def versions(self) -> Values:
         """Return the chip, packages and variables, and the changes of torch by the vendor's library."""
-        names = (
+        package_names = (
             "torch",
             "habana-torch-plugin",
             "habana-torch-dataloader",
             "nvidia-cudnn-cu12",
             "speechtrain",
         )
-        versions = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
+        versions = {package.metadata["Name"]: package.version for package in metadata.distributions()}
         prefixes = ("PT_", "HABANA_", "HLS_", "CUDA_", "NCCL_", "HCCL_", "TORCH_", "OMP_")
+        variables = {}
+        for name, value in sorted(os.environ.items()):
+            if name.startswith(prefixes):
+                variables[name] = value
         return {
             "chip": self.device.chip(),
-            "packages": {name: versions[name] for name in names if name in versions},
-            "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)},
+            "packages": {name: versions[name] for name in package_names if name in versions},
+            "variables": variables,
             "pickle protocol of torch.save": self._pickle_protocol(),
             "policy": self.device.policy(torch.float32).record(),
         }
 
     def _pickle_protocol(self) -> int:
+        """Return the pickle protocol of ``torch.save``. Importing Gaudi's library changes its default."""
         path = self.folder / "host.pt"
         torch.save({"weight": torch.ones(1)}, path)
         with zipfile.ZipFile(path) as archive:
@@ -115,7 +126,7 @@ class Contact:
         return int(protocol)
 
     def int64(self) -> Values:
-        """Check whether int64 has 64 bits: return the copy of a large value, and a product beyond 32 bits."""
+        """Return a copied value and a product beyond 32 bits. They are correct if int64 has 64 bits."""
         copy = self._integer(lambda: self._on(torch.tensor([2**40])))
         factor = torch.tensor([2**20])
         product = self._integer(lambda: self._on(factor) * 2**20)
@@ -126,17 +137,21 @@ class Contact:
         return self._difference(lambda move, policy: _transducer(move, policy, rows=2, frames=20, labels=6))
 
     def ctc(self) -> Values:
-        def loss(move: Callable[[Tensor], Tensor], policy: ComputePolicy) -> Tensor:
+        """Compare the CTC loss to the CPU."""
+
+        def loss(move: Move, policy: ComputePolicy) -> Tensor:
             torch.manual_seed(1)
-            scores, labels = torch.randn(2, 30, 9), torch.randint(1, 9, (2, 6))
-            scores, labels = move(scores).log_softmax(-1), move(labels)
-            lengths, symbols = move(torch.tensor([30, 25])), move(torch.tensor([6, 4]))
-            return ctc_loss(scores, labels, lengths, symbols, blank=0, policy=policy)
+            logits = move(torch.randn(2, 30, 9))
+            labels = move(torch.randint(1, 9, (2, 6)))
+            frame_counts = move(torch.tensor([30, 25]))
+            label_counts = move(torch.tensor([6, 4]))
+            log_probabilities = logits.log_softmax(-1)
+            return ctc_loss(log_probabilities, labels, frame_counts, label_counts, blank=0, policy=policy)
 
         return self._difference(loss)
 
     def checkpoint(self) -> Values:
-        """Check whether torch on the host, without the vendor's library, reads a tensor of the device."""
+        """Return whether torch without the vendor's library can read a saved tensor of the device."""
         path = self.folder / "held.pt"
         torch.save({"weight": self._on(torch.ones(3)).cpu()}, path, pickle_protocol=2)
         program = (
@@ -150,7 +165,7 @@ class Contact:
         return {"read": process.stdout.strip() == "3.0", "said": one_line(process.stderr[-300:])}
 
     def no_memory(self) -> Values:
-        """Return the error of an allocation that is too large, and whether the device class knows it."""
+        """Return the error of an allocation that is too large, and whether it is recognised as such."""
         try:
             torch.empty(2**50, dtype=torch.uint8, device=self.device.name).fill_(1)  # No chip has a PiB.
             self.device.synchronize()
@@ -162,6 +177,7 @@ class Contact:
     # --- Functions of several probes ----------------------------------------------------------------
 
     def _on(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor`` on the device."""
         return self.device.tensor(tensor)
 
     @staticmethod
@@ -172,8 +188,8 @@ class Contact:
         except Exception as error:
             return one_line(f"{type(error).__name__}: {error}", 300)
 
-    def _difference(self, loss: Callable[[Callable[[Tensor], Tensor], ComputePolicy], Tensor]) -> Values:
-        """Return the largest relative difference between a loss of the device and of the CPU."""
+    def _difference(self, loss: Callable[[Move, ComputePolicy], Tensor]) -> Values:
+        """Return the largest relative difference of ``loss`` between the device and the CPU."""
         device_loss = loss(self._on, self.device.policy(torch.float32)).detach().cpu()
         self.device.mark_step()
         host_loss = loss(lambda tensor: tensor, ComputePolicy()).detach()
@@ -181,7 +197,10 @@ class Contact:
         return {"largest relative difference": float(differences.abs().max())}
 
     def _timed(self, make_step: Callable[[ComputePolicy], Callable[[], None]]) -> Values:
-        """Return the launches, reads and seconds of a step by the device's policy and by the default one."""
+        """Return the launches, reads and seconds of a step, by the device's policy and the default policy.
+
+        ``make_step`` returns the step that computes with a policy.
+        """
         policies = {"policy": self.device.policy(torch.float32), "plain": ComputePolicy()}
         values: Values = {}
         steps: dict[str, Callable[[], None]] = {}
@@ -200,13 +219,15 @@ class Contact:
         return values
 
     def _costs(self, step: Callable[[], None]) -> Costs:
-        recorder = Recorder(replace(self.device.facts.operations, records=False, names=frozenset()))
+        """Return the launches and reads of a step. The recorder refuses no operation here."""
+        operations = replace(self.device.facts.operations, records=False, names=frozenset())
+        recorder = Recorder(operations)
         with recorder:
             step()
         return recorder.costs
 
     def _median_seconds(self, steps: dict[str, Callable[[], None]]) -> dict[str, float]:
-        """Time the steps in turn."""
+        """Return the median seconds of each step. The steps are timed in turn."""
         times: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(_ROUNDS):
             for name, step in steps.items():
@@ -223,10 +244,16 @@ class Contact:
         )
 
     def _lstm_step(self, policy: ComputePolicy) -> Callable[[], None]:
-        lstm, x = LSTM(240, 512, 2), self._on(torch.randn(8, 200, 240))
+        lstm = LSTM(240, 512, 2)
+        inputs = self._on(torch.randn(8, 200, 240))
         apply_policy(lstm, policy)
-        lstm.to(x.device)
-        return lambda: lstm(x)[0].square().sum().backward()
+        lstm.to(inputs.device)
+
+        def step() -> None:
+            outputs, _ = lstm(inputs)
+            outputs.square().sum().backward()
+
+        return step
 
     def _wav2vec2_step(self, policy: ComputePolicy) -> Callable[[], None]:
         config = compose(["model=wav2vec2_small", *self._device_override()])
@@ -241,13 +268,17 @@ class Contact:
         return [override for override in self.overrides if override.partition(".")[0].startswith("device")]
 
     def _trained(self, name: str, *defaults: str) -> Values:
-        """Train recipe=demo by the console command. An override of the user replaces its default."""
+        """Train recipe=demo by the console command, and return its exit code, seconds and metrics.
+
+        ``defaults`` are overrides, unless the user has set the same key.
+        """
         run_dir = self.folder / name
         command = [sys.executable, "-m", "speechtrain.commands.train", "recipe=demo", f"run_dir={run_dir}"]
         command += self.overrides
         explicit_keys = {override.partition("=")[0] for override in self.overrides}
         for override in defaults:
-            if override.partition("=")[0] not in explicit_keys:
+            key, _, _ = override.partition("=")
+            if key not in explicit_keys:
                 command.append(override)
         start = time.perf_counter()
         process = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
@@ -260,18 +291,21 @@ class Contact:
         return values | {"said": one_line(" ".join(last_line), 300)}
 
 
-def _transducer(
-    move: Callable[[Tensor], Tensor], policy: ComputePolicy, *, rows: int, frames: int, labels: int
-) -> Tensor:
+def _transducer(move: Move, policy: ComputePolicy, *, rows: int, frames: int, labels: int) -> Tensor:
+    """Return the transducer loss of random inputs, (rows,), with 63 labels and the blank."""
     torch.manual_seed(0)
-    sides = torch.randn(rows, frames, 128), torch.randn(rows, labels + 1, 128)
+    encoded = torch.randn(rows, frames, 128)
+    predicted = torch.randn(rows, labels + 1, 128)
     joint = nn.Linear(128, 64)
-    inputs = [move(tensor.detach()).requires_grad_() for tensor in (*sides, joint.weight, joint.bias)]
-    lengths = torch.full((rows,), frames), torch.full((rows,), labels)
-    texts = [move(tensor) for tensor in (torch.randint(0, 63, (rows, labels)), *lengths)]
+    inputs = []
+    for tensor in (encoded, predicted, joint.weight, joint.bias):
+        inputs.append(move(tensor.detach()).requires_grad_())
+    texts = move(torch.randint(0, 63, (rows, labels)))
+    frame_counts = move(torch.full((rows,), frames))
+    label_counts = move(torch.full((rows,), labels))
     return transducer_loss(
-        *inputs, *texts, blank=63, dropout=0.3, seed=7, static=policy.transducer == "static",
-        chunk=policy.lattice_cells, keep=policy.logit_bytes,
+        *inputs, texts, frame_counts, label_counts, blank=63, dropout=0.3, seed=7,
+        static=policy.transducer == "static", chunk=policy.lattice_cells, keep=policy.logit_bytes,
     )  # fmt: skip
 
 
@@ -294,7 +328,10 @@ def first_contact(
 
 
 def run_in_process(arguments: list[str], name: str) -> Values:
-    """Run one probe in another process. If that process is killed or hangs, this is the result."""
+    """Run one probe in another process and return its results.
+
+    If that process is killed or hangs, the result is an error.
+    """
     with tempfile.TemporaryDirectory(prefix="speechtrain-") as folder:
         output = Path(folder) / "values.json"
         command = [sys.executable, __file__, *arguments, "--only", name, "--write", str(output)]
@@ -312,7 +349,7 @@ def run_in_process(arguments: list[str], name: str) -> Values:
 
 
 def page(when: str, overrides: list[str], probes: dict[str, Values]) -> str:
-    """Return the Markdown page of the probes."""
+    """Return the results of the probes as a page in Markdown."""
     lines = [f"# First contact: {' '.join(overrides)}", "", when, "", "| probe | found |", "|---|---|"]
     for name, values in probes.items():
         cell = one_line(json.dumps(values), 2000).replace("|", "/")
@@ -338,11 +375,13 @@ def main() -> None:
     device.check(1)
     with tempfile.TemporaryDirectory(prefix="speechtrain-") as folder:
         contact = Contact(device, config, options.overrides, Path(folder))
-        if options.write:
+        if options.write:  # This process was started by ``run_in_process``.
             write_json(options.write, contact.probe(options.only[0]))
             return
-    variables = device.environment(1)  # The device's libraries read them before Python starts.
-    os.environ.update({name: value for name, value in variables.items() if name not in os.environ})
+    # The processes of the probes inherit these variables. The device's libraries read them before Python
+    # starts.
+    for name, value in device.environment(1).items():
+        os.environ.setdefault(name, value)
     arguments = [*options.overrides]
     if options.config_dir:
         arguments += ["--config-dir", options.config_dir]

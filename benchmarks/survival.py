@@ -1,13 +1,14 @@
-"""Tests of runs that are disturbed: killed ranks, signals to a rank, a kill a minute, a new number of ranks.
+"""Four tests of disturbed runs: killed ranks, signals to a rank, a kill every minute, other numbers of ranks.
 
     python benchmarks/survival.py kills --seeds 20           # kill -9 of a random rank of 2 to 4
     python benchmarks/survival.py signals --tries 50         # SIGTERM to one of 2 ranks, phase by phase
     python benchmarks/survival.py goodput --minutes 15 --every 60
     python benchmarks/survival.py worlds                     # 1, 2, 4 and 1 ranks, five updates each
 
-Every run is a console command on the embedded digits, with one thread a rank. The program prints a line for
-each kill, try or world, and a summary. The exit code is 1 if a bound does not hold. The runs stay in --out.
-The next call replaces them. KEY=VALUE arguments go to every run. The program needs Linux.
+Every run is a console command on the embedded digits, with one thread per rank. The program prints a line for
+each kill, signal or number of ranks, and a summary. The exit code is 1 if a run exceeds a limit below. The
+runs stay in --out until the next call replaces them. KEY=VALUE arguments are overrides of every run. The
+program needs Linux.
 """
 
 from __future__ import annotations
@@ -44,22 +45,23 @@ SMALL = [
     *("data.batch.count=4", "trainer.max_epochs=null", "trainer.log_every=1", "allow_targets=survival"),
     *("data._target_=survival.RecordedData", "trainer.validate_every=1000000"),
 ]
-"""The RNN-T of `recipe=demo` with 4 utterances a micro-batch: 0.1 to 0.2 s an update."""
+"""The RNN-T of `recipe=demo` with 4 utterances per micro-batch. An update takes 0.1 to 0.2 s."""
 
-UPDATES = 30
-LONGEST_DETECTION, LONGEST_RECOVERY = 10.0, 30.0  # seconds
-GOODPUT = 0.8
-TOLERANCE = 1e-5
-PATIENCE = 600.0  # seconds. A run that takes longer hangs.
+UPDATES = 30  # of a run in which a rank is killed
+LONGEST_DETECTION, LONGEST_RECOVERY = 10.0, 30.0  # limits in seconds after a kill
+GOODPUT = 0.8  # the lowest allowed ratio of updates in a killed run to updates in an undisturbed run
+TOLERANCE = 1e-5  # the largest allowed relative difference of losses
+PATIENCE = 600.0  # A run that takes more seconds counts as hanging.
 POLL = 0.005  # seconds
-PAUSE = "SURVIVAL_PAUSE"
+PAUSE = "SURVIVAL_PAUSE"  # the environment variable with the seconds before each batch
 _NOTICED = re.compile(r"closing signal|exitcode: -?\d")  # in torchrun's first line about a dead rank
 
 
 class RecordedData(SpeechData):
-    """Appends each training batch's address, ids and a checksum of its audio to ``handed.jsonl``.
+    """The data of a run, with a record of its training batches in ``handed.jsonl``.
 
-    Before each batch it waits ``$SURVIVAL_PAUSE`` seconds, like a slow disk.
+    A line has the epoch and the index of a batch, the ids of its recordings, and a checksum of its audio.
+    There is a pause of ``$SURVIVAL_PAUSE`` seconds before each batch, like from a slow disk.
     """
 
     def train(self, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> Iterator[Batch]:
@@ -88,12 +90,19 @@ class Run:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
 
     def start(self, *extra: str) -> None:
-        line = [str(TRAIN), *SMALL, *self.overrides, *extra, f"run_dir={self.run_dir}"]
-        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        environment |= {PAUSE: str(self.pause), "OMP_NUM_THREADS": "1"}
+        """Start the command, with the overrides ``extra``. Its output is appended to the run's log."""
+        command = [str(TRAIN), *SMALL, *self.overrides, *extra, f"run_dir={self.run_dir}"]
+        python_path = str(Path(__file__).parent)  # for ``survival.RecordedData``
+        if os.environ.get("PYTHONPATH"):
+            python_path += os.pathsep + os.environ["PYTHONPATH"]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": python_path,
+            PAUSE: str(self.pause),
+            "OMP_NUM_THREADS": "1",
+        }
         with self.run_dir.with_suffix(".log").open("a") as log:
-            self.process = subprocess.Popen(line, env=environment, stdout=log, stderr=log, text=True)
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, text=True)
 
     def wait(self, patience: float = PATIENCE) -> int:
         """Return the exit code of the command. If it hangs, kill it and its processes, and raise."""
@@ -110,11 +119,12 @@ class Run:
     def complete(self, *extra: str, patience: float = PATIENCE) -> None:
         """Run the command to its end. If it fails, exit."""
         self.start(*extra)
-        if code := self.wait(patience):
+        code = self.wait(patience)
+        if code:
             sys.exit(f"{self.run_dir} ended with {code}: see {self.run_dir.with_suffix('.log')}")
 
     def until(self, condition: Callable[[], object]) -> bool:
-        """Wait until ``condition`` holds. Return False if the command ends before, or hangs."""
+        """Wait until ``condition()`` is true. Return False if the command ends before that, or hangs."""
         assert self.process is not None
         start = time.monotonic()
         while not condition():
@@ -124,7 +134,7 @@ class Run:
         return True
 
     def ranks(self) -> dict[int, int]:
-        """Return the process id of each living rank."""
+        """Return the process id of each living rank, by the number of the rank."""
         assert self.process is not None
         pids = {}
         for agent in children_of(self.process.pid):
@@ -144,27 +154,30 @@ class Run:
         return children_of(self.process.pid, all_generations=True)
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
-        """Return the events of ``metrics.jsonl``, also of attempts that were undone, all or of one kind."""
+        """Return the events in ``metrics.jsonl``, or with ``kind`` only the events of this kind.
+
+        They include updates that were lost in a kill and were computed again.
+        """
         try:
-            lines = (self.run_dir / "metrics.jsonl").read_text().split("\n")[:-1]
+            complete_lines = (self.run_dir / "metrics.jsonl").read_text().split("\n")[:-1]
         except OSError:
             return []
-        records = [json.loads(line) for line in lines if line.endswith("}")]
-        return [r for r in records if not kind or r["event"] == kind]
+        events = [json.loads(line) for line in complete_lines if line.endswith("}")]
+        return [event for event in events if not kind or event["event"] == kind]
 
     def losses(self) -> dict[int, float]:
-        """Return the loss of each update, as its last attempt logged it."""
+        """Return the loss of each update by its step. Of an update that was repeated, it is the last loss."""
         return {event["step"]: event["loss"] for event in self.events("train")}
 
     def logged_step(self) -> int:
-        """Return the step of the newest update in the record, or 0."""
+        """Return the step of the newest logged update, or 0."""
         updates = self.events("train")
         return updates[-1]["step"] if updates else 0
 
     def handed(self) -> dict[tuple[int, int], list[Any]]:
-        """Return the ids and the checksum of each micro-batch by its address.
+        """Return the ids and the checksum of each micro-batch, by its epoch and its index.
 
-        If two attempts did not get the same, exit.
+        If a micro-batch was read several times and was not always the same, exit.
         """
         batches: dict[tuple[int, int], list[Any]] = {}
         for line in (self.run_dir / "handed.jsonl").read_text().splitlines():
@@ -174,12 +187,15 @@ class Run:
         return batches
 
     def samples(self) -> dict[tuple[int, int], list[Any]]:
-        """Return ``handed`` for the updates that count. A killed attempt may have fetched more batches."""
+        """Return the micro-batches of the logged updates, as ``handed`` does.
+
+        A killed attempt may have read further micro-batches.
+        """
         handed = self.handed()
         start = self.events("start")[-1]
-        size = start["ranks"] * start["accumulate"]
-        addresses = sorted(handed)[: size * len(self.losses())]
-        return {address: handed[address] for address in addresses}
+        batches_per_update = start["ranks"] * start["accumulate"]
+        count = batches_per_update * len(self.losses())
+        return {address: handed[address] for address in sorted(handed)[:count]}
 
     def result(self) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())
@@ -273,14 +289,19 @@ def note_recovery(kill: Kill, run: Run, events: list[dict[str, Any]]) -> None:
 
 def resumed_step(events: list[dict[str, Any]]) -> int:
     """Return the step of the first resumption, or 0 if there is none."""
-    return next((event["step"] for event in events if event["event"] == "resume"), 0)
+    for event in events:
+        if event["event"] == "resume":
+            return int(event["step"])
+    return 0
 
 
 def _size(path: Path) -> int:
+    """Return the bytes of a file, 0 if it does not exist."""
     return path.stat().st_size if path.exists() else 0
 
 
 def _tail(path: Path, offset: int) -> str:
+    """Return the text of a file after the first ``offset`` bytes, empty if the file does not exist."""
     if not path.exists():
         return ""
     with path.open(errors="replace") as file:
@@ -363,22 +384,26 @@ def kill_outcome(
 
 @dataclass
 class Phase:
-    """A recipe in which a phase dominates, and the time of the signal."""
+    """A recipe in which most of the time is spent in one phase, and the time of the signal.
+
+    The arguments of the functions are the run and the number of its events before the start.
+    """
 
     overrides: list[str]
-    ready: Callable[[Run, int], bool]
-    delay: float = 0.0  # the most seconds after ``ready``
+    ready: Callable[[Run, int], bool]  # returns whether the signal may be sent
+    delay: float = 0.0  # the signal comes at most this number of seconds after ``ready``
     pause: float = 0.0  # seconds before each batch
     hit: Callable[[Run, int], bool] = field(default=lambda run, before: True)
-    """Returns whether the signal came within the phase. The arguments are the run and its earlier events."""
+    """Returns whether the signal came within the phase."""
 
 
-def _new(run: Run, before: int, kind: str) -> bool:
+def _has_new(run: Run, before: int, kind: str) -> bool:
+    """Return whether an event of a kind follows the first ``before`` events."""
     return any(event["event"] == kind for event in run.events()[before:])
 
 
 def _is_writing(run: Run, before: int) -> bool:
-    return _new(run, before, "train") and any((run.run_dir / "checkpoints").glob(".writing-*"))
+    return _has_new(run, before, "train") and any((run.run_dir / "checkpoints").glob(".writing-*"))
 
 
 def _has_trained_on(run: Run, before: int) -> bool:
@@ -393,17 +418,17 @@ PHASES = {
         [LONG],
         ready=lambda run, before: len(run.ranks()) == 2,
         delay=3.0,  # The imports of the ranks take longer.
-        hit=lambda run, before: not _new(run, before, "train"),
+        hit=lambda run, before: not _has_new(run, before, "train"),
     ),
     "data wait": Phase(
         [LONG],
-        ready=lambda run, before: _new(run, before, "train"),
+        ready=lambda run, before: _has_new(run, before, "train"),
         delay=1.0,
         pause=1.0,
     ),
     "forward": Phase(
         [LONG, "data.batch.count=24"],
-        ready=lambda run, before: _new(run, before, "train"),
+        ready=lambda run, before: _has_new(run, before, "train"),
         delay=1.0,
     ),
     "validation": Phase(
@@ -594,7 +619,7 @@ def _trained_for(run: Run, seconds: float) -> float:
     """Train for ``seconds`` and save. Return the seconds of an update, checkpoints included."""
     before = len(run.events())
     run.start("trainer.max_steps=1000000")
-    run.until(lambda: _new(run, before, "train"))
+    run.until(lambda: _has_new(run, before, "train"))
     time.sleep(seconds)
     assert run.process is not None
     run.process.send_signal(signal.SIGTERM)

@@ -1,15 +1,15 @@
-"""Time of wav2vec 2.0: a whole step and its objective against Hugging Face, and the forms of the extractor.
+"""Time of wav2vec 2.0: a step and its loss compared with Hugging Face's model, and the extractor's kernels.
 
     python benchmarks/wav2vec2.py                  # all three parts, base, in fp32 and, if possible, bf16
     python benchmarks/wav2vec2.py step --rounds 3  # forward, backward and AdamW only (needs transformers)
     python benchmarks/wav2vec2.py --smoke          # thin, seconds
     python benchmarks/wav2vec2.py extractor --rows 4 --seconds 10 --threads 2 --fp32-matmul medium
 
-Contenders take turns (A B C A B C ...), since other work on the machine comes and goes. A ratio is the median
-of each round's ratio to the baseline of the same precision and round. The baseline is Hugging Face, or conv1d
-for the extractor. Processor time is of user and kernel. With one thread it equals the wall time of an idle
-machine. Both models get the same audio, mask and negatives, and the published dropouts. Layer drop is off,
-since Hugging Face skips a dropped layer and speechtrain computes it.
+The candidates are timed in turn (A B C A B C ...), because the load of the machine may change. A ratio is the
+median over the rounds of the ratio to the baseline, in the same precision and round. The baseline is Hugging
+Face's model, or conv1d for the extractor. Processor time includes user and kernel. With one thread it equals
+the wall time of an idle machine. Both models get the same audio, mask and negatives, and the published
+dropouts. Layer drop is off, because Hugging Face skips a dropped layer and speechtrain computes it.
 """
 
 from __future__ import annotations
@@ -46,25 +46,27 @@ SMOKE = {"width": 48, "layers": 2, "feed_forward": 96, "heads": 4}
 
 
 def layers(channels: int) -> list[list[int]]:
+    """Return [channels, kernel, stride] of each convolution of the published extractor."""
     return [[channels, 10, 5], *[[channels, 3, 2]] * 4, *[[channels, 2, 2]] * 2]
 
 
-def step(extractor: ConvExtractor, audio: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the processor seconds of forward and of backward."""
+def time_extractor(extractor: ConvExtractor, audio: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the processor seconds of a forward and of a backward."""
     extractor.zero_grad(set_to_none=True)
-    begin = time.process_time()
+    start = time.process_time()
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         features = extractor(audio)
-    middle = time.process_time()
+    forward_end = time.process_time()
     features.backward(torch.ones_like(features))
-    return middle - begin, time.process_time() - middle
+    return forward_end - start, time.process_time() - forward_end
 
 
 def precision_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def extractor_of(form: str, norm: str, dtype: torch.dtype, channels: int) -> ConvExtractor:
+def build_extractor(form: str, norm: str, dtype: torch.dtype, channels: int) -> ConvExtractor:
+    """Return an extractor that computes its convolutions by the kernels ``form`` of the compute policy."""
     torch.manual_seed(0)
     extractor = ConvExtractor(layers(channels), norm == "layer", norm)
     autocast = dtype if dtype != torch.float32 else None
@@ -72,20 +74,23 @@ def extractor_of(form: str, norm: str, dtype: torch.dtype, channels: int) -> Con
     return extractor
 
 
-def compare(norm: str, dtype: torch.dtype, audio: Tensor, channels: int, rounds: int) -> None:
+def compare_extractors(norm: str, dtype: torch.dtype, audio: Tensor, channels: int, rounds: int) -> None:
     """Print a line for each form of the extractor: median times, and the ratio of their sum to conv1d."""
-    contenders = {form: extractor_of(form, norm, dtype, channels) for form in CONVOLUTIONS}
-    for extractor in contenders.values():
-        step(extractor, audio, dtype)  # The first call builds the kernels of oneDNN.
-    times: dict[str, list[tuple[float, float]]] = {form: [] for form in contenders}
+    extractors = {form: build_extractor(form, norm, dtype, channels) for form in CONVOLUTIONS}
+    for extractor in extractors.values():
+        time_extractor(extractor, audio, dtype)  # The first call builds the kernels of oneDNN.
+    times: dict[str, list[tuple[float, float]]] = {form: [] for form in extractors}
     for _ in range(rounds):
-        for form, extractor in contenders.items():
-            times[form].append(step(extractor, audio, dtype))
+        for form, extractor in extractors.items():
+            times[form].append(time_extractor(extractor, audio, dtype))
     precision = precision_name(dtype)
-    for form, measured in times.items():
-        forward, backward = (statistics.median(column) for column in zip(*measured, strict=True))
-        pairs = zip(measured, times[BASELINE], strict=True)
-        ratio = statistics.median(sum(seconds) / sum(base) for seconds, base in pairs)
+    for form, form_times in times.items():
+        forward = statistics.median([forward_seconds for forward_seconds, _ in form_times])
+        backward = statistics.median([backward_seconds for _, backward_seconds in form_times])
+        ratios = []
+        for seconds, base_seconds in zip(form_times, times[BASELINE], strict=True):
+            ratios.append(sum(seconds) / sum(base_seconds))
+        ratio = statistics.median(ratios)
         print(f"| {norm} | {precision} | {form} | {forward:.3f} | {backward:.3f} | {ratio:.2f} |", flush=True)
 
 
@@ -106,6 +111,7 @@ Objective = Callable[[Setup, Tensor, Tensor], Tensor]
 
 
 def noise(rows: int, seconds: float) -> Batch:
+    """Return a batch of noise without labels."""
     samples = int(seconds * 16000)
     return Batch(
         audio=torch.randn(rows, samples) * 0.1,
@@ -121,9 +127,12 @@ def noise(rows: int, seconds: float) -> Batch:
 
 def inputs_of_hugging_face(batch: Batch, negative_count: int) -> dict[str, Tensor]:
     """Return the audio, mask and negatives of a batch as ``Wav2Vec2ForPreTraining.forward`` expects them."""
-    index, mask = batch.extra["index"], batch.extra["mask"]
+    index = batch.extra["index"]  # (rows, M), the frame of each masked frame
+    mask = batch.extra["mask"]  # (rows, frames)
     rows, frames = mask.shape
     row = torch.arange(rows)[:, None]
+    # speechtrain numbers negatives among the masked frames of their row, Hugging Face among all frames of all
+    # rows.
     frame_of_negative = index[row[:, :, None], batch.extra["negatives"].long()]
     negatives = torch.zeros(rows, frames, negative_count, dtype=torch.int64)
     negatives[row, index] = frame_of_negative + frames * row[:, :, None]
@@ -131,6 +140,7 @@ def inputs_of_hugging_face(batch: Batch, negative_count: int) -> dict[str, Tenso
 
 
 def set_up(options: argparse.Namespace) -> Setup:
+    """Return both models with random weights, and the same inputs for both."""
     import transformers
 
     torch.manual_seed(0)
@@ -222,21 +232,26 @@ def objectives(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Cal
     }
 
 
-def in_turn(contenders: dict[str, Callable[[], None]], rounds: int, part: str, dtype: torch.dtype) -> None:
-    """Print a line for each contender: median times, and the median, lowest and highest ratio."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-    for number in range(rounds + 1):  # The first round builds the kernels of oneDNN and does not count.
-        for name, run in contenders.items():
-            wall, processor = time.perf_counter(), time.process_time()
+def time_in_turn(models: dict[str, Callable[[], None]], rounds: int, part: str, dtype: torch.dtype) -> None:
+    """Print a line for each model: median times, and the median, lowest and highest ratio."""
+    wall_times: dict[str, list[float]] = {name: [] for name in models}
+    processor_times: dict[str, list[float]] = {name: [] for name in models}
+    for number in range(rounds + 1):
+        is_warmup = number == 0  # The first round builds the kernels of oneDNN and does not count.
+        for name, run in models.items():
+            wall_start = time.perf_counter()
+            processor_start = time.process_time()
             run()
-            if number:
-                times[name].append((time.perf_counter() - wall, time.process_time() - processor))
+            if not is_warmup:
+                wall_times[name].append(time.perf_counter() - wall_start)
+                processor_times[name].append(time.process_time() - processor_start)
     precision = precision_name(dtype)
-    for name, measured in times.items():
-        wall, processor = (statistics.median(column) for column in zip(*measured, strict=True))
+    for name in models:
+        wall = statistics.median(wall_times[name])
+        processor = statistics.median(processor_times[name])
         ratios = []
-        for (_, processor_seconds), (_, base_seconds) in zip(measured, times[HUGGING_FACE], strict=True):
-            ratios.append(processor_seconds / base_seconds)
+        for seconds, base_seconds in zip(processor_times[name], processor_times[HUGGING_FACE], strict=True):
+            ratios.append(seconds / base_seconds)
         ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         print(f"| {part} | {precision} | {name} | {wall:.2f} | {processor:.2f} | {ratio} |", flush=True)
 
@@ -276,18 +291,18 @@ def parse_arguments() -> argparse.Namespace:
 def print_parts(options: argparse.Namespace, precisions: list[torch.dtype], audio: Tensor) -> None:
     """Print a table for step and objective, and a table for the extractor."""
     parts = options.parts or PARTS
-    contenders = {"step": steps, "objective": objectives}
-    compared = [part for part in contenders if part in parts]
-    if compared:
+    builders = {"step": steps, "objective": objectives}
+    model_parts = [part for part in builders if part in parts]
+    if model_parts:
         print("| part | precision | | wall, s | processor, s | of theirs |\n|---|---|---|---|---|---|")
-    for part in compared:
+    for part in model_parts:
         for dtype in precisions:
-            in_turn(contenders[part](options, dtype), options.rounds, part, dtype)
+            time_in_turn(builders[part](options, dtype), options.rounds, part, dtype)
     if "extractor" in parts:
         print("| norm | precision | form | forward, s | backward, s | of conv1d |\n|---|---|---|---|---|---|")
         for norm in options.norms:
             for dtype in precisions:
-                compare(norm, dtype, audio, options.channels, options.rounds)
+                compare_extractors(norm, dtype, audio, options.channels, options.rounds)
 
 
 def main() -> None:

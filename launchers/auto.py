@@ -1,4 +1,4 @@
-"""The default launcher. It chooses another launcher by the number of ranks."""
+"""The default launcher: it passes a job on to another launcher, chosen by the number of ranks."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ from speechtrain.supervision.supervise import supervise
 
 
 class Local(Launcher):
-    """Start the single rank as a child process, with the device's variables set before Python starts.
+    """Start the only rank as a child process, with the device's variables set before Python starts.
 
-    ``inline`` runs the rank in this process, for a debugger. Variables that are read only when Python
-    starts (threads, allocators) then have no effect.
+    ``inline`` runs the rank in this process instead, for a debugger. Environment variables that are read only
+    when Python starts (for threads and allocators) then have no effect.
     """
 
     def __init__(self, inline: bool = False) -> None:
@@ -31,7 +31,8 @@ class Local(Launcher):
 
     def launch(self, job: Job) -> LaunchResult:
         if self.inline:
-            return LaunchResult(importlib.import_module(WORKER).main([str(job.config)]))
+            worker = importlib.import_module(WORKER)
+            return LaunchResult(worker.main([str(job.config)]))
         return LaunchResult(supervise(job.command, job.environ()))
 
     def render(self, job: Job) -> str:

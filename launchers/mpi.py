@@ -15,27 +15,29 @@ from speechtrain.launcher import AGENT, PARENT, Job, Launcher, LaunchResult, for
 from speechtrain.supervision.rendezvous import port_error, rendezvous_port
 from speechtrain.supervision.supervise import supervise
 
-# Each pattern matches the output of `mpirun --version`. Intel MPI is built on Hydra, so its output has HYDRA.
+# The output of `mpirun --version` matches the pattern of the engine. The order counts: Intel MPI is built on
+# MPICH's process manager Hydra, so its output may also contain HYDRA.
 _VERSION_PATTERNS = {
     "openmpi": r"Open ?MPI|OpenRTE|open-mpi",
     "intel": r"Intel\(R\) MPI",
     "mpich": r"HYDRA|MPICH",
 }
-# A rank uses several cores, so mpirun must not bind it to one core. The device binds it. Intel MPI binds
-# before it starts `env`, so a variable that `env` sets would come too late.
-_OPTIONS = {"openmpi": "--bind-to none", "intel": "-genv I_MPI_PIN 0", "mpich": "-bind-to none"}
+# These options prevent that mpirun binds each rank to one core. A rank uses several cores, and the device
+# binds it. Intel MPI binds before it starts `env`, so a variable that `env` sets would come too late.
+_NO_BINDING = {"openmpi": "--bind-to none", "intel": "-genv I_MPI_PIN 0", "mpich": "-bind-to none"}
 _PROGRAMS = {"openmpi": "mpirun.openmpi", "intel": "mpirun", "mpich": "mpirun.mpich"}
-_HOSTS = {"openmpi": "--hostfile", "intel": "-f", "mpich": "-f"}
+_HOSTFILE_OPTIONS = {"openmpi": "--hostfile", "intel": "-f", "mpich": "-f"}
 
 
 @dataclass(eq=False)
 class Mpi(Launcher):
     """Start ``world_size`` ranks with mpirun. The ranks communicate through torch, not through MPI.
 
-    ``engine`` is ``auto`` (the engine of ``mpirun``), ``openmpi``, ``mpich`` or ``intel``. ``program`` is the
-    mpirun to call, by name or path. ``hostfile`` is passed on in the engine's format. The ranks meet
-    on its first host, or without a hostfile on this machine, at ``port`` (default: derived from the run
-    directory). ``options`` are further options for mpirun.
+    - ``engine`` is ``openmpi``, ``mpich``, ``intel``, or ``auto``: the engine to which ``mpirun`` belongs.
+    - ``program`` is the mpirun to call, by name or path.
+    - ``hostfile`` is a list of hosts in the engine's format. Without it, all ranks run on this machine.
+    - ``port``: the ranks meet at this port of the first host (default: derived from the run directory).
+    - ``options`` are further options for mpirun.
     """
 
     engine: str = "auto"
@@ -51,13 +53,18 @@ class Mpi(Launcher):
 
     @cached_property
     def mpirun(self) -> str:
-        """The mpirun to call, or its usual name if there is none on this machine."""
-        names = [_PROGRAMS.get(self.engine, "mpirun"), "mpirun"]
-        return self.program or next(filter(shutil.which, names), names[0])
+        """The mpirun to call, or its usual name if this machine does not have it."""
+        if self.program:
+            return self.program
+        usual_name = _PROGRAMS.get(self.engine, "mpirun")
+        for name in (usual_name, "mpirun"):
+            if shutil.which(name):
+                return name
+        return usual_name
 
     @cached_property
     def detected_engine(self) -> str:
-        """The engine of ``mpirun``. It is empty if the engine is unknown or the program is not here."""
+        """The engine to which ``mpirun`` belongs, empty if it is unknown or the program is not installed."""
         if shutil.which(self.mpirun) is None:
             return ""
         command = [self.mpirun, "--version"]
@@ -81,8 +88,9 @@ class Mpi(Launcher):
         if not engine or self.engine not in ("auto", engine):
             fault = f"{program} is {engine or 'an unknown MPI'}, not engine={self.engine}"
             return f"launcher=mpi: {fault}. Set launcher.engine or launcher.program"
-        is_allowed = "--allow-run-as-root" in (self.options or ()) or "OMPI_ALLOW_RUN_AS_ROOT" in os.environ
-        if engine == "openmpi" and not os.geteuid() and not is_allowed:
+        is_root = os.geteuid() == 0
+        may_be_root = "--allow-run-as-root" in (self.options or ()) or "OMPI_ALLOW_RUN_AS_ROOT" in os.environ
+        if engine == "openmpi" and is_root and not may_be_root:
             return (
                 "launcher=mpi: Open MPI refuses to run as root; use another account, or in a container set "
                 "launcher.options=[--allow-run-as-root]"
@@ -90,7 +98,9 @@ class Mpi(Launcher):
         return ""
 
     def launch(self, job: Job) -> LaunchResult:
-        return LaunchResult(supervise(self._command(job), job.environ(), job.run_dir / AGENT, is_deep=True))
+        agent_log = job.run_dir / AGENT
+        code = supervise(self._command(job), job.environ(), agent_log=agent_log, is_deep=True)
+        return LaunchResult(code)
 
     def render(self, job: Job) -> str:
         return shlex.join(self._command(job))
@@ -102,32 +112,35 @@ class Mpi(Launcher):
             "MASTER_PORT": str(self._port(job)),
         }
         engine = self.detected_engine or self.engine
-        if engine == "auto":  # Without an mpirun here, a dry run shows the command of Open MPI.
+        if engine == "auto":  # This machine has no mpirun. A dry run shows the command of Open MPI.
             engine = "openmpi"
-        hosts, unset = [], []
-        if self.hostfile:
-            hosts = [_HOSTS[engine], self.hostfile]
-            # Hydra's proxies pass this machine's whole environment to all ranks, also on other hosts.
-            unset = ["-u", PARENT]
+        mpirun = [self.mpirun, "-n", str(job.world_size)]
         # `env` is used because the engines' own options cut values at commas, line breaks or equals signs.
-        assignments = [f"{name}={value}" for name, value in environment.items()]
-        return [
-            *(self.mpirun, "-n", str(job.world_size), *hosts, *_OPTIONS[engine].split()),
-            *(*(self.options or ()), "env", *unset, *assignments, *job.on_host(job.command)),
-        ]
+        env = ["env"]
+        if self.hostfile:
+            mpirun += [_HOSTFILE_OPTIONS[engine], self.hostfile]
+            # Hydra, MPICH's process manager, passes this machine's environment to ranks on all hosts. PARENT
+            # is a process of this machine, so it must not be set elsewhere.
+            env += ["-u", PARENT]
+        mpirun += _NO_BINDING[engine].split()
+        mpirun += self.options or ()
+        env += [f"{name}={value}" for name, value in environment.items()]
+        return [*mpirun, *env, *job.on_host(job.command)]
 
     def _hosts(self) -> list[str]:
+        """Return the names of the hosts, the first of which is the meeting point of the ranks."""
         if self.hostfile is None:
             return ["127.0.0.1"]
         lines = host_lines(self.hostfile)
         if not lines:
             raise ConfigError(f"launcher.hostfile={self.hostfile} names no host. Add at least one")
-        return [re.split(r"[\s:]", line)[0] for line in lines]  # Hydra's format is host:ranks
+        # A line is "host:ranks" for MPICH and Intel MPI, and "host slots=ranks" for Open MPI.
+        return [re.split(r"[\s:]", line)[0] for line in lines]
 
     def _port(self, job: Job) -> int:
-        """Return a free port if the ranks meet on this machine.
+        """Return the port at which the ranks meet.
 
-        On another host it is the port that is derived from the run directory. It may be in use there.
+        If they meet on this machine, the port is free. On another host it may be in use.
         """
         if self.port is not None:
             return self.port

@@ -28,20 +28,28 @@ _TEMPLATE = Path(__file__).parent / "templates" / "slurm.sh"
 _UNFINISHED = "PENDING,RUNNING,SUSPENDED,COMPLETING"
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}|infinite|unlimited", re.IGNORECASE)
 _WORD = re.compile(r"[^\s\x00-\x1f]+")
-# the options of sbatch, each with the parameter that holds its value
-_SETTINGS = {"job-name": "name", **{key: key for key in ("nodes", "time", "partition", "account")}}
-_SETTINGS |= {"cpus-per-task": "cpus_per_rank", "gpus-per-node": "gpus_per_node"}
+# The options of sbatch, each with the parameter of ``Slurm`` that is its value.
+_PARAMETERS = {
+    "job-name": "name",
+    "nodes": "nodes",
+    "time": "time",
+    "partition": "partition",
+    "account": "account",
+    "cpus-per-task": "cpus_per_rank",
+    "gpus-per-node": "gpus_per_node",
+}
 
 
 @dataclass(eq=False)
 class Slurm(Launcher):
     """Submit a job in which srun starts ``world_size`` ranks on ``nodes`` nodes.
 
-    ``warn_seconds`` before its ``time`` ends (and when it is preempted) the ranks are asked to save.
-    With ``requeue`` the job then goes back into the queue and continues the same run. If a site does not
-    allow that, ``segments`` submits an array of that many jobs, which run one after the other.
-    ``wait`` waits until the run is over. The first signal then makes the ranks save and exit, and the
-    second cancels the job. ``options`` are further options of sbatch.
+    The ranks save ``warn_seconds`` before the job's ``time`` is over, and when the job is preempted. With
+    ``requeue`` the job then goes back into the queue and continues the same run. If a site does not allow
+    that, set ``segments``: an array of this number of jobs is submitted, which run one after the other.
+
+    With ``wait`` the command waits until the run is over. Its first signal makes the ranks save and exit, and
+    the second cancels the job. ``options`` are further options of sbatch.
     """
 
     files = (SCRIPT, LOG)
@@ -66,10 +74,10 @@ class Slurm(Launcher):
             raise ValueError(f"poll_seconds={self.poll_seconds}: it must be above 0")
         if self.time is not None and not _TIME.fullmatch(self.time):
             raise ValueError(f"time={self.time}: write it as minutes, HH:MM:SS or D-HH:MM:SS")
-        for key in _SETTINGS.values():
-            setting = getattr(self, key)
+        for parameter in _PARAMETERS.values():
+            setting = getattr(self, parameter)
             if setting is not None and not _WORD.fullmatch(str(setting)):
-                raise ValueError(f"{key}={setting!r}: it must be a word without spaces or line breaks")
+                raise ValueError(f"{parameter}={setting!r}: it must be a word without spaces or line breaks")
 
     def check(self, job: Job) -> None:
         job.ranks_per_node(self.nodes)
@@ -78,24 +86,27 @@ class Slurm(Launcher):
 
     def launch(self, job: Job) -> LaunchResult:
         script = self.script(job)
-        with writing(job.run_dir / LOG, "remove it or set another run_dir"):  # Slurm follows links.
+        log = job.run_dir / LOG
+        with writing(log, "remove it or set another run_dir"):
             write_text(job.run_dir / SCRIPT, script)
-            open_append(job.run_dir / LOG).close()
+            # Slurm would follow a symbolic link at the log's path. Opening the log here refuses a link.
+            open_append(log).close()
         output = call_client(self._submission(job), "launcher=slurm: sbatch", script)
-        number = output.strip().partition(";")[0]
-        log = shlex.join(["tail", "-F", str(job.run_dir / LOG)])
-        print(f"submitted Slurm job {number}; to follow its log: {log}", flush=True)
+        job_id, _, _ = output.strip().partition(";")  # The output is "ID" or "ID;CLUSTER".
+        follow = shlex.join(["tail", "-F", str(log)])
+        print(f"submitted Slurm job {job_id}; to follow its log: {follow}", flush=True)
         if not self.wait:
-            stop = f"scancel --signal=TERM {number}"
+            stop = f"scancel --signal=TERM {job_id}"
             return LaunchResult(0, f"`{stop}` saves the run and ends the job; the same command continues")
-        code = wait_for_job(partial(_exit_code, number), partial(_stop, number), self.poll_seconds)
+        code = wait_for_job(partial(_exit_code, job_id), partial(_stop, job_id), self.poll_seconds)
         return LaunchResult(code, log=LOG)
 
     def render(self, job: Job) -> str:
         return here_document(self._submission(job), self.script(job))
 
     def script(self, job: Job) -> str:
-        # Slurm itself passes the user's variables to the job.
+        """Return the batch script."""
+        # Only variables that the user has not set are exported, because Slurm passes the user's to the job.
         exports = []
         for name in sorted(job.environment):
             if name not in os.environ and not is_secret(name):
@@ -110,42 +121,50 @@ class Slurm(Launcher):
         )
 
     def _directives(self, job: Job) -> list[str]:
-        options = {
-            **{option: getattr(self, key) for option, key in _SETTINGS.items()},
-            "ntasks-per-node": job.ranks_per_node(self.nodes),
-            "signal": f"TERM@{self.warn_seconds}",  # to the ranks, not to the batch script
-        }
+        """Return the script's lines that set options of sbatch."""
+        options = {option: getattr(self, parameter) for option, parameter in _PARAMETERS.items()}
+        options["ntasks-per-node"] = job.ranks_per_node(self.nodes)
+        options["signal"] = f"TERM@{self.warn_seconds}"  # Slurm signals the ranks, not the batch script.
         lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
         requeue = "requeue" if self.requeue else "no-requeue"
         lines += [f"#SBATCH --{requeue}", "#SBATCH --open-mode=append"]
         if self.segments > 1:
-            lines.append(f"#SBATCH --array=0-{self.segments - 1}%1")
+            lines.append(f"#SBATCH --array=0-{self.segments - 1}%1")  # "%1" allows one job at a time.
         return lines
 
     def _submission(self, job: Job) -> list[str]:
+        """Return the command that submits the script, which it reads on its standard input."""
         log = str(job.run_dir / LOG).replace("%", "%%")  # Sbatch replaces patterns such as %j.
         return ["sbatch", "--parsable", f"--output={log}", *(self.options or [])]
 
 
-def _states(number: str) -> list[str]:
-    """Return the states of a job's unfinished parts, or ``UNKNOWN`` while the controller does not answer."""
-    squeue = ["squeue", "--noheader", "--format=%T"]
-    states = ask_client([*squeue, f"--jobs={number}", f"--states={_UNFINISHED}"])
-    if states is None:  # The controller has forgotten the job, or does not answer.
-        states = "UNKNOWN" if ask_client(squeue) is None else ""
-    return states.split()
+def _exit_code(job_id: str) -> int | None:
+    """Return 0 once a job has left the queue, and None before.
+
+    0 does not mean success: the result of the run is in its ``result.json``.
+    """
+    return None if _states(job_id) else 0
 
 
-def _exit_code(number: str) -> int | None:
-    """Return 0 once a job has left the queue. The outcome of the run is in its ``result.json``."""
-    return None if _states(number) else 0
-
-
-def _stop(number: str, signals: int) -> bool:
-    """Make a running job save and end, or cancel a job that waits or has got a second signal."""
-    if signals > 1 or "RUNNING" not in _states(number):
-        ask_client(["scancel", number])
+def _stop(job_id: str, signals: int) -> bool:
+    """Make a running job save and end. Cancel a job that waits in the queue or has got a second signal."""
+    if signals > 1 or "RUNNING" not in _states(job_id):
+        ask_client(["scancel", job_id])
     else:
-        ask_client(["scontrol", "update", f"JobId={number}", "Requeue=0"])
-        ask_client(["scancel", "--signal=TERM", number])
+        ask_client(["scontrol", "update", f"JobId={job_id}", "Requeue=0"])
+        ask_client(["scancel", "--signal=TERM", job_id])
     return True
+
+
+def _states(job_id: str) -> list[str]:
+    """Return the states of a job's unfinished parts: of the job, or of the jobs of its array.
+
+    Returns ``["UNKNOWN"]`` while Slurm's controller does not answer.
+    """
+    squeue = ["squeue", "--noheader", "--format=%T"]
+    output = ask_client([*squeue, f"--jobs={job_id}", f"--states={_UNFINISHED}"])
+    if output is not None:
+        return output.split()
+    # squeue fails if the controller does not answer, and also if the controller has forgotten the job.
+    controller_answers = ask_client(squeue) is not None
+    return [] if controller_answers else ["UNKNOWN"]

@@ -34,35 +34,38 @@ from speechtrain.supervision.node_agent import ALIVE, KILL, MODULE, STOP, versio
 from speechtrain.supervision.rendezvous import RESTARTABLE, agent_command, rendezvous_port
 from speechtrain.supervision.supervise import stop_signals
 
-_ALIVE_SECONDS = 5.0
+_ALIVE_SECONDS = 5.0  # the time between two messages to the hosts that this process still runs
 _POLL_SECONDS = 0.1
-_LOOK_AGAIN_SECONDS = 2.0
-_MAX_EXIT_CODE = 128  # With a higher code, the agent was killed, or the connection was lost (255).
-_LOST = 255  # the exit code of ssh itself
-_SSH = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")
+_LOST_HOST_POLL_SECONDS = 2.0
+_MAX_EXIT_CODE = 128  # With a higher code, the agent was killed or the connection was lost.
+_CONNECTION_LOST = 255  # ssh exits with this code if it cannot connect, or loses the connection.
+_SSH_OPTIONS = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")
 
 
 @dataclass(eq=False)
 class Ssh(Launcher):
-    """Start ``world_size`` ranks, divided evenly among the hosts that ``hostfile`` names.
+    """Start ``world_size`` ranks, divided evenly among the hosts that ``hostfile`` lists.
 
     The file has one address per line. Blank lines and text after ``#`` are ignored. ``nodes`` limits the
     run to the first hosts of the file. The ranks meet on the first host, at ``port`` (default: derived
-    from the run directory). Every host needs a login without a password, this interpreter at the same
-    path (or ``python``), the same versions, and the run directory. All of this is checked before the start.
-    The hosts get the variables whose names match ``forward``, but never secrets.
+    from the run directory).
 
-    With ``max_restarts`` the agents start all ranks again after a rank has failed, up to that many times. A
-    lost host can join again within ``rejoin_seconds``. The first host cannot, because it keeps the agents'
-    common store. The ranks are then numbered by their hosts' addresses.
+    Every host needs a login without a password, this interpreter at the same path (or ``python``), the same
+    versions, and the run directory. All of this is checked before the start. The hosts get the variables
+    whose names match ``forward``, but never secrets.
 
-    The remote command reads stop requests on its standard input, and by its end notices a lost connection.
-    A terminal there (``ssh -tt``) would merge the command's outputs and change their bytes.
+    With ``max_restarts`` the agents start all ranks again after a failure, up to this number of times. A lost
+    host can join again within ``rejoin_seconds``. The first host cannot, because it runs the store by which
+    the agents find each other. After a restart the ranks are numbered by the addresses of their hosts.
+
+    The remote command reads stop requests on its standard input. The end of this input means that the
+    connection is lost. A remote terminal (``ssh -tt``) would merge the command's two outputs and change their
+    bytes.
     """
 
     programs = ("ssh",)
     hostfile: str
-    nodes: int | str | None = None  # digits from NNODES of the environment
+    nodes: int | str | None = None  # A value from the environment variable NNODES is a text of digits.
     port: int | None = None
     python: str | None = None
     options: list[str] | None = None
@@ -86,7 +89,9 @@ class Ssh(Launcher):
 
     def launch(self, job: Job) -> LaunchResult:
         hosts = self._hosts()
-        clients = list(map(_Client, hosts, self._commands(job, hosts)))
+        clients = [
+            _Client(host, command) for host, command in zip(hosts, self._commands(job, hosts), strict=True)
+        ]
         self._check_hosts(job, hosts)
 
         def fault_of(host: str) -> str:
@@ -95,7 +100,8 @@ class Ssh(Launcher):
         connections = _Connections(
             clients, self.shutdown_seconds, self.max_restarts, self.rejoin_seconds, fault_of
         )
-        return LaunchResult(connections.run(), cause=connections.cause)
+        code = connections.run()
+        return LaunchResult(code, cause=connections.cause)
 
     def render(self, job: Job) -> str:
         lines = [shlex.join(command) for command in self._commands(job, self._hosts())]
@@ -105,6 +111,7 @@ class Ssh(Launcher):
         return len(self._hosts())
 
     def _hosts(self) -> list[str]:
+        """Return the addresses of the run's hosts. Raises ConfigError if the list is not usable."""
         hosts = host_lines(self.hostfile)
         for host in hosts:
             is_address = host.isprintable() and len(host.split()) == 1 and len(host) <= 255
@@ -123,18 +130,22 @@ class Ssh(Launcher):
         return hosts
 
     def _port(self, job: Job) -> int:
+        """Return the port of the first host at which the ranks meet."""
         return rendezvous_port(job.run_dir) if self.port is None else self.port
 
-    def _remote(self, host: str, environment: Mapping[str, str], command: list[str]) -> list[str]:
-        """Return the ssh command that runs ``command`` with its environment on ``host``, in this folder."""
-        options = [*_SSH, f"-oConnectTimeout={self.login_seconds}", *(self.options or ())]
+    def _ssh_command(self, host: str, environment: Mapping[str, str], command: list[str]) -> list[str]:
+        """Return the ssh command that runs ``command`` with ``environment`` on ``host``.
+
+        The command runs in a folder with the same path as this process's current folder.
+        """
+        options = [*_SSH_OPTIONS, f"-oConnectTimeout={self.login_seconds}", *(self.options or ())]
         assignments = [f"{name}={value}" for name, value in environment.items()]
         folder = shlex.quote(str(Path.cwd()))
-        line = f"cd {folder} && exec {shlex.join(['env', *assignments, *command])}"
-        return ["ssh", *options, "--", host, line]
+        shell_code = f"cd {folder} && exec {shlex.join(['env', *assignments, *command])}"
+        return ["ssh", *options, "--", host, shell_code]
 
     def _commands(self, job: Job, hosts: list[str]) -> list[list[str]]:
-        """Return the ssh command of each host."""
+        """Return the ssh command of each host, in the order of ``hosts``."""
         environment = {
             **forwarded_environment(job, self.forward),
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds),
@@ -143,11 +154,16 @@ class Ssh(Launcher):
             environment |= RESTARTABLE
         commands = []
         for index, host in enumerate(hosts):
-            commands.append(self._remote(host, environment, self._node_command(job, hosts, index)))
+            node_command = self._node_command(job, hosts, index)
+            commands.append(self._ssh_command(host, environment, node_command))
         return commands
 
     def _node_command(self, job: Job, hosts: list[str], index: int) -> list[str]:
-        """Return the command of host ``index``, which starts torchrun's agent with the host's ranks."""
+        """Return the command that runs on ``hosts[index]``.
+
+        The command starts the node agent. The node agent starts ``job.on_host``, which sets the device's
+        variables and becomes torchrun's agent. That agent starts the ranks.
+        """
         ranks = job.ranks_per_node(len(hosts))
         rendezvous = self._rendezvous(job, hosts, index)
         agent = agent_command(self._python, ranks, len(hosts), *rendezvous, restarts=self.max_restarts)
@@ -159,10 +175,10 @@ class Ssh(Launcher):
         return [*node, str(job.run_dir / log), "--", *job.on_host(agent, ranks, self._python)]
 
     def _rendezvous(self, job: Job, hosts: list[str], index: int) -> list[str]:
-        """Return torchrun's options for the rendezvous of the hosts.
+        """Return torchrun's options by which the agents of the hosts find each other.
 
-        With a fixed address no host can join later. With a store on the first host it can, but the agents
-        unpickle the content of the store.
+        The backend c10d allows a host to join later, but its agents unpickle the content of the store. So it
+        is used only with restarts.
         """
         port = self._port(job)
         if not self.max_restarts:
@@ -174,7 +190,7 @@ class Ssh(Launcher):
         ]
 
     def _check_hosts(self, job: Job, hosts: list[str]) -> None:
-        """Raise MachineError if hosts cannot take part. If there are several, print a line for each first."""
+        """Raise MachineError if a host cannot run ranks. If several cannot, print a line for each."""
         faults = self._faults(job, hosts, self._port(job))
         lines = [f"{host}: {fault}" for host, fault in faults.items()]
         if len(lines) == 1:
@@ -185,50 +201,43 @@ class Ssh(Launcher):
             raise MachineError(f"{len(lines)} of {len(hosts)} hosts cannot take part. See the lines above")
 
     def _faults(self, job: Job, hosts: list[str], port: int) -> dict[str, str]:
-        """Return the hosts that cannot take part, each with the reason.
+        """Return the reason for each host that cannot run ranks of ``job``.
 
-        ``port`` must be free on the first host.
+        All hosts are checked at the same time. ``port`` must be free on the first host. 0 means any port.
         """
         token = secrets.token_hex(16)
-        path = job.run_dir / f".seen-{token[:8]}"
-        write_text(path, token)
-        ports = [port] + [0] * (len(hosts) - 1)
-        fault_of = partial(self._fault_of, path=path, token=token, job=job)
+        token_file = job.run_dir / f".seen-{token[:8]}"
+        write_text(token_file, token)
+        ports = [0] * len(hosts)
+        ports[0] = port
+        fault_of = partial(self._fault_of, token_file=token_file, token=token, job=job)
+        faults = {}
         try:
             with ThreadPoolExecutor(len(hosts)) as pool:
-                faults = pool.map(fault_of, hosts, ports)
-                return {host: fault for host, fault in zip(hosts, faults, strict=True) if fault}
+                for host, fault in zip(hosts, pool.map(fault_of, hosts, ports), strict=True):
+                    if fault:
+                        faults[host] = fault
         finally:
-            path.unlink(missing_ok=True)
+            token_file.unlink(missing_ok=True)
+        return faults
 
-    def _look(self, host: str, port: int, path: Path, job: Job, seconds: int) -> CompletedProcess[str]:
-        """Run ``node_agent.check_host`` on ``host``."""
-        # The variables include PYTHONPATH if it is forwarded.
-        environment = forwarded_environment(Job(job.config, job.run_dir), self.forward)
-        address = host if port else ""
-        command = [self._python, "-P", "-m", MODULE, "look", str(path), str(port), address]
-        return subprocess.run(
-            self._remote(host, environment, command),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-            check=False,
-        )
+    def _fault_of(self, host: str, port: int, token_file: Path, token: str, job: Job) -> str:
+        """Return the reason why ``host`` cannot run ranks of ``job``, with the fix, or an empty text.
 
-    def _fault_of(self, host: str, port: int, path: Path, token: str, job: Job) -> str:
-        """Return the reason why ``host`` cannot take part, with the fix, or "". Port 0 is always free."""
+        The host must see ``token_file``, a file with the text ``token`` in the run directory.
+        """
         seconds = 3 * self.login_seconds
         try:
-            login = self._look(host, port, path, job, seconds)
+            check = self._run_check(host, port, token_file, job, seconds)
         except subprocess.TimeoutExpired:
             return f"no answer within {seconds} s; raise launcher.login_seconds if it is slow"
-        (message,) = login.stderr.strip().splitlines()[-1:] or [f"exit code {login.returncode}"]
-        if login.returncode == _LOST:
+        error_lines = check.stderr.strip().splitlines()
+        message = error_lines[-1] if error_lines else f"exit code {check.returncode}"
+        if check.returncode == _CONNECTION_LOST:
             return f"cannot log in without a password ({message}); try `ssh -oBatchMode=yes {host} true`"
         try:
-            facts = json.loads(login.stdout.strip().splitlines()[-1])
+            # The facts are the last line. The host's login scripts may print lines before it.
+            facts = json.loads(check.stdout.strip().splitlines()[-1])
         except (IndexError, ValueError):
             cause = f"speechtrain does not run there with {self._python} ({message})"
             return f"{cause}; install it there, or set launcher.python"
@@ -241,8 +250,27 @@ class Ssh(Launcher):
             return f"port {port} cannot be used ({facts['port_error']}); set launcher.port to a free port"
         return ""
 
+    def _run_check(
+        self, host: str, port: int, token_file: Path, job: Job, seconds: int
+    ) -> CompletedProcess[str]:
+        """Run ``node_agent.check_host`` on ``host``, for at most ``seconds``."""
+        # A job without variables is passed, so that only the forwarded variables are set, such as PYTHONPATH.
+        environment = forwarded_environment(Job(job.config, job.run_dir), self.forward)
+        address = host if port else ""
+        command = [self._python, "-P", "-m", MODULE, "look", str(token_file), str(port), address]
+        return subprocess.run(
+            self._ssh_command(host, environment, command),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=False,
+        )
+
 
 def _version_differences(remote_versions: Mapping[str, str]) -> str:
+    """Return a text with the packages whose versions differ on another host, empty if there are none."""
     differences = []
     for name, version in versions().items():
         remote_version = remote_versions.get(name)
@@ -253,30 +281,36 @@ def _version_differences(remote_versions: Mapping[str, str]) -> str:
 
 @dataclass(eq=False)
 class _Client:
-    """The ssh client of one host, and its state."""
+    """The ssh client process of one host, and its state."""
 
     host: str
     command: list[str]
     is_over: bool = False
-    """The client has ended, and the run does not wait for its host."""
+    """Whether the client has ended for good. The run does not wait for its host."""
     lost_time: float | None = None
-    """The time at which its host was lost, by the monotonic clock. None if the host is not waited for."""
-    is_back: threading.Event = field(default_factory=threading.Event)
+    """The time (monotonic clock) at which the host was lost, while the run waits for the host. Else None."""
+    can_rejoin: threading.Event = field(default_factory=threading.Event)
+    """Set when a lost host can run ranks again."""
     starts: int = 0
+    """The number of starts of the client so far."""
     process: subprocess.Popen[bytes] | None = None
     readers: list[threading.Thread] = field(default_factory=list)
 
     def start(self) -> None:
-        """Connect, and print the output. Each line begins with the host."""
-        pipe = subprocess.PIPE
-        self.process = process = subprocess.Popen(
-            self.command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        """Connect to the host, and print its output in threads. Each line begins with the host."""
+        process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
+        self.process = process
         self.starts += 1
         self.lost_time = None
-        self.is_back.clear()
+        self.can_rejoin.clear()
         for stream, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            reader = threading.Thread(target=_copy, args=(stream, target, self.host), daemon=True)
+            reader = threading.Thread(target=_copy_lines, args=(stream, target, self.host), daemon=True)
             reader.start()
             self.readers.append(reader)
 
@@ -286,17 +320,19 @@ class _Client:
         return self.process.poll() if self.process else 0
 
     def send(self, request: bytes) -> None:
+        """Send a request (``STOP``, ``KILL`` or ``ALIVE``) to the node agent on the host."""
         if self.process is not None and self.process.stdin is not None:
             with suppress(OSError, ValueError):  # The client has ended.
                 self.process.stdin.write(request)
                 self.process.stdin.flush()
 
     def kill(self) -> None:
+        """Kill the client on this machine, and wait for its end."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
 
-    def join(self, seconds: float) -> None:
+    def wait_for_output(self, seconds: float) -> None:
         """Wait until all output is printed, at most ``seconds`` for each stream."""
         for reader in self.readers:
             reader.join(seconds)
@@ -304,21 +340,24 @@ class _Client:
 
 @dataclass(eq=False)
 class _Connections:
-    """The running ssh clients, one per host.
+    """The running ssh clients, one per host. The first client's host is the meeting point of the ranks.
 
-    The first signal asks all ranks to save and exit. The second kills them. When one host ends, the others
-    must end, too. Their ranks notice it, otherwise they are asked to stop, and at last they are killed. If
-    the agents restart ranks, the run waits for a lost host until ``fault_of`` returns no fault of it.
+    - The first SIGINT or SIGTERM asks all ranks to save and exit. The second kills them.
+    - When one host ends, the others must end. Usually their ranks notice it. Otherwise they are asked to stop
+      after ``grace / 2`` seconds, and are killed after ``grace`` seconds.
+    - If the agents restart ranks, the run waits for a lost host, at most ``rejoin_seconds``, until
+      ``fault_of(host)`` returns an empty text.
     """
 
     clients: list[_Client]
     grace: float
     max_restarts: int
     rejoin_seconds: float
-    fault_of: Callable[[str], str]
+    fault_of: Callable[[str], str]  # returns why a host cannot run ranks
     cause: str = ""
-    """The lost host that has ended the run, in one line."""
+    """One line about the lost host that has ended the run. Empty if no lost host did."""
     signals: int = 0
+    """The number of SIGINT and SIGTERM so far."""
 
     def run(self) -> int:
         """Wait for all clients and return the highest exit code.
@@ -329,7 +368,8 @@ class _Connections:
             for client in self.clients:
                 client.start()
             if self.signals:
-                self._send(STOP)  # The signal came between two starts.
+                # A signal that came between two starts has not reached the clients that started after it.
+                self._send(STOP)
             try:
                 self._wait()
             finally:
@@ -337,16 +377,17 @@ class _Connections:
                     client.is_over = True
                     client.kill()
         for client in self.clients:
-            client.join(self.grace)
+            client.wait_for_output(self.grace)
         if self.signals > 1:
             raise KeyboardInterrupt
+        # The code of a process that was killed by a signal is negative.
         return max(abs(client.code or 0) for client in self.clients)
 
     def _wait(self) -> None:
-        """Wait until all clients are over."""
-        alive_time = time.monotonic()
-        end_time: float | None = None  # of the first client, or of the latest request to kill
-        has_asked = False
+        """Wait until all clients are over. After the end of one, make the others end."""
+        alive_time = time.monotonic()  # of the latest ALIVE request
+        grace_start: float | None = None  # the end of the first client, or the latest KILL request
+        has_sent_stop = False
         while not all(client.is_over for client in self.clients):
             loop_time = time.monotonic()
             for client in self.clients:
@@ -355,69 +396,79 @@ class _Connections:
             if loop_time - alive_time > _ALIVE_SECONDS:
                 alive_time = loop_time
                 self._send(ALIVE)
-            if end_time is not None:
-                seconds = loop_time - end_time
-                if not has_asked and seconds > self.grace / 2:
-                    has_asked = True
+            if grace_start is not None:
+                grace_used = loop_time - grace_start
+                if not has_sent_stop and grace_used > self.grace / 2:
+                    has_sent_stop = True
                     self._send(STOP)
-                if seconds > self.grace:
+                if grace_used > self.grace:
                     self._send(KILL)
-                    end_time = loop_time
+                    grace_start = loop_time
             elif any(client.is_over for client in self.clients):
-                end_time = loop_time
+                grace_start = loop_time
             time.sleep(_POLL_SECONDS)
 
     def _handle_end(self, client: _Client, loop_time: float) -> None:
-        """Decide about a client that does not run. It is over, is waited for, or starts again."""
-        is_leaving = bool(self.signals) or any(peer.is_over for peer in self.clients)
+        """Handle a client whose process has ended: it is over, lost, or starts again.
+
+        ``_wait`` calls this in each loop until the client is over or runs again.
+        """
+        run_is_ending = bool(self.signals) or any(peer.is_over for peer in self.clients)
         if client.lost_time is None:
-            if is_leaving or (client.code or 0) <= _MAX_EXIT_CODE:
-                client.is_over = True
-            elif client is self.clients[0]:
-                self._end_run(client, f"{client.host}, where the ranks meet, is lost: {_cause_of(client)}")
-            elif client.starts > self.max_restarts:
-                self._end_run(client, f"{client.host} is lost: {_cause_of(client)}")
-            else:
-                print_notice(f"{client.host} is lost ({_cause_of(client)}); it joins again once it is back")
-                client.lost_time = loop_time
-                threading.Thread(target=self._watch_for, args=(client,), daemon=True).start()
-        elif is_leaving:
+            self._handle_new_end(client, loop_time, run_is_ending)
+        elif run_is_ending:
             client.is_over = True
             self._send(KILL)  # The other hosts cannot save without this host.
-        elif client.is_back.is_set():
+        elif client.can_rejoin.is_set():
             print_notice(f"{client.host} is back and joins again")
             client.start()
         elif loop_time - client.lost_time > self.rejoin_seconds:
             self._end_run(client, f"{client.host} is lost for more than {self.rejoin_seconds:g} s")
             self._send(KILL)
 
-    def _watch_for(self, client: _Client) -> None:
-        """Check a lost host until it can take part again. This runs in its own thread."""
+    def _handle_new_end(self, client: _Client, loop_time: float, run_is_ending: bool) -> None:
+        """Handle a client that has run until now. It is over, or the run waits for its host."""
+        cause = f"its agent ended with {client.code}"
+        if client.code == _CONNECTION_LOST:
+            cause = "the connection broke"
+        if run_is_ending or (client.code or 0) <= _MAX_EXIT_CODE:
+            client.is_over = True
+        elif client is self.clients[0]:
+            self._end_run(client, f"{client.host}, where the ranks meet, is lost: {cause}")
+        elif client.starts > self.max_restarts:
+            self._end_run(client, f"{client.host} is lost: {cause}")
+        else:
+            print_notice(f"{client.host} is lost ({cause}); it joins again once it is back")
+            client.lost_time = loop_time
+            threading.Thread(target=self._poll_lost_host, args=(client,), daemon=True).start()
+
+    def _poll_lost_host(self, client: _Client) -> None:
+        """Check a lost host until it can run ranks again. This runs in its own thread."""
         while not client.is_over:
             if not self.fault_of(client.host):
-                client.is_back.set()
+                client.can_rejoin.set()
                 return
-            time.sleep(_LOOK_AGAIN_SECONDS)
+            time.sleep(_LOST_HOST_POLL_SECONDS)
 
     def _end_run(self, client: _Client, cause: str) -> None:
+        """Record that the run ends because of a lost host."""
         client.is_over = True
         self.cause = f"{cause}; the run ends, and the same command continues it"
 
     def _send(self, request: bytes) -> None:
+        """Send a request to all hosts."""
         for client in self.clients:
             client.send(request)
 
     def _receive(self) -> None:
+        """Handle a signal to this process."""
         self.signals += 1
         request = STOP if self.signals == 1 else KILL
         self._send(request)
 
 
-def _cause_of(client: _Client) -> str:
-    return "the connection broke" if client.code == _LOST else f"its agent ended with {client.code}"
-
-
-def _copy(stream: IO[bytes], target: IO[str], host: str) -> None:
+def _copy_lines(stream: IO[bytes], target: IO[str], host: str) -> None:
+    """Write all lines of ``stream`` to ``target``, each after the name of its host."""
     with stream:
         for line in stream:
             target.write(f"{host}: {line.decode(errors='backslashreplace').rstrip()}\n")

@@ -14,10 +14,12 @@ from speechtrain.supervision.supervise import supervise
 class Torchrun(Launcher):
     """Start ``world_size`` ranks under torchrun's agent, which ends all of them when one fails.
 
-    The ranks meet at a free port of the loopback address. Runs on the same host do not collide, and other
-    hosts cannot reach their processes. The agent starts all ranks again up to ``max_restarts`` times, and
-    they continue from the last checkpoint.
-    After a failure, the other ranks have ``shutdown_seconds``, at most 30, to end before they are killed.
+    The ranks meet at a free port of the loopback address. So several runs can use the same host, and other
+    hosts cannot reach their processes.
+
+    After a failure, the other ranks have ``shutdown_seconds``, at most 30, to end before they are killed. The
+    agent then starts all ranks again, up to ``max_restarts`` times, and they continue from the last
+    checkpoint.
     """
 
     max_restarts: int = 0
@@ -31,19 +33,25 @@ class Torchrun(Launcher):
 
     def launch(self, job: Job) -> LaunchResult:
         job = self._with_timeout(job)
-        grace = float(self.shutdown_seconds)
-        return LaunchResult(supervise(self._command(job), job.environ(), job.run_dir / AGENT, grace=grace))
+        code = supervise(
+            self._command(job),
+            job.environ(),
+            agent_log=job.run_dir / AGENT,
+            grace=float(self.shutdown_seconds),
+        )
+        return LaunchResult(code)
 
     def render(self, job: Job) -> str:
         job = self._with_timeout(job)
         return shell_line(self._command(job), job.environment)
 
     def _with_timeout(self, job: Job) -> Job:
-        # A release of torch that does not know the variable ignores it. It would refuse an unknown option.
+        """Return ``job`` with the environment variable by which torchrun limits the end of ranks."""
+        # Releases of torch without this setting ignore the variable. They would refuse an unknown option.
         timeout = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds)}
         return replace(job, environment={**job.environment, **timeout})
 
     def _command(self, job: Job) -> list[str]:
         agent = agent_command(sys.executable, job.world_size, nodes=1, restarts=self.max_restarts)
-        # The worker command is the same with every launcher.
-        return [*agent, job.command[0], *escape_for_torchrun(job.command[1:])]
+        python, *arguments = job.command
+        return [*agent, python, *escape_for_torchrun(arguments)]

@@ -1,7 +1,7 @@
 """speechtrain: train speech models on whatever hardware a team owns, from one command.
 
-From Python, ``load`` opens a trained run, and ``transducer_loss`` serves any model. Both are imported when
-they are first used: ``import speechtrain`` loads no torch.
+From Python, ``load`` opens a trained run, and ``transducer_loss`` is a loss for any transducer model. They
+are imported at their first use, so ``import speechtrain`` does not import torch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ("__version__", "load", "transducer_loss")
 
-_HOMES = {"load": "speechtrain.inference.loaded_run", "transducer_loss": "speechtrain.losses.transducer"}
+_MODULES = {"load": "speechtrain.inference.loaded_run", "transducer_loss": "speechtrain.losses.transducer"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

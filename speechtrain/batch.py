@@ -14,10 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Skip:
-    """A recording that the data layer cannot use. ``reason`` is a key of ``data.loader.REASONS``."""
+    """A recording that the data layer cannot use."""
 
     id: str
-    reason: str
+    reason: str  # a key of ``data.loader.REASONS``
     detail: str = ""
 
 
@@ -25,8 +25,9 @@ class Skip:
 class Batch:
     """One micro-batch of utterances.
 
-    A padding row keeps the shape if a cut is unusable or an evaluation set has ended. The ``weight`` of a
-    padding row is 0, its audio is silence of the row's planned length, and its label row is empty.
+    If a cut is unusable, or if an evaluation set has too few cuts for the last batch, a padding row replaces
+    the cut, so that the shape stays the same. The ``weight`` of a padding row is 0, its audio is silence of
+    the row's planned length, and it has no labels.
     """
 
     audio: Tensor  # (B, S) float32 in [-1, 1], zero beyond each row's length
@@ -34,41 +35,42 @@ class Batch:
     labels: Tensor  # (B, U) int64, zero beyond each row's length
     label_lengths: Tensor  # (B,) int64
     weight: Tensor  # (B,) float32, 1 for an utterance, 0 for a padding row
-    keys: Tensor  # (B,) int64, the ``dither_offset`` of each row's samples, or 0 without samples
-    ids: tuple[str, ...]  # "" for a padding row
-    texts: tuple[str, ...]  # reference transcripts, normalised by the tokenizer
-    epoch: int = 0
-    index: int = 0  # number of the micro-batch in its epoch, in global order
+    keys: Tensor  # (B,) int64, ``counter_rng.dither_offset`` of each row's samples, or 0 without samples
+    ids: tuple[str, ...]  # the id of each row's utterance, "" for a padding row
+    texts: tuple[str, ...]  # reference transcript of each row, normalised by the tokenizer
+    epoch: int = 0  # counted from 0
+    index: int = 0  # number of the micro-batch among all ranks' micro-batches of the epoch, from 0
     seconds: float = 0.0  # audio in the rows that are not padding
-    skipped: tuple[Skip, ...] = field(default=())
-    extra: dict[str, Tensor] = field(default_factory=dict)  # set by the task's ``prepare``, on the host
+    skipped: tuple[Skip, ...] = field(default=())  # unusable cuts, which padding rows replace
+    extra: dict[str, Tensor] = field(default_factory=dict)  # tensors that ``Task.prepare`` adds on the host
 
     @property
     def utterances(self) -> int:
-        """Number of rows that are not padding, counted on the host without reading a tensor."""
+        """Return the number of rows that are not padding. No tensor is read, so the device is not awaited."""
         return sum(1 for name in self.ids if name)
 
     def to(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        """Return the batch with ``move`` applied to every tensor."""
-        tensors: dict[str, Any] = {
-            name: move(field_value)
-            for name, field_value in vars(self).items()
-            if isinstance(field_value, Tensor)
-        }
-        return replace(self, **tensors, extra={name: move(tensor) for name, tensor in self.extra.items()})
+        """Return a copy of the batch in which ``move`` has been applied to every tensor."""
+        tensors: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                tensors[name] = move(value)
+        extra = {name: move(tensor) for name, tensor in self.extra.items()}
+        return replace(self, **tensors, extra=extra)
 
 
 @dataclass(frozen=True)
 class Footprint:
     """Predicted memory of one training step in bytes, without weights and optimizer state.
 
-    The prediction is ``rows × (seconds × per_second + seconds × labels × per_second_label)`` with the
-    longest ``seconds`` and ``labels`` of the batch. Packing by memory and the out-of-memory message use it.
+    The prediction is ``rows × (seconds × per_second + seconds × labels × per_second_label)``, where
+    ``seconds`` is the longest audio and ``labels`` the largest number of labels in the batch. It is used for
+    limits of a batch by memory, and in the message of an out-of-memory error.
     """
 
-    per_second: float  # bytes of a row per second of audio
-    per_second_label: float = 0.0  # bytes of a row per second of audio and label
+    per_second: float  # bytes of a row for each second of audio
+    per_second_label: float = 0.0  # bytes of a row for each second of audio and each label (the lattice)
 
     def bytes(self, rows: int, seconds: float, labels: int) -> float:
-        """Predict the bytes of a batch of ``rows`` padded to ``seconds`` and ``labels``."""
+        """Return the predicted bytes of ``rows`` rows that are padded to ``seconds`` and ``labels``."""
         return rows * seconds * (self.per_second + labels * self.per_second_label)

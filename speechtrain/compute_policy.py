@@ -1,7 +1,7 @@
 """Compute policy: the settings of a run that depend on device and precision.
 
 A block is a module of the model with several implementations. They have equal results and parameters, but use
-different operations, and the policy chooses one. The number of usable CPUs is here, too.
+different operations. The policy chooses the implementation of each block.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from speechtrain import torch_private
 
-_MARGIN = 0.9  # A policy other than the reference is used if its time is at most 90 % of the reference's.
+_MAX_RELATIVE_TIME = (
+    0.9  # A policy replaces the reference if its time is at most 90 % of the reference's time.
+)
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 5  # Each round times every policy once.
-_MAX_SECONDS = 20.0  # After this time, no round starts beyond the minimum of rounds.
+_MAX_SECONDS = 20.0  # After this time, rounds beyond the minimum are omitted.
 
 Compiler = str | Callable[..., Any]
 """A backend of ``torch.compile``: its name or its function. It is empty without compilation."""
@@ -36,56 +38,61 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class ComputePolicy:
-    """Types, kernels and sizes of one run. Eager devices in fp32 have the defaults.
+    """Dtypes, kernels and sizes of one run. The defaults are for fp32 on devices that run operations eagerly.
 
-    It is resolved once in each rank, logged, and kept in ``RUN/device.json``.
+    Each rank resolves the policy once. It is logged and stored in ``RUN/device.json``.
     """
 
-    autocast_dtype: torch.dtype | None = None  # of matmuls and convolutions, or None without autocast
-    # The dtype of matmuls in blocks that cast their own inputs: the LSTM's loop and the transducer's joint.
+    autocast_dtype: torch.dtype | None = None  # dtype of matmuls and convolutions. None: no autocast
+    # dtype of matmuls in the blocks that cast their inputs themselves: LSTM loop and transducer joint
     product_dtype: torch.dtype = torch.float32
     fp32_matmul: str = "highest"  # torch's setting for fp32 matmuls in the whole process
-    static_shapes: bool = False  # no shape depends on data, and the host reads nothing within a step
-    lstm: str = "fused"  # torch's kernel, torch's kernel layer by layer, or a loop over frames
-    attention: str = "sdpa"  # torch's kernel, or basic operations on slices
-    conv: str = "matmul"  # a matmul of strided views, or torch's conv1d or conv2d
-    spectrum: str = "fft"  # matmul for a device without FFT, conv if it also lacks strided views
-    ctc: str = "torch"  # torch's kernel, a recursion in static shapes, or the vendor's kernel
-    transducer: str = "ragged"  # the cells within the lengths of each row, or static: all cells with padding
-    lattice_cells: int = 1024  # maximum of the transducer's lattice cells in memory at once
-    logit_bytes: int = 32 * 2**20  # bytes of logits that the transducer loss keeps for its gradients
-    feature_frames: int = 256  # frames of a spectrogram at once (256 fit into a CPU's cache), 0 for all
-    lstm_segment: int = 0  # frames of an LSTM encoder in one lazy graph, 0 for all
-    # The fields with compare=False are not recorded, and two policies may differ in them and be equal.
+    static_shapes: bool = False  # true: no shape depends on data, and the host reads nothing within a step
+    lstm: str = "fused"  # fused (torch's kernel) | layers (torch's kernel for each layer) | loop over frames
+    attention: str = "sdpa"  # sdpa (torch's kernel) | slices (basic operations)
+    conv: str = "matmul"  # matmul of strided views | conv1d | conv2d
+    spectrum: str = "fft"  # fft | matmul (for a device without FFT) | conv (also without strided views)
+    ctc: str = "torch"  # torch (its kernel) | static (a recursion in static shapes) | vendor (ctc_kernel)
+    transducer: str = (
+        "ragged"  # ragged (lattice cells within each row's lengths) | static (all, with padding)
+    )
+    lattice_cells: int = 1024  # largest number of the transducer's lattice cells in memory at once
+    logit_bytes: int = 32 * 2**20  # bytes of logits that the transducer loss stores for its gradients
+    feature_frames: int = 256  # frames of a spectrogram at once (256 fit into a CPU's cache). 0: all
+    lstm_segment: int = 0  # frames of an LSTM encoder in one lazy graph. 0: all
+    # Fields with compare=False are not stored, and policies that differ only in them are equal.
     compiler: Compiler = field(default="", compare=False)
-    # ends a lazy graph
+    # function that ends a lazy graph
     mark_step: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
     # the vendor's CTC loss, with the arguments of torch's ``ctc_loss`` in the same order
     ctc_kernel: Callable[..., Tensor] | None = field(default=None, compare=False, repr=False)
 
     def autocast(self, device: str) -> AbstractContextManager[object]:
-        """Return the context for forward passes on the torch device type ``device``."""
+        """Return the autocast context for forward passes. ``device`` is a device type of torch."""
         dtype = self.autocast_dtype
         return nullcontext() if dtype is None else torch.autocast(device, dtype=dtype)
 
     def record(self) -> dict[str, Any]:
-        """Return the policy as values for a JSON file."""
+        """Return the stored fields as values for a JSON file."""
         record = {}
-        for name in _RECORDED:
+        for name in _STORED_FIELDS:
             setting = getattr(self, name)
             record[name] = str(setting) if isinstance(setting, torch.dtype) else setting
         return record
 
     def describe(self) -> str:
-        """Return the differences from the defaults as ``name=value`` words, or ``plain`` without any."""
+        """Return the fields that differ from the defaults as ``name=value`` words, or ``plain``."""
         defaults = PLAIN.record()
-        changes = [f"{name}={v}" for name, v in self.record().items() if v != defaults[name]]
-        return " ".join(changes).replace("torch.", "") or "plain"
+        differences = []
+        for name, setting in self.record().items():
+            if setting != defaults[name]:
+                differences.append(f"{name}={setting}")
+        return " ".join(differences).replace("torch.", "") or "plain"
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> ComputePolicy | None:
-        """Return the policy of ``record``, or None for a damaged record or a record of another release."""
-        if not isinstance(record, Mapping) or record.keys() != set(_RECORDED):
+        """Return the policy of ``record``, or None if the record is damaged or from another release."""
+        if not isinstance(record, Mapping) or record.keys() != set(_STORED_FIELDS):
             return None
         settings: dict[str, Any] = dict(record)
         for name, setting in record.items():
@@ -96,9 +103,9 @@ class ComputePolicy:
         return cls(**settings)
 
 
-_RECORDED = tuple(f.name for f in fields(ComputePolicy) if f.compare)
+_STORED_FIELDS = tuple(policy_field.name for policy_field in fields(ComputePolicy) if policy_field.compare)
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)} | {None: None}
-_CHOICES: dict[str, tuple[Any, ...]] = {
+_ALLOWED_SETTINGS: dict[str, tuple[Any, ...]] = {
     "autocast_dtype": tuple(_DTYPES),
     "product_dtype": (str(torch.float32), str(torch.bfloat16)),
     "fp32_matmul": ("highest", "high", "medium"),
@@ -110,13 +117,13 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "ctc": ("torch", "static", "vendor"),
     "transducer": ("ragged", "static"),
 }
-"""The values of each field that is not a size."""
+"""The allowed values of each field. Fields that are not listed are sizes."""
 
 
 def _is_valid(name: str, setting: Any) -> bool:
     """Return whether a JSON file may contain ``setting`` for the field ``name``."""
-    if name in _CHOICES:
-        return setting in _CHOICES[name]
+    if name in _ALLOWED_SETTINGS:
+        return setting in _ALLOWED_SETTINGS[name]
     return type(setting) is int and setting >= 0
 
 
@@ -132,11 +139,12 @@ STATIC = ComputePolicy(
     transducer="static",
     feature_frames=0,
 )
-"""The policy of devices that record graphs: fixed shapes, no FFT, no strided view, no read by the host."""
+"""The policy of devices that record graphs, which cannot have varying shapes, an FFT, strided views or reads
+by the host."""
 
 
 class PolicyAware(ABC):
-    """A block with several implementations. Checkpoints do not depend on the choice."""
+    """A block with several implementations. Its checkpoints do not depend on the implementation."""
 
     @abstractmethod
     def apply_policy(self, policy: ComputePolicy) -> None:
@@ -200,12 +208,12 @@ def compile_module(module: nn.Module, policy: ComputePolicy, shapes: int) -> Non
 
     With static shapes, the ``graph_units`` of the module are compiled, or the whole module if it lists none.
     The recursions in the remaining code are graph functions. Otherwise each layer in the ``ModuleList``
-    attributes that a submodule lists in ``shard_units`` is compiled. If no submodule lists any, the module is
-    compiled except its ``losses``.
+    attributes that a submodule lists in ``shard_units`` is compiled. If no submodule lists layers, the whole
+    module is compiled except its ``losses``.
     """
     if not policy.compiler:
         return
-    # Training and evaluation each compile every shape. Beyond its limit, torch would run shapes eagerly.
+    # Training and evaluation each compile every shape. Beyond the limit, torch would run new shapes eagerly.
     config = torch_private.dynamo_config
     config.recompile_limit = max(config.recompile_limit, 2 * shapes)
     if policy.static_shapes:
@@ -251,11 +259,12 @@ def _shard_layers(module: nn.Module) -> list[nn.Module]:
 def fastest_policy(
     candidates: Sequence[ComputePolicy], seconds_of: Callable[[ComputePolicy], float]
 ) -> tuple[ComputePolicy, list[float]]:
-    """Return the policy to use, and the median seconds of each of ``candidates``.
+    """Return the fastest policy, and the median seconds per step of each of ``candidates``.
 
-    The first candidate is the reference. Another policy is used only if its median is at most 90 % of the
-    reference's median. ``seconds_of`` times one step. The timings are interleaved, because the machine's load
-    varies. The first timing of each policy is a warm-up and does not count.
+    The first candidate is the reference. Another policy is returned only if its median is at most 90 % of the
+    reference's median. ``seconds_of`` executes one step of a policy and returns its seconds. The timings are
+    interleaved, because the machine's load varies. The first step of each policy is a warm-up, whose time is
+    ignored.
     """
     for candidate in candidates:
         seconds_of(candidate)
@@ -269,14 +278,14 @@ def fastest_policy(
             total += times[-1]
     medians = [statistics.median(times) for times in timings]
     fastest_median = min(medians)
-    if fastest_median <= _MARGIN * medians[0]:
+    if fastest_median <= _MAX_RELATIVE_TIME * medians[0]:
         return candidates[medians.index(fastest_median)], medians
     return candidates[0], medians
 
 
 def scale_scalar(scalar: Tensor, factor: float) -> Tensor:
-    """Multiply a scalar tensor () by a number in the tensor's dtype. Lazy tensors would return fp64."""
-    return scalar * torch.full_like(scalar, factor)
+    """Return ``scalar`` () times a number, in the dtype of ``scalar``."""
+    return scalar * torch.full_like(scalar, factor)  # A lazy tensor times a Python number would be fp64.
 
 
 def usable_cpus() -> set[int]:

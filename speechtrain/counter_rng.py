@@ -1,7 +1,8 @@
-"""Counter-based random numbers: every draw is a pure function of its address in the run.
+"""Counter-based random numbers: every draw is a pure function of its address.
 
-No generator has a state, so a draw does not depend on resume, gradient accumulation or the number
-of ranks and data workers. Source: the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014).
+An address is a tuple of integers, such as (seed of the run, stream, update, micro-batch). No generator has a
+state, so a draw does not depend on resume, gradient accumulation or the number of ranks and data workers.
+Source: the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -16,48 +17,55 @@ from numpy.typing import NDArray
 
 @unique
 class RunStream(IntEnum):
-    """The second part of an address, after the run's seed. A comment lists the parts that follow."""
+    """The second part of an address, after the seed of the run.
+
+    Each comment lists the parts that follow, and then the decision that the draw makes. A pass of a set is
+    one use of all its cuts. If the sets have no weights, pass p is epoch p.
+    """
 
     DEVICE_DRAWS = 1  # update, micro-batch: the seed of the device's generator (dropout, augmentation)
-    INITIAL_WEIGHTS = 2
-    ORDER = 3  # pass, cut: the order of the cuts. Without weights, pass p is epoch p
-    SPEED = 4  # pass, cut: its speed
-    BATCHES = 5  # epoch, micro-batch: the order of the micro-batches
-    CHECKS = 6  # row: which recordings and transcripts of a large set are checked
-    HOST_DRAWS = 7  # update, micro-batch: the seed that ``Task.prepare`` gets
-    UPDATE_DRAWS = 8  # update: the seed that ``Task.advance`` gets
-    CROPS = 9  # pass, cut: where its crop starts
-    SHARES = 11  # pass, cut: its turn in a set that has a weight
+    INITIAL_WEIGHTS = 2  # nothing: the seed of the initial weights
+    ORDER = 3  # pass, cut: the position of the cut in the order of its set
+    SPEED = 4  # pass, cut: the speed of the cut
+    BATCHES = 5  # epoch, micro-batch: the position of the micro-batch in the epoch
+    CHECKS = 6  # row: whether a recording or transcript of a large set is checked
+    HOST_DRAWS = 7  # update, micro-batch: the seed for ``Task.prepare``
+    UPDATE_DRAWS = 8  # update: the seed for ``Task.advance``
+    CROPS = 9  # pass, cut: the start of the crop
+    SHARES = 11  # pass, cut: the turn of the cut in a set with a weight
     HOLD_OUT = 10  # speaker, recording or cut, with seed 0: whether it is held out for validation
 
 
-# The other seeds have other streams. The parts of their addresses are:
-# ``Task.prepare``'s seed, in pretraining, stream
+# Addresses that start with another seed than the run's have other streams. Their parts are:
+# seed of ``Task.prepare`` in pretraining, stream
 BatchStream = IntEnum("BatchStream", {"FRAMES": 0, "NEGATIVES": 1, "CHANNELS": 2, "NOISE": 3})
-# ``Task.prepare``'s seed, in a recogniser, stream. For LAYERS: ``Task.advance``'s seed, stream, layer
+# seed of ``Task.prepare`` in a recogniser, stream. For LAYERS: seed of ``Task.advance``, stream, layer
 EncoderStream = IntEnum("EncoderStream", {"FRAMES": 1, "CHANNELS": 2, "LAYERS": 3})
-# the embedded corpus's seed, split, stream, utterance. Except for SIZE, also the word's position
+# seed of data=digits, split, stream, utterance, position of the word (not for SIZE)
 DigitsStream = IntEnum("DigitsStream", {"SIZE": 0, "WORD": 1, "GAP": 2})
-# FSDD's seed, speaker, pass, (for GAP) utterance, position, stream
+# seed of data=fsdd, speaker, pass, utterance (only for GAP), position, stream
 FsddStream = IntEnum("FsddStream", {"ORDER": 0, "SIZE": 1, "GAP": 2})
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment: 2^64 divided by the golden ratio
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hash each integer (SplitMix64's finaliser)."""
+    """Return a hash of each integer (SplitMix64's finaliser)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def bits_at(*address: int | NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return 64 random bits for each address. Its parts broadcast, so one call draws a whole epoch."""
+    """Return 64 random bits for each address.
+
+    The parts of an address broadcast as arrays do, so one call can draw for all cuts of an epoch.
+    """
     with np.errstate(over="ignore"):
         state = np.zeros((), np.uint64)
         for part in address:
             word = np.asarray(part).astype(np.uint64)
-            state = _mix((state ^ word) + _GOLDEN)
+            state = _mix((state ^ word) + _GOLDEN_RATIO)
     return state
 
 
@@ -77,15 +85,15 @@ def key_of(name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-DITHER_PERIOD = 1 << 18  # samples, 16 s at 16 kHz: far beyond the reach of any window
+DITHER_PERIOD = 1 << 18
+"""Samples in the table of dither (16 s at 16 kHz), much more than in a window of the features."""
 _HASHED_SAMPLES = 1 << 14
 
 
 def dither_offset(samples: NDArray[np.float32]) -> int:
-    """Return the start of the dither of ``samples`` (S,) in a table of ``DITHER_PERIOD`` samples.
+    """Return the position in the table of dither at which the dither of ``samples`` (S,) starts.
 
-    The start depends only on the samples, so a recording has one transcript under any name. The host computes
-    it. Only the beginning of the samples is hashed, because a hash of all samples would cost 0.5 ms for each
-    row of a training batch.
+    The position depends only on the samples, so equal audio has equal features under any name. Only the first
+    samples are hashed, because a hash of all samples would cost 0.5 ms for each row of a training batch.
     """
     return zlib.crc32(samples[:_HASHED_SAMPLES].tobytes()) % DITHER_PERIOD

@@ -1,7 +1,7 @@
-"""Tensors that are sharded over the ranks (DTensors): a rank's shard, norms of full tensors, and files.
+"""Functions for tensors that are sharded over the ranks (DTensors): shards, norms and files.
 
-Every function here also accepts ordinary tensors, and returns them unchanged. ``torch.distributed.tensor`` is
-imported only in functions that need its collectives, since the import takes a second.
+Every function also accepts ordinary tensors, and treats each as its own shard. ``torch.distributed.tensor``
+is imported only in functions that need its collectives, because the import takes a second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, in the same memory: rows of the full tensor, perhaps none."""
+    """Return this rank's shard of ``tensor``, which shares its memory.
+
+    A shard consists of rows of the full tensor. It is empty if there are fewer rows than ranks.
+    """
     if not is_sharded(tensor):
         return tensor
     sharded: Any = tensor.detach()
@@ -32,29 +35,33 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor. Every rank of the group must call this."""
+    """Return the full tensor, with the shards of all ranks. Every rank of the group must call this."""
     if not is_sharded(tensor):
         return tensor
     sharded: Any = tensor.detach()
-    full_tensor: Tensor = sharded.full_tensor()
-    return full_tensor
+    gathered: Tensor = sharded.full_tensor()
+    return gathered
 
 
 def shard_like(value: Tensor, model: Tensor) -> Tensor:
-    """Shard ``value``, which every rank holds in full, like ``model``, without communication."""
+    """Return ``value`` with the sharding of ``model``, without communication.
+
+    Every rank must have the full ``value``.
+    """
     if not is_sharded(model):
         return value
     from torch.distributed.tensor import distribute_tensor
 
     sharded: Any = model
-    full_tensor = value.to(local_shard(model).device)
-    return distribute_tensor(full_tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    value_on_device = value.to(local_shard(model).device)
+    # ``src_data_rank=None`` means that each rank cuts its shard out of its own copy.
+    return distribute_tensor(value_on_device, sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 
 def empty_shard_like(value: Tensor, model: Tensor | None) -> Tensor:
-    """Allocate memory of ``value``'s shape and dtype, sharded and placed like ``model``.
+    """Return an uninitialised tensor of the dtype of ``value``, with shape, sharding and device of ``model``.
 
-    Without ``model``, the memory is on the host.
+    Without ``model``, it is an ordinary tensor on the host with the shape of ``value``.
     """
     if model is None:
         return torch.empty(value.shape, dtype=value.dtype, device="cpu")
@@ -62,7 +69,10 @@ def empty_shard_like(value: Tensor, model: Tensor | None) -> Tensor:
 
 
 def sum_shares(values: Tensor, model: Tensor) -> Tensor:
-    """Sum ``values`` in place over the ranks that hold ``model``. If it is not sharded, do nothing."""
+    """Add up ``values`` in place over the ranks that have shards of ``model``, and return them.
+
+    If ``model`` is not sharded, ``values`` stay as they are.
+    """
     if is_sharded(model):
         sharded: Any = model
         torch.distributed.all_reduce(values, group=sharded.device_mesh.get_group())
@@ -70,9 +80,9 @@ def sum_shares(values: Tensor, model: Tensor) -> Tensor:
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the Euclidean norm () of all tensors together, the same on every rank, by one reduction.
+    """Return the Euclidean norm () of all tensors together, which is equal on every rank.
 
-    Either all tensors are sharded over the same ranks, or none is sharded.
+    Either all tensors are sharded over the same ranks, or none is sharded. There is one reduction.
     """
     norm = torch.nn.utils.get_total_norm([local_shard(tensor) for tensor in tensors])
     if not tensors or not is_sharded(tensors[0]):
@@ -81,7 +91,10 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Return whether every value of every tensor is finite, the same on every rank, by one host read."""
+    """Return whether every value of every tensor is finite. The result is equal on every rank.
+
+    The host reads the device once.
+    """
     if not tensors:
         return True
     flags = [(~torch.isfinite(local_shard(tensor))).any() for tensor in tensors]
@@ -90,10 +103,10 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def save_shares(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write every rank's shards of ``tensors`` into ``folder``: one safetensors file per rank.
+    """Write every rank's shards of ``tensors`` into ``folder``, one safetensors file per rank.
 
-    torch.distributed.checkpoint stores a shard's position in the header of its file. All ranks must call
-    this. If one rank fails, all ranks raise OSError.
+    torch.distributed.checkpoint stores the positions of the shards in the header of the file. All ranks must
+    call this. If a rank fails, all ranks raise OSError.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -101,24 +114,26 @@ def save_shares(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
     try:
         save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-    except CheckpointException as error:  # a BaseException, which no caller would catch
-        causes = {f"rank {rank}: {one_line(str(cause), 200)}" for rank, (cause, _) in error.failures.items()}
+    except CheckpointException as error:  # It is a BaseException, which no caller would catch.
+        causes = set()
+        for rank, (cause, _) in error.failures.items():
+            causes.add(f"rank {rank}: {one_line(str(cause), 200)}")
         raise OSError("; ".join(sorted(causes))) from error
 
 
 def load_shares(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Fill the tensors ``into`` from the files of ``save_shares``. Each rank calls this independently.
+    """Overwrite the tensors in ``into`` with the values in the files of ``save_shares``.
 
-    The tensors may be sharded in any way, or not at all. Raises RuntimeError if a tensor is missing or has
-    another shape.
+    The tensors may be sharded differently, or not at all. Each rank calls this independently. Raises
+    RuntimeError if a tensor is missing in the files or has another shape.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     try:
-        with warnings.catch_warnings():  # torch warns about ranks that do not take part, as intended
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that the other ranks do not take part (no_dist).
             load(dict(into), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))

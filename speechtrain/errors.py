@@ -1,8 +1,9 @@
-"""Errors that a user can act on: one line each, and an exit code for each class.
+"""Errors with a message of one line for the user, and the escaping of texts for a terminal.
 
-The command prints ``speechtrain: error: <line>`` and exits with the code of the class. The trace is written
-to a file in the run directory. The codes are part of the interface. ``docs/reference/exit-codes.md`` is
-written from the docstrings here: the first paragraph is the meaning, the second one is the advice.
+The command prints ``speechtrain: error: <line>`` and exits with the code of the error's class. The trace is
+written to a file in the run directory. The codes are part of the public interface.
+``docs/reference/exit-codes.md`` is generated from the docstrings of the classes: the first paragraph is the
+meaning of the code, and the second paragraph is the advice.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: saved after a signal, the same command continues
-EXIT_KILLED = 130  # the second Ctrl-C
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the run was saved after a signal, the same command continues
+EXIT_KILLED = 130  # the user pressed Ctrl-C twice
 
 MALFORMED = (ValueError, OverflowError, RecursionError, MemoryError)
-"""The errors of readers of a stranger's file: bad syntax or UTF-8, numbers too long, nesting too deep."""
+"""Errors that parsers raise for a malformed file: bad syntax or UTF-8, long numbers, deep nesting."""
 
 SPELLING = "\u200c\u200d\u200e\u200f\u061c\u06dd"
 """Format characters that transcripts in some scripts need: joiners, direction marks, ends of verses."""
@@ -100,26 +101,35 @@ def class_of(exit_code: int) -> type[SpeechtrainError]:
 
 
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
-_PATH = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.EACCES, errno.EPERM}
-_PATH |= {errno.ENXIO, errno.EINVAL, errno.ENAMETOOLONG}
+"""Error numbers of a disk that is full, read-only or broken."""
+_PATH_ERRORS = {
+    errno.EACCES,
+    errno.EEXIST,
+    errno.EINVAL,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.ENOTEMPTY,
+    errno.ENXIO,
+    errno.EPERM,
+}
+"""Error numbers of a path that is of the wrong kind or not accessible."""
 
 
 def explain_disk_error(error: Exception) -> Exception:
-    """Return a MachineError for an error of a disk or a path, and any other ``error`` as it is.
-
-    The disk is full, read-only or broken, or the path is of the wrong kind or not accessible.
-    """
+    """Return a MachineError with a fix if ``error`` is about a disk or a path, otherwise ``error`` itself."""
     if isinstance(error, OSError):
         path = error.filename2 or error.filename
         if error.errno in DISK:
             cause = f"{path or 'a file'}: {error.strerror}"
             return MachineError(f"{cause}. With room on the disk, the same command continues")
-        if error.errno in _PATH and path:
+        if error.errno in _PATH_ERRORS and path:
             return MachineError(f"{path}: {error.strerror}. Move it away, or make it readable and writable")
     return error
 
 
-# The names of other toolkits for keys and choices of this project.
+# Names in other toolkits, and the last parts of the equivalent keys and choices of this project.
 _ALIASES = {
     "gpu": "cuda",
     "gaudi": "hpu",
@@ -130,19 +140,24 @@ _ALIASES = {
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return a question for the candidate that is most similar to ``name``, or an empty text.
+    """Return ``; did you mean 'KEY'?`` with the candidate that is most similar to ``name``.
 
-    The question follows a semicolon, so that a message can end with it.
+    The text is the end of a message. It is empty if no candidate is similar. A candidate is found by an alias
+    of the last part of ``name``, by the similarity of keys with the same parent, or by similar last parts.
     """
-    parent, dot, leaf = name.rpartition(".")  # Keys with the same parent are compared by their ends.
+    parent, dot, leaf = name.rpartition(".")
+    # A candidate with the same parent has a short name without the parent.
     full_names = {key.removeprefix(parent + dot): key for key in candidates if key != name}
-    ends = {short_name: short_name.rpartition(".")[2] for short_name in full_names}
-    similar = [short_name for short_name, end in ends.items() if end == _ALIASES.get(leaf)]
+    leaves = {short_name: short_name.rpartition(".")[2] for short_name in full_names}
+    similar = [short_name for short_name, key_leaf in leaves.items() if key_leaf == _ALIASES.get(leaf)]
     if not similar:
         similar = difflib.get_close_matches(leaf, full_names)
     if not similar:
-        same_end = [short_name for short_name, end in ends.items() if difflib.get_close_matches(leaf, [end])]
-        similar = difflib.get_close_matches(name, same_end)
+        with_similar_leaf = []
+        for short_name, key_leaf in leaves.items():
+            if difflib.get_close_matches(leaf, [key_leaf]):
+                with_similar_leaf.append(short_name)
+        similar = difflib.get_close_matches(name, with_similar_leaf)
     return f"; did you mean {full_names[similar[0]]!r}?" if similar else ""
 
 
@@ -176,38 +191,41 @@ def print_notice(message: str) -> None:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Return ``text``, or its two ends if it is longer than ``limit`` characters.
+    """Return ``text`` if it has at most ``limit`` characters, else its first and last characters.
 
-    A stranger's file may put megabytes between the cause of an error and the fix.
+    The end is included, because a message starts with the cause and ends with the fix. A malicious file can
+    make the part between them megabytes long.
     """
     half = (limit - 3) // 2
     return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
 
 
 def escape_controls(text: str, keep: str = "") -> str:
-    """Return ``text`` with escapes for characters that a terminal obeys or cannot print.
+    """Return ``text`` with escapes for characters that control a terminal or cannot be printed.
 
-    These have the Unicode categories Cc and Cf (colours, titles, reversed lines), Cs, Zl and Zp. Characters
-    in ``keep`` are exceptions. Transcripts keep ``SPELLING``, and names keep nothing.
+    They have the Unicode categories Cc and Cf (such as colours and right-to-left marks), Cs (surrogates), Zl
+    and Zp (line and paragraph separators). Characters in ``keep`` are not escaped. For a transcript, ``keep``
+    is ``SPELLING``.
     """
     if text.isprintable():
         return text
     characters = []
     for character in text:
         if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in keep:
-            character = ascii(character)[1:-1]
+            character = ascii(character)[1:-1]  # the escape without the quotes of ``ascii``
         characters.append(character)
     return "".join(characters)
 
 
-_BAR_MOVES = re.compile(r"\r|(\x1b\[A)+\Z")  # tqdm begins a line of a progress bar with these moves
+_CURSOR_MOVES = re.compile(r"\r|(\x1b\[A)+\Z")
+"""Moves of the cursor with which tqdm begins a line of a progress bar."""
 
 
 class Terminal:
-    """A standard stream that escapes control and direction characters, as ``escape_controls`` does.
+    """A standard stream that escapes control characters, as ``escape_controls`` does.
 
-    Line breaks, tabs, ``SPELLING`` and the moves of progress bars stay as they are. rich writes its colours
-    and moves to ``rich_proxied_file``.
+    Line breaks, tabs, ``SPELLING`` and the cursor moves of progress bars are not escaped. rich looks for the
+    attribute ``rich_proxied_file``, and writes its colours and moves directly to this stream.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -215,16 +233,20 @@ class Terminal:
 
     def write(self, text: str) -> int:
         """Write ``text`` with escapes."""
-        moves = _BAR_MOVES.match(text)
-        start = moves.end() if moves else 0
-        return self.rich_proxied_file.write(text[:start] + escape_controls(text[start:], SPELLING + "\n\t"))
+        moves = _CURSOR_MOVES.match(text)
+        moves_end = moves.end() if moves else 0
+        escaped = escape_controls(text[moves_end:], SPELLING + "\n\t")
+        return self.rich_proxied_file.write(text[:moves_end] + escaped)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rich_proxied_file, name)
 
 
 def escape_output() -> None:
-    """Escape the output of this process. A library may print names from a stranger's file."""
+    """Replace stdout and stderr by ``Terminal`` streams.
+
+    Names in a stranger's file may have control characters, and a library may print them.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, Terminal):

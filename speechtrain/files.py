@@ -1,7 +1,7 @@
-"""Files that are written whole or not at all, and reads that end.
+"""Safe reading and writing of files.
 
-A run directory may be a stranger's. Links in it are not followed, and only regular files of a bounded size
-are read.
+A file is written completely or not at all. A run directory may come from a stranger, so links in it are not
+followed, and only regular files of a bounded size are read.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ import yaml
 from speechtrain.errors import MALFORMED, SPELLING, MachineError, escape_controls, print_notice
 
 MOST_BYTES = 2**24
-"""The limit for a file that is read whole. The largest one, checkpoint.json of 1000 ranks, has 0.1 MB."""
+"""Limit for a file that is read at once, 16 MiB. The largest such file is the checkpoint.json of 1000 ranks
+with 0.1 MB."""
 MOST_LOG_BYTES = 2**28
-"""The limit for a file of lines, such as metrics.jsonl: 600,000 events of 400 bytes."""
+"""Limit for a file of lines, 256 MiB, such as a metrics.jsonl with 600,000 events of 400 bytes."""
 
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}")
+_TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{16}")  # the names that ``atomic`` uses: .NAME.16 random digits
 
 FilePath = Annotated[str, "path"]
 """A parameter that names a file or folder. The config of a run stores its absolute path."""
@@ -43,18 +44,18 @@ FilePath = Annotated[str, "path"]
 def absolute_path(name: str | Path) -> Path:
     """Return an absolute path without ``~`` and ``..``.
 
-    ``..`` is kept if the path without it leads elsewhere, because a link stands before it.
+    ``..`` is kept if a symbolic link before it makes the path without ``..`` another file.
     """
     path = Path(os.path.expanduser(name)).absolute()  # Path.expanduser raises for an unknown user.
-    short = Path(os.path.abspath(path))
-    is_same = not os.path.exists(path) or (os.path.exists(short) and short.samefile(path))
-    return short if is_same else path
+    short_path = Path(os.path.abspath(path))
+    is_same_file = not os.path.exists(path) or (os.path.exists(short_path) and short_path.samefile(path))
+    return short_path if is_same_file else path
 
 
 def stdout_problem(text: str = "") -> str:
-    """Print ``text`` and flush. Return why stdout cannot be written, or an empty text.
+    """Print ``text`` and flush stdout. Return the reason if stdout cannot be written, else an empty text.
 
-    If stdout cannot be written, it is replaced by the null device.
+    If stdout cannot be written, the null device replaces it, so that later prints do not fail.
     """
     try:
         print(text, end="", flush=True)
@@ -65,7 +66,7 @@ def stdout_problem(text: str = "") -> str:
 
 
 def flush(path: Path) -> None:
-    """Write the buffered bytes of a file or folder to the disk."""
+    """Wait until the operating system has written a file or folder to the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -74,50 +75,61 @@ def flush(path: Path) -> None:
 
 
 def open_filled(path: Path) -> BufferedReader:
-    """Open a regular file as ``open_regular`` does. Refuse a file above 1 GiB that is almost all holes.
+    """Open a regular file for reading. Raises OSError as ``open_regular`` does.
 
-    A small archive can make terabytes of holes, and this project writes no holes. Raises OSError.
+    Also raises OSError for a sparse file above 1 GiB whose data is at most 0.1 % of its size. A small
+    archive can unpack to terabytes of holes, and this project writes no sparse files.
     """
     file = open_regular(path)
-    size = os.fstat(file.fileno()).st_size
-    end = filled = 0
-    with contextlib.suppress(OSError):  # lseek raises it behind the last content.
-        while end < size and filled * 1000 <= size:
-            begin = os.lseek(file.fileno(), end, os.SEEK_DATA)
-            end = os.lseek(file.fileno(), begin, os.SEEK_HOLE)
-            filled += end - begin
+    handle = file.fileno()
+    size = os.fstat(handle).st_size
+    data_bytes = 0
+    position = 0
+    with contextlib.suppress(OSError):  # lseek raises OSError after the last data.
+        while position < size and data_bytes * 1000 <= size:
+            data_start = os.lseek(handle, position, os.SEEK_DATA)
+            position = os.lseek(handle, data_start, os.SEEK_HOLE)
+            data_bytes += position - data_start
     file.seek(0)
-    if size > 2**30 and filled * 1000 <= size:
+    if size > 2**30 and data_bytes * 1000 <= size:
         file.close()
         raise OSError(errno.EINVAL, "it is almost empty, for its size", str(path))
     return file
 
 
 def sha256(path: Path) -> str:
-    """Return the digest of a file. Raises OSError as ``open_filled`` does."""
+    """Return the sha256 of a file in hexadecimal. Raises OSError as ``open_filled`` does."""
     with open_filled(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def apply_umask(path: Path) -> None:
-    """Give a file the mode of a new one. safetensors writes files that only their owner may read."""
-    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    new.touch()
-    shutil.copymode(new, path)
-    new.unlink()
+    """Set the mode of a file to the mode of a new file under the user's umask.
+
+    safetensors writes files that only their owner may read.
+    """
+    new_file = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    new_file.touch()
+    shutil.copymode(new_file, path)
+    new_file.unlink()
 
 
 def open_regular(path: str | Path, limit: int | None = None, follow: bool = True) -> BufferedReader:
     """Open a regular file of at most ``limit`` bytes for reading.
 
-    A pipe does not block, a device is not read, and without ``follow`` no link is followed. Raises OSError,
-    and ValueError for a name that no file can have.
+    Raises OSError for a pipe, a device or a folder, and without ``follow`` also for a link. Raises ValueError
+    for an impossible name, such as one with a null character.
     """
-    file = _regular(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW), "rb", limit)
-    return cast("BufferedReader", file)
+    flags = os.O_RDONLY if follow else os.O_RDONLY | os.O_NOFOLLOW
+    return cast("BufferedReader", _open_checked(path, flags, "rb", limit))
 
 
-def _regular(path: str | Path, flags: int, mode: str, limit: int | None = None) -> IO[bytes]:
+def _open_checked(path: str | Path, flags: int, mode: str, limit: int | None = None) -> IO[bytes]:
+    """Open a file with ``flags`` of ``os.open`` and ``mode`` of ``open``.
+
+    Raises OSError unless it is a regular file of at most ``limit`` bytes. O_NONBLOCK prevents that opening a
+    pipe waits for its writer.
+    """
     try:
         handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -137,9 +149,12 @@ def _regular(path: str | Path, flags: int, mode: str, limit: int | None = None) 
 
 
 def open_append(path: Path) -> IO[bytes]:
-    """Open a regular file, or a new one, to append and read. Raises OSError, for a link too."""
+    """Open a regular file for appending and reading, and create it if it is missing.
+
+    Raises OSError, also if ``path`` is a link.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    return _regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, "ab+")
+    return _open_checked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, "ab+")
 
 
 def read_bytes(path: str | Path, limit: int = MOST_BYTES, follow: bool = False) -> bytes:
@@ -154,32 +169,34 @@ def read_text(path: str | Path, errors: str = "strict") -> str:
 
 
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # The loader of libyaml is twice as fast.
-_YAML_BYTES, _YAML_NODES, _YAML_DEPTH = 2**20, 50_000, 50
+_MAX_YAML_BYTES, _MAX_YAML_NODES, _MAX_YAML_DEPTH = 2**20, 50_000, 50
 
 
 def yaml_text(path: Path, follow: bool = True) -> str:
     """Return the text of a small YAML file. Raises as ``small_yaml`` does, and OSError."""
-    return small_yaml(read_bytes(path, _YAML_BYTES, follow).decode())
+    return small_yaml(read_bytes(path, _MAX_YAML_BYTES, follow).decode())
 
 
 @dataclass
 class _YamlNode:
-    """The size of a node of a YAML text, or the size so far of a collection that is still open."""
+    """The size of a node of a YAML text. A collection that has not ended has its size so far."""
 
-    anchor: str | None = None
-    nodes: int = 1
-    depth: int = 0  # levels below it
+    anchor: str | None = None  # the name by which aliases refer to the node
+    nodes: int = 1  # nodes in the subtree, including this one
+    depth: int = 0  # levels below this node
 
 
 def small_yaml(text: str) -> str:
-    """Return ``text`` if it is small YAML, as a text and as the objects that it builds.
+    """Return ``text`` unchanged if it is YAML of limited size. Raises ValueError if it is larger.
 
-    An alias counts as all nodes that it repeats. Each character of an interpolation counts as a node, because
-    OmegaConf parses both equally slowly. Raises ValueError, and YAMLError for a text that is not YAML.
+    The limits are for the length of the text, and for the number of nodes and levels of the objects that are
+    built from it. An alias counts as all nodes that it repeats. Each character of an interpolation counts as
+    a node, because OmegaConf takes as long for it. Raises YAMLError for a text that is not YAML.
     """
-    if len(text) > _YAML_BYTES:
-        raise ValueError(f"it has {len(text)} characters, the most are {_YAML_BYTES}")
+    if len(text) > _MAX_YAML_BYTES:
+        raise ValueError(f"it has {len(text)} characters, the most are {_MAX_YAML_BYTES}")
     anchored_nodes: dict[str, _YamlNode] = {}
+    # The first entry is the document, and the others are the collections that contain the current event.
     open_nodes = [_YamlNode(nodes=0)]
     for event in yaml.parse(text, YAML_LOADER):
         if isinstance(event, yaml.CollectionEndEvent):
@@ -189,8 +206,9 @@ def small_yaml(text: str) -> str:
         parent = open_nodes[-1]
         parent.nodes += node.nodes
         parent.depth = max(parent.depth, node.depth + 1)
-        if parent.nodes > _YAML_NODES or len(open_nodes) + node.depth > _YAML_DEPTH:
-            raise ValueError(f"it has more than {_YAML_NODES} nodes, or more than {_YAML_DEPTH} levels")
+        if parent.nodes > _MAX_YAML_NODES or len(open_nodes) + node.depth > _MAX_YAML_DEPTH:
+            limits = f"more than {_MAX_YAML_NODES} nodes, or more than {_MAX_YAML_DEPTH} levels"
+            raise ValueError(f"it has {limits}")
         if isinstance(event, yaml.CollectionStartEvent):
             open_nodes.append(_YamlNode(node.anchor, nodes=0))
         elif node.anchor:
@@ -201,34 +219,39 @@ def small_yaml(text: str) -> str:
 def _node_of(event: Any, anchored_nodes: Mapping[str, _YamlNode]) -> _YamlNode:
     """Return the node of an event that does not end a collection. Raises ValueError for a long number."""
     if isinstance(event, yaml.AliasEvent):
-        # An open collection has no size yet. With an alias of itself, its depth has no limit.
-        node = anchored_nodes.get(event.anchor, _YamlNode(depth=_YAML_DEPTH))
+        # The anchor of a collection is known after its end. An alias inside its own collection would make
+        # the depth infinite, so its depth is the limit.
+        node = anchored_nodes.get(event.anchor, _YamlNode(depth=_MAX_YAML_DEPTH))
         return replace(node, anchor=None)
     node = _YamlNode(getattr(event, "anchor", None))
     if isinstance(event, yaml.ScalarEvent):
         if "${" in event.value:
             node.nodes += len(event.value)
-        if not event.implicit[1] and re.match(r"[-+]?\d[\dA-Fa-fxo_:]{999,}\Z", event.value):
+        is_quoted_text = event.implicit[1]
+        if not is_quoted_text and re.match(r"[-+]?\d[\dA-Fa-fxo_:]{999,}\Z", event.value):
             raise ValueError("it has a number of more than 1000 digits")  # Python prints at most 4300.
     return node
 
 
-_MOST_OBJECTS = 2**24  # objects in one object of a pickle, if each reference counts as a copy
-_MOST_OPEN = 10**5  # objects on the stack of a pickle
+_MAX_OBJECT_SIZE = 2**24  # objects that one object of a pickle contains, if each reference counts as a copy
+_MAX_STACK = 10**5  # objects on the stack of a pickle
 
 
 class _PickleSizes:
-    """The stack and the memo of a pickle, with the sizes of the objects in place of the objects."""
+    """Simulates the stack and the memo of a pickle. They contain the sizes of the objects.
+
+    The size of an object is 1 plus the sizes of the objects that it contains.
+    """
 
     def __init__(self) -> None:
-        self._stack: list[int | None] = []  # None: a mark
-        self._memo: dict[int, int] = {}
+        self._stack: list[int | None] = []  # None is a mark, which separates the inputs of an operation.
+        self._memo: dict[int, int] = {}  # sizes by the number of the memo's entry
 
     def apply(self, operation: pickletools.OpcodeInfo, argument: Any) -> None:
-        """Apply one operation of the pickle. Raises ValueError if an object is too large."""
+        """Apply one operation of the pickle. Raises ValueError if an object or the stack is too large."""
         size = 1
         if operation.name.endswith("PUT"):
-            size = int(argument)  # A large place in the memo is refused like a large object.
+            size = int(argument)  # A large number of an entry is refused below like a large object.
             self._memo[size] = (self._stack and self._stack[-1]) or 1
         elif operation.name == "MARK":
             self._stack.append(None)
@@ -237,11 +260,14 @@ class _PickleSizes:
                 size += self._memo.get(int(argument), 0)
             size += self._pop_inputs(operation.stack_before)
             self._stack += [size] * len(operation.stack_after)
-        if size > _MOST_OBJECTS or len(self._stack) > _MOST_OPEN:
+        if size > _MAX_OBJECT_SIZE or len(self._stack) > _MAX_STACK:
             raise ValueError("its objects refer to each other too often")
 
     def _pop_inputs(self, inputs: list[pickletools.StackObject]) -> int:
-        """Remove the inputs of an operation. Return the sum of their sizes."""
+        """Remove the inputs of an operation from the stack. Return the sum of their sizes.
+
+        If ``inputs`` has a mark, all objects above the topmost mark are inputs.
+        """
         size = 0
         if pickletools.markobject in inputs:
             while self._stack and self._stack[-1] is not None:
@@ -256,10 +282,10 @@ class _PickleSizes:
 
 
 def names_in_pickle(file: IO[bytes]) -> set[str]:
-    """Return the full names of the classes and functions in one pickle, in the spelling of Python 3.
+    """Return the full names of the classes and functions in one pickle. Names of Python 2 are translated.
 
-    Raises ValueError for a bomb: objects that are small in the file, and large if each reference to another
-    object is followed, as it is for the hash of a tuple.
+    Raises ValueError if an object contains too many others when each reference counts as a copy. Such an
+    object is small in the file, but a function that follows each reference, such as ``hash``, never ends.
     """
     names: set[str] = set()
     sizes = _PickleSizes()
@@ -269,16 +295,18 @@ def names_in_pickle(file: IO[bytes]) -> set[str]:
             raise ValueError(f"its pickle protocol is {argument}, and torch.save writes 2")
         if operation.name == "GLOBAL":
             module, _, name = str(argument).partition(" ")
-            in_python_3 = (IMPORT_MAPPING.get(module, module), name)
-            names.add(".".join(NAME_MAPPING.get((module, name), in_python_3)))
+            default = (IMPORT_MAPPING.get(module, module), name)
+            module_and_name = NAME_MAPPING.get((module, name), default)
+            names.add(".".join(module_and_name))
     return names
 
 
 def names_in_archive(path: Path, verify: bool = False) -> set[str]:
-    """Return ``names_in_pickle`` of an archive of torch.save. ``verify`` also compares its checksums.
+    """Return the full names of the classes and functions in a file of torch.save.
 
-    Raises OSError for a file of holes, and BadZipFile for entries that torch.save does not write. The sizes
-    are checked before an entry is read.
+    ``verify`` also compares the checksums of its entries. Raises ValueError as ``names_in_pickle`` does,
+    OSError for a sparse file, and BadZipFile for entries that torch.save does not write. The sizes of the
+    entries are checked before an entry is read.
     """
     with open_filled(path) as file, zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
@@ -289,26 +317,28 @@ def names_in_archive(path: Path, verify: bool = False) -> set[str]:
         return names_in_pickle(archive.open(entries[0]))
 
 
-def _check_layout(entries: list[zipfile.ZipInfo], end: int) -> None:
-    """Raise BadZipFile unless entries are stored one after the other, and only the first is a ``data.pkl``.
+def _check_layout(entries: list[zipfile.ZipInfo], file_size: int) -> None:
+    """Raise BadZipFile for a layout that torch.save never writes.
 
-    torch reads the ``data.pkl`` in the folder of the first entry, and it ignores the case of letters.
-    ``end`` is the size of the file.
+    The first entry must be FOLDER/data.pkl and the only pickle: torch reads the ``data.pkl`` in the folder of
+    the first entry, and it ignores the case of letters. The entries must be stored without compression, and
+    must not overlap.
     """
     names = [entry.filename for entry in entries]
     pickles = [name for name in names if name.lower().endswith("data.pkl")]
     if pickles != names[:1] or not re.fullmatch(r"[^/]+/data\.pkl", "".join(pickles)):
         raise zipfile.BadZipFile("its first entry is not its only data.pkl")
+    next_offset = file_size  # the offset of the entry that follows, in the order of the file
     for entry in sorted(entries, key=lambda entry: entry.header_offset, reverse=True):
-        size = entry.file_size
-        if entry.compress_type or size != entry.compress_size or entry.header_offset + size > end:
+        is_compressed = entry.compress_type or entry.file_size != entry.compress_size
+        if is_compressed or entry.header_offset + entry.file_size > next_offset:
             raise zipfile.BadZipFile("its entries are compressed or overlap, which torch.save never does")
-        end = entry.header_offset
+        next_offset = entry.header_offset
 
 
 @contextlib.contextmanager
 def writing(target: object, fix: str) -> Iterator[None]:
-    """A context in which an OSError becomes a MachineError with ``target``, the reason and the fix."""
+    """Return a context that turns an OSError into a MachineError with ``target``, the reason and the fix."""
     try:
         yield
     except OSError as error:
@@ -317,11 +347,14 @@ def writing(target: object, fix: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic(path: Path, durable: bool = True, private: bool = False) -> Iterator[Path]:
-    """A context with a new, empty file beside ``path``. It replaces ``path`` if the block raises no error.
+    """Return a context with the path of a new, empty file in the folder of ``path``.
 
-    A reader sees the old file or the new one. A link is replaced, not followed. A missing folder is made
-    first. An error removes the new file. ``durable`` flushes its bytes to the disk before the rename. With
-    ``private``, only the owner may read it. Raises OSError if the disk is full or read-only.
+    At the end of the block, the new file is renamed to ``path``, so a reader sees the old file or the new
+    one, and never a part. If the block raises an error, the new file is removed. A missing folder is made
+    first. If ``path`` is a link, the link is replaced.
+
+    ``durable`` flushes the new file to the disk before the rename. With ``private``, only the owner may read
+    it. Raises OSError if the disk is full or read-only.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -343,19 +376,20 @@ def remove_temporaries(folder: Path) -> None:
     No other process may write in the folder at this time. A file that cannot be removed stays.
     """
     for path in folder.glob(".*"):
-        if _TEMPORARY.fullmatch(path.name):
+        if _TEMPORARY_NAME.fullmatch(path.name):
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line in one write, so that the lines of several processes are not mixed.
+    """Append ``line`` and a line break in one write, so that lines of several processes are not mixed.
 
-    A missing folder is made first. After an incomplete line, which a kill or a full disk leaves, the text
-    starts on a new line. Raises OSError.
+    If the file ends with an incomplete line, which a kill or a full disk leaves, a line break is added first.
+    A missing folder is made. Raises OSError.
     """
     with open_append(path) as file:
-        if file.seek(0, os.SEEK_END):
+        is_empty = file.seek(0, os.SEEK_END) == 0
+        if not is_empty:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 line = b"\n" + line
@@ -363,7 +397,10 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def write_text(path: Path, text: str, durable: bool = True, private: bool = False) -> None:
-    """Replace ``path`` by ``text`` as ``atomic`` does. A character that UTF-8 lacks becomes an escape."""
+    """Write ``text`` to ``path``, with the arguments of ``atomic``.
+
+    A surrogate, which UTF-8 cannot encode, is written as an escape.
+    """
     with atomic(path, durable, private) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
@@ -379,7 +416,10 @@ parse_json = json.JSONDecoder(parse_int=_integer).decode
 
 
 def log_lines(path: str | Path) -> Iterator[bytes]:
-    """Yield the lines of a file, long ones in parts. A missing file has no line. Raises OSError."""
+    """Yield the lines of a file. A line above ``MOST_BYTES`` is split. A missing file has no lines.
+
+    Raises OSError.
+    """
     with contextlib.suppress(FileNotFoundError), open_regular(path, MOST_LOG_BYTES, follow=False) as file:
         yield from iter(lambda: file.readline(MOST_BYTES), b"")
 
@@ -395,17 +435,27 @@ def json_lines(lines: Iterable[bytes | str]) -> Iterator[dict[str, Any]]:
 
 
 def with_finite_numbers(content: Any, default: Callable[[Any], Any] | None = None) -> Any:
-    """Return ``content`` as JSON stores it, with None for infinities and NaN. ``default`` is json.dumps's."""
+    """Return ``content`` after a conversion to JSON and back, with None for infinities and NaN.
+
+    ``default`` is the argument of ``json.dumps`` that converts other types.
+    """
     return json.loads(json.dumps(content, default=default), parse_constant=lambda name: None)
 
 
 def write_json(path: Path, content: Mapping[str, Any], durable: bool = True, private: bool = False) -> None:
-    """Replace ``path`` by ``content`` as JSON, as ``atomic`` does. A number that is not finite is null."""
+    """Write ``content`` as JSON to ``path``, with the arguments of ``atomic``.
+
+    A number that is not finite becomes null.
+    """
     write_text(path, json.dumps(with_finite_numbers(content), indent=2) + "\n", durable, private)
 
 
 def read_json(path: Path, follow: bool = False) -> dict[str, Any]:
-    """Return the mapping in ``path``, empty if the file is missing, unreadable, a link or not a mapping."""
+    """Return the JSON mapping in ``path``.
+
+    The result is empty if the file is missing, cannot be read, is not a mapping, or (without ``follow``) is a
+    link.
+    """
     try:
         content = parse_json(read_bytes(path, follow=follow).decode())
     except (OSError, *MALFORMED):
@@ -414,13 +464,17 @@ def read_json(path: Path, follow: bool = False) -> dict[str, Any]:
 
 
 def print_line(line: str) -> None:
-    """Print a line that no work depends on. If stdout cannot be written, a warning on stderr replaces it."""
+    """Print a line on stdout. If stdout cannot be written, print it as a warning on stderr instead."""
     problem = stdout_problem(f"{line}\n")
     if problem:
         print_notice(f"warning: stdout: {problem}: {line}")
 
 
 def json_text(content: Any) -> str:
-    """Return JSON on one line, with the letters of all scripts. Control characters are escaped."""
+    """Return ``content`` as JSON on one line, with letters of all scripts unescaped.
+
+    If the content has control characters, all characters beyond ASCII are escaped.
+    """
     text = json.dumps(content, ensure_ascii=False)
-    return text if text == escape_controls(text, SPELLING) else json.dumps(content)
+    has_controls = text != escape_controls(text, SPELLING)
+    return json.dumps(content) if has_controls else text

@@ -1,4 +1,7 @@
-"""Job, Result and the Launcher interface, by which one command starts processes. Imports no torch."""
+"""The Launcher interface, by which one command starts the ranks of a run, with its Job and LaunchResult.
+
+``World`` reads the rank of a process from its environment. This module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -17,40 +20,44 @@ from speechtrain.errors import ConfigError, MachineError
 from speechtrain.files import read_bytes
 
 WORKER = "speechtrain.train_rank"
+"""The program of a rank."""
 ON_HOST = "speechtrain.runs.on_host"
-"""The program that runs first on a host of a run. It sets the variables of the device there."""
+"""The program that runs first on each host of a run. It sets the environment variables of the device."""
 AGENT = "agent.log"
-"""File in the run directory: the stderr of an agent that starts the ranks."""
+"""Name of a file in the run directory: the stderr of the process that starts the ranks, such as torchrun."""
 
 PARENT = "SPEECHTRAIN_PARENT"
-"""Environment variable: the pid of the command on this host. A rank stops when that process has ended."""
+"""Environment variable with the pid of the command on this host. A rank stops when that process has ended."""
 
 RANK_MEMORY = "SPEECHTRAIN_RANK_MEMORY"
-"""Environment variable: bytes of a rank's weights, gradients, optimizer state and average (0: unknown)."""
+"""Environment variable with the bytes of a rank's weights, gradients, optimizer state and weight average.
+0 means unknown."""
 
 NETWORK_VARIABLES = "SPEECHTRAIN_NETWORK_VARIABLES"
-"""Environment variable: names of the variables that choose a network interface for the collectives."""
+"""Environment variable with the names of variables that choose a network interface for the collectives."""
 
-_SECRET = re.compile(
+# Names of variables and keys whose values are secrets. TOKEN must not match TOKENIZER.
+_SECRET_NAME = re.compile(
     r"(?i)TOKEN(?!IZER)|KEY|PASSW|PASSPHRASE|SECRET|CREDENTIAL|BEARER|JWT|COOKIE|DATABASE_URL"
     r"|(?:^|_)(?:PAT|AUTH|DSN)(?![A-Z])|_PWD(?![A-Z])"
 )
-# A key in YAML, JSON or KEY=VALUE, whose value is neither null nor an interpolation.
-# The lookbehind and the possessive ``++`` keep the search linear in a word of a million letters.
-_VALUE = re.compile(r"(?<!\w)(\w++)[\"']?[ \t]*[:=][ \t]*(?!null\b|[\"']?\$\{)(?=[^\s,}[{])")
+# The group is a key in YAML, JSON or KEY=VALUE, whose value is neither null nor an interpolation.
+# The lookbehind and the possessive ``++`` make the search linear in the length of a word.
+_KEY_WITH_VALUE = re.compile(r"(?<!\w)(\w++)[\"']?[ \t]*[:=][ \t]*(?!null\b|[\"']?\$\{)(?=[^\s,}[{])")
 _PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 @dataclass(frozen=True)
 class Job:
-    """The work of a launcher: the same worker command, ``world_size`` times."""
+    """The ranks that a launcher starts: ``world_size`` processes with the same command."""
 
-    config: Path
+    config: Path  # the config.yaml of the run
     run_dir: Path
-    world_size: int = 1
+    world_size: int = 1  # the number of ranks on all hosts
     environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the ranks. If the user has set such a variable, the user's value is used."""
     forwarded_variables: tuple[str, ...] = ()
-    """Patterns of the device's own variables, which ranks on other hosts get from this process."""
+    """Patterns of the device's variables. Their values in this process are copied to ranks on other hosts."""
 
     @property
     def command(self) -> list[str]:
@@ -58,18 +65,22 @@ class Job:
         return [sys.executable, "-P", "-m", WORKER, str(self.config)]
 
     def on_host(self, command: list[str], ranks: int = 0, python: str = sys.executable) -> list[str]:
-        """Return ``command`` after ``ON_HOST``, which sets the device's variables on the host of the command.
+        """Return a command that runs ``ON_HOST``, which sets the device's variables and runs ``command``.
 
-        ``ranks`` is the number of ranks on that host. If it is 0, the starting program's variables have it.
+        ``ranks`` is the number of ranks on the host. If it is 0, the number is in the environment variables
+        of the program that starts the command.
         """
         return [python, "-P", "-m", ON_HOST, str(self.config), str(ranks), *command]
 
     def environ(self) -> dict[str, str]:
-        """Return the environments of this process and of the job. A variable of this process wins."""
+        """Return the variables of the job and of this process, whose values have precedence."""
         return {**self.environment, **os.environ}
 
     def ranks_per_node(self, nodes: int) -> int:
-        """Return the number of ranks on each of ``nodes`` nodes. Raises ConfigError if they differ."""
+        """Return the number of ranks on each of ``nodes`` hosts.
+
+        Raises ConfigError if ``nodes`` does not divide the number of ranks.
+        """
         ranks, remainder = divmod(self.world_size, nodes)
         if remainder or not ranks:
             cause = f"world_size={self.world_size} must be a multiple of {nodes}, the number of hosts"
@@ -79,15 +90,16 @@ class Job:
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """The end of the processes. The outcome of the run is in its ``result.json``."""
+    """How the processes of a launch ended. The outcome of the training is in the run's ``result.json``."""
 
     returncode: int
+    """The exit code of the processes, or the negative number of the signal that ended them."""
     stop_hint: str = ""
-    """A line that says how to stop the processes, if they run without this command."""
+    """If the processes run without this command: a line that says how to stop them."""
     cause: str = ""
-    """The cause, such as a lost host, that has ended the processes from outside."""
+    """If the processes were ended from outside: the cause, such as a lost host."""
     log: str = AGENT
-    """The file in the run directory that says how the processes ended."""
+    """Name of the file in the run directory that says how the processes ended."""
 
 
 class Launcher(ABC):
@@ -96,15 +108,15 @@ class Launcher(ABC):
     files: tuple[str, ...] = (AGENT, "agent-*.log")
     """Patterns of the files that the launcher writes into the run directory, even if no rank starts."""
     programs: tuple[str, ...] = ()
-    """The programs of this machine that ``launch`` needs. ``render`` needs none."""
+    """The programs that ``launch`` needs on this machine."""
 
     @property
     def choice(self) -> str:
-        """Return the launcher's name in messages: the usual choice of the group ``launcher``."""
+        """Return the choice of the config group ``launcher`` that builds this class, for messages."""
         return type(self).__name__.lower()
 
     def check_minimum(self, lowest: int, *names: str) -> None:
-        """Raise ValueError if one of the settings ``names`` is below ``lowest``. null passes."""
+        """Raise ValueError if an attribute in ``names`` is below ``lowest``. None is accepted."""
         for name in names:
             value = getattr(self, name)
             if value is not None and value < lowest:
@@ -122,11 +134,11 @@ class Launcher(ABC):
         return ""
 
     def is_here(self, job: Job) -> bool:
-        """Return whether all processes run on this host. If so, the command prepares the device."""
+        """Return whether all processes of ``job`` run on this host."""
         return False
 
     def host_count(self) -> int:
-        """Return the number of hosts that share the ranks. Raises ConfigError for a list without hosts."""
+        """Return the number of hosts on which ranks run. Raises ConfigError for a list without hosts."""
         return int(getattr(self, "nodes", 1))
 
     @abstractmethod
@@ -139,7 +151,10 @@ class Launcher(ABC):
 
 
 def host_lines(path: str) -> list[str]:
-    """Return the lines of a list of hosts without comments. Raises ConfigError if it cannot be read."""
+    """Return the lines of the file of hosts at ``path``, without comments and empty lines.
+
+    Raises ConfigError if the file cannot be read.
+    """
     try:
         lines = read_bytes(path, follow=True).decode().splitlines()
     except (OSError, ValueError) as error:
@@ -151,22 +166,24 @@ def host_lines(path: str) -> list[str]:
 
 
 def is_secret(name: str) -> bool:
-    """Return whether the name of a variable says that its value must not appear in a command line or log."""
-    return _SECRET.search(name) is not None
+    """Return whether a variable with this name has a value that must not appear in a command line or log."""
+    return _SECRET_NAME.search(name) is not None
 
 
 def holds_secret(text: str) -> bool:
-    """Return whether a text of keys and values has a secret, or a URL with a password."""
-    return any(map(is_secret, _VALUE.findall(text))) or _PASSWORD_IN_URL.search(text) is not None
+    """Return whether ``text`` contains a key with a secret name and a value, or a URL with a password."""
+    has_secret_key = any(map(is_secret, _KEY_WITH_VALUE.findall(text)))
+    return has_secret_key or _PASSWORD_IN_URL.search(text) is not None
 
 
 def forwarded_environment(job: Job, patterns: Iterable[str] | None) -> dict[str, str]:
-    """Return the environment of a job's processes on other machines.
+    """Return the environment variables for a job's processes on other machines, sorted by name.
 
-    It has the job's variables, with the values that the user has set, and the variables of this process whose
-    names match one of ``patterns`` (``HF_*``) or of ``job.forwarded_variables``. Secrets are left out.
+    These are the job's variables, and the variables of this process whose names match ``patterns``, such as
+    ``HF_*``, or ``job.forwarded_variables``. Secrets are excluded, and so is the pid of this command.
     """
     patterns = (*(patterns or ()), *job.forwarded_variables)
+    # A value that the user has set has precedence.
     variables = {name: os.environ.get(name, value) for name, value in job.environment.items()}
     for name, value in os.environ.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
@@ -186,10 +203,10 @@ def shell_line(command: list[str], environment: Mapping[str, str]) -> str:
 
 def here_document(command: list[str], text: str) -> str:
     """Return shell code that runs ``command`` with ``text`` as its standard input."""
-    end = "END_OF_TEXT"
-    while end in text:
-        end += "_"
-    return f"{shlex.join(command)} <<'{end}'\n{text}{end}\n"
+    delimiter = "END_OF_TEXT"
+    while delimiter in text:
+        delimiter += "_"
+    return f"{shlex.join(command)} <<'{delimiter}'\n{text}{delimiter}\n"
 
 
 def escape_for_torchrun(words: Iterable[str]) -> list[str]:
@@ -199,24 +216,26 @@ def escape_for_torchrun(words: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class World:
-    """The rank of this process among all ranks and on its host, as the environment has it at the start."""
+    """The rank of a process among all ranks, and among the ranks of its host. Ranks are counted from 0."""
 
     rank: int = 0
-    size: int = 1
+    size: int = 1  # the number of all ranks
     local_rank: int = 0
-    local_size: int = 1
+    local_size: int = 1  # the number of ranks on this host
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> World:
-        """Read the variables of the program that has started this process, if there are some.
+        """Return the world that the variables in ``environ`` describe, or one rank without such variables.
 
-        The variables of torchrun come first, because its agent may run under Slurm or MPI. The variables of
-        Open MPI, of Slurm's steps, and of MPICH or Intel MPI follow. Raises MachineError if only some
-        variables are set, if one is not a number, or if the rank is not below the number of ranks.
+        The variables of torchrun have precedence, because torchrun may run under Slurm or MPI. The variables
+        of Open MPI, of Slurm's steps, and of MPICH or Intel MPI follow. Raises MachineError if torchrun's
+        variables are incomplete, if a variable is not a number, or if the rank is not below the number of
+        ranks.
         """
         for names in _STARTERS:
-            are_set = [name in environ for name in (names.rank, names.size)]
-            if all(are_set) or (any(are_set) and names is _TORCHRUN):
+            has_rank, has_size = names.rank in environ, names.size in environ
+            is_incomplete_torchrun = names is _TORCHRUN and has_rank != has_size
+            if (has_rank and has_size) or is_incomplete_torchrun:
                 world = cls(
                     rank=_number(environ, names.rank),
                     size=_number(environ, names.size),
@@ -244,9 +263,9 @@ class _RankVariables:
     """The names of the environment variables by which a program numbers the ranks that it starts."""
 
     rank: str
-    size: str  # of all ranks
+    size: str  # name of the variable with the number of all ranks
     local_rank: str
-    local_size: str  # ranks on this host
+    local_size: str  # name of the variable with the number of ranks on this host
 
 
 _TORCHRUN = _RankVariables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -256,11 +275,12 @@ _OPEN_MPI = _RankVariables(
     local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
     local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
 )
-# Slurm's batch script has SLURM_PROCID, too, but it numbers processes only in a step, which srun starts.
+# SLURM_PROCID alone does not show that srun has started this process: a batch script also has this variable.
+# SLURM_STEP_NUM_TASKS is set only in a step, which srun starts.
 _SLURM = _RankVariables("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 _MPICH = _RankVariables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _STARTERS = (_TORCHRUN, _OPEN_MPI, _SLURM, _MPICH)
-# Slurm's "2(x3),1" means two tasks on each of three nodes, and one on another node.
+# Slurm's "2(x3),1" means two tasks on each of three nodes, and one task on the fourth node.
 _TASKS_OF_NODES = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?(?:,|$)")
 
 
@@ -270,7 +290,10 @@ def is_number(text: str) -> bool:
 
 
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
-    """Return the number in a variable, or ``default`` without it. Raises MachineError for another text."""
+    """Return the number in the variable ``name``, or ``default`` if it is not set.
+
+    Raises MachineError if the variable is not a number, or is not set and has no default.
+    """
     text = environ.get(name, default)
     if name == _SLURM.local_size and text is not None:
         text = _tasks_of_this_node(environ, text)
@@ -281,10 +304,13 @@ def _number(environ: Mapping[str, str], name: str, default: str | None = None) -
 
 
 def _tasks_of_this_node(environ: Mapping[str, str], text: str) -> str:
-    """Return the tasks on this node from Slurm's list of all nodes, or ``text`` if the list lacks it."""
-    node = _number(environ, "SLURM_NODEID", "0")
+    """Return the number of tasks on this node from ``text``, Slurm's list for all nodes.
+
+    If the list is shorter than the number of this node, return ``text``.
+    """
+    remaining_nodes = _number(environ, "SLURM_NODEID", "0")  # nodes in the list before this node
     for tasks, repetitions in _TASKS_OF_NODES.findall(text):
-        node -= int(repetitions or 1)
-        if node < 0:
+        remaining_nodes -= int(repetitions or 1)
+        if remaining_nodes < 0:
             return str(tasks)
     return text

@@ -1,4 +1,4 @@
-"""Error rates as sums and counts, and metrics that are divided once, after the last reduction."""
+"""Error rates, and metrics as sums and counts, which are divided once after the last reduction."""
 
 from __future__ import annotations
 
@@ -40,24 +40,25 @@ def error_rates(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[Tensor, Ten
     return rates
 
 
-_SAMPLES = 1_000
+_RESAMPLINGS = 1_000
 _PERCENTILES = (2.5, 97.5)
 
 
 def rate_interval(counts: np.ndarray) -> list[float]:
-    """Return the 95 % interval of an error rate from (errors, words) of each utterance, (N, 2).
+    """Return the bounds of the 95 % interval of an error rate, or [] if no utterance has words.
 
-    The bounds are percentiles of 1,000 resamplings of utterances with a fixed seed (Bisani and Ney, 2004).
-    Returns [] for utterances without words.
+    ``counts`` (N, 2) has the numbers of errors and of reference words of each utterance. The bounds are
+    percentiles of 1,000 bootstrap resamplings of the utterances with a fixed seed (Bisani and Ney, 2004).
     """
     if not counts[:, 1].sum():
         return []
-    # Utterances of equal counts are drawn together: the same distribution, in a fraction of the time.
-    kinds, frequencies = np.unique(counts, axis=0, return_counts=True)
+    # One multinomial draw says how often each distinct row of ``counts`` is resampled. The distribution is
+    # the same as if utterances were drawn one by one, which would take much longer.
+    distinct_counts, frequencies = np.unique(counts, axis=0, return_counts=True)
     generator = np.random.default_rng(0)
     rates = []
-    for _ in range(_SAMPLES):
-        errors, words = generator.multinomial(len(counts), frequencies / len(counts)) @ kinds
+    for _ in range(_RESAMPLINGS):
+        errors, words = generator.multinomial(len(counts), frequencies / len(counts)) @ distinct_counts
         if words:
             rates.append(errors / words)
         else:
@@ -65,29 +66,32 @@ def rate_interval(counts: np.ndarray) -> list[float]:
     return [float(bound) for bound in np.percentile(rates, _PERCENTILES)]
 
 
-_MAX_PENDING = 4096  # batches whose scalars stay on the device before they are read
+_MAX_PENDING = 4096  # vectors of batches that stay on the device before they are read
 
 
 class MetricSums:
-    """Named sums and counts over batches, then over ranks, exact in float64.
+    """Named sums and counts, which are added over batches and then over ranks, in float64.
 
-    The scalars of a batch become one vector on their device, which only ``reduce``, ``totals`` and ``means``
-    read. This costs one copy to the host per batch, and no additional graph on devices that record graphs.
-    After 4096 batches the vectors are read early, to bound memory.
+    ``add`` stacks the scalars of a batch to one vector on their device, and does not read it, so the device
+    is not awaited. ``reduce``, ``totals`` and ``means`` read all vectors, with one copy to the host for each.
+    After 4096 batches the vectors are read early, to limit the memory.
     """
 
     def __init__(self) -> None:
         self._pending: list[tuple[list[str], Tensor]] = []
+        """Names of metrics, and a vector with the sum and the count of each metric in turn."""
         self._totals: dict[str, Tensor] = {}
+        """Sum and count of each metric in the vectors that were read, (2,) float64 on the host."""
 
     def add(self, sums: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Add one batch's ``name: (sum, count)``, scalars of any real dtype on any device."""
-        groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        """Add ``name: (sum, count)`` of one batch. The scalars have any real dtype and any device."""
+        # Metrics with the same device and dtype are stacked to one vector. The dtype is one of the two dtypes
+        # of the metric, and not fp64, because not every device has fp64.
+        names_by_kind: dict[tuple[torch.device, torch.dtype], list[str]] = {}
         for name, (total, count) in sums.items():
-            # The batch has this dtype on the device already. Not every device has fp64.
             dtype = torch.promote_types(total.dtype, count.dtype)
-            groups.setdefault((total.device, dtype), []).append(name)
-        for (device, dtype), names in groups.items():
+            names_by_kind.setdefault((total.device, dtype), []).append(name)
+        for (device, dtype), names in names_by_kind.items():
             scalars = []
             for name in names:
                 scalars += [scalar.detach().to(device, dtype).reshape(()) for scalar in sums[name]]
@@ -96,7 +100,7 @@ class MetricSums:
             self._read_all()
 
     def _read_all(self) -> dict[str, Tensor]:
-        """Add all pending vectors to the totals and return them: (2,) float64 on the host for each name."""
+        """Add all pending vectors to the totals, and return the totals."""
         for names, vector in self._pending:
             pairs = vector.cpu().double().view(-1, 2)
             for name, pair in zip(names, pairs, strict=True):
@@ -125,7 +129,10 @@ class MetricSums:
         return totals
 
     def means(self) -> dict[str, float]:
-        """Return each sum divided by its count, or infinity if the count is 0, as for a WER without words."""
+        """Return each sum divided by its count.
+
+        A mean is infinite if its count is 0, such as a WER without reference words.
+        """
         means = {}
         for name, (total, count) in self.totals().items():
             means[name] = total / count if count else math.inf

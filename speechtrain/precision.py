@@ -13,29 +13,30 @@ from speechtrain.dtensor import all_finite, local_shard
 
 
 class Precision(ABC):
-    """The arithmetic of a step: the dtype of matmuls, the backward pass, a guarded optimizer step.
+    """The arithmetic of a step: the dtype of matmuls, the backward pass and the optimizer step.
 
     The device's compute policy for ``dtype`` selects autocast and the dtypes of blocks.
     """
 
-    name: str
-    dtype: torch.dtype
+    name: str  # the choice of the config group ``precision``
+    dtype: torch.dtype  # of matmuls
 
     def backward(self, loss: Tensor) -> None:
-        """Backpropagate one micro-batch's scaled loss."""
+        """Add the gradients of one micro-batch's loss, multiplied by the loss scale, to the parameters."""
         torch.autograd.backward(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - nothing is a sensible default
-        """Divide the gradients by the loss scale, before their norm is measured."""
+        """Divide the gradients by the loss scale. The trainer calls this before it computes their norm."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the parameters from finite gradients."""
+        """Update the parameters. The trainer calls this only if all gradients are finite."""
         optimizer.step()
 
     def overflow(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Handle a non-finite loss or gradient, instead of ``step``.
+        """Return whether a lower loss scale may avoid the non-finite loss or gradient of this update.
 
-        Returns whether the loss scale is lower afterwards.
+        The trainer calls this instead of ``step`` for such an update. If the result is True, the scale has
+        been lowered.
         """
         return False
 
@@ -63,9 +64,10 @@ class BF16(Precision):
 class FP16(Precision):
     """float16 by autocast with a dynamic loss scale (Micikevicius et al., ICLR 2018).
 
-    The scale doubles after ``growth_interval`` updates without an overflow. An overflow halves it. At
-    ``floor``, an overflow counts as a non-finite update. The scale is stored on the host, because the host
-    already reads whether the gradients are finite. Therefore the same code works on every device.
+    The scale doubles after ``growth_interval`` updates without an overflow. An overflow halves it. If the
+    scale is at ``floor``, an overflow counts as a non-finite update. Unlike torch's GradScaler, the scale is
+    a number on the host, because the host reads anyway whether the gradients are finite. So the same code
+    works on every device.
     """
 
     name = "fp16"
@@ -83,7 +85,7 @@ class FP16(Precision):
         self.growth_interval = growth_interval
         self.floor = floor
         self.healthy = 0
-        """Updates since the last change of the scale or the last overflow."""
+        """Updates since the last change of the scale, or since the last overflow if it is later."""
 
     def backward(self, loss: Tensor) -> None:
         torch.autograd.backward(loss * self.scale)
@@ -101,8 +103,9 @@ class FP16(Precision):
 
     def overflow(self, optimizer: torch.optim.Optimizer) -> bool:
         self.healthy = 0
+        # If the gradients are finite, the loss itself is not, and a lower scale does not change that.
         if self.scale <= self.floor or all_finite(gradients_of(optimizer)):
-            return False  # The scale is at its floor, or a lower scale cannot help.
+            return False
         self.scale = max(self.floor, self.scale / 2.0)
         return True
 
@@ -114,7 +117,7 @@ class FP16(Precision):
 
 
 NAMES = {kind.dtype: kind.name for kind in (FP32, BF16, FP16)}
-"""The name of each dtype's precision."""
+"""The name of the precision by the dtype of its matmuls."""
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -1,9 +1,9 @@
-"""The run directory: its lock, and the readers and writers of its files. Imports no torch.
+"""The run directory: its lock, and the readers and writers of its files. This module imports no torch.
 
-A command that only reads a run does not trust its directory. Each file therefore has one function here. It
-follows no link, checks the size and the type of each field, and returns a frozen dataclass. No other module
-parses these files. A JSON file that is missing or malformed gives None or an empty record. One warning names
-the malformed file.
+A run directory may come from a stranger, so its files are not trusted. Each file has one reader, and all
+readers are in this module. A reader follows no link, checks the size of the file and the type of each field,
+and returns a frozen dataclass. For a JSON file that is missing or malformed, it returns None or an empty
+record. A warning names a malformed file once.
 """
 
 from __future__ import annotations
@@ -57,19 +57,23 @@ BEST = "checkpoints/best.json"
 ERROR = "error.log"
 RANKS = "ranks"
 STUCK = "stuck"
-"""Folder with the phase and the stacks of each rank when a rank was stuck. Each time has a subfolder."""
-_FOLDERS = ("checkpoints", RANKS, STUCK, "tensorboard")
-_MAX_CHARACTERS = 30_000  # in a value of a config. An alphabet of all Chinese characters has 21,000.
-_MAX_ROWS = 600_000  # of a log that a report reads. Short rows take a GB of memory then.
-_ONE_PER_STEP = ("train", "epoch", "valid", "examples", "checkpoint")  # events with one record per step
+"""Folder with a subfolder for each time that a rank hung: the phase and the stacks of all ranks."""
+_FOLDERS = ("checkpoints", RANKS, STUCK, "tensorboard")  # folders into which a run writes
+_MAX_VALUE_CHARACTERS = 30_000
+"""Limit for one value in a config. An alphabet of all Chinese characters has 21,000."""
+_MAX_ROWS = 600_000
+"""Limit for the rows of a log that are read. With short rows, they take a GB of memory."""
+_ONE_PER_STEP = ("train", "epoch", "valid", "examples", "checkpoint")
+"""Events of ``metrics.jsonl`` with at most one record per step and validation set."""
 DATE = "%Y-%m-%d %I:%M:%S %p"
-"""The form of the dates in ``mlperf.log``, which are in UTC."""
-_DIGEST = "# sha256 of what follows: "
-_REFERENCE = re.compile(r"""\$\{oc\.env:\w+(,([^'"\\${}]*|'[^'\\$]*'))?\}""")
+"""The format of the dates in ``mlperf.log``, which are in UTC."""
+_DIGEST_PREFIX = "# sha256 of what follows: "
+# ${oc.env:NAME} or ${oc.env:NAME,default}. The default is without quotes, or in single quotes.
+_ENVIRONMENT_REFERENCE = re.compile(r"""\$\{oc\.env:\w+(,([^'"\\${}]*|'[^'\\$]*'))?\}""")
 _LOG = logging.getLogger(__name__)
 
 Scalar = str | int | float | bool | None
-Fact = Scalar | list[str] | dict[str, Scalar]
+Fact = Scalar | list[str] | dict[str, Scalar]  # a value of one entry in ``About.latest``
 Record = TypeVar("Record")
 
 
@@ -89,14 +93,14 @@ class About:
     folder: str = ""  # the working folder of the first start, below which its overrides are paths
     swept: list[str] = field(default_factory=list)  # keys that a sweep varies
     written: dict[str, str] = field(default_factory=dict)  # the user's own YAML files by group/choice
-    latest: dict[str, Fact] | None = None  # the same facts of the latest start
-    start_id: str = ""  # a random number that shows who started the run
-    hosts: dict[str, dict[str, str]] = field(default_factory=dict)  # the environment by the host's name
+    latest: dict[str, Fact] | None = None  # the fields from argv to device, for the latest start
+    start_id: str = ""  # a random id, which is also in the state folder of the user who started the run
+    hosts: dict[str, dict[str, str]] = field(default_factory=dict)  # environment variables by host name
 
 
 @dataclass(frozen=True)
 class DeviceRecord:
-    """``device.json``: the compute policy that the device chose by measurement. A resumed run keeps it."""
+    """``device.json``: the compute policy that the device chose by measurement. A resumed run reuses it."""
 
     device: str  # the name of the device
     chip: str  # the model of the processor
@@ -107,7 +111,7 @@ class DeviceRecord:
 
 @dataclass(frozen=True)
 class RunResult:
-    """``result.json``: how a run, or one of its ranks, ended. ``metrics`` belong to the best checkpoint."""
+    """``result.json``: how a run, or one of its ranks, ended."""
 
     status: str  # finished | target | time | preempted | failed
     metric: float | None = None  # the metric that chose the best checkpoint
@@ -116,17 +120,19 @@ class RunResult:
     last_metrics: dict[str, float | None] | None = None  # the metrics of the last checkpoint
     steps: int | None = None  # updates in all
     wall_s: float | None = None  # seconds of all starts
-    skipped_updates: int = 0  # updates without effect, because they were not finite
-    scale_skips: int = 0  # updates without effect, because the loss scale was too high
+    skipped_updates: int = 0  # updates that were not applied, because a gradient was not finite
+    scale_skips: int = 0  # updates that were not applied, because the loss scale of fp16 was too high
     speed: dict[str, float] | None = None  # utterances_per_s, audio_s_per_s, epoch_s, decode_ms_per_audio_s
-    error: str | None = None  # the line of a failure
+    error: str | None = None  # the message of a failure
     exit_code: int | None = None  # the exit code of a failure
     rank: int = 0  # the rank that wrote the file
     failed_at: float | None = None  # the time of a failure, in seconds since 1970
     is_cause: bool = True  # false: the rank was killed, or it failed because another rank did
-    is_out_of_memory: bool = False  # of a failure: the device's memory did not hold a step
-    memory_mib: float | None = None  # the highest memory of this rank's device
-    limits: dict[str, Scalar] | None = None  # the trainer's settings
+    is_out_of_memory: bool = (
+        False  # true: the rank failed because the device had too little memory for a step
+    )
+    memory_mib: float | None = None  # the peak memory of this rank's device
+    limits: dict[str, Scalar] | None = None  # the ``trainer`` node of the config
     data: dict[str, Scalar] | None = None  # DataModule.content of the training set
 
 
@@ -136,9 +142,9 @@ class CheckpointManifest:
 
     format: int  # the number of the format
     step: int  # updates until the checkpoint
-    files: dict[str, str]  # the sha256 of each file
-    metric: float | None = None  # chooses the best checkpoint, lower is better
-    metrics: dict[str, float | None] | None = None  # the metrics of its validation
+    files: dict[str, str]  # the sha256 of each file by its name
+    metric: float | None = None  # the metric that chooses the best checkpoint, lower is better
+    metrics: dict[str, float | None] | None = None  # all metrics of the validation at this step
     wall_s: float = 0.0  # seconds of training until the checkpoint
 
 
@@ -152,28 +158,31 @@ class BestCheckpoint:
 
 @dataclass(frozen=True)
 class Log:
-    """The rows of ``metrics.jsonl`` or ``skipped.jsonl``, and the number of later lines that are left out."""
+    """The rows of ``metrics.jsonl`` or ``skipped.jsonl``."""
 
     rows: list[dict[str, Any]]
-    omitted: int = 0
+    omitted: int = 0  # later lines that were not read, because the file has more than ``_MAX_ROWS``
 
 
 @dataclass(frozen=True)
 class StoredConfig:
-    """``config.yaml``: its text, and its values. The environment's values are references to it."""
+    """``config.yaml``: its text, and its values. References to environment variables are not resolved."""
 
     text: str = ""
     values: dict[str, Any] = field(default_factory=dict)
 
 
 def is_storable(text: str) -> bool:
-    """Return whether a stored config may hold ``text``: ``${oc.env:NAME,default}`` is its only reference."""
-    return "${" not in _REFERENCE.sub("", text)
+    """Return whether a stored config may contain ``text``.
+
+    Its interpolations may only be references to environment variables: ``${oc.env:NAME,default}``.
+    """
+    return "${" not in _ENVIRONMENT_REFERENCE.sub("", text)
 
 
 def with_digest(text: str) -> str:
-    """Return the text of a config after a comment line with its sha256, which reveals damage."""
-    return f"{_DIGEST}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+    """Return ``text`` after a first line with its sha256, by which a reader detects damage."""
+    return f"{_DIGEST_PREFIX}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
 
 
 def read_stored_config(path: Path) -> StoredConfig:
@@ -181,12 +190,14 @@ def read_stored_config(path: Path) -> StoredConfig:
     try:
         text = yaml_text(path, follow=False)
         first_line, _, content = text.partition("\n")
-        if first_line.startswith(_DIGEST) and text != with_digest(content):
+        if first_line.startswith(_DIGEST_PREFIX) and text != with_digest(content):
             raise ValueError("it does not match the sha256 in its first line. Remove that line after an edit")
         for event in yaml.parse(text, YAML_LOADER):
-            if isinstance(event, yaml.ScalarEvent) and len(event.value) > _MAX_CHARACTERS:
+            if not isinstance(event, yaml.ScalarEvent):
+                continue
+            if len(event.value) > _MAX_VALUE_CHARACTERS:
                 raise ValueError(f"it has a value of {len(event.value)} characters")
-            if isinstance(event, yaml.ScalarEvent) and not is_storable(event.value):
+            if not is_storable(event.value):
                 raise ValueError(f"{event.value[:80]!r} refers to more than ${{oc.env:NAME,default}}")
         values = yaml.load(text, YAML_LOADER)
         if not isinstance(values, dict):
@@ -205,15 +216,18 @@ def damaged_config(path: Path, error: Exception) -> RunError:
 
 
 def read_about(run_dir: Path) -> About:
-    """Read ``run.json``. Without one, ``argv`` is None."""
+    """Return the content of ``run.json``. If it is missing or malformed, ``argv`` is None."""
     return _read(run_dir / ABOUT, About) or About([])
 
 
 def note_environment(folder: Path, host: str, environment: dict[str, str]) -> None:
-    """Store the environment of a host in the ``run.json`` of a run's or a rank's folder. Raises OSError."""
+    """Store the environment variables of ``host`` in the ``run.json`` of ``folder``. Raises OSError.
+
+    ``folder`` is the directory of the run, or the folder of a rank in it.
+    """
     path = folder / ABOUT
     about = replace(read_about(folder), hosts={host: environment})
-    is_private = path.exists() and not path.stat().st_mode & 0o077
+    is_private = path.exists() and not path.stat().st_mode & 0o077  # Only the owner has access.
     write_json(path, asdict(about), private=is_private)
 
 
@@ -256,9 +270,9 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _read(path: Path, kind: type[Record]) -> Record | None:
-    """Read a JSON file as the dataclass ``kind``. Return None if it is missing or malformed.
+    """Return the content of a JSON file as an object of the dataclass ``kind``.
 
-    Keys without a field of that name are ignored.
+    Return None if the file is missing or malformed. Keys that are not fields of ``kind`` are ignored.
     """
     try:
         content = parse_json(read_text(path))
@@ -284,9 +298,10 @@ def _warn_once(message: str) -> None:
 
 
 def _has_type(value: Any, expected: Any) -> bool:
-    """Return whether a JSON value has the expected type, union, ``list[T]`` or ``dict[str, T]``.
+    """Return whether a JSON value has the type ``expected``.
 
-    A float must be finite.
+    ``expected`` is a class, a union, ``list[T]`` or ``dict[str, T]``. A float must be finite, and an integer
+    is accepted for it.
     """
     arguments = get_args(expected)
     if isinstance(expected, UnionType):
@@ -295,42 +310,44 @@ def _has_type(value: Any, expected: Any) -> bool:
         if type(value) is not get_origin(expected):
             return False
         elements = value.values() if type(value) is dict else value
-        return all(_has_type(element, arguments[-1]) for element in elements)
+        element_type = arguments[-1]  # the type of the values of a dict. Keys of JSON are always texts.
+        return all(_has_type(element, element_type) for element in elements)
     if expected is float:
         return finite_number(value) is not None
     return type(value) is expected
 
 
 def read_metrics(run_dir: Path) -> Log:
-    """Read the events of ``metrics.jsonl`` in order, without those that a later attempt has replaced.
+    """Return the events of ``metrics.jsonl`` in order, without replaced records.
 
-    The last record of each step (and set) counts. An attempt that resumes at a step, or starts again, also
-    replaces the earlier records of later steps, except ``start`` and ``end``. Raises OSError for a file that
-    is not regular or too large.
+    A run that resumes at a step, or starts again, replaces its earlier records of later steps. Also, the last
+    record of an event, step and validation set replaces earlier records of the same three. Records without a
+    step, such as ``start`` and ``end``, are never replaced. Raises OSError for a file that is not regular or
+    too large.
 
     >>> read_metrics(run_dir).rows  # the file has train 1, 2, 3, resume at 1, train 2
     [{'event': 'train', 'step': 1, ...}, {'event': 'resume', ...}, {'event': 'train', 'step': 2, ...}]
     """
     log = _read_log(run_dir / METRICS)
-    events = []
-    addresses = set()
-    lowest_step: float = math.inf  # of the later records
+    events = []  # the latest first
+    known_records = set()  # (event, validation set, step) of the records in ``events``
+    lowest_step: float = math.inf  # the lowest step of the records in ``events``
     for record in reversed(log.rows):
         event, step = record.get("event"), record.get("step")
-        address = (event, str(record.get("set")), str(step))
-        is_replaced = isinstance(step, int) and step > lowest_step
-        if not isinstance(event, str) or is_replaced or address in addresses:
+        identity = (event, str(record.get("set")), str(step))
+        is_before_resume = isinstance(step, int) and step > lowest_step
+        if not isinstance(event, str) or is_before_resume or identity in known_records:
             continue
         if isinstance(step, int):
             lowest_step = step
             if event in _ONE_PER_STEP:
-                addresses.add(address)
+                known_records.add(identity)
         events.append(record)
     return Log(events[::-1], log.omitted)
 
 
 def timing_start(run_dir: Path) -> datetime | None:
-    """Read the date in the first line of ``mlperf.log``, or None without one. Raises OSError."""
+    """Return the date in the first line of ``mlperf.log``, or None if it has none. Raises OSError."""
     line = next(log_lines(run_dir / MLPERF), b"").decode(errors="replace")
     with contextlib.suppress(ValueError):
         return datetime.strptime(f"{line.strip()} +0000", f"STARTING TIMING RUN AT {DATE} %z")
@@ -338,30 +355,33 @@ def timing_start(run_dir: Path) -> datetime | None:
 
 
 def read_skipped(run_dir: Path) -> Log:
-    """Read the rows of ``skipped.jsonl``. Raises OSError as ``read_metrics``."""
+    """Return the rows of ``skipped.jsonl``. Raises OSError as ``read_metrics`` does."""
     return _read_log(run_dir / SKIPPED)
 
 
 def _read_log(path: Path) -> Log:
     lines = log_lines(path)
     rows = list(json_lines(islice(lines, _MAX_ROWS)))
-    return Log(rows, omitted=sum(1 for _ in lines))
+    remaining_lines = sum(1 for _ in lines)
+    return Log(rows, omitted=remaining_lines)
 
 
 def run_of(path: Path) -> Path | None:
-    """Return the run that ``path`` belongs to, or None if it belongs to no run.
+    """Return the directory of the run that ``path`` belongs to, or None if it does not belong to a run.
 
     ``path`` is a run directory, the folder of a checkpoint, or a file in one of them.
     """
     folder = path if path.is_dir() else path.parent
+    # The folder of a checkpoint is RUN/checkpoints/step-N.
     run_dir = folder.parents[1] if (folder / CHECKPOINT).is_file() else folder
     return run_dir if (run_dir / CONFIG).is_file() else None
 
 
 class RunLock:
-    """An advisory lock that allows one run at a time in a directory. The end of its process releases it.
+    """An advisory lock that allows one run at a time in a directory.
 
-    Its file has host and pid of the process, for the message of a second command.
+    The operating system releases it when its process ends. The lock file contains host and pid of the
+    process, for the error message of a second command.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -369,9 +389,10 @@ class RunLock:
         self._file: IO[bytes] | None = None
 
     def acquire(self) -> RunLock:
-        """Take the lock. Remove the incomplete files that a killed process has left in the directory.
+        """Acquire the lock, and remove the incomplete files that a killed process has left in the directory.
 
-        Raises RunError if another process holds the lock, and if the lock or a folder of the run is a link.
+        Return this object. Raises RunError if another process has the lock, or if the lock file or a folder
+        of the run is a link.
         """
         _refuse_links(self.path.parent)
         try:
@@ -403,7 +424,10 @@ class RunLock:
 
 
 def _refuse_links(run_dir: Path) -> None:
-    """Raise RunError if a folder of a run is a link. The run would write and delete files elsewhere."""
+    """Raise RunError if a folder of a run is a link, because the run would write and delete files elsewhere.
+
+    Subfolders are checked one level deep. A link to a file is allowed.
+    """
     for name in _FOLDERS:
         for path in (run_dir / name, *(run_dir / name).glob("*")):
             if path.is_symlink() and not path.is_file():
@@ -411,24 +435,26 @@ def _refuse_links(run_dir: Path) -> None:
 
 
 def other_owner(folder: Path) -> int | None:
-    """Return the number of the user who owns ``folder``, or None if it is this user.
+    """Return the user id of the owner of ``folder``, or None if the owner is this user.
 
-    The owner of a new file in it shows the number of this user, which a network file system may replace.
+    The id of this user is read from a new file in the folder, because a network file system may map user ids.
     """
     owner = folder.stat().st_uid
     with tempfile.TemporaryFile(dir=folder) as file:
-        return None if os.fstat(file.fileno()).st_uid == owner else owner
+        this_user = os.fstat(file.fileno()).st_uid
+    return None if this_user == owner else owner
 
 
 def rank_folder(run_dir: Path, rank: int) -> Path:
-    """Return the folder of a rank's result, of the trace of its failure, and of its output."""
+    """Return the folder for a rank's result, error trace and output. For rank 0, it is the run directory."""
     return run_dir / RANKS / str(rank) if rank else run_dir
 
 
 def read_failure(run_dir: Path) -> RunResult | None:
     """Return the result of the rank that failed first, or None if no rank failed.
 
-    Ranks that failed because of another rank come last, whatever their time is, as hosts' clocks may differ.
+    A rank that failed because of another rank is never preferred to the cause, even if its time is earlier,
+    because the clocks of hosts may differ.
     """
     failures = []
     for folder in (run_dir, *(run_dir / RANKS).glob("*")):
@@ -443,15 +469,16 @@ def read_failure(run_dir: Path) -> RunResult | None:
 
 
 def outcome_text(metrics: Any, last_metrics: Any, checkpoint: Any, speed: Any = None) -> str:
-    """Return a line with the metrics of the best checkpoint and the speed of a result.
+    """Return a line with the metrics of the best checkpoint, the last metrics if they differ, and the speed.
 
-    If the last validation has other metrics, they follow.
+    The arguments are fields of ``RunResult``. They may come from a stranger's file, so their types are not
+    known.
     """
     best_text = _metrics_text(metrics)
     last_text = _metrics_text(last_metrics)
     text = best_text
     if last_text not in ("", best_text):
-        match = re.fullmatch(r".*-0*([0-9]+)", str(checkpoint))
+        match = re.fullmatch(r".*-0*([0-9]+)", str(checkpoint))  # step-00000123
         step = match[1] if match else "unknown"
         text = f"best at step {step}: {best_text}; last {last_text}"
     return ", ".join(filter(None, (text, speed_text(speed))))
@@ -467,7 +494,10 @@ SPEED_UNITS = {
 
 
 def speed_text(speed: Mapping[str, float] | None) -> str:
-    """Return a line such as ``512.3 utt/s, 1024 audio-s/s, 35.2 s/epoch, 4.12 ms/audio-s`` without zeros."""
+    """Return a line such as ``512.3 utt/s, 1024 audio-s/s, 35.2 s/epoch, 4.12 ms/audio-s``.
+
+    Fields that are zero or missing are omitted.
+    """
     texts = []
     for name, unit in SPEED_UNITS.items():
         value = (speed or {}).get(name)
@@ -480,9 +510,10 @@ def _metrics_text(metrics: Any) -> str:
     """Return the metrics of all validation sets as a line."""
     if not isinstance(metrics, Mapping):
         return ""
-    # The metrics of the first set are there twice, once without its name.
+    # A metric of a named set is SET/NAME. The metrics of the first set occur a second time as NAME.
     named_metrics = {name: value for name, value in metrics.items() if "/" in name}
-    return ", ".join(metric_text(name, value) for name, value in (named_metrics or metrics).items())
+    shown_metrics = named_metrics or metrics
+    return ", ".join(metric_text(name, value) for name, value in shown_metrics.items())
 
 
 def finite_number(value: Any) -> float | None:
@@ -496,7 +527,7 @@ def finite_number(value: Any) -> float | None:
 
 
 def metric_text(name: str, value: Any) -> str:
-    """Return ``wer 3.21 %`` for an error rate, which is a fraction, and ``loss 4.56`` for another metric."""
+    """Return a metric as text: ``wer 3.21 %`` for an error rate (a fraction), ``loss 4.56`` for any other."""
     if value is None:
         return f"{name} -"
     if not isinstance(value, float) and finite_number(value) is None:
@@ -506,11 +537,12 @@ def metric_text(name: str, value: Any) -> str:
 
 def is_error_rate(name: str) -> bool:
     """Return whether a metric is a word, character or sentence error rate: a fraction, shown in percent."""
-    return name.rpartition("/")[2].rpartition("_")[2] in ("wer", "cer", "ser")
+    # The name is SET/PREFIX_wer, without SET/ or PREFIX_ if there is only one set or decoder.
+    return re.split("[/_]", name)[-1] in ("wer", "cer", "ser")
 
 
 def origin(argv: list[str]) -> dict[str, Any]:
-    """Return the origin of a start: command line, versions of code and libraries, host."""
+    """Return the fields of ``About`` that describe a start: command line, git state, versions and host."""
     libraries = ("torch", "numpy", "hydra-core", "omegaconf", "lhotse", "soundfile", "sentencepiece")
     return {
         "argv": argv,
@@ -532,7 +564,10 @@ def versions_of(*packages: str) -> dict[str, str]:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Return the commit of ``folder`` and whether files differ from it. It is empty outside a checkout."""
+    """Return the git ``commit`` of ``folder``, and whether its files differ from the commit (``dirty``).
+
+    The mapping is empty if the folder is not in a git repository.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]

@@ -15,7 +15,7 @@ from speechtrain.errors import ConfigError
 from speechtrain.metrics import word_errors
 
 Sums = dict[str, tuple[Tensor, Tensor]]
-"""Metrics as ``name: (sum, count)`` scalar tensors. The reporter divides them after all reductions."""
+"""Metrics as ``name: (sum, count)`` with scalar tensors. ``MetricSums`` divides them after all reductions."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Example:
     hypothesis: str  # the decoded text
 
     def row(self) -> dict[str, Any]:
-        """The fields of a log and of a file. ``errors`` are in words."""
+        """Return the fields of a log line or a row of a file. ``errors`` is the number of word errors."""
         texts = {"reference": self.reference, "hypothesis": self.hypothesis}
         return {"id": self.id, **texts, "errors": self.word_errors}
 
@@ -46,7 +46,10 @@ class Example:
 
 
 def worst_examples(examples: Iterable[Example], count: int) -> list[Example]:
-    """Return the utterances with the most word errors. Those with equal errors keep their order."""
+    """Return the ``count`` utterances with the most word errors, the worst first.
+
+    Utterances with equal errors stay in the order of ``examples``.
+    """
     return heapq.nlargest(count, examples, key=lambda example: example.word_errors)
 
 
@@ -55,8 +58,11 @@ def examples_of(batch: Batch, hypotheses: Sequence[Any]) -> tuple[Example, ...]:
 
     ``hypotheses`` has a ``speechtrain.decoding.base.Hypothesis`` for each row.
     """
-    rows = zip(batch.ids, batch.texts, hypotheses, strict=True)
-    return tuple(Example(name, reference, hypothesis.text) for name, reference, hypothesis in rows if name)
+    examples = []
+    for utterance_id, reference, hypothesis in zip(batch.ids, batch.texts, hypotheses, strict=True):
+        if utterance_id:  # A padding row has no id.
+            examples.append(Example(utterance_id, reference, hypothesis.text))
+    return tuple(examples)
 
 
 @dataclass(frozen=True)
@@ -76,27 +82,28 @@ class Alarm:
 
 
 def units_of(module: nn.Module, is_even: bool = False) -> list[nn.Module]:
-    """Return the units of ``module``, inner units before outer ones.
+    """Return the units of ``module``, inner units before outer units.
 
-    FSDP gathers the parameters of one unit at a time. Activation checkpointing computes one unit at a time
-    again. A module names its units in ``shard_units``. Each member of a named ``ModuleList`` is a unit.
+    A unit is a submodule that is processed as a whole. FSDP gathers the parameters of one unit at a time, and
+    activation checkpointing recomputes one unit at a time. A module lists its units in ``shard_units``. If a
+    listed submodule is a ``ModuleList``, each of its members is a unit.
 
-    A unit must be used through its ``forward`` alone and equally often on every rank, also in evaluation. A
-    decoder runs until its hypotheses end, so it cannot be a unit: it is gathered once per batch, with all
-    other parameters outside of units. ``is_even`` leaves out the units of a module with ``uneven_calls``,
-    which ranks call unequally often.
+    A unit must be called only through its ``forward``, and equally often on every rank, also in evaluation. A
+    decoder runs until its hypotheses end, so it cannot be a unit. Its parameters, and all others outside of
+    units, are gathered once per batch. With ``is_even``, the units of a module with ``uneven_calls``, which
+    ranks call unequally often, are omitted.
     """
     units: list[nn.Module] = []
-    for owner in module.modules():
-        if is_even and getattr(owner, "uneven_calls", False):
+    for submodule in module.modules():
+        if is_even and getattr(submodule, "uneven_calls", False):
             continue
-        for name in getattr(owner, "shard_units", ()):
-            part = owner.get_submodule(name)
-            if isinstance(part, nn.ModuleList):
-                units += part
+        for name in getattr(submodule, "shard_units", ()):
+            unit = submodule.get_submodule(name)
+            if isinstance(unit, nn.ModuleList):
+                units += unit
             else:
-                units.append(part)
-    return units[::-1]
+                units.append(unit)
+    return units[::-1]  # ``modules()`` yields outer modules first.
 
 
 class Task(nn.Module, ABC):
@@ -106,10 +113,10 @@ class Task(nn.Module, ABC):
     """The name of the evaluation metric that selects the best checkpoint (``checkpoint/best_metric.py``)."""
 
     skips_parameters: bool = False
-    """Whether some update leaves a trained parameter unused. DDP must then search for unused parameters."""
+    """Whether an update may not use some trained parameter. DDP must then search for unused parameters."""
 
     planned_updates: float = 0
-    """The updates of the whole run at its pace so far, or 0 if the run has no planned end."""
+    """The expected number of updates of the whole run, or 0 if the run has no planned end."""
 
     sample_rate: int = 16_000
     """The sample rate in Hz of the audio that the task expects."""
@@ -121,21 +128,21 @@ class Task(nn.Module, ABC):
     """Whether evaluation decodes. Only then does the task need a decoder."""
 
     beam: str = ""
-    """The choice of the config group ``decoder`` that sums over all paths of a text, or "" without one."""
+    """The choice of the config group ``decoder`` that is the beam search of this task, or "" without one."""
 
     decoder: Any = None
-    """The decoder of every evaluation (``speechtrain.decoding.base.Decoder``). The builder sets it."""
+    """The decoder of every evaluation (``speechtrain.decoding.base.Decoder``). ``config.build`` sets it."""
 
     final_decoder: Any = None
-    """The decoder of an extra evaluation at the end of training, which runs only if the decoder searches."""
+    """The decoder of one more evaluation at the end of training. ``NoDecoder`` means no such evaluation."""
 
     @abstractmethod
     def forward(self, batch: Batch) -> Loss:
-        """Compute the loss sum of one micro-batch. All randomness is from the seeded global generators."""
+        """Return the loss sum of one micro-batch. Random numbers come from torch's seeded generators only."""
 
     @abstractmethod
     def evaluate(self, batch: Batch) -> Evaluation:
-        """Compute the metrics of one evaluation batch, as sums, without gradients in ``eval`` mode."""
+        """Return the metrics of one evaluation batch as sums. Gradients and training mode are off."""
 
     def transcribe(self, batch: Batch) -> list[Any]:
         """Return each row's text with its times (``speechtrain.decoding.base.Hypothesis``).
@@ -145,28 +152,32 @@ class Task(nn.Module, ABC):
         raise ConfigError(f"{type(self).__name__} does not transcribe speech")
 
     def advance(self, step: int, seed: int) -> None:
-        """Prepare for the next update (temperatures, freezing). The trainer calls this before every update.
+        """Prepare for the next update, such as a temperature or frozen parameters.
 
-        ``step`` is the number of completed updates. ``seed`` addresses draws that all micro-batches of the
-        update share, on all ranks.
+        The trainer calls this before every update. ``step`` is the number of completed updates. ``seed`` is
+        for random numbers that are equal in all micro-batches of the update, on all ranks.
         """
 
     def watch(self, step: int, means: Mapping[str, float]) -> Alarm | None:
-        """Check the metrics of a log line, equal on all ranks. An alarm stops the run or warns."""
+        """Return an alarm if the metrics of a log line show a problem, else None.
+
+        ``means`` is equal on all ranks. An alarm stops the run or is printed as a warning
+        (``trainer.on_collapse``).
+        """
         return None
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
-        """Add this task's host-side draws and counts to the batch, before it moves to the device.
+        """Return the batch with tensors in ``batch.extra`` that this task computes on the host.
 
-        ``seed`` is the micro-batch's address in training. In evaluation it follows from the samples.
-        The results are in ``batch.extra``.
+        The tensors are random draws and counts. This is called before the batch moves to the device. In
+        training, ``seed`` depends on the update and the micro-batch, in evaluation on the samples.
         """
         return batch
 
     def parameter_groups(self) -> Iterable[dict[str, Any]]:
-        """The optimizer's parameter groups. A group may have ``lr_scale``."""
+        """Return the optimizer's parameter groups. A group may have ``lr_scale``, a factor of the rate."""
         return [{"params": [p for p in self.parameters() if p.requires_grad]}]
 
     def footprint(self) -> Footprint:
-        """The predicted memory of a step, for batch limits by memory and out-of-memory messages."""
+        """Return the predicted memory of a step, for batch limits by memory and out-of-memory messages."""
         return Footprint(per_second=0.0)

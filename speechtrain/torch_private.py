@@ -1,7 +1,8 @@
-"""Private parts of torch. No other module of the package uses one.
+"""The private functions and classes of torch that this package uses. All of them are listed here.
 
-A part is looked up at its first use, and a torch without it gives an error that names both. So torch needs no
-upper bound, and the image of a vendor decides its version. Checked for torch 2.7 to 2.14.
+A private part is looked up at its first use. If a version of torch lacks it, the error names the part and the
+version. So the package requires no maximum version of torch, which vendors' images decide. All parts were
+checked with torch 2.7 to 2.14.
 """
 
 from __future__ import annotations
@@ -19,24 +20,25 @@ from speechtrain.errors import MachineError
 
 _FOREACH = ("add_", "addcdiv_", "addcmul_", "div", "mul", "mul_", "sqrt", "sub", "sub_")
 PARTS = {
-    # Many tensors in one call. Public operations start a kernel for each tensor.
+    # Operations on many tensors in one call. Public operations start a kernel for each tensor.
     **{f"foreach_{name}": f"torch._foreach_{name}" for name in _FOREACH},
-    # Matmuls in bf16 by a weight that is reordered once. Public operations reorder it in each call.
+    # Matmuls in bf16 with a weight that is reordered once. Public operations reorder it in each call.
     "is_onednn_bf16_supported": "torch.ops.mkldnn._is_mkldnn_bf16_supported",
     "reorder_linear_weight": "torch.ops.mkldnn._reorder_linear_weight",
     "linear_pointwise": "torch.ops.mkldnn._linear_pointwise",
-    # The maximum of the graphs of a compiled layer, and the number of graphs so far.
+    # torch.compile: the limit for the graphs of a compiled layer, and the number of graphs so far.
     "dynamo_config": "torch._dynamo.config",
     "dynamo_counters": "torch._dynamo.utils.counters",
     # A backend of torch.compile for forward and backward, and the number of the function that is compiled.
     "aot_autograd": "torch._dynamo.backends.common.aot_autograd",
     "make_boxed_func": "functorch.compile.make_boxed_func",
     "compile_id": "torch._guards.CompileContext.current_compile_id",
-    # The operations below autograd. The number of a node leads from the backward to the forward.
+    # Interception of each operation below autograd. The number of an autograd node connects an operation of
+    # the backward pass with the operation of the forward pass.
     "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
     "autograd_node": "torch._C._current_autograd_node",
     "next_node_number": "torch.autograd._get_sequence_nr",
-    # It sees each change of the device or dtype of a module's tensors.
+    # The method through which each change of the device or dtype of a module's tensors goes.
     "apply": "torch.nn.Module._apply",
     # PyTorch's lazy tensors.
     "start_lazy": "torch._lazy.ts_backend.init",
@@ -45,7 +47,7 @@ PARTS = {
     "lazy_counter_names": "torch._lazy.metrics.counter_names",
     "lazy_counter_value": "torch._lazy.metrics.counter_value",
 }
-"""The path of each part in torch, by its name here."""
+"""The path of each part in torch, by its name as an attribute of this module."""
 
 
 def __getattr__(name: str) -> Any:
@@ -64,13 +66,13 @@ def _part(path: str) -> Any:
 
 
 def backward_node() -> int | None:
-    """Return the number of the node whose backward runs in this thread, or None."""
+    """Return the number of the autograd node whose backward runs in this thread, or None outside backward."""
     node = _part("torch._C._current_autograd_node")()
     return None if node is None else int(node._sequence_nr())
 
 
 class MovedModule(nn.Module):
-    """A module with a method that runs after each change of the device or dtype of its tensors."""
+    """A module whose ``after_move`` is called after each change of the device or dtype of its tensors."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -78,15 +80,18 @@ class MovedModule(nn.Module):
         return self
 
     def after_move(self) -> None:
-        """Adjust tensors after a change."""
+        """Adjust tensors that depend on device or dtype. Subclasses override this."""
 
 
 @contextmanager
 def tensor_method(name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of all tensors. No mode of torch sees the calls of a backward."""
-    former = getattr(Tensor, name)
+    """Return a context in which ``method`` replaces the method ``name`` of all tensors.
+
+    It intercepts calls in a Python function of a backward pass also, where modes of torch are not active.
+    """
+    original_method = getattr(Tensor, name)
     setattr(Tensor, name, method)
     try:
         yield
     finally:
-        setattr(Tensor, name, former)
+        setattr(Tensor, name, original_method)

@@ -1,4 +1,4 @@
-"""The program of a rank, which rendered jobs name: ``python -m speechtrain.train_rank RUN/config.yaml``."""
+"""The program of a rank: ``python -m speechtrain.train_rank RUN/config.yaml``. All launchers start it."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from speechtrain.rank.main import end_process, main
 
 if __name__ == "__main__":
     escape_output()
-    faulthandler.enable()  # It prints the stack if a backend aborts.
+    faulthandler.enable()  # If a native library aborts the process, the stack is printed.
     end_process(main(is_watched=True))

@@ -67,7 +67,11 @@ def planned_steps(config: TrainerConfig, steps_per_epoch: float) -> int | None:
 
 
 def profile_steps(spec: str) -> tuple[int, int]:
-    """Return the first and the last step of ``trainer.profile``, (0, 0) for none. Raises ConfigError."""
+    """Return the first and the last step that ``spec``, the value of ``trainer.profile``, names.
+
+    Both steps are profiled, and steps are counted from 1. An empty ``spec`` gives (0, 0). Raises ConfigError
+    for a malformed text.
+    """
     if not spec:
         return 0, 0
     match = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", spec)

@@ -364,6 +364,7 @@ PARSE_FILES = {
     "interop/wav2vec2_hf.py": "models of Hugging Face",
     "interop/parakeet_hf.py": "models of Hugging Face",
     "interop/weights.py": "the YAML files of the package",
+    "report/card.py": "config.json of an export, and the output of speechtrain evaluate --json",
     "text/huggingface.py": "tokenizer.json of the library tokenizers",
 }
 """Modules that parse JSON or YAML: of which files."""

@@ -1,6 +1,7 @@
-"""Check the files of the code host against the schemas of their formats, and the workflows by actionlint.
+"""Check the files for GitHub against the schemas of their formats, and the workflows with actionlint.
 
-actionlint is a program of its own. If it is not on PATH, a line says so, and the check workflow runs it.
+actionlint is not a Python package. If it is not on PATH, this program prints a line and skips it. The
+workflow "check" has it.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ SCHEMAS = {
     "vendor.dependabot": ".github/dependabot.yml",
     "vendor.citation-file-format": "CITATION.cff",
 }
-"""Schemas that check-jsonschema holds, and the files that each describes."""
+"""The pattern of the files for each schema that check-jsonschema contains."""
 
 
 def program(name: str) -> str | None:
-    """Return the path of a program of this environment, or else of PATH."""
-    beside_python = shutil.which(name, path=Path(sys.executable).parent)
-    return beside_python or shutil.which(name)
+    """Return the path of a program of this Python environment, or else of PATH. None if there is none."""
+    in_environment = shutil.which(name, path=Path(sys.executable).parent)
+    return in_environment or shutil.which(name)
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
 """Count the files that a command enters until it starts a rank: ``python tools/command_path.py [--calls]``.
 
-The command is ``speechtrain train`` for a new local run. The second number counts the calls into a file that
-the command has entered before, since each of them makes a reader go back. A line that calls several times
-counts once.
+The command is ``speechtrain train`` for a new local run. The first number counts the files. The second number
+counts the calls into a file that the command has already entered, because each of them makes a reader go
+back. Repeated calls from one line count once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class PathOfCalls:
 
     def __init__(self) -> None:
         self.files: list[str] = []
-        self._stack: list[str] = []
-        self._calls: set[tuple[str, int, str]] = set()
-        self._imports = 0
+        self._stack: list[str] = []  # the file of each active call
+        self._calls: set[tuple[str, int, str]] = set()  # file and line of the caller, file of the function
+        self._imports = 0  # the number of modules that are being imported
 
     def record(self, frame: FrameType, event: str, _: Any) -> None:
         """Record a call into another file than the caller's. The import of a module does not count."""
@@ -58,7 +58,9 @@ class PathOfCalls:
         self._stack.append(file)
 
     def _file_of(self, frame: FrameType) -> str:
-        return frame.f_code.co_filename.partition(PACKAGE)[2]
+        """Return the file of a call, relative to the package, or an empty text outside the package."""
+        _, _, file = frame.f_code.co_filename.partition(PACKAGE)
+        return file
 
     def returns(self) -> int:
         """Return the number of entries into a file that the command entered before."""
@@ -71,11 +73,11 @@ def main() -> None:
     arguments = parser.parse_args()
     calls = PathOfCalls()
     folder = tempfile.mkdtemp()
-    popen = subprocess.Popen.__init__
+    original_init = subprocess.Popen.__init__
 
-    def start(process: Any, args: Any, *popen_arguments: Any, **options: Any) -> None:
+    def print_and_exit_at_rank(process: Any, args: Any, *popen_arguments: Any, **options: Any) -> None:
         if "speechtrain.train_rank" not in str(args):
-            popen(process, args, *popen_arguments, **options)
+            original_init(process, args, *popen_arguments, **options)
             return
         sys.setprofile(None)
         if arguments.calls:
@@ -86,7 +88,7 @@ def main() -> None:
         shutil.rmtree(folder)
         os._exit(0)  # The rank does not start.
 
-    subprocess.Popen.__init__ = start  # type: ignore[method-assign]
+    subprocess.Popen.__init__ = print_and_exit_at_rank  # type: ignore[method-assign]
     from speechtrain.commands.train import run
 
     os.environ["OUTPUT_DIR"] = folder

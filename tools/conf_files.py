@@ -1,6 +1,6 @@
-"""Reads the YAML files of ``conf/`` with their comments, and composes each choice with its bases.
+"""Read the YAML files of ``conf/`` with their comments, and compose each choice with its base files.
 
-Interpolations stay as they are, and no class is imported.
+Interpolations are not resolved, and no class is imported.
 """
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ import yaml
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 LONGEST_VALUE = 60
-"""Longer values are not shown, nor are lists of several lines."""
+"""The pages do not show values with more characters, and lists of several lines."""
 CONTINUATION = re.compile(r"\s*#\s{6,}")
+"""A line that continues the comment beside a key."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of a YAML file. The text of a mapping is empty."""
+    """One key of a YAML file."""
 
-    text: str
+    text: str  # the value as in the file, empty for a mapping
     comment: str
-    file: str
+    file: str  # GROUP/NAME.yaml
     is_mapping: bool = False
 
 
 @dataclass
 class ConfigFile:
-    """The content of a YAML file. A path in ``entries`` is absolute, with the package of the file."""
+    """The content of a YAML file."""
 
-    description: str
-    package: str
+    description: str  # the comment at the top of the file
+    package: str  # the path of the config node that gets the keys of the file
     entries: dict[str, Entry] = field(default_factory=dict)
+    """The keys of the file, by their paths in the composed config."""
     bases: list[tuple[str, str]] = field(default_factory=list)
-    """Names of files of the same group, each with the node that gets its keys (empty: the group)."""
+    """Names of files in the same group, each with the node that gets its keys (empty: the group's node)."""
     selections: list[str] = field(default_factory=list)
     """Choices of other groups, as ``group=choice``."""
 
@@ -48,10 +50,11 @@ class Choice:
     name: str
     description: str
     entries: dict[str, Entry]
+    """The keys of the choice and its bases, by their paths in the composed config."""
     first_entries: dict[str, Entry]
-    """For each path the entry of the file that is composed first, usually a base."""
+    """The same keys, each as in the file that is composed first, usually a base."""
     selections: dict[str, str]
-    """The choices of other groups."""
+    """The choice of each other group that this choice selects."""
 
     def classes(self) -> dict[str, str]:
         """Return the class of each node that has one, by the path of the node."""
@@ -64,6 +67,7 @@ class Choice:
 
 
 def package_of(text: str, group: str) -> str:
+    """Return the package of a YAML file: the comment ``# @package`` or the group. ``_global_`` is empty."""
     package = re.search(r"^# @package (\S+)", text, re.MULTILINE)
     if package is None:
         return group
@@ -84,37 +88,44 @@ def description_of(text: str) -> str:
 
 def comment_of(lines: list[str], key: yaml.Node, value: yaml.Node) -> str:
     """Return the comment beside a key with its continuation lines, or the comment lines above the key."""
-    number, column = key.start_mark.line, key.start_mark.column
-    is_on_line = isinstance(value, yaml.ScalarNode) or value.end_mark.line == number
-    end = value.end_mark if is_on_line else key.end_mark
-    rest_of_line = lines[number][end.column :].strip()
+    row, column = key.start_mark.line, key.start_mark.column  # from 0
+    value_ends_on_line = isinstance(value, yaml.ScalarNode) or value.end_mark.line == row
+    end = value.end_mark if value_ends_on_line else key.end_mark
+    rest_of_line = lines[row][end.column :].strip()
     comment = rest_of_line.removeprefix(":").strip()
     if comment.startswith("#"):
-        for line in lines[number + 1 :]:
+        for line in lines[row + 1 :]:
             if not CONTINUATION.match(line):
                 break
             comment += f" {line.strip(' #')}"
         return comment.lstrip("# ")
-    block: list[str] = []
-    for line in reversed(lines[:number]):
+    lines_above: list[str] = []
+    for line in reversed(lines[:row]):
         if not line.startswith(" " * column + "# "):
             break
-        block.insert(0, line.strip(" #"))
-    if len(block) == number:  # It begins at the first line, so it describes the file.
+        lines_above.insert(0, line.strip(" #"))
+    if len(lines_above) == row:  # The comment begins at the first line, so it describes the file.
         return ""
-    return " ".join(block)
+    return " ".join(lines_above)
 
 
 def source_of(text: str, value: yaml.Node) -> str:
-    """Return the text of a value on one line. The text of a list of several lines is too long to show."""
-    source = " ".join(text[value.start_mark.index : value.end_mark.index].split())
+    """Return the text of a value on one line.
+
+    A list of several lines is padded to more than ``LONGEST_VALUE`` characters, so that it is not shown.
+    """
+    value_text = text[value.start_mark.index : value.end_mark.index]
+    source = " ".join(value_text.split())
     if isinstance(value, yaml.SequenceNode) and not value.flow_style:
         source = source.ljust(LONGEST_VALUE + 1)
     return source
 
 
 def read_mapping(text: str, file: str, mapping: yaml.Node, parent: str = "") -> Iterator[tuple[str, Entry]]:
-    """Yield each key path below a mapping of a YAML file except ``defaults``."""
+    """Yield the path and the entry of each key below ``mapping``, except ``defaults``.
+
+    ``text`` is the text of the file, and ``parent`` the path of the mapping.
+    """
     lines = text.split("\n")
     for key, value in mapping.value:
         path = f"{parent}.{key.value}".lstrip(".")
@@ -129,7 +140,10 @@ def read_mapping(text: str, file: str, mapping: yaml.Node, parent: str = "") -> 
 
 
 def read_entries(text: str, file: str) -> Iterator[tuple[str, Entry]]:
-    """Yield each key path of a YAML file, and ``+KEY`` for each comment line ``# +KEY: …``."""
+    """Yield the path and the entry of each key in a YAML file.
+
+    A comment line ``# +KEY: …`` describes a key that the file does not have. Its path is ``+KEY``.
+    """
     root = yaml.compose(text)
     if root is not None:
         yield from read_mapping(text, file, root)
@@ -158,14 +172,17 @@ def read_file(group: str, name: str) -> ConfigFile:
 
 
 def selection_of(default: dict[str, str]) -> str:
-    """Return the default ``override /GROUP@NODE: CHOICE`` as ``NODE=CHOICE``, or as ``GROUP=CHOICE``."""
+    """Return an entry ``override /GROUP@NODE: CHOICE`` of Hydra's defaults as ``NODE=CHOICE``.
+
+    Without a node, return ``GROUP=CHOICE``.
+    """
     ((key, choice),) = default.items()
     group, _, node = key.removeprefix("override ").strip("/").partition("@")
     return f"{node or group}={choice}"
 
 
 def add(entries: dict[str, Entry], path: str, entry: Entry) -> None:
-    """Add an entry. A value replaces a mapping with all of its keys."""
+    """Set the entry at ``path``. If a value replaces a mapping, remove all keys of the mapping."""
     if not entry.is_mapping:
         for child in list(entries):
             if child.startswith(f"{path}."):
@@ -211,7 +228,7 @@ def default_choice(group: str) -> tuple[str, str]:
 
 
 def choice_names(group: str) -> list[str]:
-    """Return the choices of a group, the default one first."""
+    """Return the names of the choices of a group, the default first, then in alphabetical order."""
     names = sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml"))
     default, _ = default_choice(group)
     if default in names:

@@ -1,7 +1,8 @@
 """The page of the config keys: each key of ``conf/`` with its type, its default and its meaning.
 
-A meaning is the comment beside a key, or the comment lines above it. If only the constructor has a key, its
-meaning is a comment line ``# +KEY: …`` in the YAML file. A field of a dataclass has its comment beside it.
+The meaning of a key is the comment beside it in the YAML file, or the comment lines above it. If only the
+constructor has a key, its meaning is a comment line ``# +KEY: …`` in the YAML file. The meaning of a
+dataclass's field is the comment in the source.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ from speechtrain.trainer_config import TrainerConfig
 
 GROUPS = [*dict.fromkeys([*INTERFACES, *NESTED_GROUPS])]
 FEWEST_SHARED_ROWS = 3
-"""If classes share fewer rows, each class shows these rows itself."""
+"""Classes that share at least this number of rows have a common table. Fewer stay in each class's table."""
 
 LITERAL = re.compile(r"(?!empty)(?:[\d.e-]+|[a-z_]+)(?=: )")
-"""A value before a colon, as in ``null: no limit``."""
+"""A value at the start of a sentence before a colon, as in ``null: no limit``. It becomes code."""
 FIRST_WORD = re.compile(r"[a-z-]+(?=[ ,:]|$)")
+"""The first word of a sentence, which gets a capital letter."""
 ALTERNATIVES = re.compile(r"\w+( \([^)]*\))? \|")
-"""Values with bars between them, as in ``auto | never``, keep their small letters."""
+"""Values with bars between them, as in ``auto | never``. They keep their small letters."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,9 @@ def sentences(comment: str) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """Return the name of a type as a user types its values."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    """Return the name of a type for users: ``null`` for None, ``int or null`` for a union."""
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if origin is typing.Annotated:
         return type_name(arguments[0])
     if origin in (typing.Union, types.UnionType):
@@ -105,21 +108,26 @@ def type_name(annotation: Any) -> str:
 
 @dataclass
 class Keys:
-    """The keys of one class in a group. ``defaults`` are by absolute path, ``comments`` by the key."""
+    """The keys of one class in a group. A key is a path below the node of the class."""
 
-    target: str
+    target: str  # the class, with its module
     group: str
     defaults: dict[str, Entry] = field(default_factory=dict)
+    """The entry with the default of each key, by the absolute path."""
     comments: dict[str, str] = field(default_factory=dict)
+    """The comment of each key."""
     paths: dict[str, list[str]] = field(default_factory=dict)
-    """The absolute paths of each key."""
+    """The absolute paths of each key, one for each node of the class."""
 
     @property
     def name(self) -> str:
         return self.target.rpartition(".")[2]
 
     def read(self, choice: Choice, node: str, inner_nodes: list[str]) -> None:
-        """Add the keys of a choice's node, without the keys of the nodes below it."""
+        """Add the keys of the config node ``node`` in ``choice``.
+
+        ``inner_nodes`` are nodes below it with classes of their own. Their keys are left out.
+        """
         for path, entry in choice.entries.items():
             key = path.removeprefix(f"{node}.")
             if not path.startswith(f"{node}.") or key == "_target_":
@@ -127,12 +135,14 @@ class Keys:
             if any(path.startswith(f"{inner}.") for inner in inner_nodes):
                 continue
             first = choice.first_entries.get(path, entry)
-            parameter = f"{node}.{key.partition('.')[0]}"
-            is_parameter = path == parameter
-            is_of_class = first.file == choice.first_entries.get(parameter, first).file
             if not self.comments.get(key):
                 self.comments[key] = first.comment
-            if is_parameter or (is_of_class and not entry.is_mapping) or first.comment:
+            # A key below a parameter that is a mapping gets a row if it has a comment, or if the file of the
+            # parameter defines it. A choice may add keys of its own to such a mapping. They get no row.
+            parameter = f"{node}.{key.partition('.')[0]}"
+            is_parameter = path == parameter
+            is_in_file_of_parameter = first.file == choice.first_entries.get(parameter, first).file
+            if is_parameter or (is_in_file_of_parameter and not entry.is_mapping) or first.comment:
                 self.paths.setdefault(key, [])
                 if path not in self.paths[key]:
                     self.paths[key].append(path)
@@ -140,8 +150,8 @@ class Keys:
 
     def rows(self) -> list[Row]:
         """Return a row for each key, and for each key that only the constructor has."""
-        loaded = import_class(self.target, self.group)
-        kinds = parameter_types(loaded)
+        part = import_class(self.target, self.group)
+        kinds = parameter_types(part)
         rows = []
         for key, paths in self.paths.items():
             if not key.startswith("+"):
@@ -149,7 +159,7 @@ class Keys:
                 defaults = dict.fromkeys(default_text(self.defaults[path]) for path in paths)
                 meaning = sentences(self.comments[key])
                 rows.append(Row(names, key_type(kinds, key), "<br>".join(defaults), meaning))
-        return rows + self.constructor_rows(inspect.signature(loaded), kinds)
+        return rows + self.constructor_rows(inspect.signature(part), kinds)
 
     def constructor_rows(self, signature: inspect.Signature, kinds: dict[str, Any]) -> list[Row]:
         """Return a row for each key that only the constructor has."""
@@ -166,16 +176,19 @@ class Keys:
 
 
 def key_type(kinds: dict[str, Any], key: str) -> str:
-    """Return the type of a constructor's parameter, or of the values of a parameter that is a mapping."""
-    parameter, _, path_below = key.partition(".")
+    """Return the type of a key: of a constructor's parameter, or of the values of a mapping."""
+    parameter, _, path_in_mapping = key.partition(".")
     kind = kinds.get(parameter, Any)
-    if path_below:
-        kind = (typing.get_args(kind) or (Any,))[-1]
+    if path_in_mapping:
+        arguments = typing.get_args(kind)  # the types of the mapping's keys and values
+        kind = arguments[-1] if arguments else Any
     return type_name(kind)
 
 
 def yaml_text(value: Any) -> str:
-    return str(yaml.safe_dump(value)).split("\n")[0]
+    """Return a value as one line of YAML."""
+    first_line, _, _ = str(yaml.safe_dump(value)).partition("\n")
+    return first_line
 
 
 def default_text(entry: Entry) -> str:
@@ -190,7 +203,7 @@ def default_text(entry: Entry) -> str:
 
 
 def keys_of_group(group: str, choices: list[Choice]) -> dict[str, Keys]:
-    """Return the keys of each class that the choices of a group name, by the class."""
+    """Return the keys of each class that the choices of a group use, by the name of the class."""
     root = NESTED_GROUPS.get(group, group)
     keys: dict[str, Keys] = {}
     for choice in choices:
@@ -208,8 +221,8 @@ def tables(keys: dict[str, Keys]) -> dict[tuple[str, ...], list[Row]]:
 
     Rows that several classes share are in one table, unless they are few.
     """
-    rows = {of_class.name: of_class.rows() for of_class in keys.values()}
-    owners: dict[Row, tuple[str, ...]] = {}
+    rows = {class_keys.name: class_keys.rows() for class_keys in keys.values()}
+    owners: dict[Row, tuple[str, ...]] = {}  # the classes that have a row
     for name, rows_of_class in rows.items():
         for row in rows_of_class:
             owners[row] = (*owners.get(row, ()), name)
@@ -236,7 +249,8 @@ def defaults_of(choice: Choice, keys: dict[str, Keys]) -> dict[str, Entry]:
 
 def differences(choice: Choice, keys: dict[str, Keys], group: str) -> list[str]:
     """Return the settings of a choice that differ from the defaults: values, classes, other choices."""
-    root, defaults = NESTED_GROUPS.get(group, group), defaults_of(choice, keys)
+    root = NESTED_GROUPS.get(group, group)
+    defaults = defaults_of(choice, keys)
     settings = [code(f"{key}={value}") for key, value in choice.selections.items()]
     for path, entry in choice.entries.items():
         node, _, key = path.rpartition(".")
@@ -290,25 +304,29 @@ def definition_of(record: type) -> ast.ClassDef:
 
 
 def comment_lines(source: str) -> tuple[dict[int, str], set[int]]:
-    """Return the comments of a source by their lines, and the lines that hold nothing else."""
-    texts, whole_lines = {}, set()
+    """Return the comments in a source by line number, and the numbers of lines without code."""
+    texts = {}
+    lines_without_code = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            texts[token.start[0]] = token.string.lstrip("# ")
+            number, _ = token.start
+            texts[number] = token.string.lstrip("# ")
             if token.line.lstrip().startswith("#"):
-                whole_lines.add(token.start[0])
-    return texts, whole_lines
+                lines_without_code.add(number)
+    return texts, lines_without_code
 
 
 def field_comments(record: type) -> dict[str, str]:
     """Return the comment beside each field of a class, or the comment lines above the field."""
-    texts, whole_lines = comment_lines(textwrap.dedent(inspect.getsource(record)))
+    texts, lines_without_code = comment_lines(textwrap.dedent(inspect.getsource(record)))
     comments = {}
     for statement in definition_of(record).body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            start, end = statement.lineno, (statement.end_lineno or statement.lineno) + 1
-            if not any(number in texts for number in range(start, end)):
-                while start - 1 in whole_lines:
+            start = statement.lineno
+            end = (statement.end_lineno or start) + 1
+            has_comment_beside = any(number in texts for number in range(start, end))
+            if not has_comment_beside:
+                while start - 1 in lines_without_code:
                     start -= 1
             lines = [texts[number] for number in range(start, end) if number in texts]
             comments[statement.target.id] = " ".join(lines)
@@ -316,26 +334,33 @@ def field_comments(record: type) -> dict[str, str]:
 
 
 def field_rows(record: type, prefix: str, entries: dict[str, Entry]) -> list[Row]:
-    """Return a row for each field of a dataclass. ``entries`` have the values and comments of a YAML file."""
-    kinds, comments = typing.get_type_hints(record), field_comments(record)
+    """Return a row for each field of a dataclass.
+
+    ``entries`` are the keys of a YAML file, whose values and comments replace those in the source. ``prefix``
+    is the path of the dataclass's node with a dot, or empty.
+    """
+    kinds = typing.get_type_hints(record)
+    comments = field_comments(record)
     rows = []
-    for entry in fields(record):
-        stored = entries.get(prefix + entry.name)
+    for record_field in fields(record):
+        key = prefix + record_field.name
+        entry = entries.get(key)
         default = "required"
-        if stored is not None and not stored.is_mapping:
-            default = default_text(stored)
-        elif entry.default is not MISSING:
-            default = code(yaml_text(entry.default))
-        elif entry.default_factory is not MISSING:
-            default = code(str(entry.default_factory()))
-        comment = comments.get(entry.name, "")
-        if stored is not None and stored.comment:
-            comment = stored.comment
-        rows.append(Row(code(prefix + entry.name), type_name(kinds[entry.name]), default, sentences(comment)))
+        if entry is not None and not entry.is_mapping:
+            default = default_text(entry)
+        elif record_field.default is not MISSING:
+            default = code(yaml_text(record_field.default))
+        elif record_field.default_factory is not MISSING:
+            default = code(str(record_field.default_factory()))
+        comment = comments.get(record_field.name, "")
+        if entry is not None and entry.comment:
+            comment = entry.comment
+        rows.append(Row(code(key), type_name(kinds[record_field.name]), default, sentences(comment)))
     return rows
 
 
 def root_section() -> str:
+    """Return the sections of the keys outside of groups: the root and the trainer."""
     text = (CONF / "config.yaml").read_text(encoding="utf-8")
     entries = dict(read_entries(text, "config.yaml"))
     rows = [

@@ -23,9 +23,9 @@ BIN = Path(sys.executable).parent
 RUN = Path("runs/demo")
 
 
-def step(command: list[str], end: str = "\n") -> None:
-    """Print a command and run it. If the command fails, exit with its code."""
-    print(f"{end}$ {shlex.join(command)}", flush=True)
+def run_step(command: list[str], separator: str = "\n") -> None:
+    """Print a command after ``separator``, and run it. If the command fails, exit with its code."""
+    print(f"{separator}$ {shlex.join(command)}", flush=True)
     program = BIN / command[0]
     try:
         code = subprocess.run([str(program), *command[1:]], check=False).returncode
@@ -49,7 +49,10 @@ def write_sample(path: Path) -> None:
 
 
 def run_dir_and_overrides(arguments: list[str]) -> tuple[Path, list[str]]:
-    """Return the run directory, by default named after the arguments, and the arguments for the training."""
+    """Return the run directory and the arguments for the training command.
+
+    The default name of the run directory contains the arguments.
+    """
     words = [RUN.name]
     for argument in arguments:
         words.append(re.sub(r"[^\w.]+", "-", argument))
@@ -65,21 +68,23 @@ def run_dir_and_overrides(arguments: list[str]) -> tuple[Path, list[str]]:
 
 def main() -> None:
     start = time.perf_counter()
-    run, overrides = run_dir_and_overrides(sys.argv[1:])
-    step(["speechtrain", "train", "recipe=demo", f"run_dir={run}", *overrides], end="")
+    run_dir, overrides = run_dir_and_overrides(sys.argv[1:])
+    run_step(["speechtrain", "train", "recipe=demo", f"run_dir={run_dir}", *overrides], separator="")
+    result_file = run_dir / "result.json"
     try:
-        result = json.loads((run / "result.json").read_text())
-        rate = float(result["metrics"]["wer"])
+        result = json.loads(result_file.read_text())
+        wer = float(result["metrics"]["wer"])
     except (OSError, ValueError, KeyError) as error:
-        sys.exit(f"demo: {run / 'result.json'} has no word error rate ({type(error).__name__}: {error})")
-    sample = run / "sample.wav"
+        sys.exit(f"demo: {result_file} has no word error rate ({type(error).__name__}: {error})")
+    sample = run_dir / "sample.wav"
     write_sample(sample)
-    step(["speechtrain", "transcribe", str(run), str(sample)])
-    step(["speechtrain", "report", str(run)])
+    run_step(["speechtrain", "transcribe", str(run_dir), str(sample)])
+    run_step(["speechtrain", "report", str(run_dir)])
+    total_seconds = time.perf_counter() - start
     print(
-        f"\nWER on voices that are not in the training set: {100 * rate:.2f} % "
+        f"\nWER on voices that are not in the training set: {100 * wer:.2f} % "
         f"({result['steps']} steps, {result['wall_s']:.0f} s of training, "
-        f"{time.perf_counter() - start:.0f} s in all)\nreport: {run / 'report.html'}"
+        f"{total_seconds:.0f} s in all)\nreport: {run_dir / 'report.html'}"
     )
 
 

@@ -1,8 +1,8 @@
 """Install torch for the CPU: ``install_torch.py VERSION CPU_INDEX``. VERSION may be ``newest``.
 
-The program first asks the configured package index. Its ``torch`` may be the CUDA build, which brings
-gigabytes of packages that a CPU never uses. If a dry run of pip lists such packages, or fails, the program
-installs from PyTorch's CPU index.
+The ``torch`` of the configured package index may be the CUDA build, which requires gigabytes of packages that
+a CPU never uses. The program finds this out by a dry run of pip. If the dry run lists such packages, or
+fails, the program installs from PyTorch's CPU index.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import tempfile
 from pathlib import Path
 
 
-def brings_cuda(requirement: str) -> bool | None:
-    """Return whether the configured index would install CUDA packages, or None if it lacks this torch."""
+def needs_cuda_packages(requirement: str) -> bool | None:
+    """Return whether pip would install CUDA packages from the configured index.
+
+    Returns None if the index does not have this torch.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -41,7 +44,7 @@ def main() -> int:
         "--disable-pip-version-check",
         requirement,
     ]
-    if brings_cuda(requirement) is False:
+    if needs_cuda_packages(requirement) is False:
         return subprocess.run(command, check=False).returncode
     print(f"the configured index has no CPU build of {requirement}. It is installed from {cpu_index}")
     return subprocess.run([*command, "--index-url", cpu_index], check=False).returncode

@@ -1,8 +1,12 @@
 """Count the YAML lines that repeat a line of another file: ``yaml_repeats.py [FOLDER]``, else ``conf/``.
 
-The program prints two numbers for each group, and their totals: the keys that have a value, and the keys
-that another file of the same group has at the same path with the same value. Keys that a file inherits
-through Hydra's ``defaults`` do not count. A base YAML, whose name begins with ``_``, is a file of its group.
+For each config group and in total, the program prints two numbers:
+
+- repeated: keys that another file of the same group has at the same path with the same value
+- all: keys with a value
+
+Keys that a file inherits through Hydra's ``defaults`` do not count. Base files, whose names begin with ``_``,
+count as files of their group.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import yaml
 
 
 def leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each key path of a file with its value as text. A list or an empty mapping is a value."""
+    """Yield the path of each key with a value, and the value as text. Lists and empty mappings are values."""
     if not isinstance(node, dict) or not node:
         yield path, repr(node)
         return
@@ -26,9 +30,9 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def own_lines(file: Path) -> list[tuple[str, str]]:
-    """Return the key paths and values of a file. Each path begins with the group.
+    """Return the key paths and values in a file, without inherited keys. Each path begins with the group.
 
-    A file with ``@package _global_`` names the group itself.
+    A file with ``@package _global_`` contains the group's name as a key.
     """
     text = file.read_text()
     node = yaml.safe_load(text) or {}
@@ -41,7 +45,7 @@ def own_lines(file: Path) -> list[tuple[str, str]]:
 
 
 def repeats(group: Path) -> tuple[int, int]:
-    """Return how many lines of a group two or more of its files have, and how many lines it has."""
+    """Return the number of lines that two or more files of a group have, and the number of all its lines."""
     counts: Counter[tuple[str, str]] = Counter()
     for file in group.glob("*.yaml"):
         counts.update(own_lines(file))

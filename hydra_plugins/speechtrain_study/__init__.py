@@ -1,4 +1,4 @@
-"""The sweeper ``hydra/sweeper=study``. Hydra accepts sweepers of the namespace ``hydra_plugins`` only."""
+"""The sweeper ``hydra/sweeper=study``. Hydra accepts only sweepers in the namespace ``hydra_plugins``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 
 class StudySweeper(Sweeper):
-    """Runs the trials of a study by Hydra's launcher. ``conf/hydra/sweeper/study.yaml`` explains its keys."""
+    """Runs the trials of a study by Hydra's launcher. ``conf/hydra/sweeper/study.yaml`` explains the keys."""
 
     def __init__(self, **settings: Any) -> None:
         self.settings = settings
@@ -30,6 +30,10 @@ class StudySweeper(Sweeper):
         assert self.config is not None
         assert self.hydra_context is not None
         assert self.launcher is not None
+        launcher = self.launcher
+
+        def launch(trial_overrides: Any, first_trial: int) -> Any:
+            return launcher.launch(trial_overrides, initial_job_idx=first_trial)
+
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        launch = self.launcher.launch
-        run_study(self.config, parser, arguments, lambda batch, index: launch(batch, initial_job_idx=index))
+        run_study(self.config, parser, arguments, launch)

@@ -1,6 +1,6 @@
-"""The metric that selects the best checkpoint, that ends a run at its target, and that a sweep minimises.
+"""The task's metric: it selects the best checkpoint, ends a run at its target, and is minimised by a sweep.
 
-The task names the metric (``Task.metric``), and its first evaluation set gives the value. Lower is better.
+``Task.metric`` is its name. Its value is that on the first evaluation set. Lower is better.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from speechtrain.run_directory import read_manifest
 from speechtrain.task import Task
 
 _HIGH_WER = 0.9
+"""Above this word error rate, a comparison by WER says little, and checkpoints are compared by CER."""
 
 
 def metric_value(task: Task, metrics: Mapping[str, float]) -> float | None:
@@ -27,10 +28,10 @@ def reaches_target(task: Task, metrics: Mapping[str, float], target: float | Non
 
 
 def selection_key(folder: Path) -> tuple[float, float, float]:
-    """Return the key that orders checkpoints by their validation. The best checkpoint has the least key.
+    """Return a sort key for the checkpoint in ``folder``. The best checkpoint has the smallest key.
 
-    The task's metric decides, then the loss. A WER above 90 % says little about a model, so among such
-    checkpoints the CER decides, then the loss.
+    Checkpoints are compared by the task's metric, then by the loss. If the metric is a WER above 90 %, they
+    are compared by the CER, then by the loss. A checkpoint without a validation is the worst.
     """
     manifest = read_manifest(folder)
     if manifest is None:
@@ -39,9 +40,9 @@ def selection_key(folder: Path) -> tuple[float, float, float]:
     value, loss = _or_infinite(manifest.metric), _or_infinite(metrics.get("loss"))
     if value > _HIGH_WER and value == metrics.get("wer"):
         return _HIGH_WER, _or_infinite(metrics.get("cer")), loss
-    return value, -math.inf, loss
+    return value, -math.inf, loss  # Without a comparison by CER, -inf is a constant in its position.
 
 
 def _or_infinite(value: float | None) -> float:
-    """Return a stored value, or infinity for None, which stands for an unknown or infinite value."""
+    """Return a stored value. None, which is stored for unknown and infinite values, becomes infinity."""
     return math.inf if value is None else value

@@ -1,4 +1,7 @@
-"""Checks that a saved state fits the run that would continue with it. Anybody can write and sign a state."""
+"""Checks that a saved state has the types and shapes that the run expects.
+
+A run directory may come from a stranger, so a state may be malicious although its checksums are correct.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,16 @@ from torch import Tensor, nn
 from speechtrain.dtensor import is_sharded
 from speechtrain.errors import one_line
 
-_MAX_COUNT = 2**62  # Integers of torch have 63 bits.
-_UNFUSED = {"fused": None, "foreach": False}  # settings by which an optimizer updates tensors one by one
+_MAX_COUNT = 2**62  # Torch's int64 can represent sums of two such counts.
+_TENSOR_BY_TENSOR = {"fused": None, "foreach": False}
+"""Settings with which an optimizer of torch updates one tensor at a time, with basic operations."""
 
 
 def check_fit(saved: Any, expected: Any, path: str) -> None:
-    """Raise ValueError if ``saved`` has another kind of value than ``expected`` at a key that both have.
+    """Raise ValueError if a value in ``saved`` has another type than the value in ``expected``.
 
-    A number must be at least 0, because parts save only counts, times, positions and scales.
+    Mappings are compared at the keys that both have. A number must be at least 0, because all saved numbers
+    are counts, times, positions and scales. ``path`` is the position in the state, for the message.
     """
     if isinstance(expected, Mapping):
         fits = isinstance(saved, Mapping)
@@ -41,17 +46,18 @@ def check_fit(saved: Any, expected: Any, path: str) -> None:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load a state, and try an update with it if the optimizer allows that. Raises the error of that update.
+    """Load the state ``saved`` into ``optimizer``, and test it by an update of tensors without values.
 
-    Settings that are not defaults of the optimizer, such as ``lr_scale``, stay as the run has them.
+    Raises the error of the test. The test is omitted if it already fails before the state is loaded. Settings
+    of parameter groups that the optimizer does not know, such as ``lr_scale``, are not loaded.
     """
-    can_try = _update_error(optimizer) is None
+    can_test = _update_error(optimizer) is None
     groups = []
     for group, saved_group in zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True):
         settings = {key: saved_group[key] for key in optimizer.defaults if key in saved_group}
         groups.append({**group, **settings})
     optimizer.load_state_dict({**saved, "param_groups": groups})
-    error = _update_error(optimizer) if can_try else None
+    error = _update_error(optimizer) if can_test else None
     if error is not None:
         raise error
 
@@ -62,32 +68,35 @@ def _update_error(optimizer: torch.optim.Optimizer) -> Exception | None:
     Some optimizers always fail, because they read values, need a closure, or have sharded parameters.
     """
     try:
-        _trial_of(optimizer).step()
+        _copy_without_values(optimizer).step()
     except Exception as error:
         return error
     return None
 
 
-def _trial_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer. Its parameters, gradients and state have shapes, and no values."""
+def _copy_without_values(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer whose parameters, gradients and state are on the meta device."""
     trial = copy.copy(optimizer)
     trial.param_groups, trial.state = [], defaultdict(dict)
     for group in optimizer.param_groups:
-        twins = []
+        meta_parameters = []
         for parameter in group["params"]:
-            twin = nn.Parameter(_without_values(parameter))
-            twin.grad = _without_values(parameter)
-            twins.append(twin)
+            meta_parameter = nn.Parameter(_meta_tensor(parameter))
+            meta_parameter.grad = _meta_tensor(parameter)
+            meta_parameters.append(meta_parameter)
             for key, value in optimizer.state.get(parameter, {}).items():
-                is_read = not isinstance(value, Tensor) or key == "step"  # The host reads torch's counter.
-                trial.state[twin][key] = copy.deepcopy(value) if is_read else _without_values(value)
-        trial_group = {**group, "params": twins}
-        trial_group.update({key: flag for key, flag in _UNFUSED.items() if key in group})
+                # Torch's optimizers read the value of ``step`` on the host.
+                needs_value = not isinstance(value, Tensor) or key == "step"
+                trial.state[meta_parameter][key] = (
+                    copy.deepcopy(value) if needs_value else _meta_tensor(value)
+                )
+        trial_group = {**group, "params": meta_parameters}
+        trial_group.update({key: flag for key, flag in _TENSOR_BY_TENSOR.items() if key in group})
         trial.param_groups.append(trial_group)
     return trial
 
 
-def _without_values(tensor: Tensor) -> Tensor:
+def _meta_tensor(tensor: Tensor) -> Tensor:
     if is_sharded(tensor):
-        raise TypeError("a sharded tensor has no twin")
+        raise TypeError("a sharded tensor cannot be copied to the meta device")
     return torch.empty_like(tensor, device="meta", requires_grad=False)

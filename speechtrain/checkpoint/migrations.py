@@ -1,6 +1,7 @@
-"""Tensor names of earlier formats and their present names.
+"""Renames tensors in checkpoints of earlier formats.
 
-Optimizer state is stored by the number of a parameter. The order of parameters has not changed.
+Optimizer state is stored by the number of a parameter, so it needs no renaming as long as the order of
+parameters stays.
 """
 
 from __future__ import annotations
@@ -11,23 +12,26 @@ from typing import TypeVar
 _Value = TypeVar("_Value")
 
 _STEPS: tuple[Callable[[str], str], ...] = ()
-"""Each function renames tensors of one format of ``config.yaml`` for the next format."""
+"""One function per format of ``config.yaml``. It returns a tensor's name in the next format."""
 
 
 def current_name(name: str) -> str:
-    """Return the present name of a tensor, or of a path that ends in it."""
+    """Return the name of a tensor in the current format. ``name`` may be a path that ends in the name."""
     for step in _STEPS:
         name = step(name)
     return name
 
 
 def migrate_names(saved: Mapping[str, _Value], model_names: Container[str]) -> dict[str, _Value]:
-    """Rename each tensor that the model does not have, if the model has its present name."""
+    """Return ``saved`` with the model's names of tensors.
+
+    A tensor is renamed only if the model does not have its saved name and has its current name.
+    """
     renamed = {}
     for name, value in saved.items():
-        present_name = current_name(name)
-        if name not in model_names and present_name in model_names:
-            renamed[present_name] = value
+        new_name = current_name(name)
+        if name not in model_names and new_name in model_names:
+            renamed[new_name] = value
         else:
             renamed[name] = value
     return renamed

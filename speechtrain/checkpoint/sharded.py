@@ -17,10 +17,10 @@ from speechtrain.dtensor import full_tensor, is_sharded, save_shares
 
 
 class ShardedCheckpointer(Checkpointer):
-    """A Checkpointer whose ``save`` every rank calls. Each rank writes its own shards.
+    """A Checkpointer for sharded parameters. Every rank must call ``save``, and each rank writes its shards.
 
-    ``state.pt`` holds sharded tensors without their content. The content is in ``shards/``, with one
-    safetensors file per rank. If one rank cannot write its file, no checkpoint is kept.
+    ``state.pt`` contains shape and dtype of sharded tensors, and their values are in ``shards/``, with one
+    safetensors file per rank. If a rank cannot write its file, the incomplete checkpoint is removed.
     """
 
     needs_all_ranks = True
@@ -30,25 +30,30 @@ class ShardedCheckpointer(Checkpointer):
         self.group = group
 
     def save(self, step: int, states: Mapping[str, Stateful], weights: Mapping[str, Tensor]) -> Path:
-        is_main = self.group.world.rank == 0
+        """Write the checkpoint of ``step``. All ranks raise OSError if one of them fails."""
+        is_rank0 = self.group.world.rank == 0
         state, shards = _split(states)
         whole_weights = self._gather(weights)
         folder, temporary = self._folders(step)
+        # Each context is a point at which the ranks wait for each other.
         with self._raise_on_all_ranks(step, temporary):
-            if is_main:
+            if is_rank0:
                 self._begin(temporary)
                 (temporary / SHARDS).mkdir()
         with self._raise_on_all_ranks(step, temporary):
             save_shares(temporary / SHARDS, shards)
         with self._raise_on_all_ranks(step, temporary):
-            if is_main:
+            if is_rank0:
                 self._write(temporary, state, whole_weights)
                 self._end(folder, temporary, SHARDED, step)
                 self._prune()
         return folder
 
     def _gather(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the whole weights on rank 0, in host memory. Other ranks hold one whole tensor at a time."""
+        """Return the full weights on rank 0, in host memory, and an empty mapping on the other ranks.
+
+        Every rank must call this, because ``full_tensor`` collects the shards of all ranks.
+        """
         gathered = {}
         for name, tensor in weights.items():
             whole_tensor = full_tensor(tensor)
@@ -58,9 +63,9 @@ class ShardedCheckpointer(Checkpointer):
 
     @contextmanager
     def _raise_on_all_ranks(self, step: int, temporary: Path) -> Iterator[None]:
-        """Return a context for a part of a save. If a rank cannot write, all ranks raise OSError.
+        """Return a context for a part of ``save``, at whose end the ranks exchange whether they could write.
 
-        The folder ``temporary`` is then removed.
+        If a rank could not, the folder ``temporary`` is removed, and all ranks raise OSError.
         """
         failure: Exception | None = None
         try:
@@ -75,7 +80,10 @@ class ShardedCheckpointer(Checkpointer):
 
 
 def _split(states: Mapping[str, Stateful]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the states in host memory, without the content of sharded tensors, and these tensors by path."""
+    """Return the states in host memory, and the sharded tensors by their paths in the states.
+
+    In the states, sharded tensors are replaced by tensors on the meta device, which have no values.
+    """
     shards: dict[str, Tensor] = {}
 
     def without_shard(path: str, tensor: Tensor) -> Tensor:

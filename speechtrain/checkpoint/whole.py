@@ -1,12 +1,16 @@
-"""Checkpoints: named states, written completely or not at all, and verified before they are loaded.
+"""Checkpoints: written completely or not at all, and verified before they are loaded.
 
-A checkpoint is a folder ``checkpoints/step-00001200`` that holds ``state.pt`` (tensors and plain
-values only, always read with ``weights_only=True``), ``model.safetensors`` (the weights that were
-evaluated) and ``checkpoint.json`` (format, step, sha256 of each file). The folder is written under another
-name, flushed to the disk and renamed, so a reader finds a complete checkpoint or none.
+A checkpoint is a folder ``checkpoints/step-00001200`` with these files:
 
-A run with sharded parameters adds a folder ``shards`` with one file per rank. Either kind of checkpoint
-continues either kind of run, on any number of ranks.
+- ``state.pt``: the state of each part of the run. It contains only tensors and plain values, and is always
+  read with ``weights_only=True``.
+- ``model.safetensors``: the weights that were evaluated.
+- ``checkpoint.json``: the format, the step, and the sha256 of each file.
+- ``shards/``: one file per rank, only in a run with sharded parameters.
+
+The folder is written under another name, flushed to the disk and renamed, so a reader finds a complete
+checkpoint or none. A checkpoint with or without shards can continue a run with or without sharded parameters,
+on any number of ranks.
 """
 
 from __future__ import annotations
@@ -37,22 +41,25 @@ from speechtrain.run_directory import BEST, CheckpointManifest, read_manifest, w
 
 _LOG = logging.getLogger(__name__)
 
-WHOLE, SHARDED = 1, 2
+WHOLE, SHARDED = 1, 2  # values of ``CheckpointManifest.format``
 SHARDS = "shards"
-WEIGHTS = "model.safetensors"  # Using a model reads only this file. ``state.pt`` continues a run.
-_FILES = {"state.pt", WEIGHTS}
-_MAX_VALUES = 2**22  # in a loaded state, with each reference counted. Most are skipped recordings.
+WEIGHTS = "model.safetensors"
+"""Name of the file with the evaluated weights, the only one that is read to use a model."""
+_REQUIRED_FILES = {"state.pt", WEIGHTS}
+_MAX_VALUES = 2**22
+"""Limit for the values in a loaded state. Each reference to a value counts. Most are ids of skipped
+recordings."""
 UNWRITABLE = (OSError, RuntimeError, SafetensorError)
-"""Errors of writing tensors to a full disk. Torch and safetensors raise their own."""
-_SHARD = re.compile(rf"{SHARDS}/[\w.-]+\.safetensors")
+"""Errors of writing tensors to a full disk. Torch and safetensors raise their own errors."""
+_SHARD_NAME = re.compile(rf"{SHARDS}/[\w.-]+\.safetensors")
 
 
 class OtherFormat(RunError):
-    """A checkpoint of another version. It is not damaged, so it is never set aside."""
+    """A checkpoint in the format of another version. It is not damaged, so it is not renamed."""
 
 
 class Stateful(Protocol):
-    """A part that a checkpoint can hold."""
+    """A part of a run whose state a checkpoint stores."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -60,9 +67,10 @@ class Stateful(Protocol):
 
 
 def map_tensors(state: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
-    """Return ``state`` with ``change(path, tensor)`` in place of every tensor.
+    """Return ``state`` with each tensor replaced by ``change(path, tensor)``.
 
-    An example of a path is ``optimizer/state/0/exp_avg``.
+    The path of a tensor in nested mappings and lists is, for example, ``optimizer/state/0/exp_avg``. ``path``
+    is the path of ``state`` itself.
     """
     if isinstance(state, Tensor):
         return change(path, state)
@@ -70,27 +78,26 @@ def map_tensors(state: Any, change: Callable[[str, Tensor], Tensor], path: str =
     if isinstance(state, Mapping):
         return {key: map_tensors(value, change, f"{prefix}{key}") for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(
-            map_tensors(value, change, f"{prefix}{index}") for index, value in enumerate(state)
-        )
+        items = [map_tensors(value, change, f"{prefix}{index}") for index, value in enumerate(state)]
+        return type(state)(items)
     return state
 
 
 def copy_to_host(state: Any) -> Any:
-    """Return ``state`` with every tensor in host memory. A checkpoint does not belong to a device."""
+    """Return ``state`` with every tensor in host memory, so that any device can load the checkpoint."""
     return map_tensors(state, lambda path, tensor: tensor.detach().cpu())
 
 
 class _ShardedTensors:
     """The sharded tensors of a run, by their paths in its state.
 
-    An optimizer has no state before its first step. A tensor of its state that has the shape of a parameter
-    is sharded like this parameter.
+    An optimizer has no state before its first step. A tensor in its saved state that has the shape of a
+    parameter is therefore sharded like this parameter.
     """
 
     def __init__(self, states: Mapping[str, Stateful]) -> None:
         self._tensors: dict[str, Tensor] = {}
-        self._weights: dict[str, Tensor] = {}  # by the path of their optimizer state
+        self._parameters: dict[str, Tensor] = {}  # by the path of the parameter's optimizer state
         for name, part in states.items():
             map_tensors(part.state_dict(), self._add, name)
             if isinstance(part, torch.optim.Optimizer):
@@ -105,27 +112,28 @@ class _ShardedTensors:
         parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for index, parameter in enumerate(parameters):
             if is_sharded(parameter):
-                self._weights[f"{name}/state/{index}"] = parameter.detach()
+                self._parameters[f"{name}/state/{index}"] = parameter.detach()
 
     def find(self, path: str, saved: Tensor) -> Tensor | None:
-        """Return the tensor that ``saved`` must be sharded like, or None if it is not sharded."""
+        """Return the run's tensor whose sharding ``saved`` must get, or None if ``saved`` stays whole."""
         if path not in self._tensors:
             path = current_name(path)
         tensor = self._tensors.get(path)
         if tensor is None:
-            tensor = self._weights.get(path.rpartition("/")[0])
+            tensor = self._parameters.get(path.rpartition("/")[0])
         if tensor is None or tensor.shape != saved.shape:
             return None
         return tensor
 
 
 def _shard(state: Any, states: Mapping[str, Stateful], folder: Path) -> Any:
-    """Return a loaded ``state`` with each tensor sharded as in the run.
+    """Return a loaded ``state`` with each tensor sharded as in the run, whose parts are ``states``.
 
-    ``state`` has some tensors without content. The shards in ``folder`` hold the content.
+    Tensors on the meta device get their values from the files in ``folder``. Raises ValueError for a tensor
+    that is larger than the file that contains it.
     """
     sharded_tensors = _ShardedTensors(states)
-    missing: dict[str, Tensor] = {}
+    missing: dict[str, Tensor] = {}  # tensors whose values are in ``folder``, by path
     folder_bytes = sum(file.stat().st_size for file in folder.glob("*"))
 
     def shard_tensor(path: str, saved: Tensor) -> Tensor:
@@ -145,7 +153,7 @@ def _shard(state: Any, states: Mapping[str, Stateful], folder: Path) -> Any:
 
 
 def validation_metrics(folder: Path) -> dict[str, float | None]:
-    """Return the metrics of a checkpoint's validation. They are empty if it has none."""
+    """Return the metrics of a checkpoint's validation, or {} if it has not been validated."""
     manifest = read_manifest(folder)
     return (manifest and manifest.metrics) or {}
 
@@ -153,19 +161,19 @@ def validation_metrics(folder: Path) -> dict[str, float | None]:
 def read_state(folder: Path) -> dict[str, Any]:
     """Return the saved state of each part of a run. Raises RunError for a damaged file."""
     try:
-        names_in_archive(folder / "state.pt")  # This refuses an archive that unpacks to a much larger size.
+        names_in_archive(folder / "state.pt")  # Raises for an archive that unpacks to a much larger size.
         state = dict(torch.load(folder / "state.pt", map_location="cpu", weights_only=True))
         _check_size(state)
         return state
-    except Exception as error:  # A damaged file makes the readers raise any error.
+    except Exception as error:  # The readers raise errors of many classes for a damaged file.
         cause = f"{type(error).__name__}: {one_line(str(error), 120)}"
         raise RunError(f"{folder / 'state.pt'} cannot be read ({cause}). Remove its folder") from None
 
 
 def _check_size(state: dict[str, Any]) -> None:
-    """Raise ValueError for lists and mappings that have too many values. Each reference counts.
+    """Raise ValueError if ``state`` has more than ``_MAX_VALUES`` nested values.
 
-    After this check, every function may visit a loaded state without a bound.
+    A value counts once for each reference to it. After this check, a recursion through the state ends soon.
     """
     nodes: list[Any] = [state]
     count = 0
@@ -181,7 +189,7 @@ def _check_size(state: dict[str, Any]) -> None:
 
 
 def _migrate(saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Return ``saved`` with the model's present names of weights, also in their average."""
+    """Return ``saved`` with the current names of weights, also in the average of the weights."""
     task = states.get("task")
     if not isinstance(task, torch.nn.Module):
         return dict(saved)
@@ -194,10 +202,10 @@ def _migrate(saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> dict[s
 
 
 class Checkpointer:
-    """Saves and restores named Stateful objects under ``run_dir/checkpoints``.
+    """Saves and restores the states of a run's parts in ``run_dir/checkpoints``.
 
-    It keeps the newest ``keep`` checkpoints and the best. It warns of a damaged checkpoint, renames it to
-    ``<name>.damaged`` and never loads it.
+    The newest ``keep`` checkpoints and the best checkpoint stay, and the others are removed. A damaged
+    checkpoint is never loaded. It is renamed to ``<name>.damaged``, and a warning is logged.
     """
 
     needs_all_ranks = False
@@ -209,7 +217,11 @@ class Checkpointer:
         self._first_identity = self._identity()
 
     def save(self, step: int, states: Mapping[str, Stateful], weights: Mapping[str, Tensor]) -> Path:
-        """Write the checkpoint of ``step``. Raises OSError if that fails. Earlier checkpoints stay intact."""
+        """Write the checkpoint of ``step`` and return its folder.
+
+        ``states`` are the parts of the run by name, and ``weights`` are the weights that are evaluated.
+        Raises OSError if the checkpoint cannot be written. Earlier checkpoints then stay intact.
+        """
         folder, temporary = self._folders(step)
         self._begin(temporary)
         try:
@@ -225,11 +237,10 @@ class Checkpointer:
     def add_validation(
         self, step: int, score: float | None, metrics: Mapping[str, float], wall_s: float = 0.0
     ) -> None:
-        """Add a later validation to the manifest of ``step``.
+        """Add the result of a validation to the manifest of ``step``, and update ``best.json``.
 
-        ``score`` is the value of the task's metric. ``metrics`` are all metrics of the validation.
-        ``best_metric.selection_key`` reads both. This does nothing if the checkpoint could not be written.
-        Raises OSError.
+        ``score`` is the value of the task's metric, and ``metrics`` are all metrics. If the checkpoint of
+        ``step`` does not exist, because it could not be written, this does nothing. Raises OSError.
         """
         folder, _ = self._folders(step)
         manifest = read_manifest(folder)
@@ -246,18 +257,17 @@ class Checkpointer:
         self._prune()
 
     def read_validation(self, step: int) -> dict[str, Any]:
-        """Return the fields of a run's progress from ``add_validation``, or {} without a validation."""
+        """Return what ``add_validation`` stored, as fields of ``Progress``, or {} without a validation."""
         manifest = read_manifest(self._folders(step)[0])
         if manifest is None or manifest.metrics is None:
             return {}
         return {"metrics": manifest.metrics, "wall_s": manifest.wall_s}
 
     def _save_error(self, step: int, cause: object) -> OSError:
-        """Return the error of a save. It says how much space is free, which ``cause`` may not say."""
-        free = shutil.disk_usage(self.root).free if self.root.is_dir() else 0
-        return OSError(
-            f"checkpoint of step {step} could not be written to {self.root}: {cause} ({free >> 20} MiB free)"
-        )
+        """Return the error of a failed save, with ``cause`` and the free space of the disk."""
+        free_mib = shutil.disk_usage(self.root).free // 2**20 if self.root.is_dir() else 0
+        problem = f"checkpoint of step {step} could not be written to {self.root}"
+        return OSError(f"{problem}: {cause} ({free_mib} MiB free)")
 
     def _folders(self, step: int) -> tuple[Path, Path]:
         """Return the final folder of the checkpoint of ``step``, and the folder in which it is written."""
@@ -265,6 +275,7 @@ class Checkpointer:
         return folder, self.root / f".writing-{folder.name}"
 
     def _begin(self, temporary: Path) -> None:
+        """Make the folder in which a checkpoint is written. Raises OSError if the run directory was moved."""
         if self._first_identity is None:
             self.root.parent.mkdir(parents=True, exist_ok=True)
             self._first_identity = self._identity()
@@ -275,7 +286,7 @@ class Checkpointer:
         temporary.mkdir()
 
     def _clear(self) -> None:
-        """Remove folders that a killed process has half written or half removed."""
+        """Remove the incomplete folders and files that a killed process has left."""
         for folder in (*self.root.glob(".writing-*"), *self.root.glob(".removing-*")):
             shutil.rmtree(folder, ignore_errors=True)
         for folder in (self.root, *self.folders()):
@@ -283,14 +294,18 @@ class Checkpointer:
 
     @staticmethod
     def _write(temporary: Path, state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-        # Gaudi's bridge changes the default to 4. Elsewhere torch.load(weights_only=True) refuses protocol 4.
+        # Gaudi's bridge changes the default protocol to 4, which torch.load(weights_only=True) of an ordinary
+        # torch refuses.
         torch.save(state, temporary / "state.pt", pickle_protocol=2)
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         save_file(on_cpu, temporary / WEIGHTS)
         apply_umask(temporary / WEIGHTS)
 
     def _end(self, folder: Path, temporary: Path, form: int, step: int) -> None:
-        """Flush and hash the written files, and rename their folder to ``folder``."""
+        """Write the manifest, flush all files, and rename ``temporary`` to ``folder``.
+
+        ``form`` is ``WHOLE`` or ``SHARDED``.
+        """
         files = {}
         for path in sorted(temporary.rglob("*")):
             flush(path)
@@ -302,7 +317,7 @@ class Checkpointer:
         flush(self.root)
 
     def _name_best(self) -> None:
-        """Name the best checkpoint in ``best.json``."""
+        """Write name and metric of the best checkpoint into ``best.json``."""
         best, metric = self.best()
         if best is not None:
             write_json(self.root.parent / BEST, {"name": best.name, "metric": metric})
@@ -310,20 +325,21 @@ class Checkpointer:
     def _prune(self) -> None:
         """Remove checkpoints that are neither the best nor among the newest.
 
-        A checkpoint with a damaged manifest may be the best, so it stays.
+        A checkpoint with a damaged manifest stays, because it may be the best.
         """
         best, _ = self.best()
         for folder in self.folders()[: -self.keep]:
             if folder != best and read_manifest(folder):
-                # It is renamed first. After a kill, half a folder would pass for one with a damaged manifest.
-                doomed = folder.rename(self.root / f".removing-{folder.name}")
-                shutil.rmtree(doomed, ignore_errors=True)
+                # If the process is killed during the removal, the new name shows that the folder is
+                # incomplete. With the old name, it would look like a checkpoint with a damaged manifest.
+                incomplete = folder.rename(self.root / f".removing-{folder.name}")
+                shutil.rmtree(incomplete, ignore_errors=True)
 
     def best(self) -> tuple[Path | None, float]:
         """Return the best checkpoint's folder and metric, or (None, inf) before the first validation.
 
-        ``selection_key`` orders the checkpoints. If two are equal, the first is the best. Their manifests
-        are read. ``best.json`` is for other programs and is not read.
+        Checkpoints are compared by ``selection_key``. If two are equal, the earlier one is the best. This
+        reads the manifests. ``best.json`` is only for other programs.
         """
         best = min(self.folders(), key=selection_key, default=None)
         if best is None:
@@ -334,7 +350,7 @@ class Checkpointer:
         return best, manifest.metric
 
     def _identity(self) -> tuple[int, int] | None:
-        """Return the device and the number of the run directory, or None while it is missing."""
+        """Return the device number and the inode number of the run directory, or None if it is missing."""
         try:
             status = self.root.parent.stat()
         except OSError:
@@ -347,17 +363,17 @@ class Checkpointer:
         return sorted(path for path in paths if path.is_dir() and not path.suffix)
 
     def verify(self, folder: Path, only: str | None = None) -> CheckpointManifest:
-        """Return the manifest of a checkpoint after a check that its files exist and are unchanged.
+        """Check that the files of a checkpoint exist and are unchanged, and return its manifest.
 
-        With ``only``, just that file is checked. Raises RunError that names a missing or changed file, or
-        another format.
+        With ``only``, the content of this file alone is checked. Raises RunError with the name of a missing
+        or changed file, and OtherFormat for a format that this version cannot read.
         """
         manifest = read_manifest(folder)
         if manifest is None:
             raise RunError(f"{folder} has no readable checkpoint.json")
         files, form = manifest.files, manifest.format
-        shards = {name for name in files if form == SHARDED and _SHARD.fullmatch(name)}
-        is_whole = set(files) - shards == _FILES and folder.name == f"step-{manifest.step:08d}"
+        shards = {name for name in files if form == SHARDED and _SHARD_NAME.fullmatch(name)}
+        is_whole = set(files) - shards == _REQUIRED_FILES and folder.name == f"step-{manifest.step:08d}"
         if form not in (WHOLE, SHARDED):
             raise OtherFormat(
                 f"{folder} has checkpoint format {form}, not {WHOLE} or {SHARDED}. Update speechtrain"
@@ -372,7 +388,9 @@ class Checkpointer:
             try:
                 digest = sha256(folder / name)
             except OSError as error:
-                if error.errno != errno.EINVAL:  # a broken disk, or a checkpoint that has just been deleted
+                # EINVAL is for a link or a sparse file. Other errors come from a broken disk, or from a
+                # checkpoint that has just been deleted.
+                if error.errno != errno.EINVAL:
                     raise
                 raise RunError(f"{folder / name} cannot be read ({error.strerror})") from None
             if digest != stored_digest:
@@ -380,9 +398,10 @@ class Checkpointer:
         return manifest
 
     def restore(self, states: Mapping[str, Stateful]) -> int | None:
-        """Load the newest usable checkpoint into ``states`` and return its step, or None without one.
+        """Load the newest undamaged checkpoint into ``states`` and return its step.
 
-        Raises RunError if a usable checkpoint does not fit the run, or has another format.
+        Return None if no checkpoint is undamaged. Raises RunError if the checkpoint does not fit the run, or
+        has another format.
         """
         self._clear()
         folders = self.folders()
@@ -405,7 +424,10 @@ class Checkpointer:
 
     @staticmethod
     def _set_aside(folder: Path, error: RunError, earlier: list[Path]) -> None:
-        """Rename the folder of a damaged checkpoint, and warn of it."""
+        """Rename the folder of a damaged checkpoint, and log a warning.
+
+        ``earlier`` has the folders of earlier checkpoints, of which the last is tried next.
+        """
         damaged = folder.with_name(folder.name + ".damaged")
         shutil.rmtree(damaged, ignore_errors=True)
         folder.rename(damaged)
@@ -416,6 +438,10 @@ class Checkpointer:
 
     @staticmethod
     def _load(folder: Path, saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> None:
+        """Load ``saved``, the state in ``folder``, into the parts ``states``.
+
+        Raises RunError if the state does not fit.
+        """
         try:
             saved = _migrate(_shard(saved, states, folder / SHARDS), states)
             for name, part in states.items():
@@ -426,22 +452,26 @@ class Checkpointer:
                     part.load_state_dict(saved[name])
         except (SpeechtrainError, OSError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # A stranger's state makes the parts raise any error.
+        except Exception as error:  # The parts raise errors of many classes for a malicious state.
             cause = f"{type(error).__name__}: {one_line(str(error), 200)}"
             raise RunError(f"{folder} does not fit this run ({cause}). Set another run_dir") from error
 
-    def weights(self, which: str = "best") -> tuple[Path, dict[str, Tensor]]:
-        """Return the folder and the evaluated weights of a checkpoint: ``best``, ``last`` or a folder's name.
+    def find(self, which: str) -> Path:
+        """Return the folder of a checkpoint.
 
-        Before the first validation, ``best`` is the newest. Raises RunError.
+        ``which`` is ``best``, ``last`` or the name of a folder. Before the first validation, ``best`` is the
+        newest checkpoint. Raises RunError if the run has no checkpoint.
         """
         folders = self.folders()
         if not folders:
             raise RunError(f"{self.root} holds no checkpoint. Train first")
         if which == "best":
-            folder = self.best()[0] or folders[-1]
-        else:
-            folder = folders[-1] if which == "last" else self.root / which
+            return self.best()[0] or folders[-1]
+        return folders[-1] if which == "last" else self.root / which
+
+    def weights(self, which: str = "best") -> tuple[Path, dict[str, Tensor]]:
+        """Return the folder and the evaluated weights of the checkpoint ``which``. Raises RunError."""
+        folder = self.find(which)
         self.verify(folder, only=WEIGHTS)
         try:
             return folder, load_file(folder / WEIGHTS)

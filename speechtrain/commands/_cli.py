@@ -1,4 +1,4 @@
-"""The parser and the entry point that all commands share.
+"""The argument parser and the entry point that all commands share.
 
 A command prints an error as one line, and its exit code follows from the class of the error.
 """
@@ -31,11 +31,14 @@ from speechtrain.errors import (
 from speechtrain.files import stdout_problem
 from speechtrain.runs.command_line import unquote
 
-_HELP_WIDTH = 100
+_HELP_WIDTH = 100  # characters in a line of a description
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with the layout of help that all commands share. Wrong usage raises ConfigError."""
+    """A parser of arguments with the help layout of all commands. It raises ConfigError for wrong usage.
+
+    ``examples`` are command lines, and ``exit_codes`` is their list. ``options`` are arguments of argparse.
+    """
 
     def __init__(
         self, *, description: str = "", examples: Sequence[str] = (), exit_codes: str = "", **options: Any
@@ -60,27 +63,32 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--checkpoint", default="best", help="best (default), last or a folder's name")
 
     def parse_with_run(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse arguments in which ``run_dir=RUN`` is another form of the first argument RUN."""
+        """Return the parsed arguments. ``run_dir=RUN`` anywhere is read as the first argument RUN."""
         runs = []
-        remainder = []
+        other_arguments = []
         for argument in argv:
             if argument.startswith("run_dir="):
                 runs.append(unquote(argument.removeprefix("run_dir=")))
             else:
-                remainder.append(argument)
-        return self.parse_intermixed_args(runs + remainder)
+                other_arguments.append(argument)
+        return self.parse_intermixed_args(runs + other_arguments)
 
     def error(self, message: str) -> NoReturn:
+        """Raise ConfigError, with a similar option if the option is unknown. argparse calls this method."""
         unknown = re.match(r"unrecognized arguments: (-[^\s=]+)", message)
         if unknown:
             options = re.findall(r"--[\w-]+", self.format_usage())
-            options.append("--help")  # The usage has -h.
+            options.append("--help")  # The usage shows -h only.
             message = f"unknown option {unknown[1]}{nearest(unknown[1], options)}"
         raise ConfigError(f"{message}; {self.prog} --help shows the usage")
 
 
 def add_command(commands: Any, name: str, meaning: str, example: str, program: str = "prepare") -> Any:
-    """Add the parser of a subcommand of ``program`` to argparse's action ``commands`` and return it."""
+    """Add the subcommand ``name`` of ``speechtrain PROGRAM`` to ``commands``, and return its parser.
+
+    ``commands`` is the result of ``add_subparsers``, ``meaning`` is the description, and ``example`` has the
+    arguments of an example.
+    """
     examples = [f"speechtrain {program} {name} {example}"]
     return commands.add_parser(
         name, help=meaning, description=meaning, examples=examples, exit_codes="docs/reference/exit-codes.md"
@@ -88,7 +96,10 @@ def add_command(commands: Any, name: str, meaning: str, example: str, program: s
 
 
 def console(run: Callable[[list[str]], int]) -> Callable[[], NoReturn]:
-    """Return the entry point of a command. It calls ``run`` with the process's arguments and exits."""
+    """Return the entry point of a program: it calls ``run`` with the process's arguments, and exits.
+
+    ``run`` returns the exit code.
+    """
 
     def command() -> int:
         _open_standard_streams()
@@ -100,20 +111,21 @@ def console(run: Callable[[list[str]], int]) -> Callable[[], NoReturn]:
 
 
 def _open_standard_streams() -> None:
-    """Open each standard stream that is closed, on the null device.
+    """Open the null device in place of each standard stream that is closed.
 
-    Otherwise a lock file would get the stream's number, and the ranks would inherit that file.
+    Otherwise the next file that this process opens, such as a lock, would get the stream's file descriptor,
+    and the ranks would inherit and use it as their stream.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            # The new file gets the lowest free number, which is the one of this stream.
+            # A new file gets the lowest free descriptor, which is the descriptor of this stream.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             mode = "r" if name == "stdin" else "w"
-            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
 def _check_working_folder() -> None:
-    """Raise MachineError if the working folder was deleted. torch's libraries would abort there."""
+    """Raise MachineError if the working folder was deleted, in which torch's libraries would abort."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -135,16 +147,17 @@ def exit_code_of(command: Callable[[], int]) -> int:
     except KeyboardInterrupt as error:
         print_notice(": ".join(["interrupted", *map(str, error.args)]))
         return errors.EXIT_KILLED
-    except Exception as error:  # the boundary of the process
+    except Exception as error:  # No error may leave the process as a trace on the terminal.
         return _report_unexpected(error)
 
 
 def _report_unexpected(error: Exception) -> int:
     """Print an error that is not a SpeechtrainError, and return the exit code.
 
-    If stdout or a disk is the cause, the code is the one of MachineError. If the reader of stdout has exited,
-    nothing is printed and the code is 0. Any other error is a defect of speechtrain: its code is 1, and a
-    temporary file, which the line names, holds the trace.
+    - The reader of stdout has exited: nothing is printed, and the code is 0.
+    - Stdout or a disk is the cause: the code is the exit code of MachineError.
+    - Any other error is a defect of speechtrain. The code is 1, and the printed line names a temporary file
+      with the trace.
     """
     output_problem = stdout_problem("\n") if isinstance(error, OSError) else ""
     if output_problem:

@@ -39,16 +39,17 @@ if TYPE_CHECKING:
     from speechtrain.text.vocabulary import Tokenizer
 
 GREEN, AMBER, RED = "green", "amber", "red"
-_COLOURS = {GREEN: "\033[32m", AMBER: "\033[33m", RED: "\033[31m"}
+"""States of a finding: fine, works with a drawback, does not work."""
+_COLOURS = {GREEN: "\033[32m", AMBER: "\033[33m", RED: "\033[31m"}  # escape sequences of the terminal
 _END_OF_COLOUR = "\033[0m"
-_MOST_TRANSCRIPTS = 10_000  # transcripts of a set that are checked
-_RECORDED_BATCHES = 4  # micro-batches that run under the recorder
+_MAX_TRANSCRIPTS = 10_000  # transcripts that are checked in each set
+_RECORDED_BATCHES = 4  # micro-batches whose steps are recorded
 _COUNTED_SHAPES = 2  # shapes whose graphs are counted: the second one shows a dynamic shape
-_MOST_SHAPES = 8  # shapes that the finding on shapes lists
+_MAX_SHAPES = 8  # shapes that the finding on shapes lists
 
 
 def parser() -> Parser:
-    build = Parser(
+    parser = Parser(
         prog="speechtrain doctor",
         description="Check this machine, and a recipe on it. The doctor takes the arguments of a "
         "training, and checks the defaults without arguments. It prints a line for each check: green "
@@ -63,23 +64,23 @@ def parser() -> Parser:
         exit_codes="0 if no line is red, otherwise the code of the first red line: 2 config, 3 data, 4 "
         "machine or training step",
     )
-    build.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="also GROUP=CHOICE: the recipe")
-    build.add_argument("--config-dir", "-cd", metavar="DIR", help="your own choices of the groups")
-    return build
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="also GROUP=CHOICE: the recipe")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="your own choices of the groups")
+    return parser
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check. ``text`` has the facts, and the fix if one is needed."""
+    """The outcome of one check, which is printed as one line."""
 
-    state: str
-    subject: str
-    text: str
-    exit_code: int = MachineError.exit_code  # of a red finding
+    state: str  # GREEN, AMBER or RED
+    subject: str  # the first words of the line
+    text: str  # the facts, and the fix if one is needed
+    exit_code: int = MachineError.exit_code  # the command's exit code if this is the first red finding
 
 
 def run(argv: list[str]) -> int:
-    """Print every finding. Return the exit code of the first red one, or 0."""
+    """Print every finding. Return the exit code of the first red finding, or 0 if none is red."""
     arguments = parser().parse_intermixed_args(argv)
     folder = arguments.config_dir
     if folder is not None and not Path(folder).is_dir():
@@ -99,7 +100,7 @@ def _print_finding(finding: Finding) -> None:
     state = f"{finding.state:<5}"
     if sys.stdout.isatty():
         state = f"{_COLOURS[finding.state]}{state}{_END_OF_COLOUR}"
-    # sys.stdout would escape the colours, and the stream behind it does not.
+    # sys.stdout is a Terminal, which would escape the colours. Its ``rich_proxied_file`` does not.
     print(state, end="", file=getattr(sys.stdout, "rich_proxied_file", sys.stdout))
     print(f"  {finding.subject:<13} {finding.text}", flush=True)
 
@@ -115,9 +116,9 @@ def findings(overrides: list[str], config_dir: str | None) -> Iterator[Finding]:
 
 
 def _restart(overrides: list[str], config_dir: str | None) -> None:
-    """Start this command again with the device's variables, before it prints a line or makes a folder.
+    """Restart this command if the device's libraries need environment variables that are not set.
 
-    An error of the config or the device is ignored here. It becomes a finding later.
+    An error of the config or the device is ignored here, because a later check reports it.
     """
     from speechtrain.config.build import build_device
     from speechtrain.runs.compose import compose
@@ -131,7 +132,7 @@ def try_check(subject: str, check: Callable[[], str]) -> Finding:
     """Return a green finding with the text of ``check``, or a red one with the error that it raises."""
     try:
         return Finding(GREEN, subject, check())
-    except Exception as error:  # A doctor reports every error.
+    except Exception as error:  # The doctor reports every error as a finding.
         return failure(subject, error)
 
 
@@ -159,8 +160,8 @@ def machine_findings() -> Iterator[Finding]:
     yield Finding(_green_or_amber(memory >= 2), "memory", f"{memory:.1f} GiB available")
     from speechtrain.devices import links
 
-    are_up, line = links.describe_links(links.interfaces(), links.cards())  # drivers and states
-    yield Finding(_green_or_amber(are_up), "links", line)
+    are_links_up, line = links.describe_links(links.interfaces(), links.cards())
+    yield Finding(_green_or_amber(are_links_up), "links", line)
     yield _space_finding("disk", Path(os.environ.get("OUTPUT_DIR") or "runs"), "OUTPUT_DIR")
     from speechtrain.data.cache import cache_folder
 
@@ -168,21 +169,24 @@ def machine_findings() -> Iterator[Finding]:
 
 
 def _space_finding(subject: str, path: Path, variable: str) -> Finding:
-    """Return the finding on whether ``path``, or its nearest existing parent, is writable and has space."""
+    """Return the finding on whether ``path``, or its nearest existing parent, is writable and has space.
+
+    ``variable`` is the environment variable that sets the path.
+    """
     absolute = absolute_path(path)
     folder = next(parent for parent in (absolute, *absolute.parents) if parent.is_dir())
     if not os.access(folder, os.W_OK):
         return Finding(RED, subject, f"{folder} is not writable. Set {variable} to a folder that is")
-    free = shutil.disk_usage(folder).free / 2**30
-    text = f"{free:.1f} GiB free at {folder}"
-    if free >= 5:
+    free_gib = shutil.disk_usage(folder).free / 2**30
+    text = f"{free_gib:.1f} GiB free at {folder}"
+    if free_gib >= 5:
         return Finding(GREEN, subject, text)
-    state = AMBER if free >= 0.25 else RED
+    state = AMBER if free_gib >= 0.25 else RED
     return Finding(state, subject, f"{text}. Set {variable} to a larger disk")
 
 
 def installation_finding() -> Finding:
-    """Return the finding on whether the program and its choices belong to one installation."""
+    """Return the finding on whether the package and its YAML files belong to the same installation."""
     program, configs = (Path(import_module(name).__path__[0]) for name in ("speechtrain", "speechtrain.conf"))
     line = f"{program}, choices in {configs}"
     if configs.parent in (program, program.parent):
@@ -197,7 +201,7 @@ def package_findings() -> Iterator[Finding]:
             yield Finding(GREEN, name, metadata.version(name))
         except metadata.PackageNotFoundError:
             yield Finding(RED, name, f"is not installed. Run pip install {name}")
-    # bitsandbytes is an extra. A recipe that needs it has a finding on its optimizer.
+    # bitsandbytes is optional. If a recipe needs it and it is missing, the finding on the optimizer says so.
     with contextlib.suppress(metadata.PackageNotFoundError):
         yield Finding(GREEN, "bitsandbytes", metadata.version("bitsandbytes"))
     import torch
@@ -215,7 +219,7 @@ def package_findings() -> Iterator[Finding]:
 
 
 def devices_finding() -> Finding:
-    """Return the finding on devices: the usable ones with their precisions, and why the others are not."""
+    """Return the finding on devices: the usable ones with their precisions, and why others are not usable."""
     from speechtrain.config.build import build_device
     from speechtrain.precision import NAMES
     from speechtrain.runs.compose import compose
@@ -237,7 +241,7 @@ def devices_finding() -> Finding:
 
 
 class Recipe:
-    """The parts of a recipe. Each check builds one part, and later checks use it."""
+    """The checks of a recipe. Each check builds a part of the recipe, which later checks use."""
 
     config: DictConfig
     device: Device
@@ -249,14 +253,14 @@ class Recipe:
         self.overrides = overrides
         self.config_dir = config_dir
         self.run_dir = run_dir
-        self.precision: Precision | None = None  # None: the device does not open
+        self.precision: Precision | None = None  # None if the device cannot be opened
         self._resources = contextlib.ExitStack()
 
     def findings(self) -> Iterator[Finding]:
         """Yield findings on the config, device, model, data, transcripts and one training step.
 
-        If a part cannot be built, its finding is the last one. A device that does not open is an exception:
-        the other checks follow.
+        If a part cannot be built, its finding is the last. The exception is a device that cannot be opened,
+        after which all checks that do not need it follow.
         """
         checks = {
             "recipe": self._config_findings,
@@ -268,7 +272,7 @@ class Recipe:
             for subject, check in checks.items():
                 try:
                     yield from check()
-                except Exception as error:  # A doctor reports every error.
+                except Exception as error:  # The doctor reports every error as a finding.
                     yield failure(subject, error)
                     return
             if self.device.static_shapes or not self.device.on_host:
@@ -307,12 +311,13 @@ class Recipe:
         yield from _vendor_findings(self.config, self.device)
         try:
             self.device, self.precision = open_device(self.config, 0)
-        except Exception as error:  # A doctor reports every error.
+        except Exception as error:  # The doctor reports every error as a finding.
             finding = failure("device", error)
             is_explicit = "device" in map(key_of_override, self.overrides)
             is_absent = self.device.absence(1) and not self.device.library_fault()
             if is_explicit and not self.device.on_host and is_absent:
-                # An accelerator that is absent here. The recorder says whether the recipe suits it.
+                # The user asks about an accelerator that this machine does not have. The recorder tests
+                # whether the recipe suits it.
                 finding = replace(finding, state=AMBER)
             yield finding
         else:
@@ -363,7 +368,10 @@ class Recipe:
             yield from self._speech_findings(data)
 
     def _shapes_finding(self) -> Finding:
-        """Return the finding on training shapes: the fixed ones with their predicted memory, or none."""
+        """Return the finding on the fixed shapes of training batches and their predicted memory.
+
+        Data without fixed shapes has a finding that says so.
+        """
         footprint = self.task.footprint()
         texts = []
         for rows, samples, labels in self.data.shapes():
@@ -375,9 +383,9 @@ class Recipe:
             texts.append(text)
         if not texts:
             return Finding(GREEN, "shapes", "vary with the recordings (data.shapes=N fixes them)")
-        line = f"rows × length × labels, with memory: {', '.join(texts[:_MOST_SHAPES])}"
-        if len(texts) > _MOST_SHAPES:
-            line += f" and {len(texts) - _MOST_SHAPES} more"
+        line = f"rows × length × labels, with memory: {', '.join(texts[:_MAX_SHAPES])}"
+        if len(texts) > _MAX_SHAPES:
+            line += f" and {len(texts) - _MAX_SHAPES} more"
         return Finding(GREEN, "shapes", line)
 
     def _speech_findings(self, data: SpeechData) -> Iterator[Finding]:
@@ -398,12 +406,12 @@ class Recipe:
     def _transcript_findings(self, name: str, index: Index, all_rows: Integers) -> Iterator[Finding]:
         """Yield findings on transcripts that cannot be spelled, or that have more labels than frames.
 
-        ``all_rows`` are the rows of the set ``name`` in ``index``. Of a large set, evenly spaced rows are
+        ``all_rows`` are the rows of the set ``name`` in ``index``. If there are too many, every n-th row is
         checked.
         """
         from speechtrain.data.index import crowded_transcripts_line
 
-        spacing = len(all_rows) // _MOST_TRANSCRIPTS + 1
+        spacing = len(all_rows) // _MAX_TRANSCRIPTS + 1
         rows = all_rows[::spacing].tolist()
         yield self._spelling_finding(name, index, rows)
         encoder = getattr(self.task, "encoder", None)
@@ -415,15 +423,16 @@ class Recipe:
     def _spelling_finding(self, name: str, index: Index, rows: list[int]) -> Finding:
         from speechtrain.data.index import label_count
 
-        unspellable, symbols = 0, set[str]()
+        """Return the finding on transcripts with symbols that have no label."""
+        unspellable, unknown_symbols = 0, set[str]()
         for row in rows:
             text = index.text(row, self.tokenizer.normalise)
-            if label_count(text, self.tokenizer) < 0:
+            if label_count(text, self.tokenizer) < 0:  # The text cannot be spelled.
                 unspellable += 1
-                symbols |= self.tokenizer.unknown(text)
+                unknown_symbols |= self.tokenizer.unknown(text)
         if not unspellable:
             return Finding(GREEN, f"text {name}", f"all of {len(rows)} transcripts can be spelled")
-        shown_symbols = " ".join(repr(symbol) for symbol in sorted(symbols)[:10])
+        shown_symbols = " ".join(repr(symbol) for symbol in sorted(unknown_symbols)[:10])
         effect = "are skipped" if name == "train" else "count as errors"
         fix = "Change tokenizer.normaliser or the vocabulary"
         if "tokenizer=" in str(self.config.from_data):
@@ -432,10 +441,11 @@ class Recipe:
         return Finding(AMBER, f"text {name}", f"{line} and {effect}. {fix}")
 
     def _record_steps(self) -> str:
-        """Return the costs of training steps on the device, from steps that run on the CPU.
+        """Return a line with the costs of training steps on the device, from steps that run on the CPU.
 
-        Raises ConfigError if a device with static shapes gets varying ones. Raises Unfit, which names the
-        line of code, if the device refuses an operation, or if a step ends or changes its graph.
+        Raises ConfigError if the shapes of the data vary and the device needs static shapes. Raises Unfit
+        with the line of code if the device does not support an operation, or if a step ends its graph early
+        or has another graph than the earlier steps.
         """
         from speechtrain.devices.recorder import Recorder
         from speechtrain.rank.trial_steps import smallest_batches
@@ -459,7 +469,7 @@ class Recipe:
     def _plain_policy(self) -> ComputePolicy:
         from speechtrain.config.build import build_precision
 
-        # The vendor's kernel does not run on the CPU.
+        # The vendor's CTC kernel does not run on the CPU, so torch's CTC loss replaces it.
         return replace(self.device.policy(build_precision(self.config).dtype), ctc_kernel=None)
 
     def _task_on_host(self, policy: ComputePolicy) -> Task:
@@ -495,17 +505,21 @@ class Recipe:
         try:
             steps = TrialSteps(self.config, self.data, self.task, self.device, precision)
             yield Finding(GREEN, "one step", steps.describe_largest_step(self.data, self._sample_rate))
-        except Exception as error:  # A doctor reports every error.
+        except Exception as error:  # The doctor reports every error as a finding.
             yield failure("one step", error)
             return
         yield try_check("epoch", lambda: steps.predict_epoch(self.data, self.config.world_size))
 
 
 def _record_batches(recorder: Recorder, policy: ComputePolicy, task: Task, batches: list[Batch]) -> int:
-    """Run steps of ``task``, which is in training mode, on ``batches``. Return the number of their shapes."""
+    """Record a training step and an evaluation step on each of ``batches``.
+
+    Return the number of different shapes. ``task`` must be in training mode.
+    """
     import torch
 
     def record_step(batch: Batch, watch: Callable[[], AbstractContextManager[object]]) -> None:
+        # ``watch`` returns the context in which the recorder sees the operations.
         task.zero_grad()
         with watch(), policy.autocast("cpu"):
             loss = task(batch).total
@@ -520,7 +534,8 @@ def _record_batches(recorder: Recorder, policy: ComputePolicy, task: Task, batch
     shapes = set()
     for seed, batch in enumerate(batches):
         shape = (batch.audio.shape, batch.labels.shape)
-        if shape not in shapes:  # The first step of a shape makes new tensors.
+        # The first step of a shape allocates tensors that later steps reuse, so it is a warm-up.
+        if shape not in shapes:
             shapes.add(shape)
             record_step(recorder.move(task.prepare(batch, seed)), recorder.warm_up)
             seed += _RECORDED_BATCHES
@@ -529,7 +544,7 @@ def _record_batches(recorder: Recorder, policy: ComputePolicy, task: Task, batch
 
 
 def _vendor_findings(config: DictConfig, device: Device) -> Iterator[Finding]:
-    """Yield findings on the vendor's plugin and its torch, and on host memory."""
+    """Yield findings on the vendor's plugin, on the torch that it needs, and on the memory of the host."""
     fault = device.library_fault()
     if fault:
         yield Finding(RED, "torch", fault)
@@ -550,16 +565,16 @@ def _plugin_finding(facts: DeviceFacts, version: str) -> Finding:
 
 
 def _host_memory_finding(config: DictConfig, device: Device) -> Finding:
-    """Return the finding on host memory, for a device whose vendor says the need of each process."""
+    """Return the finding on host memory, for a device whose vendor specifies it for each card."""
     import psutil
 
     from speechtrain.config.build import build_launcher
 
     processes = math.ceil(config.world_size / build_launcher(config).host_count())
-    needed = device.facts.host_gib * processes
-    memory = psutil.virtual_memory().total / 2**30
-    line = f"{memory:.0f} GiB. The vendor's recipe for {processes} cards asks for {needed} GiB a host"
-    return Finding(_green_or_amber(memory >= needed), "host memory", line)
+    needed_gib = device.facts.host_gib * processes
+    total_gib = psutil.virtual_memory().total / 2**30
+    line = f"{total_gib:.0f} GiB. The vendor's recipe for {processes} cards asks for {needed_gib} GiB a host"
+    return Finding(_green_or_amber(total_gib >= needed_gib), "host memory", line)
 
 
 main = console(run)

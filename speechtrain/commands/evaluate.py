@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from speechtrain.text.normalise import Normaliser
     from speechtrain.training.evaluation import Outcome
 
-_FIX = "name a file in a writable folder"  # for --out
+_OUT_FIX = "name a file in a writable folder"
 
 
 def parser() -> Parser:
-    build = Parser(
+    parser = Parser(
         prog="speechtrain evaluate",
         description="Score a run's checkpoint, with the same code and the same metrics as in training. "
         "The run may be in progress, and may have been moved.",
@@ -35,8 +35,8 @@ def parser() -> Parser:
         ],
         exit_codes="0 done, 2 usage, 3 data, 4 machine, 5 no run or no usable checkpoint",
     )
-    build.add_run()
-    build.add_argument(
+    parser.add_run()
+    parser.add_argument(
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
@@ -44,38 +44,38 @@ def parser() -> Parser:
         "normalises references and hypotheses before they are compared, as whisper_english does for "
         "leaderboards",
     )
-    build.add_argument(
+    parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="NAME=FILE",
         help="score this manifest or folder instead of the sets of the run. It may be repeated",
     )
-    build.add_argument(
+    parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write references and hypotheses, one JSON object per line"
     )
-    build.add_argument(
+    parser.add_argument(
         "--worst",
         type=int,
         default=5,
         metavar="N",
         help="show the N worst utterances (default 5, 0 for none)",
     )
-    build.add_argument(
+    parser.add_argument(
         "--json",
         action="store_true",
         help="print one JSON object, with null for values that are not finite",
     )
-    return build
+    return parser
 
 
 def run(argv: list[str]) -> int:
-    """Evaluate and print. Return the exit code. Raises a SpeechtrainError."""
+    """Evaluate a run, print the metrics and return the exit code. Raises a SpeechtrainError."""
     arguments = parser().parse_with_run(argv)
     overrides, normaliser_name = split_overrides(arguments.overrides)
     normalise = _normaliser(normaliser_name)
-    sets = _sets_by_name(arguments.set)
-    _check(arguments)
+    sets = _files_by_set(arguments.set)
+    _check_arguments(arguments)
     from speechtrain.inference.loaded_run import load
 
     loaded = load(
@@ -96,19 +96,21 @@ def run(argv: list[str]) -> int:
     mistakes_by_set = _mistakes(outcomes, arguments.worst)
     checkpoint = str(loaded.checkpoint)
     if arguments.json:
-        _print_json(checkpoint, normaliser_name, outcomes, mistakes_by_set)
+        _print_json(loaded, arguments.overrides, outcomes, mistakes_by_set)
     else:
         _print_lines(checkpoint, normaliser_name, outcomes, mistakes_by_set)
     return 0
 
 
 def _print_json(
-    checkpoint: str, normaliser: str | None, outcomes: Mapping[str, Outcome], mistakes: Mapping[str, Any]
+    loaded: LoadedRun, overrides: list[str], outcomes: Mapping[str, Outcome], mistakes: Mapping[str, Any]
 ) -> None:
-    """Print the outcomes as one JSON object."""
+    """Print the outcomes as one JSON object. The keys of ``outcomes`` and ``mistakes`` are names of sets."""
     summary = {
-        "checkpoint": checkpoint,
-        "normaliser": normaliser,
+        "checkpoint": str(loaded.checkpoint),
+        "decoder": type(loaded.opened.task.decoder).__name__,
+        "overrides": overrides,
+        "normaliser": split_overrides(overrides)[1],
         "metrics": {name: outcome.metrics for name, outcome in outcomes.items()},
         "real_time_factor": {name: outcome.real_time_factor for name, outcome in outcomes.items()},
         "mistakes": mistakes,
@@ -119,7 +121,7 @@ def _print_json(
 def _print_lines(
     checkpoint: str, normaliser: str | None, outcomes: Mapping[str, Outcome], mistakes: Mapping[str, Any]
 ) -> None:
-    """Print the outcomes in lines."""
+    """Print the outcomes as lines for people. The keys are names of sets, as in ``_print_json``."""
     print(escape_controls(f"checkpoint {checkpoint}"))
     if normaliser:
         print(f"normaliser {normaliser}")
@@ -128,7 +130,7 @@ def _print_lines(
 
 
 def split_overrides(overrides: list[str]) -> tuple[list[str], str | None]:
-    """Return the overrides of the run's config, and the name after ``normaliser=``, if there is one."""
+    """Return the overrides of the run's config, and the value of the last ``normaliser=``, or None."""
     config_overrides = []
     name = None
     for override in overrides:
@@ -140,7 +142,7 @@ def split_overrides(overrides: list[str]) -> tuple[list[str], str | None]:
 
 
 def _normaliser(name: str | None) -> Normaliser | None:
-    """Return the normaliser called ``name``, if there is a name. Raises a SpeechtrainError."""
+    """Return the normaliser called ``name``, or None without a name. Raises a SpeechtrainError."""
     if name is None:
         return None
     from speechtrain.text.normalise import scoring_normaliser
@@ -149,7 +151,10 @@ def _normaliser(name: str | None) -> Normaliser | None:
 
 
 def _mistakes(outcomes: Mapping[str, Outcome], worst: int) -> dict[str, dict[str, Any]]:
-    """Return the mistakes of each set that has transcripts."""
+    """Return the summary of the mistakes in each set that has transcripts, with the ``worst`` utterances.
+
+    ``worst`` is a number.
+    """
     from speechtrain.report.mistakes import mistakes
 
     mistakes_by_set = {}
@@ -178,33 +183,33 @@ def _print_outcome(name: str, outcome: Outcome, mistakes: dict[str, Any] | None)
 
 def _write_rows(outcomes: Mapping[str, Outcome], path: Path) -> None:
     """Write a line of JSON for each utterance of each set."""
-    text = ""
+    lines = ""
     for name, outcome in outcomes.items():
         for example in outcome.examples:
-            text += json_text({"set": name, **example.row()}) + "\n"
-    with writing(f"--out {path}", _FIX), atomic(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+            lines += json_text({"set": name, **example.row()}) + "\n"
+    with writing(f"--out {path}", _OUT_FIX), atomic(path) as temporary:
+        temporary.write_text(lines, encoding="utf-8")
 
 
 def _warnings(
     outcomes: Mapping[str, Outcome], loaded: LoadedRun, arguments: argparse.Namespace
 ) -> Iterator[str]:
-    """Yield the warnings of all sets, and one on a search with more errors than the search of training."""
+    """Yield warnings about each set, and about a decoder with more errors than the decoder of training."""
     for name, outcome in outcomes.items():
         if outcome.contradiction:
             yield f"{name}: {outcome.contradiction}"
-        symbols = set[str]()
-        unspellable = 0
+        all_unknown = set[str]()  # symbols that the tokenizer has no label for
+        unspellable = 0  # transcripts with such a symbol
         for example in outcome.examples:
             unknown_symbols = loaded.opened.tokenizer.unknown(example.reference)
-            symbols |= unknown_symbols
-            unspellable += bool(unknown_symbols)
+            all_unknown |= unknown_symbols
+            if unknown_symbols:
+                unspellable += 1
         if unspellable:
-            share = (
-                f"{unspellable} of {len(outcome.examples)} transcripts cannot be spelled by the run's labels"
-            )
-            shown_symbols = " ".join(repr(symbol) for symbol in sorted(symbols)[:10])
-            yield f"{name}: {share} ({shown_symbols}). They count as errors, and have no loss"
+            counts = f"{unspellable} of {len(outcome.examples)} transcripts"
+            shown_symbols = " ".join(repr(symbol) for symbol in sorted(all_unknown)[:10])
+            problem = f"{counts} cannot be spelled by the run's labels ({shown_symbols})"
+            yield f"{name}: {problem}. They count as errors, and have no loss"
     if not arguments.set and any(text.startswith("decoder") for text in arguments.overrides):
         from speechtrain.checkpoint.whole import validation_metrics
         from speechtrain.report.advice import worse_searches
@@ -213,8 +218,8 @@ def _warnings(
         yield from worse_searches(validation_metrics(loaded.checkpoint), rates)
 
 
-def _sets_by_name(pairs: list[str]) -> dict[str, str]:
-    """Return the files of the sets by their names, from the values NAME=FILE of --set."""
+def _files_by_set(pairs: list[str]) -> dict[str, str]:
+    """Return the file of each set by the set's name. ``pairs`` are the values NAME=FILE of --set."""
     files: dict[str, str] = {}
     for pair in pairs:
         name, equals, file = pair.partition("=")
@@ -226,16 +231,16 @@ def _sets_by_name(pairs: list[str]) -> dict[str, str]:
     return files
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check_arguments(arguments: argparse.Namespace) -> None:
     """Raise MachineError if --out cannot be written, and ConfigError for a negative --worst.
 
-    The evaluation that follows may take minutes.
+    These errors are raised before the evaluation, which may take minutes.
     """
     path = arguments.out
     if path is not None:
         folder = path.absolute().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
-            raise MachineError(f"--out {path} cannot be written; {_FIX}")
+            raise MachineError(f"--out {path} cannot be written; {_OUT_FIX}")
     if arguments.worst < 0:
         raise ConfigError(f"--worst {arguments.worst}: it must be at least 0")
 

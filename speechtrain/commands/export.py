@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from speechtrain.commands._card import add_card_options, card_options, write_card
 from speechtrain.commands._cli import Parser, console
 from speechtrain.errors import ConfigError
 from speechtrain.files import writing
@@ -54,12 +55,22 @@ def parser() -> Parser:
     build.add_argument("--checkpoint", default="best", help="of a run: best (default), last or a name")
     build.add_argument("--encoder", action="store_true", help="write the encoder only (Wav2Vec2Model)")
     build.add_argument("--force", action="store_true", help="replace existing files at --out")
+    add_card_options(build)
     return build
 
 
 def run(argv: list[str]) -> int:
-    """Convert a model and print how it was checked. If it raises a SpeechtrainError, no file is written."""
+    """Convert a model and write its card. Return the exit code. Raises a SpeechtrainError."""
     arguments = parser().parse_with_run(argv)
+    options = card_options(arguments)
+    _convert(arguments)
+    if options:
+        write_card(arguments, options)
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    """Convert a model and print how it was checked. If it raises a SpeechtrainError, no file is written."""
     form, out = arguments.form, arguments.out
     if arguments.source_form == form:
         raise ConfigError(f"--from and --to are both {form}. Name another format, such as --to huggingface")
@@ -68,7 +79,7 @@ def run(argv: list[str]) -> int:
         line = _export_parakeet(arguments)
         if line:
             print(line)
-            return 0
+            return
     pretrained, updates, differences = _read(arguments)
     if arguments.encoder:
         pretrained = pretrained.encoder_only()
@@ -83,7 +94,6 @@ def run(argv: list[str]) -> int:
         print("NOT checked against Hugging Face's model: it needs pip install -e '.[interop]'")
     if "fairseq" in (arguments.source_form, form):
         print("not run in fairseq itself. docs/interchange.md has the commands for that")
-    return 0
 
 
 def _kind(pretrained: Pretrained) -> str:
@@ -112,10 +122,15 @@ def _export_parakeet(arguments: argparse.Namespace) -> str:
 
 
 def _open_run(arguments: argparse.Namespace) -> OpenedRun:
-    """Open the run on the CPU, because the device of the training may be absent here."""
+    """Open the run on the CPU, because the device of the training may be absent here.
+
+    ``arguments.checkpoint`` becomes the name of the checkpoint, because "best" of a run in progress changes.
+    """
     from speechtrain.inference.open_run import open_run
 
-    return open_run(arguments.source, arguments.checkpoint, ["device=cpu", "precision=fp32"])
+    opened = open_run(arguments.source, arguments.checkpoint, ["device=cpu", "precision=fp32"])
+    arguments.checkpoint = opened.checkpoint.name
+    return opened
 
 
 def _check_free(out: Path, form: str, force: bool) -> None:

@@ -1,4 +1,4 @@
-"""speechtrain: the program whose first argument names a command. Its --help imports no torch."""
+"""The program ``speechtrain``, whose first argument is the name of a command. Its --help imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ COMMANDS = {
 
 
 def run(argv: list[str]) -> int:
-    """Run the command that the first argument names. Return its exit code. Raises ConfigError."""
+    """Run the command that the first argument names, and return its exit code.
+
+    Raises ConfigError for an unknown name.
+    """
     name = argv[0] if argv else ""
     if name in ("-h", "--help"):
         print(_help())
@@ -38,7 +41,7 @@ def run(argv: list[str]) -> int:
         kind = "option" if name[0] == "-" else "command"
         hint = nearest(name, (*COMMANDS, "--help", "--version"))
         raise ConfigError(f"unknown {kind} {name}{hint}; speechtrain --help shows the usage")
-    # Hydra installs its shell completion for the name of the process.
+    # Hydra installs its shell completion for the name of the process, so the name must include the command.
     if sys.argv[1:] == argv:
         sys.argv = [f"speechtrain-{name}", *argv[1:]]
     return int(import_module(f"speechtrain.commands.{name}").run(argv[1:]))

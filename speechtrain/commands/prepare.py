@@ -42,7 +42,7 @@ from speechtrain.data.tar_members import file_of
 from speechtrain.errors import ConfigError, DataError, escape_controls, print_notice
 from speechtrain.files import absolute_path, atomic
 
-_FLAC_SHARE = 0.7  # FLAC takes at most this share of the size of PCM. Speech takes about half.
+_FLAC_RATIO = 0.7  # largest size of FLAC, as a fraction of the size of PCM. Speech has about half the size.
 _EXAMPLES = (
     "speechtrain prepare stats FOLDER",
     "speechtrain prepare tokenizer FOLDER --size 500 --out pieces.model",
@@ -51,7 +51,7 @@ _EXAMPLES = (
 
 
 def parser() -> Parser:
-    build = Parser(
+    parser = Parser(
         prog="speechtrain prepare",
         description="Prepare data for training. A SOURCE is anything that data.train accepts: a lhotse, "
         "NeMo, MLPerf or fairseq manifest, a CSV or TSV with a header, a Kaldi directory, or a folder of "
@@ -61,7 +61,7 @@ def parser() -> Parser:
         examples=_EXAMPLES,
         exit_codes="0 done, 2 usage, 3 data (also: done, but some recordings are bad), 4 disk",
     )
-    commands = build.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _add_tokenizer(commands)
     _add_manifest(commands)
     _add_convert(commands)
@@ -69,7 +69,7 @@ def parser() -> Parser:
     _add_stats(commands)
     add_lm(commands, _add_sources, lambda arguments: map(text_of, cuts_of(named_source(arguments))))
     _add_tsv(commands)
-    return build
+    return parser
 
 
 def _add_tokenizer(commands: Any) -> None:
@@ -153,12 +153,12 @@ def _add_convert(commands: Any) -> None:
     perturb.set_defaults(function=perturb_speed)
 
 
-def _add_files(build: argparse.ArgumentParser) -> None:
-    _add_sources(build)
-    build.add_argument("--out", type=Path, required=True, metavar="DIR")
-    build.add_argument("--format", choices=("wav", "flac"), default="wav", help="16 bits per sample (wav)")
-    build.add_argument("--rate", type=int, default=16_000, metavar="HZ", help="sample rate (16000)")
-    _add_jobs(build)
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    _add_sources(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--format", choices=("wav", "flac"), default="wav", help="16 bits per sample (wav)")
+    parser.add_argument("--rate", type=int, default=16_000, metavar="HZ", help="sample rate (16000)")
+    _add_jobs(parser)
 
 
 def _add_tsv(commands: Any) -> None:
@@ -177,17 +177,17 @@ def _add_tsv(commands: Any) -> None:
     tsv.set_defaults(function=write_tsv)
 
 
-def _add_sources(build: argparse.ArgumentParser) -> None:
-    build.add_argument("sources", nargs="*", metavar="SOURCE", help="manifest or folder of recordings")
-    build.add_argument("--corpus", choices=("digits",), help="the embedded corpus instead")
+def _add_sources(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="manifest or folder of recordings")
+    parser.add_argument("--corpus", choices=("digits",), help="the embedded corpus instead")
 
 
-def _add_jobs(build: argparse.ArgumentParser) -> None:
-    build.add_argument("--jobs", type=int, default=2, metavar="N", help="recordings decoded in parallel (2)")
+def _add_jobs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="recordings decoded in parallel (2)")
 
 
 def run(argv: list[str]) -> int:
-    """Run one subcommand and return its exit code. Raises a SpeechtrainError if it fails."""
+    """Run a subcommand and return its exit code. Raises a SpeechtrainError."""
     if any(argument.startswith("corpus=") for argument in argv):
         from speechtrain.commands.prepare_corpus import prepare_corpus
 
@@ -200,7 +200,7 @@ def run(argv: list[str]) -> int:
 
 
 def train_tokenizer(arguments: argparse.Namespace) -> int:
-    """Train SentencePiece on the normalised transcripts of the sources."""
+    """Train SentencePiece on the normalised transcripts of the sources, and return the exit code."""
     from speechtrain.data.prepare.subwords import Subwords
 
     names = ("kind", "size", "normaliser", "character_coverage")
@@ -210,7 +210,10 @@ def train_tokenizer(arguments: argparse.Namespace) -> int:
 
 
 def named_source(arguments: argparse.Namespace) -> Source:
-    """Open the SOURCEs or the embedded corpus. Raises ConfigError unless exactly one of them is given."""
+    """Open the SOURCEs or the embedded corpus of the arguments, and print the warnings of the source.
+
+    Raises ConfigError if the arguments have both, or neither.
+    """
     if bool(arguments.sources) == bool(arguments.corpus):
         raise ConfigError("give one or more SOURCEs, or --corpus digits")
     if arguments.corpus:
@@ -222,18 +225,18 @@ def named_source(arguments: argparse.Namespace) -> Source:
 
 
 def write_manifest(arguments: argparse.Namespace) -> int:
-    """Write the sources' cuts. Return 3 if --check finds a bad recording, otherwise 0."""
+    """Write the cuts of the sources as a manifest. Return 3 if --check finds a bad recording, otherwise 0."""
     cuts = cuts_of(named_source(arguments))
     if arguments.check or arguments.drop_bad:
         checked_cuts = map_in_threads(_decode, cuts, arguments.jobs)
     else:
-        checked_cuts = ((cut, cut) for cut in cuts)
-    bad = write_cuts(arguments.out, checked_cuts, keeps_bad=not arguments.drop_bad)
-    return DataError.exit_code if bad and not arguments.drop_bad else 0
+        checked_cuts = ((cut, cut) for cut in cuts)  # The second of the two is the result of the check.
+    bad_count = write_cuts(arguments.out, checked_cuts, keeps_bad=not arguments.drop_bad)
+    return DataError.exit_code if bad_count and not arguments.drop_bad else 0
 
 
 def _decode(cut: Record) -> Record:
-    """Return the cut after its audio is decoded. Raises Unusable."""
+    """Return the cut after a test that its audio can be decoded. Raises Unusable if not."""
     from speechtrain.data.audio import read_cut
 
     read_cut(cut, 16_000)
@@ -248,35 +251,38 @@ def write_stats(arguments: argparse.Namespace) -> int:
         checked_cuts = ((cut, None) for cut in cuts)
     else:
         checked_cuts = map_in_threads(check_audio_of, cuts, arguments.jobs)
-    statistics, bad = Statistics(), 0
-    for cut, audio_facts in checked_cuts:
-        statistics.add(cut, audio_facts)
-        bad += isinstance(audio_facts, Unusable)
-    figures = statistics.as_json() | statistics.long_recordings()
+    statistics = Statistics()
+    has_bad = False
+    for cut, audio_check in checked_cuts:
+        statistics.add(cut, audio_check)
+        has_bad = has_bad or isinstance(audio_check, Unusable)
+    summary = statistics.as_json() | statistics.long_recordings()
     if arguments.json:
-        print(json.dumps(figures, indent=1))
+        print(json.dumps(summary, indent=1))
     else:
-        print("\n".join(map(escape_controls, table_lines(figures))))
-    return DataError.exit_code if bad else 0
+        print("\n".join(map(escape_controls, table_lines(summary))))
+    return DataError.exit_code if has_bad else 0
 
 
 def write_split(arguments: argparse.Namespace) -> int:
-    """Write the sources' cuts to ``train.jsonl`` and ``valid.jsonl``.
+    """Write the cuts of the sources to ``train.jsonl`` and ``valid.jsonl``, and return the exit code.
 
     All cuts of a speaker, or of a recording, are in the same file.
     """
-    from speechtrain.data.hold_out import GROUPS, groups_of, held_out  # torch
+    from speechtrain.data.hold_out import GROUPS, groups_of, held_out  # imports torch
 
     if not 0 < arguments.share < 1:
         raise ConfigError(f"--share {arguments.share}: it must be above 0 and below 1")
     source = named_source(arguments)
+    # One row per cut: a number for each kind of group (speaker and recording), and the duration.
     columns = np.dtype([*((group, "i8") for group in GROUPS), ("seconds", "f4")])
-    facts = np.fromiter(((*groups_of(cut), seconds_of(cut)) for cut in cuts_of(source)), columns)
-    unnamed = int((facts["speaker"] < 0).sum())
-    if unnamed and arguments.by == "speaker":
-        raise DataError(f"--by speaker: {unnamed} of {len(facts)} cuts name no speaker. Use --by recording")
-    groups = {group: facts[group] for group in GROUPS}
-    is_held_out, unit = held_out(groups, facts["seconds"], arguments.share, by=arguments.by or "")
+    cut_table = np.fromiter(((*groups_of(cut), seconds_of(cut)) for cut in cuts_of(source)), columns)
+    without_speaker = int((cut_table["speaker"] < 0).sum())
+    if without_speaker and arguments.by == "speaker":
+        counts = f"{without_speaker} of {len(cut_table)} cuts"
+        raise DataError(f"--by speaker: {counts} name no speaker. Use --by recording")
+    groups = {group: cut_table[group] for group in GROUPS}
+    is_held_out, unit = held_out(groups, cut_table["seconds"], arguments.share, by=arguments.by or "")
     if is_held_out.all():
         raise DataError(f"the sources have only one {unit}, which cannot be split. Give more")
     _write_both(arguments.out, source, is_held_out.tolist())
@@ -286,24 +292,28 @@ def write_split(arguments: argparse.Namespace) -> int:
 
 
 def _write_both(out: Path, source: Source, is_held_out: list[bool]) -> None:
-    """Write ``train.jsonl`` and ``valid.jsonl``, which gets the cuts that are held out."""
-    names = ("train", "valid")
-    totals = {name: Totals() for name in names}
+    """Write the cuts of ``source`` to ``train.jsonl``, or to ``valid.jsonl`` if they are held out.
+
+    ``is_held_out`` has one entry per cut.
+    """
+    splits = ("train", "valid")
+    totals = {split: Totals() for split in splits}
     with contextlib.ExitStack() as stack:
-        files = {name: stack.enter_context(open_output(out / f"{name}.jsonl")) for name in names}
+        files = {split: stack.enter_context(open_output(out / f"{split}.jsonl")) for split in splits}
         for cut, is_valid in zip(cuts_of(source), is_held_out, strict=True):
-            name = names[is_valid]
-            totals[name].add(cut)
-            files[name].write(line_of(cut))
-    for name in names:
-        print(f"{out / name}.jsonl: {totals[name].describe()}")
+            split = "valid" if is_valid else "train"
+            totals[split].add(cut)
+            files[split].write(line_of(cut))
+    for split in splits:
+        print(f"{out / split}.jsonl: {totals[split].describe()}")
 
 
 def write_tsv(arguments: argparse.Namespace) -> int:
     """Write ``train.tsv`` and ``valid.tsv`` by fairseq's rule. Return 3 if a recording is bad, otherwise 0.
 
-    Each file, in sorted order, gets a uniform draw and is for training if the draw is above
-    ``valid_percent``. A bad file also uses its draw, so the split of the other files is the same.
+    The rule: for each file in sorted order, a number is drawn from a uniform distribution over [0, 1). The
+    file is for training if the number is above ``valid_percent``. A number is also drawn for a bad file, so
+    that the split of the other files does not depend on it.
     """
     share = arguments.valid_percent
     if not 0 <= share <= 1:
@@ -329,13 +339,13 @@ def write_tsv(arguments: argparse.Namespace) -> int:
 def _read_headers(
     folder: Path, names: list[str], arguments: argparse.Namespace, totals: Totals
 ) -> dict[str, dict[str, Header]]:
-    """Return the headers of both splits by name. ``totals`` counts the recordings, and refuses bad ones."""
-    draw = random.Random(arguments.seed).random
+    """Return the headers of each split's recordings by file name. Recordings are counted in ``totals``."""
+    draw_uniform = random.Random(arguments.seed).random
     headers: dict[str, dict[str, Header]] = {"train": {}, "valid": {}}
     for name, header_or_problem in map_in_threads(
         lambda name: _header_of(folder, name), names, arguments.jobs
     ):
-        split = "train" if draw() > arguments.valid_percent else "valid"
+        split = "train" if draw_uniform() > arguments.valid_percent else "valid"
         if isinstance(header_or_problem, Unusable):
             printed_name = name if _fits_tsv(name) else ascii(name)
             totals.refuse(printed_name, header_or_problem)
@@ -346,7 +356,10 @@ def _read_headers(
 
 
 def _write_tsv_file(path: Path, folder: Path, headers: dict[str, Header]) -> None:
-    """Write fairseq's manifest of recordings in ``folder``. ``headers`` are by name."""
+    """Write fairseq's manifest of recordings in ``folder``, and print its size.
+
+    ``headers`` has the header of each recording by its path relative to ``folder``.
+    """
     seconds = 0.0
     with open_output(path) as file:
         file.write(f"{folder}\n".encode())
@@ -360,10 +373,7 @@ def _write_tsv_file(path: Path, folder: Path, headers: dict[str, Header]) -> Non
 
 
 def _fits_tsv(name: str) -> bool:
-    """Return whether a TSV can hold a path.
-
-    The path must have no tab, no line break and no byte that is not UTF-8.
-    """
+    """Return whether a TSV can contain a path: it has no tab, no line break, and only bytes of UTF-8."""
     try:
         return not any(byte in b"\t\r\n" for byte in name.encode())
     except UnicodeEncodeError:
@@ -371,7 +381,7 @@ def _fits_tsv(name: str) -> bool:
 
 
 def _header_of(folder: Path, name: str) -> Header:
-    """Return a recording's header. Raises Unusable if it cannot be in a TSV."""
+    """Return the header of the recording ``name`` in ``folder``. Raises Unusable if it cannot be in a TSV."""
     if not _fits_tsv(name):
         raise Unusable("unreadable", "a TSV cannot contain its name. Rename it")
     return read_header(str(folder / name))
@@ -379,41 +389,46 @@ def _header_of(folder: Path, name: str) -> Header:
 
 @dataclass(frozen=True)
 class Converter:
-    """Decodes cuts to mono 16-bit files below ``folder``. Complete files that exist are kept.
+    """A function that decodes a cut and writes it as a mono file of 16 bits below ``folder``.
 
-    If ``percent`` is not 100, the speed changes as in training, and ids end with its factor.
+    A complete file of an earlier call is reused. If ``percent`` is not 100, the speed is changed as in
+    training, and the id of the copy ends with the factor.
     """
 
     folder: Path
     format: str  # wav or flac
-    rate: int  # Hz
-    percent: int = 100  # of the original speed
+    rate: int  # sample rate of the file in Hz
+    percent: int = 100  # speed of the copy in percent of the original speed
 
     def name(self, cut: Record) -> str:
-        """Return the id of a cut's copy."""
+        """Return the id of the cut's copy, such as ``a_sp0.9``."""
         if self.percent == 100:
             return str(cut["id"])
         return f"{cut['id']}_sp{self.percent / 100:g}"
 
     def path(self, cut: Record) -> Path:
-        """Return the path of a cut's audio: its id, with a hash if a file name cannot contain the id."""
+        """Return the path of the copy. The file has the name of the id.
+
+        If a file name cannot contain the id, other characters replace some, and a hash of the id is added.
+        """
         name = self.name(cut)
-        safe = re.sub(r"[^\w.-]|^\.", "_", name)[:120]
-        if safe != name:
-            safe += f"-{key_of(name) & 0xFFFFFFFF:08x}"
-        # Each of 256 folders gets a share of the files, because a folder of a million files is slow.
-        return self.folder / "audio" / f"{key_of(name) & 0xFF:02x}" / f"{safe}.{self.format}"
+        safe_name = re.sub(r"[^\w.-]|^\.", "_", name)[:120]
+        if safe_name != name:
+            safe_name += f"-{key_of(name) & 0xFFFFFFFF:08x}"
+        # The files are distributed over 256 folders, because a folder with a million files is slow.
+        subfolder = f"{key_of(name) & 0xFF:02x}"
+        return self.folder / "audio" / subfolder / f"{safe_name}.{self.format}"
 
     def bytes(self, seconds: float) -> float:
-        """Return the largest size of the file of a cut."""
+        """Return the largest possible size of the file of a cut of ``seconds``."""
         samples = seconds * self.rate * 100 / self.percent
-        pcm_bytes = samples * 2
+        file_bytes = samples * 2
         if self.format == "flac":
-            pcm_bytes *= _FLAC_SHARE
-        return pcm_bytes + 4096
+            file_bytes *= _FLAC_RATIO
+        return file_bytes + 4096  # header, and the rounding to blocks of the disk
 
     def __call__(self, cut: Record) -> Record:
-        """Write the file of a cut, and return its copy's cut.
+        """Write the file of a cut, and return the cut of the copy.
 
         Raises Unusable for bad audio, and OSError if the file cannot be written.
         """
@@ -433,19 +448,21 @@ class Converter:
         )
 
     def _write(self, audio: Samples, path: Path) -> int:
-        """Write audio of shape (S,) to a file. Return S."""
+        """Write ``audio`` (S,) to a file and return S, the number of samples."""
         pcm = np.clip(np.rint(audio * 32768.0), -32768, 32767).astype(np.int16)
-        buffer = io.BytesIO()  # libsndfile does not report a full disk, and a Path does.
+        # The bytes are first written to memory, because libsndfile does not report a full disk.
+        buffer = io.BytesIO()
         soundfile.write(buffer, pcm, self.rate, format=self.format.upper(), subtype="PCM_16")
-        # A sync for each of a million files takes hours.
+        # With ``durable``, a million files would take hours.
         with atomic(path, durable=False) as temporary:
             temporary.write_bytes(buffer.getvalue())
         return len(pcm)
 
     def _existing_samples(self, cut: Record, path: Path) -> int | None:
-        """Return the samples of the file of an earlier call, or None if it must be written.
+        """Return the number of samples in the file of an earlier call, or None if it cannot be reused.
 
-        The file must be newer than the files of the cut, and have the rate and one channel.
+        It can be reused if it is newer than the audio files of the cut, and has the right rate and one
+        channel.
         """
         from speechtrain.data.audio import files_of
 
@@ -465,6 +482,7 @@ class Converter:
 def perturb_speed(arguments: argparse.Namespace) -> int:
     """Write a copy of the sources at each of the speeds. Return 3 if a recording is bad, otherwise 0."""
     texts = arguments.speeds.split(",")
+    # A text that is not a valid factor, or equal to another one, makes ``percents`` smaller than ``texts``.
     factors = [float(text) for text in texts if re.fullmatch(r"\d(\.\d\d?)?", text)]
     percents = {round(factor * 100) for factor in factors if 0.5 <= factor <= 2 and factor != 1}
     if len(percents) < len(texts):
@@ -474,9 +492,10 @@ def perturb_speed(arguments: argparse.Namespace) -> int:
 
 
 def convert_to_files(source: Source, arguments: argparse.Namespace, percents: Sequence[int] = (100,)) -> int:
-    """Convert a source at each speed and write ``cuts.jsonl``. The source is first read for its size.
+    """Write the recordings of a source at each speed, and ``cuts.jsonl`` with all copies.
 
-    Returns 3 if a recording is bad, otherwise 0.
+    ``percents`` are the speeds in percent. The source is read twice, first to predict the size of the files.
+    Return 3 if a recording is bad, otherwise 0.
     """
     if not 1_000 <= arguments.rate <= 768_000:
         raise ConfigError(f"--rate {arguments.rate}: it must be 1000 to 768000 Hz, such as 16000")
@@ -484,12 +503,12 @@ def convert_to_files(source: Source, arguments: argparse.Namespace, percents: Se
     converters = [replace(original, percent=percent) for percent in percents]
     _check_room(converters, source)
     copies = (map_in_threads(converter, cuts_of(source), arguments.jobs) for converter in converters)
-    bad = write_cuts(arguments.out / "cuts.jsonl", itertools.chain.from_iterable(copies))
-    return DataError.exit_code if bad else 0
+    bad_count = write_cuts(arguments.out / "cuts.jsonl", itertools.chain.from_iterable(copies))
+    return DataError.exit_code if bad_count else 0
 
 
 def _check_room(converters: Sequence[Converter], source: Source) -> None:
-    """Print the disk space that the conversion needs. Raises MachineError if less is free."""
+    """Print the disk space that the missing files need. Raises MachineError if less is free."""
     needed_bytes = 0.0
     for cut in cuts_of(source):
         seconds = seconds_of(cut)

@@ -1,4 +1,4 @@
-"""speechtrain prepare corpus=NAME: writes a public corpus as manifests, which data.train reads."""
+"""speechtrain prepare corpus=NAME: write a public corpus as manifests, which ``data.train`` reads."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ from speechtrain.runs.choices import corpora
 from speechtrain.runs.named_corpus import MANIFESTS, Corpus, build_part, corpus_by_name, with_pairs
 
 _ORIGIN = "corpus.json"
-_FIX = "use another out="
+"""Name of the file beside the manifests that says from which corpus and folders they were written."""
+_OUT_FIX = "use another out="
 
 
 def prepare_corpus(argv: list[str]) -> int:
-    """Write a manifest for each part, after a download if asked. Return the exit code."""
+    """Write a manifest for each part of a corpus and return the exit code. Raises a SpeechtrainError.
+
+    With ``download=true``, the archives of the corpus are downloaded first.
+    """
     arguments = _parser().parse_intermixed_args(argv)
     pairs = dict(_pair(text) for text in arguments.pairs)
     name = pairs["corpus"]
@@ -53,31 +57,31 @@ def prepare_corpus(argv: list[str]) -> int:
 
 
 def _write_manifests(corpus: Corpus, names: Mapping[str, str]) -> None:
-    """Write the manifests that are missing and the tokenizers, and print the next command.
+    """Write the missing manifests and tokenizers of a corpus, and print the command that uses them.
 
-    ``names`` are the root, folder and language, which replace the placeholders of the recipe.
+    ``names`` has root, folder and language, whose values replace the placeholders in the corpus's YAML file.
     """
     parent = f"{os.environ.get('DATASET_DIR') or names['root']}/{MANIFESTS}"
     out = absolute_path(corpus.out or f"{parent}/{corpus.corpus}")
     origin = {"corpus": corpus.corpus, **names, "arguments": corpus.arguments}
     sets = _sets_to_write(corpus, names)
+    has_named_parts = "" not in sets  # Otherwise the recipe names the parts when it runs.
     _check_origin(out, origin)
     missing_sets = {}
     for part, part_set in sets.items():
-        # A recipe without parts in the YAML names its parts when it runs.
-        path = _manifest(out, part)
+        path = _manifest_path(out, part)
         if part and path.exists():
             print_line(f"{path} is there already. Delete it to write it again")
         else:
             missing_sets[part] = part_set
     for part, cuts in cuts_by_part(missing_sets, names, corpus.jobs):
-        _write_part(_manifest(out, part), iter(cuts), origin, is_optional="" in sets)
+        _write_part(_manifest_path(out, part), iter(cuts), origin, is_optional=not has_named_parts)
     _train_tokenizers(corpus, out)
-    print_line(_next_command(corpus, out, has_named_parts="" not in sets))
+    print_line(_next_command(corpus, out, has_named_parts=has_named_parts))
 
 
 def _parser() -> Parser:
-    build = Parser(
+    parser = Parser(
         prog="speechtrain prepare corpus=NAME",
         description=f"Write a public corpus as manifests. NAME is one of {', '.join(corpora(None))}, "
         "huggingface (name=… split=…), or a recipe of lhotse. Keys: root (else DATASET_DIR), "
@@ -89,12 +93,13 @@ def _parser() -> Parser:
         ],
         exit_codes="0 done, 2 usage, 3 data, 4 disk",
     )
-    build.add_argument("pairs", nargs="*", metavar="KEY=VALUE", help="as in conf/corpus/NAME.yaml")
-    build.add_argument("--config-dir", metavar="DIR", help="a folder with your own corpus/NAME.yaml")
-    return build
+    parser.add_argument("pairs", nargs="*", metavar="KEY=VALUE", help="as in conf/corpus/NAME.yaml")
+    parser.add_argument("--config-dir", metavar="DIR", help="a folder with your own corpus/NAME.yaml")
+    return parser
 
 
 def _pair(text: str) -> tuple[str, str]:
+    """Return the key and the value of ``KEY=VALUE``. Raises ConfigError for another text."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"{text!r} is not KEY=VALUE, as in root=DIR")
@@ -102,7 +107,10 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _download(corpus: Corpus, root: Path) -> None:
-    """Download and unpack the archives of the parts. Raises DataError if the corpus has no archives."""
+    """Download the archives of the parts to ``root`` and unpack them.
+
+    Raises DataError if the corpus cannot be downloaded.
+    """
     if not corpus.archives:
         if not corpus.sets:
             command = f"lhotse download {corpus.corpus} {shlex.quote(str(root))}"
@@ -130,21 +138,22 @@ def _parts(corpus: Corpus) -> Collection[str]:
 
 
 def _sets_to_write(corpus: Corpus, names: Mapping[str, str]) -> dict[str, Set]:
-    """Return the parts that the folder has, or only the key "" if the YAML names no parts.
+    """Return the parts of the corpus that are in its folder, by name.
 
-    Raises DataError if the folder has none of the parts, or lacks one that the command asks for.
+    If the corpus's YAML file names no parts, the result has a single entry with the name "". Raises DataError
+    if the folder has none of the parts, or lacks a part in the command's ``parts=``.
     """
     if not corpus.sets:
         return {"": Set(corpus.recipe, corpus.arguments)}
     defaults = {"recipe": corpus.recipe, "arguments": corpus.arguments, "place": corpus.place}
-    known_sets = {}
+    all_sets = {}
     for part, node in corpus.sets.items():
-        known_sets[part] = build_part(Set, {**defaults, **(node or {})}, f"sets.{part}")
+        all_sets[part] = build_part(Set, {**defaults, **(node or {})}, f"sets.{part}")
     sets, missing_paths = {}, []
     for part in _parts(corpus):
-        path = Path(names["folder"], fill_names(known_sets[part].place, {**names, "part": part}))
+        path = Path(names["folder"], fill_names(all_sets[part].place, {**names, "part": part}))
         if path.exists():
-            sets[part] = known_sets[part]
+            sets[part] = all_sets[part]
         else:
             missing_paths.append(path)
     if missing_paths and (corpus.parts or not sets):
@@ -156,21 +165,23 @@ def _sets_to_write(corpus: Corpus, names: Mapping[str, str]) -> dict[str, Set]:
 
 
 def _write_part(path: Path, cuts: Iterator[Record], origin: dict[str, Any], *, is_optional: bool) -> None:
-    """Write a manifest and then its origin, so that a refused corpus leaves no file.
+    """Write the manifest of a part to ``path``, and then ``corpus.json`` with the corpus's ``origin``.
 
-    A part without cuts is skipped if it ``is_optional``, and is otherwise an error.
+    If ``write_cuts`` raises an error, no file is written. A part without cuts is skipped if ``is_optional``,
+    otherwise ``write_cuts`` raises DataError.
     """
     first_cuts = list(islice(cuts, 1))
     if not first_cuts and is_optional:
         return
-    write_cuts(path, ((cut, cut) for cut in chain(first_cuts, cuts)))
-    with writing(path.parent, _FIX):
+    all_cuts = chain(first_cuts, cuts)
+    write_cuts(path, ((cut, cut) for cut in all_cuts))
+    with writing(path.parent, _OUT_FIX):
         write_json(path.parent / _ORIGIN, origin)
 
 
 def _train_tokenizers(corpus: Corpus, out: Path) -> None:
-    """Train the tokenizers of the corpus on the training parts in ``out``. A tokenizer that exists stays."""
-    manifests = [_manifest(out, part) for part in corpus.train]
+    """Train the missing tokenizers of the corpus on the training parts in ``out``."""
+    manifests = [_manifest_path(out, part) for part in corpus.train]
     sources = [str(manifest) for manifest in manifests if manifest.exists()]
     for name, options in corpus.tokenizers.items():
         path = out / name
@@ -185,24 +196,28 @@ def _train_tokenizers(corpus: Corpus, out: Path) -> None:
 
 
 def _check_origin(out: Path, origin: dict[str, Any]) -> None:
-    """Raise ConfigError if ``out`` holds manifests of another corpus, or of other arguments."""
-    stored = read_json(out / _ORIGIN)
-    if stored and stored != origin:
-        different_keys = [key for key in {**stored, **origin} if stored.get(key) != origin.get(key)]
+    """Raise ConfigError if the manifests in ``out`` are from another corpus, or from other arguments."""
+    stored_origin = read_json(out / _ORIGIN)
+    if stored_origin and stored_origin != origin:
+        all_keys = {**stored_origin, **origin}
+        different_keys = [key for key in all_keys if stored_origin.get(key) != origin.get(key)]
         key = different_keys[0]
-        raise ConfigError(f"out={out}: it holds manifests with {key}={stored.get(key)}; {_FIX}")
+        raise ConfigError(f"out={out}: it holds manifests with {key}={stored_origin.get(key)}; {_OUT_FIX}")
 
 
-def _manifest(out: Path, part: str) -> Path:
+def _manifest_path(out: Path, part: str) -> Path:
+    """Return the path of the manifest of a part. Raises ConfigError for a name that is not a file name."""
     if Path(part).name != part or not part.isprintable():
         raise ConfigError(f"sets.{part}: the name must be usable as the name of a file")
     return out / f"{part}.jsonl.gz"
 
 
 def _next_command(corpus: Corpus, out: Path, *, has_named_parts: bool) -> str:
-    """Return a line with the command that trains on the manifests in ``out``, or else scores a run on them.
+    """Return a line with the command that trains on the manifests in ``out``.
 
-    If the YAML names no parts, a part with "train" in its name trains, or else all parts do.
+    If no part is for training, the command scores a run instead. With ``has_named_parts``, the corpus's YAML
+    file says which parts are for training and validation. Otherwise parts with "train" in their names are for
+    training, or all parts if no name has it.
     """
     files = {path.name.removesuffix(".jsonl.gz"): path for path in sorted(out.glob("*.jsonl.gz"))}
     if has_named_parts:
@@ -212,14 +227,14 @@ def _next_command(corpus: Corpus, out: Path, *, has_named_parts: bool) -> str:
         train = [part for part in files if "train" in part] or [*files]
         valid = [part for part in files if part not in train and re.fullmatch(r"[\w-]+", part)]
     if not train:
-        words = ["speechtrain", "evaluate", "RUN"]
+        command = ["speechtrain", "evaluate", "RUN"]
         for part, path in files.items():
-            words += ["--set", f"{part}={path}"]
-        return f"score a run with: {shlex.join(words)}"
-    words = ["speechtrain", "train", f"recipe={corpus.training}"]
+            command += ["--set", f"{part}={path}"]
+        return f"score a run with: {shlex.join(command)}"
+    command = ["speechtrain", "train", f"recipe={corpus.training}"]
     train_files = ",".join(str(files[part]) for part in train)
-    words.append(f"data.train={train_files}")
-    words += [f"data.valid.{part}={files[part]}" for part in valid]
+    command.append(f"data.train={train_files}")
+    command += [f"data.valid.{part}={files[part]}" for part in valid]
     if corpus.normaliser:
-        words.append(f"tokenizer.normaliser={corpus.normaliser}")
-    return f"train with: {shlex.join(words)}"
+        command.append(f"tokenizer.normaliser={corpus.normaliser}")
+    return f"train with: {shlex.join(command)}"

@@ -11,7 +11,7 @@ from speechtrain.files import write_text
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the page and print its path. Return the exit code. Raises RunError."""
+    """Write the page, print its path and return the exit code. Raises RunError if it cannot be written."""
     arguments = _parser().parse_with_run(argv)
     from speechtrain.report.page import page
     from speechtrain.report.run import hold_secrets, read_run, runs_in
@@ -26,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
     else:
         out = Path(arguments.runs[0]) / "comparison.html"
     try:
-        if arguments.out:  # The user may name a device or a link, such as /dev/stdout.
+        if arguments.out:  # ``write_text`` would replace a device or a link, such as /dev/stdout.
             out.write_text(page(runs), encoding="utf-8", errors="backslashreplace")
         else:
             write_text(out, page(runs), private=hold_secrets(runs))

@@ -1,4 +1,4 @@
-"""speechtrain study: ask for trials, tell their values, import and show a study. Imports no torch."""
+"""speechtrain study: ask for trials, store their results, import and show a study. It imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a subcommand. Returns the exit code. Raises ConfigError and RunError."""
+    """Run a subcommand and return the exit code. Raises ConfigError and RunError."""
     arguments = parser().parse_args(argv)
     require_optuna()
     command = {"ask": _ask, "tell": _tell, "status": _status, "import": _import}[arguments.subcommand]
@@ -75,6 +75,7 @@ def _add(commands: Any, name: str, meaning: str, positionals: str = "STUDY") -> 
 
 
 def _ask(arguments: Namespace) -> None:
+    """Print the next trials of a study, one JSON object per line."""
     from speechtrain.study.store import Study
 
     study = Study(arguments.study)
@@ -87,6 +88,7 @@ def _ask(arguments: Namespace) -> None:
 
 
 def _tell(arguments: Namespace) -> None:
+    """Store the results of trials, from the arguments or from the lines of stdin."""
     from speechtrain.study.store import Study
 
     study = Study(arguments.study)
@@ -96,22 +98,23 @@ def _tell(arguments: Namespace) -> None:
 
 
 def _tell_line(study: Study, line: str) -> None:
+    """Store the result of one trial, a JSON object. Raises ConfigError for another form."""
     from speechtrain.study.objectives import values_of
     from speechtrain.study.store import Outcome
 
-    form = '{"id": 0, "values": {"NAME": VALUE}}, or {"id": 0, "failed": "CAUSE"}'
-    error = ConfigError(f"{line.strip()[:200]}: a trial is {form}")
+    expected_form = '{"id": 0, "values": {"NAME": VALUE}}, or {"id": 0, "failed": "CAUSE"}'
+    form_error = ConfigError(f"{line.strip()[:200]}: a trial is {expected_form}")
     try:
         content = parse_json(line)
         number, values, failure = content["id"], content.get("values"), content.get("failed")
     except (AttributeError, KeyError, TypeError, *MALFORMED):
-        raise error from None
+        raise form_error from None
     if type(number) is int and failure and values is None:
         study.finish(number, Outcome("failed", error=str(failure)))
         return
-    is_numbers = isinstance(values, dict) and all(map(_is_finite_number, values.values()))
-    if type(number) is not int or failure or not is_numbers:
-        raise error
+    has_numbers = isinstance(values, dict) and all(map(_is_finite_number, values.values()))
+    if type(number) is not int or failure or not has_numbers:
+        raise form_error
     study.finish(number, Outcome("finished", values), values_of(study.spec.objectives, values))
 
 
@@ -120,6 +123,7 @@ def _is_finite_number(value: Any) -> bool:
 
 
 def _status(arguments: Namespace) -> None:
+    """Print the table of the trials. With ``--html``, also write a page and print its path."""
     from speechtrain.study.output import PAGE, table, write_page
     from speechtrain.study.store import Study
 
@@ -131,6 +135,7 @@ def _status(arguments: Namespace) -> None:
 
 
 def _import(arguments: Namespace) -> None:
+    """Make a study from a YAML file in SigOpt's form, and print its size."""
     import yaml
 
     from speechtrain.study.objectives import read_objectives
@@ -149,14 +154,12 @@ def _import(arguments: Namespace) -> None:
         parameters, read_objectives(metrics), n_trials, sampler=arguments.sampler, seed=arguments.seed
     )
     Study(arguments.study, spec)
-    print(
-        escape_controls(
-            f"{arguments.study}: {len(parameters)} parameters, {len(metrics)} objectives, {n_trials} trials"
-        )
-    )
+    sizes = f"{len(parameters)} parameters, {len(metrics)} objectives, {n_trials} trials"
+    print(escape_controls(f"{arguments.study}: {sizes}"))
 
 
 def _distribution(node: Mapping[str, Any]) -> Any:
+    """Return optuna's distribution of a SigOpt parameter. Raises ValueError or KeyError for another form."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     choices = node.get("grid") or node.get("categorical_values")
@@ -172,8 +175,11 @@ def _distribution(node: Mapping[str, Any]) -> Any:
 
 
 def _objective(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a SigOpt metric in the form that ``read_objectives`` reads."""
     fields = {"name": node["name"], "direction": node.get("objective", "maximize")}
-    return fields | ({"threshold": float(node["threshold"])} if "threshold" in node else {})
+    if "threshold" in node:
+        fields["threshold"] = float(node["threshold"])
+    return fields
 
 
 main = console(run)

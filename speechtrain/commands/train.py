@@ -1,4 +1,4 @@
-"""speechtrain train: compose a config, start its ranks, report how they ended."""
+"""speechtrain train: compose a config, start the ranks of the run, and report how they ended."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ exit codes: 0 done, 1 internal error, 2 config, 3 data, 4 machine, 5 run directo
 
 
 def run(argv: list[str]) -> int:
-    """Run the command. Return its exit code.
+    """Train, and return the exit code. Raises a SpeechtrainError.
 
-    A run that exists continues with its own config. Otherwise Hydra composes a config for each job. Both
-    call ``start_run``, which checks the config, starts the ranks, follows them and reports how they ended.
+    If the command continues a run, the run's stored config is used. Otherwise Hydra composes a config for
+    each job. In both cases ``start_run`` checks the config, starts the ranks, waits and reports their end.
     """
-    if "--help" in argv or "-h" in argv:  # Hydra's help would compose the config first.
+    if "--help" in argv or "-h" in argv:  # Hydra's own help would need a composed config.
         print(_help(argv), end="")
         return 0
     if "--version" in argv:
@@ -83,10 +83,10 @@ def run(argv: list[str]) -> int:
     from speechtrain.runs.start import start_run
 
     command = read_command(argv)
-    ranks = command.external_launch
-    if ranks and ranks.world.rank:  # Rank 0 takes the steps that follow.
-        return ranks.join()
-    context = ranks.reporting_exit_code() if ranks else nullcontext()
+    external_launch = command.external_launch
+    if external_launch and external_launch.world.rank:
+        return external_launch.join()  # Only rank 0 composes the config and starts the run below.
+    context = external_launch.reporting_exit_code() if external_launch else nullcontext()
     with context:
         check_flags(command.flags)
         names = RunNames(command.config_dir)
@@ -99,6 +99,7 @@ def run(argv: list[str]) -> int:
 
 
 def _help(argv: list[str]) -> str:
+    """Return the help with the choices of each group, including the user's config folder in ``argv``."""
     lines = []
     for group, names in choices(config_dir(argv)).items():
         lines.append(f"  {group:<12} {' | '.join(names)}")

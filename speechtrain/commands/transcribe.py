@@ -23,16 +23,17 @@ if TYPE_CHECKING:
     from speechtrain.data.pieces import Recording
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.\w+)*=")
-_FIX = "name a folder that can be written by --out DIR"
-# The parameter of glibc's mallopt for a size. A larger block returns to the system when it is freed.
+_OUT_FIX = "name a folder that can be written by --out DIR"
 _MMAP_THRESHOLD = -3
+"""A parameter of glibc's mallopt: a block above this size returns to the system when it is freed."""
 Output = Callable[[Transcript, str], None]
-"""Writes a transcript in a format."""
-_SUFFIXES = {"text": ".txt"}  # Files of the other formats are named after the format.
+"""A function that writes a transcript in a format of ``FORMATS``."""
+_SUFFIXES = {"text": ".txt"}
+"""Suffixes of files by format. For a format that is not listed, the suffix is the name of the format."""
 
 
 def parser() -> Parser:
-    build = Parser(
+    parser = Parser(
         prog="speechtrain transcribe",
         description="Transcribe recordings (WAV, FLAC, MP3 and others of libsndfile; any rate, any channels, "
         "any length), folders of recordings, and manifests. Prints NAME<tab>TEXT in the order of the "
@@ -45,55 +46,55 @@ def parser() -> Parser:
         exit_codes="0 done, 2 usage, 3 some recordings cannot be read and the others are transcribed, "
         "4 machine, 5 no run or no usable checkpoint",
     )
-    build.add_run()
-    build.add_argument(
+    parser.add_run()
+    parser.add_argument(
         "audio",
         nargs="+",
         metavar="AUDIO",
         help="a file of audio, a folder or a manifest. KEY=VALUE sets a key of the run's config",
     )
-    build.add_argument(
+    parser.add_argument(
         "--batch", type=int, default=4, metavar="N", help="pieces decoded together (default 4)"
     )
-    build.add_argument(
+    parser.add_argument(
         "--piece-seconds",
         type=float,
         default=20.0,
         metavar="S",
         help="a longer recording is cut at pauses into pieces of at most S seconds (default 20)",
     )
-    build.add_argument(
+    parser.add_argument(
         "--format",
         choices=FORMATS,
         default="text",
         help="text (default), json (an object per line, with the times and confidence of each word), srt or "
         "vtt (captions, of several recordings in a file beside each), ctm (a line per word)",
     )
-    build.add_argument(
+    parser.add_argument(
         "--json", action="store_const", const="json", dest="format", help="the same as --format json"
     )
-    build.add_argument("--out", type=Path, metavar="DIR", help="write a file for each recording to DIR")
-    return build
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write a file for each recording to DIR")
+    return parser
 
 
 def run(argv: list[str]) -> int:
-    """Transcribe and print, in the order of the arguments. Return the exit code."""
+    """Transcribe recordings, write the transcripts in the order of the arguments and return the exit code."""
     arguments = parser().parse_with_run(argv)
     overrides = [text for text in arguments.audio if _OVERRIDE.match(text) and not Path(text).exists()]
-    names = [name for name in arguments.audio if name not in overrides]
-    _check(arguments, names)
+    sources = [text for text in arguments.audio if text not in overrides]
+    _check_arguments(arguments, sources)
     from speechtrain.inference.loaded_run import load
 
     _return_freed_memory()
     loaded = load(arguments.run, *overrides, checkpoint=arguments.checkpoint, config_dir=arguments.config_dir)
-    recordings: Iterable[Recording | DataError] = loaded.recordings(names)
+    recordings: Iterable[Recording | DataError] = loaded.recordings(sources)
     if arguments.out is not None:
-        output = _to_folder(arguments.out)
+        output = _folder_output(arguments.out)
     elif arguments.format in ONE_RECORDING:
         recordings = list(recordings)
-        output = _captions_output(recordings, names, arguments.format)
+        output = _captions_output(recordings, sources, arguments.format)
     else:
-        output = _to_console
+        output = _print_transcript
     with _progress() as count_audio:
         recordings = map(count_audio, recordings)
         outcomes = loaded.transcripts(recordings, arguments.batch, arguments.piece_seconds)
@@ -101,7 +102,10 @@ def run(argv: list[str]) -> int:
 
 
 def _write_outcomes(outcomes: Iterable[Transcript | DataError], output: Output, form: str) -> int:
-    """Write each transcript and print each error. Return the exit code, which is 3 if there is an error."""
+    """Write each transcript in the format ``form``, and print each error.
+
+    Return the exit code, which is 3 if a recording has an error.
+    """
     exit_code = 0
     for outcome in outcomes:
         if isinstance(outcome, DataError):
@@ -113,59 +117,67 @@ def _write_outcomes(outcomes: Iterable[Transcript | DataError], output: Output, 
 
 
 def _return_freed_memory() -> None:
-    """Return freed blocks to the system. This saves 16 % of the memory after an hour."""
+    """Let the C library return freed blocks to the system. After an hour, this saves 16 % of the memory."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**20)
 
 
-def _check(arguments: argparse.Namespace, names: list[str]) -> None:
-    """Raise ConfigError or MachineError for wrong arguments, before the model is loaded."""
+def _check_arguments(arguments: argparse.Namespace, sources: list[str]) -> None:
+    """Raise ConfigError or MachineError for wrong arguments, before the model is loaded.
+
+    ``sources`` are the arguments AUDIO that are not overrides.
+    """
     if arguments.batch < 1:
         raise ConfigError(f"--batch {arguments.batch}: it must be at least 1")
     if not arguments.piece_seconds >= 1:
         raise ConfigError(f"--piece-seconds {arguments.piece_seconds:g}: it must be at least 1")
-    if not names:
+    if not sources:
         raise ConfigError("name one or more recordings. speechtrain transcribe --help shows the usage")
     if arguments.out:
-        with writing(f"--out {arguments.out}", _FIX):
+        with writing(f"--out {arguments.out}", _OUT_FIX):
             arguments.out.mkdir(parents=True, exist_ok=True)
             if not os.access(arguments.out, os.W_OK):
                 raise PermissionError("no permission")
 
 
-def _to_console(transcript: Transcript, form: str) -> None:
+def _print_transcript(transcript: Transcript, form: str) -> None:
     print(format_transcript(transcript, form), end="", flush=True)
 
 
-def _to_folder(folder: Path) -> Output:
-    """Return an output to files in ``folder``, named after the recordings. Equal names get a number."""
-    stems: set[str] = set()
+def _folder_output(folder: Path) -> Output:
+    """Return an output that writes a file for each recording into ``folder``.
+
+    The file has the name of the recording. If several names are equal, a number is added.
+    """
+    used_stems: set[str] = set()
 
     def output(transcript: Transcript, form: str) -> None:
         name = transcript.name
-        if name == transcript.audio:
+        if name == transcript.audio:  # The name is a path, and not the id in a manifest.
             name = os.path.basename(name)
-        base = re.sub(r"[^\w.-]+", "_", os.path.splitext(name)[0])
-        base = base.lstrip(".")[:200] or "recording"
-        stem = base
+        safe_name = re.sub(r"[^\w.-]+", "_", os.path.splitext(name)[0])
+        safe_name = safe_name.lstrip(".")[:200] or "recording"
+        stem = safe_name
         number = 1
-        while stem in stems:
+        while stem in used_stems:
             number += 1
-            stem = f"{base}-{number}"
-        stems.add(stem)
-        _write(transcript, folder / (stem + _SUFFIXES.get(form, f".{form}")), form)
+            stem = f"{safe_name}-{number}"
+        used_stems.add(stem)
+        suffix = _SUFFIXES.get(form, f".{form}")
+        _write(transcript, folder / (stem + suffix), form)
 
     return output
 
 
-def _captions_output(recordings: list[Recording | DataError], names: list[str], form: str) -> Output:
-    """Return an output to a file beside each recording, or to the console for one recording by its name.
+def _captions_output(recordings: list[Recording | DataError], sources: list[str], form: str) -> Output:
+    """Return an output that writes a file of captions beside each recording.
 
-    Raises ConfigError for a file that exists, and for a file that would have the captions of two recordings.
-    It also raises it for a recording of a manifest, because this may begin in the middle of its file.
+    The captions of a single recording are printed instead, unless ``sources`` names a folder. Raises
+    ConfigError if a file exists already, if two recordings have the same file, or if a recording is from a
+    manifest, because it may begin in the middle of its file.
     """
-    if len(recordings) <= 1 and not os.path.isdir(names[0]):
-        return _to_console
+    if len(recordings) <= 1 and not os.path.isdir(sources[0]):
+        return _print_transcript
     paths: dict[str, Path] = {}
     for recording in recordings:
         if isinstance(recording, DataError):
@@ -192,15 +204,16 @@ def _captions_output(recordings: list[Recording | DataError], names: list[str], 
 
 
 def _write(transcript: Transcript, path: Path, form: str) -> None:
-    with writing(str(path), _FIX), atomic(path) as temporary:
+    with writing(str(path), _OUT_FIX), atomic(path) as temporary:
         temporary.write_text(format_transcript(transcript, form), encoding="utf-8")
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[Recording | DataError], Recording | DataError]]:
-    """A context that shows a bar with the seconds of audio read so far, if stderr is a terminal.
+    """Return a context with a progress bar on stderr, which shows the seconds of audio that have been read.
 
-    It yields a function that adds a recording to the bar. The bar moves when the returned recording is read.
+    The context yields a function. It adds a recording to the total, and returns the recording with a ``read``
+    that moves the bar. If stderr is not a terminal, no bar is shown.
     """
     if not sys.stderr.isatty():
         yield lambda recording: recording

@@ -1,4 +1,4 @@
-"""Builds the parts of a checked config. Each function returns the interface of its part."""
+"""Constructs the parts of a config, such as device, model and data, from their ``_target_`` nodes."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ def build_encoder(config: DictConfig) -> Encoder:
 
 
 def build_model(config: DictConfig, tokenizer: Tokenizer, encoder: Encoder) -> Task:
-    """Build the model with its decoders.
+    """Return the model with its decoders.
 
-    Raises ConfigError if the model writes text and has no decoder, or has no beam search for its decoder.
+    Raises ConfigError if the model writes text and ``decoder`` does not search, or if a decoder is a beam
+    search that the model does not have.
     """
     task = cast("Task", build(config, "model", tokenizer=tokenizer, encoder=encoder))
     task.decoder = build(config, "decoder")
@@ -66,7 +67,10 @@ def build_model(config: DictConfig, tokenizer: Tokenizer, encoder: Encoder) -> T
 
 
 def build_data(config: DictConfig, tokenizer: Tokenizer, task: Task | None = None) -> DataModule:
-    """Build the data module. ``task`` says the memory of a batch and whether audio is normalised."""
+    """Return the data module.
+
+    ``task`` decides the predicted memory of a batch, and whether audio is normalised.
+    """
     objects: dict[str, Any] = {"tokenizer": tokenizer}
     if task is not None:
         objects |= {"footprint": task.footprint(), "normalise": task.normalise_audio}
@@ -74,7 +78,10 @@ def build_data(config: DictConfig, tokenizer: Tokenizer, task: Task | None = Non
 
 
 def build_optimizer(config: DictConfig, groups: Iterable[dict[str, Any]], **flags: Any) -> Optimizer:
-    """Build the optimizer of parameter ``groups``. A device's ``flags`` replace keys that the config has."""
+    """Return the optimizer of the parameter ``groups``.
+
+    ``flags`` are the device's values for settings of optimizers. They are used if the config has the setting.
+    """
     known_flags = {name: flag for name, flag in flags.items() if name in config.optimizer}
     return cast("Optimizer", build(config, "optimizer", params=list(groups), **known_flags))
 
@@ -85,12 +92,14 @@ def build_schedule(config: DictConfig, steps_per_epoch: int, planned_steps: int 
 
 
 def build(config: DictConfig, group: str, **objects: Any) -> Any:
-    """Construct the part of ``group``.
+    """Return the part of ``group``, constructed from ``config[group]``.
 
-    ``objects``, such as modules and parameters, are injected: each one that the constructor has a parameter
-    for replaces the value of the config. They are never read as configuration, and ``check_part`` checks
-    every level of the config in the ranks too. ``hydra.utils.instantiate`` does neither.
-    Raises the SpeechtrainError of the part, or ConfigError if its constructor refuses a value.
+    ``objects``, such as modules and parameters, are injected: an object replaces the config's value if the
+    constructor has a parameter of this name. Raises the SpeechtrainError of the part, or ConfigError if its
+    constructor refuses a value.
+
+    Unlike ``hydra.utils.instantiate``, this checks every level of the config, also in the ranks, and never
+    reads injected objects as configuration.
     """
     try:
         node = config[group]
@@ -103,9 +112,12 @@ def build(config: DictConfig, group: str, **objects: Any) -> Any:
 
 
 def _construct(path: str, node: Mapping[str, Any], objects: Mapping[str, Any]) -> Any:
-    """Construct the part of a ``_target_`` node at ``path``, and the parts nested in it."""
+    """Return the part of the ``_target_`` node at the config key ``path``, with its nested parts."""
     part_class = target_class(str(node["_target_"]), path)
-    arguments = {key: _construct_nested(f"{path}.{key}", v) for key, v in node.items() if key != "_target_"}
+    arguments = {}
+    for key, value in node.items():
+        if key != "_target_":
+            arguments[key] = _construct_nested(f"{path}.{key}", value)
     parameters = inspect.signature(part_class).parameters
     injected_objects = {name: value for name, value in objects.items() if name in parameters}
     try:
@@ -118,9 +130,13 @@ def _construct(path: str, node: Mapping[str, Any], objects: Mapping[str, Any]) -
 
 
 def _with_path(path: str, message: str, keys: Container[str]) -> str:
-    """Return ``message``, after the config path if it begins with a key. A class does not know the path."""
-    begin = re.split(r"[ =:\[]", message)[0]
-    return f"{path}.{message}" if begin in keys else message
+    """Return ``message`` with the full config key if it begins with one of ``keys``.
+
+    The message comes from the constructor of a class, which does not know ``path``, its position in the
+    config.
+    """
+    first_word = re.split(r"[ =:\[]", message)[0]
+    return f"{path}.{message}" if first_word in keys else message
 
 
 def _construct_nested(path: str, value: Any) -> Any:
@@ -135,14 +151,15 @@ def _construct_nested(path: str, value: Any) -> Any:
 
 
 def dry_build(config: DictConfig) -> int:
-    """Build every part that is cheap to build, so that its errors are raised before a process starts.
+    """Construct the parts of a run for their errors, before a process starts. Return ``rank_bytes``.
 
-    Networks are built on torch's meta device, without values. Two kinds of parts are built by the ranks only:
-    a network that fails on that device, and trackers, which open files. Returns ``rank_bytes``, or 0 for a
-    network that fails. Raises what ``build`` raises.
+    Networks are constructed on torch's meta device, without values. Two kinds of parts are constructed by the
+    ranks only: a network that fails on the meta device, for which 0 is returned, and trackers, which open
+    files. Raises the errors of ``build``.
     """
     tokenizer = build_tokenizer(config)
-    # The optimizer's error must come before the error of the schedule, which gets its learning rate.
+    # This constructs the optimizer. The schedule refers to its learning rate, so the optimizer's error about
+    # a wrong rate must come first.
     rank_bytes(config, 0)
     build_schedule(config, steps_per_epoch=1, planned_steps=1)
     data = build_data(config, tokenizer)
@@ -156,28 +173,30 @@ def dry_build(config: DictConfig) -> int:
 
 
 def rank_bytes(config: DictConfig, weights: int) -> int:
-    """Return the bytes of a rank's weights, gradients, optimizer state and average.
+    """Return the bytes of a rank's weights, gradients, optimizer state and weight average.
 
-    ``weights`` is their number, in fp32.
+    ``weights`` is the number of weights, which are fp32.
     """
     import torch
 
-    # An optimizer may store the state of a parameter of this size in a narrow type.
+    # The state of a small parameter has the same bytes per weight as the state of the model. The parameter
+    # has 4096 weights, because an 8-bit optimizer stores the state of smaller ones in fp32.
     probe = torch.nn.Parameter(torch.zeros(64, 64))
     probe.grad = torch.zeros(64, 64)
     optimizer = build_optimizer(config, [{"params": [probe]}])
     optimizer.step()  # The first step allocates the state.
     state = [tensor.nbytes for tensor in optimizer.state[probe].values() if isinstance(tensor, torch.Tensor)]
-    copies = 2 + sum(state) / probe.nbytes + bool(config.trainer.ema)
+    average_copies = 1 if config.trainer.ema else 0
+    copies = 2 + sum(state) / probe.nbytes + average_copies  # 2: weights and gradients
     shards = 1 if config.trainer.shard == "none" else config.world_size
     return int(copies * weights * 4) // int(shards)
 
 
 def size_of_network(config: DictConfig, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Return the encoder's sample rate and the model's number of weights, without allocating the weights.
+    """Return the encoder's sample rate in Hz and the model's number of weights.
 
-    Returns zeros for a network that cannot be built on the meta device. Raises ConfigError for a network
-    that no machine can hold.
+    The weights are not allocated. Both numbers are 0 for a network that cannot be built on the meta device.
+    Raises ConfigError if its shapes are impossible.
     """
     import torch
 

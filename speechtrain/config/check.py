@@ -1,9 +1,9 @@
 """Checks a config against the constructors of its parts.
 
-``check`` runs once, in the parent, before any process starts. It checks every key of every part
-against the part's constructor, and every value against the parameter's annotation. Loading a config
-never runs foreign code: a ``_target_`` must resolve to a class that is *defined* in an allowed module
-and implements the interface of its group.
+``check`` runs once, in the user's command, before any rank starts. It checks every key of every part against
+the part's constructor, and every value against the parameter's annotation. A part is a group of the config
+with a class, which ``_target_`` names. The class must be defined in an allowed module and implement the
+interface of its group, so that loading a config never runs foreign code.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from speechtrain.config.targets import import_class, parameter_types, target_cla
 from speechtrain.errors import ConfigError, nearest
 from speechtrain.trainer_config import TrainerConfig, profile_steps
 
-# Keys of ``trainer`` whose value is null or positive.
-_POSITIVE_LIMITS = (
+# Keys of ``trainer`` whose value must be null or positive.
+_POSITIVE_KEYS = (
     *("max_steps", "max_epochs", "max_hours", "accumulate", "simulate_world", "log_every", "validate_every"),
     *("save_every", "keep", "max_bad_updates", "timeout_seconds"),
 )
-# Keys of ``trainer`` with their possible values.
-_CHOICES = {
+# Keys of ``trainer`` with their allowed values.
+_ALLOWED_VALUES = {
     "on_save_error": ("continue", "stop"),
     "on_collapse": ("stop", "warn"),
     "shard": ("none", "parameters"),
@@ -40,7 +40,7 @@ _CHOICES = {
 def check(config: DictConfig) -> dict[str, Any]:
     """Check every part against its constructor. Return the resolved config as plain containers.
 
-    Raises ConfigError, which names the key and the nearest valid name.
+    Raises ConfigError with the wrong key, and with the most similar valid key if there is one.
     """
     values = resolve(config)
     _check_root(values)
@@ -53,13 +53,17 @@ def check(config: DictConfig) -> dict[str, Any]:
 
 
 def check_part(group: str, node: Any) -> None:
-    """Check the resolved node of one part against its group's interface and its class's constructor."""
+    """Raise ConfigError if the resolved node of ``group`` does not fit the group or the constructor."""
     part_class(group, node)
     check_node(group, node, INJECTED.get(group, set()))
 
 
 def part_class(group: str, node: Any) -> type[Any]:
-    """Return the class of a part. Raises ConfigError if there is none, or if it is not of the group."""
+    """Return the class of the part ``node``.
+
+    Raises ConfigError if ``node`` names no class, or if the class does not implement the interface of
+    ``group``.
+    """
     fix = f"Choose one with {group}=NAME"
     if not isinstance(node, Mapping | DictConfig) or "_target_" not in node:
         raise ConfigError(f"{group} has no class. {fix}")
@@ -74,7 +78,7 @@ def part_class(group: str, node: Any) -> type[Any]:
 
 
 def _check_root(values: Mapping[str, Any]) -> None:
-    """Check the keys of the two typed nodes: the root and ``trainer``."""
+    """Check the keys of the nodes that have a dataclass instead of a ``_target_``: root and ``trainer``."""
     _check_keys("", values, Config)
     trainer = values["trainer"]
     if not isinstance(trainer, dict):
@@ -83,7 +87,10 @@ def _check_root(values: Mapping[str, Any]) -> None:
 
 
 def _check_keys(prefix: str, node: Mapping[str, Any], schema: type[Config | TrainerConfig]) -> None:
-    """Refuse keys that a + or a file added to a typed node, and keys that a ~ removed from it."""
+    """Raise ConfigError unless ``node`` has exactly the keys of ``schema``.
+
+    ``+KEY`` or a file may have added a key, and ``~KEY`` may have removed one.
+    """
     keys = [prefix + field.name for field in fields(schema)]
     for key in keys:
         if key.removeprefix(prefix) not in node:
@@ -98,7 +105,7 @@ def _check_keys(prefix: str, node: Mapping[str, Any], schema: type[Config | Trai
 def _check_limits(values: Mapping[str, Any]) -> None:
     """Check the values of ``trainer``, the seed and the number of processes."""
     limits = values["trainer"]
-    for key in _POSITIVE_LIMITS:
+    for key in _POSITIVE_KEYS:
         if limits[key] is not None and not limits[key] > 0:
             raise ConfigError(f"trainer.{key}={limits[key]}: it must be above 0")
     if not 0 <= limits["ema"] < 1:
@@ -109,7 +116,7 @@ def _check_limits(values: Mapping[str, Any]) -> None:
     if not 0 <= values["seed"] < 2**63:
         raise ConfigError(f"seed={values['seed']}: it must be at least 0 and below 2**63")
     profile_steps(limits["profile"])
-    for key, choices in _CHOICES.items():
+    for key, choices in _ALLOWED_VALUES.items():
         if limits[key] not in choices:
             raise ConfigError(f"trainer.{key}={limits[key]}: choose {' or '.join(choices)}")
     if all(limits[key] is None for key in ("max_steps", "max_epochs", "max_hours", "target")):
@@ -118,7 +125,7 @@ def _check_limits(values: Mapping[str, Any]) -> None:
 
 
 def _check_world(world_size: int, simulated: int | None, accumulate: int) -> None:
-    """Check the number of processes, and that ``simulated`` micro-batches can be divided among them."""
+    """Check the number of processes, and that it divides ``simulated`` (trainer.simulate_world)."""
     if world_size < 1:
         raise ConfigError(f"world_size={world_size}: it must be at least 1")
     if simulated is None:
@@ -161,18 +168,18 @@ def check_node(path: str, node: Mapping[str, Any], injected: Collection[str] = (
     return node_class
 
 
-_LARGEST = dict.fromkeys(("layers", "pre_layers", "post_layers", "conv_layers", "context", "splice"), 1000)
-_LARGEST |= {"n_fft": 2**14, "mels": 4096, "sample_rate": 10**6, "length_multiple": 10**6, "threads": 4096}
-_LARGEST |= {"utterances": 10**6, "max_words": 50}
-"""Bounds of counts and of the lengths of lists. A larger one is a mistake or an attack.
+_MAX_COUNTS = dict.fromkeys(("layers", "pre_layers", "post_layers", "conv_layers", "context", "splice"), 1000)
+_MAX_COUNTS |= {"n_fft": 2**14, "mels": 4096, "sample_rate": 10**6, "length_multiple": 10**6, "threads": 4096}
+_MAX_COUNTS |= {"utterances": 10**6, "max_words": 50}
+"""Limits of counts and of the lengths of lists, by key. A larger count is a mistake or an attack.
 
-These counts cost time or memory before the weights do, and the cost of weights is predicted from the network.
+The listed counts cost time or memory even when a network is built without weights, to predict its memory.
 """
 
 
 def _excess(key: str, value: Any) -> str:
-    """Return why a count is too large, or an empty text."""
-    largest = _LARGEST.get(key, 2**63 - 1)
+    """Return the reason if a count, or the length of a list, is too large. Otherwise return an empty text."""
+    largest = _MAX_COUNTS.get(key, 2**63 - 1)
     count = len(value) if isinstance(value, list) else value
     if isinstance(count, int) and abs(count) > largest:
         return f"it must be at most {largest}"
@@ -193,11 +200,15 @@ def _nested_nodes(path: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any
 
 
 def mismatch(value: Any, annotation: Any) -> str:
-    """Return why a config value does not match a parameter's annotation, or an empty text.
+    """Return the reason if a config value does not match a parameter's annotation, else an empty text.
 
-    The check covers int, float, bool, str, None, unions, list[…] and dict[str, …]. A class accepts a
-    nested node of that class, and ``object`` accepts a value without such nodes. Any other annotation accepts
-    every value.
+    These annotations are checked:
+
+    - int, float, bool, str, None, unions, list[…], tuple[…] and dict[str, …],
+    - another class: the value must be a ``_target_`` node of this class,
+    - ``object``: the value must not contain ``_target_`` nodes.
+
+    Any other annotation accepts every value.
     """
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
@@ -224,7 +235,7 @@ def _list_mismatch(value: Any, annotation: Any) -> str:
         return _misfit(value, annotation)
     annotations = [part for part in typing.get_args(annotation) if part is not Ellipsis] or [Any]
     for index, item in enumerate(value):
-        position = min(index, len(annotations) - 1)
+        position = min(index, len(annotations) - 1)  # The last annotation is for all later items.
         item_annotation = annotations[position]
         problem = mismatch(item, _without_nodes(item_annotation))
         if problem:
@@ -244,7 +255,10 @@ def _mapping_mismatch(value: Any, annotation: Any) -> str:
 
 
 def _union_mismatch(value: Any, annotation: Any) -> str:
-    """Return why a value matches no part of a union. A message about an item is preferred."""
+    """Return the reason if a value matches no member of a union.
+
+    A message about an item of the value is preferred to a message about the whole value.
+    """
     message = _misfit(value, annotation)
     for option in typing.get_args(annotation):
         problem = mismatch(value, option)
@@ -257,25 +271,25 @@ def _union_mismatch(value: Any, annotation: Any) -> str:
 
 def _misfit(value: Any, annotation: Any) -> str:
     """Return the message that ``value`` as a whole does not match ``annotation``."""
-    kind = _describe(annotation)
-    quote = ", quote it" if "a string" in kind and isinstance(value, int | float) else ""
-    return f"{repr(value)[:100]} is not {kind}{quote}"
+    expected = _describe(annotation)
+    fix = ", quote it" if "a string" in expected and isinstance(value, int | float) else ""
+    return f"{repr(value)[:100]} is not {expected}{fix}"
 
 
 @dataclass(frozen=True)
 class _SimpleType:
-    """A type in words, and the test of a value."""
+    """A type of values without a structure."""
 
-    name: str
-    accepts: Callable[[Any], bool]
+    name: str  # for messages
+    accepts: Callable[[Any], bool]  # returns whether a value has the type
 
 
 def _is_finite(value: Any) -> bool:
-    """Return whether a float can hold a number. It cannot hold 10**400."""
+    """Return whether a value is a number in the range of a float, which 10**400 is not."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-# Python counts true and false as numbers, and a config does not.
+# In Python, True and False are also integers. In a config they are not.
 _SIMPLE_TYPES: dict[Any, _SimpleType] = {
     bool: _SimpleType("true or false", lambda value: isinstance(value, bool)),
     int: _SimpleType("an integer", lambda value: type(value) is int),
@@ -286,11 +300,15 @@ _SIMPLE_TYPES: dict[Any, _SimpleType] = {
 
 
 def _without_nodes(annotation: Any) -> Any:
-    """Return the annotation of an item. If the item has no annotation, it must not contain a ``_target_``."""
+    """Return the annotation with which an item of a list or mapping is checked.
+
+    An item of the type Any must not contain ``_target_`` nodes, so it is checked as ``object``.
+    """
     return object if annotation is Any else annotation
 
 
 def _describe(annotation: Any) -> str:
+    """Return an annotation in words, with an article."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return " or ".join(_describe(option) for option in typing.get_args(annotation))
     if annotation in _SIMPLE_TYPES:

@@ -1,4 +1,4 @@
-"""Migrates configs of earlier formats to this one, one format number at a time."""
+"""Migrates configs of earlier formats to the current format, one format number at a time."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 from speechtrain.errors import ConfigError
 
 FORMAT = 3
-"""The number that ``config.yaml`` begins with."""
+"""The current format, the first number in ``config.yaml``."""
 
 _STEPS: tuple[Callable[[dict[str, Any]], None], ...] = ()
-"""Each function changes a config in place from one format to the next. The last one makes ``FORMAT``."""
+"""Each function changes a config in place from one format to the next. The last function makes ``FORMAT``."""
 
 
 def migrate(content: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the content of a config file in the current format, without its format number.
 
-    Raises ConfigError, which names ``source``, for a format that is later, or from which no step leads here.
+    Raises ConfigError for a later format, and for an earlier format that no function can migrate. ``source``
+    is the name of the file for the message.
     """
     migrated = {str(key): value for key, value in content.items()}
     number = migrated.pop("format", None)

@@ -1,4 +1,4 @@
-"""Reads a config file, writes one, and resolves a config to plain containers."""
+"""Loads and stores a run's config, resolves a config to plain containers, and makes its paths absolute."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from speechtrain.run_directory import damaged_config, is_storable, read_stored_c
 
 
 def load(path: Path) -> DictConfig:
-    """Load a config file in the current format.
+    """Return the config in a file of a run, migrated to the current format.
 
-    Raises ConfigError if it is missing or its format is not read, RunError if it is damaged.
+    Raises ConfigError if the file is missing or this version cannot read its format, RunError if it is
+    damaged.
     """
     text = read_stored_config(path).text
     try:
@@ -42,45 +43,52 @@ def load(path: Path) -> DictConfig:
 
 
 def dump(config: DictConfig) -> str:
-    """Return the config as YAML. A value from the environment is stored as ``${oc.env:NAME,default}``.
+    """Return the config as YAML for the file of a run.
 
-    The values of the environment may be secrets, so they are not stored. Raises ConfigError for a value that
-    is derived from the environment in another way, or that does not resolve.
+    Values are resolved. A value from the environment may be a secret, so ``${oc.env:NAME,default}`` is stored
+    instead. Raises ConfigError for a value that is derived from the environment in another way, or that does
+    not resolve.
     """
     content = OmegaConf.to_container(config, resolve=False)
-    untyped = OmegaConf.create(typing.cast("dict[str, Any]", content))  # A reference fits no typed key.
+    # Without the types of the schema, the text of a reference may replace a value of any type.
+    untyped = OmegaConf.create(typing.cast("dict[str, Any]", content))
     values = resolve(untyped)
-    # The replaced resolver marks each value that reads the environment, directly or through another key.
+    # A second resolution returns references for all values that read the environment, directly or through
+    # another key.
     OmegaConf.register_new_resolver("oc.env", _reference, replace=True)
     try:
-        texts = resolve(untyped)
+        values_with_references = resolve(untyped)
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-    stored = _stored(values, texts, "")
-    return with_digest(OmegaConf.to_yaml(OmegaConf.create({"format": FORMAT, **stored})))
+    checked = _check_storable(values, values_with_references, "")
+    return with_digest(OmegaConf.to_yaml(OmegaConf.create({"format": FORMAT, **checked})))
 
 
 def _reference(name: Any, *default: Any) -> str:
-    """Return the text of a reference to the environment, in the form that is stored."""
+    """Return the text of a reference to the environment, in the form that is stored.
+
+    This replaces the resolver ``oc.env``. ``default`` has at most one value.
+    """
     values = ["null" if value is None else f"'{value}'" for value in default]
     return f"${{{','.join([f'oc.env:{name}', *values])}}}"
 
 
-def _stored(value: Any, text: Any, key: str) -> Any:
-    """Return the stored form of the value of ``key``: its ``text``, with references to the environment.
+def _check_storable(value: Any, stored: Any, key: str) -> Any:
+    """Return ``stored``, the value of ``key`` with references to the environment.
 
-    Without such a reference the text is equal to the value. Raises ConfigError if the value is not storable.
+    ``value`` is the same value with the references resolved. Raises ConfigError if they differ by more than
+    one reference in the place of a text or null.
     """
-    if isinstance(value, dict) and isinstance(text, dict) and value.keys() == text.keys():
-        return {name: _stored(value[name], text[name], f"{key}.{name}") for name in value}
-    if isinstance(value, list) and isinstance(text, list) and len(value) == len(text):
-        return [_stored(*pair, key) for pair in zip(value, text, strict=True)]
-    is_reference = value != text and isinstance(text, str) and isinstance(value, str | None)
-    if not is_storable(str(text)) or (value != text and not is_reference):
+    if isinstance(value, dict) and isinstance(stored, dict) and value.keys() == stored.keys():
+        return {name: _check_storable(value[name], stored[name], f"{key}.{name}") for name in value}
+    if isinstance(value, list) and isinstance(stored, list) and len(value) == len(stored):
+        return [_check_storable(*pair, key) for pair in zip(value, stored, strict=True)]
+    is_reference = value != stored and isinstance(stored, str) and isinstance(value, str | None)
+    if not is_storable(str(stored)) or (value != stored and not is_reference):
         raise ConfigError(
             f"{key[1:]}: a run stores values and ${{oc.env:NAME,default}} only. Write one of them"
         )
-    return text
+    return stored
 
 
 def resolve(config: DictConfig) -> dict[str, Any]:
@@ -98,7 +106,11 @@ def resolve(config: DictConfig) -> dict[str, Any]:
 
 
 def with_absolute_paths(config: DictConfig, path: str = "") -> DictConfig:
-    """Make the paths in ``config`` absolute in place: the values of parameters of the type ``FilePath``."""
+    """Make the paths in ``config`` absolute in place, and return it.
+
+    Paths are the values of constructor parameters of the type ``FilePath``, and ``init_from``. ``path`` is
+    the key of ``config`` in the whole config.
+    """
     annotations: dict[str, Any] = {"init_from": FilePath}
     if "_target_" in config:
         annotations = parameter_types(target_class(str(config._target_), path), include_extras=True)
@@ -114,14 +126,16 @@ def with_absolute_paths(config: DictConfig, path: str = "") -> DictConfig:
 
 
 def with_absolute_path(value: Any) -> Any:
-    """Return a value with its path, or its several paths, absolute.
+    """Return ``value`` with absolute paths.
 
-    Of a reference to the environment, the default becomes absolute unless it is null.
+    ``value`` is a path, several paths in a list or with commas between them, or a mapping with the path of a
+    source or the paths of several sources. In a reference to the environment, the default becomes absolute
+    unless it is null. Other values are returned unchanged.
     """
     if isinstance(value, dict):
         if "_target_" in value:
             return value
-        # the path of one source, or the paths of several sources by name
+        # One source has its path as ``path``, and several sources have their paths by name.
         keys = ["path"] if "path" in value else [*value]
         return value | {key: with_absolute_path(value[key]) for key in keys}
     if isinstance(value, list):
@@ -131,5 +145,6 @@ def with_absolute_path(value: Any) -> Any:
         return f"{reference[1]}'{absolute_path(reference[2])}'}}"
     if not isinstance(value, str) or not value or "${" in value or "://" in value or value.startswith("hf:"):
         return value
-    names = [value] if os.path.exists(os.path.expanduser(value)) else value.split(",")
-    return ",".join(str(absolute_path(name.strip())) for name in names)
+    # A comma separates paths unless it belongs to the name of an existing file.
+    paths = [value] if os.path.exists(os.path.expanduser(value)) else value.split(",")
+    return ",".join(str(absolute_path(path.strip())) for path in paths)

@@ -1,4 +1,7 @@
-"""The keys of a config that may change when a run continues. A change of any other key makes another run."""
+"""Volatile keys: the keys of a config that may change when a run continues.
+
+A change of any other key makes another run. A run is identified by its overrides of these other keys.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +28,20 @@ _VOLATILE_LIMITS = (
     *("keep", "on_save_error", "on_collapse", "max_bad_updates", "timeout_seconds", "profile", "shard"),
     "checkpoint_layers",  # It does not change the losses.
 )
-_PATH = re.compile(r"""[^][{},:'"\s][^][{},:'"]*""")  # in the value of an override
+_PATH = re.compile(r"""[^][{},:'"\s][^][{},:'"]*""")
+"""A text in the value of an override that may be a path: without brackets, commas, colons and quotes."""
 _ALL_VOLATILE = (*_VOLATILE, *(f"trainer.{key}" for key in _VOLATILE_LIMITS))
 
 
 def is_volatile(key: str) -> bool:
     """Return whether the dotted ``key`` may change when a run continues."""
-    if key.endswith(".run_dir"):  # A part that writes files of its own repeats the run directory.
+    if key.endswith(".run_dir"):  # A part that writes files, such as a tracker, repeats the run directory.
         return True
     return any(f"{key}.".startswith(f"{prefix}.") for prefix in _ALL_VOLATILE)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one mapping of dotted keys. An empty mapping counts as a value."""
+    """Return nested mappings as one mapping of dotted keys. An empty mapping is returned as a value."""
     flat_values: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -59,9 +63,10 @@ def swept_volatile(swept: Collection[str]) -> list[str]:
 
 
 def with_absolute_paths(override: str, folder: str) -> str:
-    """Return an override in which each path of a file below ``folder`` is absolute, so that texts compare.
+    """Return an override in which each path of an existing file is absolute.
 
-    The choice of a group is never a path. Without a ``folder`` the text stays.
+    Relative paths are relative to ``folder``. Overrides from different working folders can then be compared
+    as texts. The choice of a group is never a path. If ``folder`` is empty, the override stays as it is.
     """
     key, equals, value = override.partition("=")
     if not folder or ("." not in key and key != "init_from"):
@@ -77,23 +82,23 @@ def with_absolute_paths(override: str, folder: str) -> str:
 def identifying_overrides(
     overrides: Sequence[str], swept: Collection[str] = (), folder: str = ""
 ) -> list[str]:
-    """Return the overrides that identify a run, sorted by key. Overrides of one key keep their order.
+    """Return the overrides that identify a run, sorted by key. Overrides of the same key stay in their order.
 
-    A volatile key identifies a run only if a sweep varies it, that is if ``swept`` holds it. Paths of files
-    below ``folder`` are absolute.
+    A volatile key identifies a run only if it is in ``swept``, the keys that a sweep varies. Paths are made
+    absolute as in ``with_absolute_paths``.
     """
-    fields = []
+    identifying = []
     for override in overrides:
         key = key_of_override(override)
         if key in swept or not is_volatile(key):
-            fields.append(with_absolute_paths(override, folder))
-    return sorted(fields, key=key_of_override)
+            identifying.append(with_absolute_paths(override, folder))
+    return sorted(identifying, key=key_of_override)
 
 
 def fingerprint(overrides: Sequence[str], user_yaml: Mapping[str, str], swept: Collection[str] = ()) -> str:
-    """Return eight hexadecimal digits: a hash of the overrides and of the user's own YAML files.
+    """Return eight hexadecimal digits: a hash of the identifying overrides and of the user's YAML files.
 
-    ``user_yaml`` has the content of each file by the choice that it defines.
+    ``user_yaml`` has the text of each file by ``group/choice``.
     """
     text = json.dumps([identifying_overrides(overrides, swept, os.getcwd()), user_yaml], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""The typed root of the config, and the interface of each of its groups."""
+"""The root of the config as a dataclass, and the interface of each config group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Config:
     resume: str = "auto"
     dry_run: bool = False
     init_from: str | None = None
-    # scratch or finetune (runs/sizing.py). In a run it is a text: the keys that follow from the data
+    # scratch or finetune (runs/sizing.py). In a stored config, a text with the keys that follow from the data
     from_data: str | None = None
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     model: Any = MISSING
@@ -63,12 +63,12 @@ INJECTED = {
     "optimizer": {"params"},
     "schedule": {"steps_per_epoch", "planned_steps"},
 }
-"""Constructor parameters that the ranks fill in. No YAML file has them."""
+"""Constructor parameters of each group that ``config.build`` injects. A config cannot contain them."""
 
 NESTED_GROUPS = {"prediction": "model.prediction"}
-"""Groups that compose a node inside another part, each with the key of this node."""
+"""Groups whose choice is a node inside another group, with the key of this node."""
 
 BORROWED_GROUPS = {"final_decoder": "decoder@final_decoder"}
-"""Parts that are chosen from the group of another part, each with the choice in Hydra's syntax."""
+"""Groups without choices of their own, with the group whose choices they use, in Hydra's syntax."""
 
 ConfigStore.instance().store(name="schema", node=Config)

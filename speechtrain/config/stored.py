@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def read_config(run_dir: Path) -> DictConfig:
-    """Load the config of the run in ``run_dir``, with the paths of the tokenizer's copy in the run.
+    """Return the config of the run in ``run_dir``. Its tokenizer is the copy in the run directory.
 
     Raises ConfigError if the config is missing, RunError if it is damaged.
     """

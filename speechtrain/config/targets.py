@@ -13,17 +13,16 @@ from typing import Any
 from speechtrain.errors import ConfigError, nearest
 
 ALLOW_TARGETS = "SPEECHTRAIN_ALLOW_TARGETS"
-"""Environment variable: further module prefixes that ``_target_`` may name, separated by commas."""
+"""Environment variable with further packages that ``_target_`` may name, separated by commas."""
 
 
-def _allow(module: str) -> str:
-    """Return the advice on how to allow a module."""
-    return (
-        f"Add allow_targets={module} to the command line, or to load(RUN, 'allow_targets={module}') in Python"
-    )
+def _advice_to_allow(module: str) -> str:
+    override = f"allow_targets={module}"
+    return f"Add {override} to the command line, or to load(RUN, '{override}') in Python"
 
 
 def _is_within(module: str, packages: Iterable[str]) -> bool:
+    """Return whether ``module`` is one of ``packages`` or in one of them."""
     return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
@@ -33,10 +32,11 @@ def _allowed_packages() -> list[str]:
 
 
 def target_class(target: str, path: str) -> type:
-    """Return the class that ``target`` names, if it is defined in an allowed module.
+    """Return the class that ``target`` names. Raises ConfigError unless it is defined in an allowed module.
 
-    The class's own ``__module__`` decides, not the spelling of ``target``, because a dotted path can lead
-    through any module that another one has imported. Raises ConfigError.
+    Optimizers of torch are also allowed. The ``__module__`` of the class is checked and not the text of
+    ``target``, because a dotted path can lead to a class that an allowed module has imported. ``path`` is the
+    config key of the node, for messages.
     """
     named_class = import_class(target, path)
     module = named_class.__module__
@@ -47,14 +47,15 @@ def target_class(target: str, path: str) -> type:
         if issubclass(named_class, optimizer_class):
             return named_class
     raise ConfigError(
-        f"{path}._target_: {target} is defined in {module}, which is not allowed. {_allow(module)}"
+        f"{path}._target_: {target} is defined in {module}, which is not allowed. {_advice_to_allow(module)}"
     )
 
 
 def parameter_types(node_class: type, include_extras: bool = False) -> dict[str, Any]:
-    """Return the annotations of a constructor's parameters.
+    """Return the annotations of a constructor's parameters by name.
 
-    If some annotations are imported for type checkers only, there are none.
+    The result is empty if an annotation cannot be evaluated, such as a class that is imported for type
+    checkers only.
     """
     constructor = inspect.unwrap(node_class.__init__)  # type: ignore[misc]
     try:
@@ -64,15 +65,18 @@ def parameter_types(node_class: type, include_extras: bool = False) -> dict[str,
 
 
 def import_class(target: str, path: str) -> type:
-    """Import the class with the dotted path ``target``. It runs module imports only. Raises ConfigError."""
+    """Import and return the class with the dotted path ``target``, without calling it. Raises ConfigError."""
     key = f"{path}._target_"
     parts = target.split(".")
     if not all(part.isidentifier() for part in parts) or len(parts) < 2:
         raise ConfigError(f"{key}: {target!r} is not the dotted path of a class")
-    # An import runs the module, so this check comes first.
+    # An import runs the code of the module, so the path is checked first.
     parent = ".".join(parts[:-1])
     if not _is_within(parent, [*_allowed_packages(), "torch.optim"]):
-        raise ConfigError(f"{key}: {target} is outside speechtrain and torch.optim. {_allow(parts[0])}")
+        raise ConfigError(
+            f"{key}: {target} is outside speechtrain and torch.optim. {_advice_to_allow(parts[0])}"
+        )
+    # The path is MODULE.CLASS, or MODULE.CLASS.INNER_CLASS, so the longest module that exists is used.
     for length in range(len(parts) - 1, 0, -1):
         module = _import_if_exists(".".join(parts[:length]), key, target)
         if module is not None:
@@ -82,7 +86,10 @@ def import_class(target: str, path: str) -> type:
 
 
 def _import_if_exists(name: str, key: str, target: str) -> ModuleType | None:
-    """Import a module. Return None if it does not exist. Raises ConfigError if an import inside it fails."""
+    """Return the module ``name``, or None if it does not exist.
+
+    Raises ConfigError if the module imports a package that is not installed.
+    """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -92,12 +99,12 @@ def _import_if_exists(name: str, key: str, target: str) -> ModuleType | None:
 
 
 def _class_in(module: ModuleType, parts: list[str], key: str, target: str) -> type:
-    """Return the class that the attributes ``parts`` of a module lead to."""
+    """Return the class ``module.PART1.PART2…``. Raises ConfigError if it does not exist or is not a class."""
     attribute: Any = module
     for part in parts:
         try:
             attribute = getattr(attribute, part)
-        except Exception:  # An object may raise any error.
+        except Exception:  # ``__getattr__`` of a module or class may raise any error.
             owner = getattr(attribute, "__name__", module.__name__)
             hint = nearest(part, dir(attribute))
             raise ConfigError(f"{key}: {owner} has no {part!r}{hint}") from None

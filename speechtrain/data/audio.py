@@ -1,7 +1,7 @@
-"""Reading of one cut's audio from an untrusted file: samples, or the reason why it is unusable.
+"""Reads the audio of one cut from an untrusted file. ``Unusable`` says why a cut cannot be read.
 
-Only the length in the manifest is decoded, so a recording that is longer than its manifest says costs no
-more.
+At most little more than the duration in the manifest is decoded. So a file that is much longer than its
+manifest says costs neither time nor memory.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, Samples, is_simpl
 from speechtrain.data.formats.manifests import SEGMENT, seconds_of
 from speechtrain.data.recordings import Unusable, open_recording, or_unusable
 
-# The most coefficients of a filter bank, 4 MiB. 11,025 to 16,000 Hz needs 282,240, 16,001 Hz a gigabyte.
+# The most float32 coefficients of a filter bank: 4 MiB. The bank for 11,025 to 16,000 Hz has 282,240
+# coefficients. The bank for 16,001 to 16,000 Hz would need a gigabyte.
 _LARGEST_BANK = 2**20
-_ZEROS = 32  # zero crossings on each side of a filter
-_ROLLOFF = 0.94  # edge of the passed band, relative to the lower Nyquist frequency
-_BETA = 6.5  # the shape of the Kaiser window
-_BLOCK = 2**24  # values that a filter reads at once, 64 MiB
-_LOUDEST = 1e4  # the largest sample of float files. Full scale is 1.
+_ZERO_CROSSINGS = 32  # zero crossings of the sinc on each side of a steep filter
+_ROLLOFF = 0.94  # cutoff frequency of a steep filter, relative to the lower Nyquist frequency
+_BETA = 6.5  # shape parameter of the Kaiser window
+_BLOCK_VALUES = 2**24  # float32 values that one matmul of the resampler reads: 64 MiB
+_HIGHEST_PEAK = 1e4  # the largest absolute sample of a float file that is accepted. Full scale is 1.
 _EPSILON = 1e-5  # added to the variance, as in the layer norm that wav2vec 2.0 applies to the samples
 
 DECODED_SECONDS = 3600.0
@@ -34,123 +35,131 @@ DECODED_SECONDS = 3600.0
 def read_cut(cut: Mapping[str, Any], sample_rate: int, max_seconds: float = math.inf) -> Samples:
     """Return a cut's audio (S,): mono, float32, at ``sample_rate``, with the cut's duration.
 
-    ``cut`` is in lhotse's JSON format. Its channels are averaged. If its manifest lists only one channel, all
-    channels of the file are averaged.
+    ``cut`` is in lhotse's JSON format. The channels of the cut are averaged. If the manifest does not list
+    all channels of the file, all channels of the file are averaged.
 
-    Raises Unusable with ``missing``, ``empty_file``, ``unreadable``, ``no_samples``, ``wrong_length``
-    (different by more than 0.1 s and 1 %), ``not_finite``, and ``too_long``. A cut of more than
-    ``max_seconds`` is too long, and is not decoded.
+    Raises Unusable with one of these reasons:
+
+    - ``missing``, ``empty_file``, ``unreadable``, ``no_samples``,
+    - ``wrong_length``: the duration differs from the manifest by more than 0.1 s and more than 1 %,
+    - ``not_finite``: a sample is NaN, infinite or far beyond full scale,
+    - ``too_long``: the cut has more than ``max_seconds``. Such a cut is not decoded.
     """
-    path = next(iter(files_of(cut)), "")
+    path = first_file(cut)
     with or_unusable(path):
         check_seconds(seconds_of(cut), max_seconds, path)
-        return _read_file(cut, sample_rate) if is_simple(cut) else _read_mixed(cut, sample_rate)
+        return _read_simple(cut, sample_rate) if is_simple(cut) else _read_mixed(cut, sample_rate)
 
 
 def read_file(path: str, sample_rate: int, start: float = 0.0, seconds: float | None = None) -> Samples:
-    """Return an audio file (S,) or a part of it, mono, at ``sample_rate``.
+    """Return the samples (S,) of an audio file: mono, float32, at ``sample_rate``.
 
+    The samples begin at ``start`` seconds and last ``seconds``, or to the end of the file if this is None.
     Raises Unusable, as ``read_cut`` does.
     """
     samples, rate = _decode(path, start, seconds)
-    return _finish(samples.mean(axis=0, dtype=np.float32), rate, sample_rate, path=path)
+    return _check_and_resample(samples.mean(axis=0, dtype=np.float32), rate, sample_rate, path=path)
 
 
 def change_rate(samples: Samples, rate: int, new_rate: int) -> Samples:
-    """Resample, band-limited, to ``ceil(S × new_rate / rate)`` samples.
+    """Return samples (S,) at ``new_rate``, as ``ceil(S × new_rate / rate)`` samples.
 
-    Frequencies of at least 1.04 times the new Nyquist frequency fold back at −60 dB or less.
+    The filter is steep: frequencies of at least 1.04 times the new Nyquist frequency alias at −60 dB or less.
     """
     return resample(samples, rate, new_rate, is_steep=True)
 
 
 def resample(samples: Samples, rate: int, new_rate: int, is_steep: bool) -> Samples:
-    """Resample to ``ceil(S × new_rate / rate)`` samples. A filter that is not steep is shorter and faster."""
+    """Return samples (S,) at ``new_rate``, as ``ceil(S × new_rate / rate)`` samples.
+
+    The filter of ``change_rate`` is steep. A filter that is not steep is shorter and faster.
+    """
     if rate == new_rate:
         return samples
-    common = math.gcd(rate, new_rate)
-    rate, new_rate = rate // common, new_rate // common
-    # The rates have almost no common divisor. lhotse's filters grow with the product of both.
+    divisor = math.gcd(rate, new_rate)
+    rate, new_rate = rate // divisor, new_rate // divisor
+    # The size of a filter bank grows with this product. It is large for rates with a small common divisor.
     if rate * new_rate > _LARGEST_BANK:
         from scipy.signal import resample_poly
 
-        window = _long_filter(max(rate, new_rate))
-        resampled = resample_poly(samples, new_rate, rate, window=window).astype(np.float32)
+        low_pass = _long_filter(max(rate, new_rate))
+        resampled = resample_poly(samples, new_rate, rate, window=low_pass).astype(np.float32)
     else:
-        new_length = -(-new_rate * len(samples) // rate)
-        resampled = _apply_bank(samples, _bank(rate, new_rate, is_steep))[:new_length].numpy()
+        new_length = -(-new_rate * len(samples) // rate)  # rounded up
+        resampled = _apply_bank(samples, _filter_bank(rate, new_rate, is_steep))[:new_length].numpy()
     return cast("Samples", resampled)
 
 
-def _as_lhotse(samples: Samples, rate: int, new_rate: int) -> Samples:
-    """Resample by the filter that lhotse applies to the transforms of its cuts."""
-    return resample(samples, rate, new_rate, is_steep=False)
+class _FilterBank(NamedTuple):
+    """The filters of one pair of rates. A frame of audio gives the next ``kernel.shape[1]`` new samples."""
+
+    kernel: torch.Tensor  # (samples of a frame, new samples)
+    padding: int  # zeros before the first sample in the first frame
+    hop: int  # samples from the start of a frame to the start of the next frame
 
 
-def _apply_bank(samples: Samples, bank: _Bank) -> torch.Tensor:
-    """Return the samples at the new rate, with some beyond the end.
+@lru_cache(maxsize=64)  # A bank has up to 4 MiB. Each recording of a corpus may have another rate.
+def _filter_bank(rate: int, new_rate: int, is_steep: bool) -> _FilterBank:
+    from lhotse.augmentation.resample import Resample
 
-    One matmul replaces lhotse's convolution: 0.26 ms instead of 0.7 to 1.2 for 2.4 s, because oneDNN
-    prepares a convolution again for each new length.
+    # The kernel of lhotse's Resample has the shape (new_rate, 1, filter length).
+    if not is_steep:
+        short = Resample(rate, new_rate)
+        return _FilterBank(short.kernel[:, 0].T, short.width, rate)
+    steep = Resample(rate, new_rate, "sinc_interp_kaiser", _ZERO_CROSSINGS, _ROLLOFF, _BETA)
+    filters = steep.kernel[:, 0]
+    filter_length = filters.shape[1]
+    # Frames overlap if they are longer than the hop. Each sample is then copied several times, and 48 to
+    # 16 kHz would take ten times as long. So one long frame joins several frames, and has less overlap.
+    joined_frames = max(1, filter_length // rate)
+    kernel = filters.new_zeros(joined_frames * new_rate, filter_length + (joined_frames - 1) * rate)
+    for frame in range(joined_frames):
+        rows = slice(frame * new_rate, (frame + 1) * new_rate)
+        columns = slice(frame * rate, frame * rate + filter_length)
+        kernel[rows, columns] = filters
+    return _FilterBank(kernel.T, steep.width, joined_frames * rate)
+
+
+def _apply_bank(samples: Samples, bank: _FilterBank) -> torch.Tensor:
+    """Return the samples at the new rate. The last ones are beyond the end of the audio.
+
+    A matmul replaces lhotse's convolution. For 2.4 s of audio it takes 0.26 ms instead of 0.7 to 1.2 ms,
+    because oneDNN prepares a convolution again for each new length.
     """
-    padded = torch.nn.functional.pad(torch.from_numpy(samples), (bank.width, bank.width + bank.hop))
+    padded = torch.nn.functional.pad(torch.from_numpy(samples), (bank.padding, bank.padding + bank.hop))
     frames = padded.unfold(0, len(bank.kernel), bank.hop)
     resampled = torch.empty(len(frames), bank.kernel.shape[1])
-    # The matmul copies its frames, 13 times the audio or more, so it reads a block of them at once. Blocks of
-    # 1,024 × n frames do not change the order in which BLAS adds.
-    kilorows = _BLOCK // len(bank.kernel) // 1024
-    block_rows = max(1, kilorows) * 1024
-    for start in range(0, len(frames), block_rows):
-        block = slice(start, start + block_rows)
+    # A matmul copies its overlapping frames, which are at least 13 times as large as the audio. So each
+    # matmul reads a block of frames. The size of a block is a multiple of 1,024 frames, because BLAS then
+    # adds in the same order as without blocks.
+    block_frames = max(1, _BLOCK_VALUES // len(bank.kernel) // 1024) * 1024
+    for start in range(0, len(frames), block_frames):
+        block = slice(start, start + block_frames)
         torch.matmul(frames[block], bank.kernel, out=resampled[block])
     return resampled.reshape(-1)
 
 
-class _Bank(NamedTuple):
-    """The filters of a change of rate. Each frame gives the next ``kernel.shape[1]`` new samples."""
+@lru_cache(maxsize=4)  # The filter for 16,001 to 16,000 Hz has 8 MB.
+def _long_filter(larger_rate: int) -> Samples:
+    """Return the coefficients of a steep low-pass filter.
 
-    kernel: torch.Tensor  # (samples of a frame, new samples)
-    width: int  # samples of the first frame before the start of the audio
-    hop: int  # samples from the start of a frame to the start of the next frame
-
-
-@lru_cache(maxsize=64)  # A bank has up to 4 MiB. A corpus may have a rate for each recording.
-def _bank(rate: int, new_rate: int, is_steep: bool) -> _Bank:
-    from lhotse.augmentation.resample import Resample
-
-    if not is_steep:
-        short = Resample(rate, new_rate)
-        return _Bank(short.kernel[:, 0].T, short.width, rate)
-    steep = Resample(rate, new_rate, "sinc_interp_kaiser", _ZEROS, _ROLLOFF, _BETA)
-    filters = steep.kernel[:, 0]
-    filter_length = filters.shape[1]
-    # Frames overlap if they are longer than the hop. Each sample is then copied several times, and 48 to
-    # 16 kHz would take ten times as long. So one long frame replaces several frames, with less overlap.
-    frames = max(1, filter_length // rate)
-    kernel = filters.new_zeros(frames * new_rate, filter_length + (frames - 1) * rate)
-    for frame in range(frames):
-        rows = slice(frame * new_rate, (frame + 1) * new_rate)
-        kernel[rows, frame * rate : frame * rate + filter_length] = filters
-    return _Bank(kernel.T, steep.width, frames * rate)
-
-
-@lru_cache(maxsize=4)  # The filter for 16,001 Hz has 8 MB.
-def _long_filter(factor: int) -> Samples:
-    """Return the coefficients of the steep low-pass filter for rates with almost no common divisor."""
+    ``larger_rate`` is the larger one of the two rates, divided by their greatest common divisor.
+    """
     from scipy.signal import firwin
 
-    half = math.ceil(_ZEROS * factor / _ROLLOFF)
-    return cast("Samples", firwin(2 * half + 1, _ROLLOFF / factor, window=("kaiser", _BETA)))
+    half_length = math.ceil(_ZERO_CROSSINGS * larger_rate / _ROLLOFF)
+    cutoff = _ROLLOFF / larger_rate
+    return cast("Samples", firwin(2 * half_length + 1, cutoff, window=("kaiser", _BETA)))
 
 
 def check_seconds(seconds: float, max_seconds: float, path: str) -> None:
-    """Raise Unusable for a recording of more than ``max_seconds``."""
+    """Raise Unusable if ``seconds``, the duration of the recording ``path``, is above ``max_seconds``."""
     if seconds > max_seconds:
         raise Unusable("too_long", f"{path}: {seconds:.0f} s, data.max_decoded_seconds={max_seconds:g}")
 
 
 def standardise(samples: Samples) -> Samples:
-    """Scale samples (S,) to zero mean and unit variance. Silence stays silence."""
+    """Return samples (S,) with zero mean and unit variance. Silence becomes zeros."""
     centred = samples - samples.mean(dtype=np.float64)
     deviation = np.sqrt(np.square(centred).mean() + _EPSILON)
     scaled: Samples = (centred / deviation).astype(np.float32)
@@ -158,7 +167,7 @@ def standardise(samples: Samples) -> Samples:
 
 
 def files_of(cut: Mapping[str, Any]) -> list[str]:
-    """Return the audio files of a cut."""
+    """Return the paths of a cut's audio files. The cut of a track in a MixedCut may lack ``type``."""
     if cut.get("type") != "MixedCut":
         recording = cut.get("recording") or {}
         return [source["source"] for source in recording.get("sources", ())]
@@ -168,35 +177,46 @@ def files_of(cut: Mapping[str, Any]) -> list[str]:
     return files
 
 
+def first_file(cut: Mapping[str, Any], default: str = "") -> str:
+    """Return the path of a cut's first audio file, or ``default`` if it has no file."""
+    return next(iter(files_of(cut)), default)
+
+
 def recording_of(cut: Mapping[str, Any]) -> str:
-    """Return the name of a cut's recording: its first file with one folder, wherever the corpus lies."""
-    path = next(iter(files_of(cut)), str(cut["id"]))
+    """Return the name of a cut's recording, ``FOLDER/FILE`` of its first audio file.
+
+    The name does not depend on the folder in which the corpus is.
+    """
+    path = first_file(cut, default=str(cut["id"]))
     return "/".join(path.split("/")[-2:])
 
 
-def _read_file(cut: Mapping[str, Any], sample_rate: int) -> Samples:
-    """Read a cut of one file."""
+def _read_simple(cut: Mapping[str, Any], sample_rate: int) -> Samples:
+    """Read a cut of one file without transforms (see ``is_simple``)."""
     source = cut["recording"]["sources"][0]
     path = source["source"]
     start, seconds = float(cut["start"]), seconds_of(cut)
     if not 0 < seconds < math.inf or not 0 <= start < math.inf:
         raise _wrong_length(path, f"{cut['duration']} s from {cut['start']} s in the manifest")
     tolerance = max(0.1, 0.01 * seconds)
-    # A little more of a whole file is decoded, to detect a file that is longer than in the manifest.
-    excess = 2 * tolerance if _is_whole_file(cut) else 0.0
-    samples, rate = _decode(path, start, seconds + excess)
+    max_decoded_seconds = seconds
+    if _is_whole_file(cut):
+        # This detects a file that is longer than in the manifest.
+        max_decoded_seconds += 2 * tolerance
+    samples, rate = _decode(path, start, max_decoded_seconds)
     decoded_seconds = samples.shape[1] / rate
     if not seconds - tolerance <= decoded_seconds <= seconds + tolerance:
-        comparison = "more than " if decoded_seconds > seconds else ""
+        # A file that is too long is not decoded to its end, so only a lower bound of its length is known.
+        bound = "more than " if decoded_seconds > seconds else ""
         lengths = f"{decoded_seconds:.2f} s from {start:.2f} s, {seconds:.2f} s in the manifest"
-        raise _wrong_length(path, comparison + lengths)
+        raise _wrong_length(path, bound + lengths)
     length = max(1, round(seconds * rate))
-    mono = _mono(samples[:, :length], source.get("channels"), cut.get("channel"))
-    return _finish(mono, rate, sample_rate, path=path)
+    mono = _average_channels(samples[:, :length], source.get("channels"), cut.get("channel"))
+    return _check_and_resample(mono, rate, sample_rate, path=path)
 
 
 def _is_whole_file(cut: Mapping[str, Any]) -> bool:
-    """Return whether a cut is its whole file, by the manifest."""
+    """Return whether a cut is its whole file, by the manifest. A SEGMENT of a file never is."""
     if (cut.get("custom") or {}).get(SEGMENT):
         return False
     file_seconds = float(cut["recording"]["duration"])
@@ -208,36 +228,44 @@ def _wrong_length(path: str, detail: str) -> Unusable:
 
 
 def _decode(path: str, start: float, seconds: float | None) -> tuple[Samples, int]:
-    """Return samples (C, S) and their rate. Memory holds at most MOST_SAMPLES."""
+    """Return samples (C, S) of a file and their rate, ``seconds`` from ``start`` on (None: to the end).
+
+    Raises Unusable. More than MOST_SAMPLES are not decoded, because they could fill the memory.
+    """
     from lhotse.utils import compute_num_samples
 
     with open_recording(path) as recording:
-        rate, frames, channels = recording.samplerate, recording.frames, recording.channels
-        first_frame = compute_num_samples(start, rate)
-        if 0 < frames <= first_frame:
-            detail = f"{frames / rate:.2f} s, but its cut starts at {start:.2f} s in the manifest"
+        rate, file_length, channels = recording.samplerate, recording.frames, recording.channels
+        first_sample = compute_num_samples(start, rate)
+        if 0 < file_length <= first_sample:
+            detail = f"{file_length / rate:.2f} s, but its cut starts at {start:.2f} s in the manifest"
             raise _wrong_length(path, detail)
-        count = frames - first_frame
+        count = file_length - first_sample  # samples of each channel to decode
         if seconds is not None:
             count = min(count, compute_num_samples(seconds, rate))
         if count * channels > MOST_SAMPLES:
             detail = f"{count / rate:.0f} s of {channels} channels are too much to read at once. Cut it"
             raise _wrong_length(path, detail)
-        if first_frame:
-            recording.seek(first_frame)
+        if first_sample:
+            recording.seek(first_sample)
         samples = recording.read(max(0, count), dtype="float32", always_2d=True).T
     if samples.shape[1] == 0:
         raise Unusable("no_samples", path)
     return samples, int(rate)
 
 
-def _mono(samples: Samples, file_channels: Any, cut_channels: Any) -> Samples:
-    """Average the channels of the cut, or all if its manifest does not list the channels of the file."""
-    is_listed = isinstance(file_channels, list) and len(file_channels) == len(samples) > 1
-    if is_listed and cut_channels is not None:
+def _average_channels(samples: Samples, file_channels: Any, cut_channels: Any) -> Samples:
+    """Return the mean (S,) of the cut's channels among ``samples`` (C, S).
+
+    ``file_channels`` are the channels that the manifest lists for the file, and ``cut_channels`` is one
+    channel or a list. If the manifest does not list all C channels, this is the mean of all.
+    """
+    all_are_listed = isinstance(file_channels, list) and len(file_channels) == len(samples)
+    if all_are_listed and len(samples) > 1 and cut_channels is not None:
         if not isinstance(cut_channels, list):
             cut_channels = [cut_channels]
-        samples = samples[[file_channels.index(channel) for channel in cut_channels]]
+        rows = [file_channels.index(channel) for channel in cut_channels]
+        samples = samples[rows]
     mono: Samples = samples.mean(axis=0, dtype=np.float32)
     return mono
 
@@ -246,36 +274,42 @@ def _read_mixed(cut: Mapping[str, Any], sample_rate: int) -> Samples:
     """Read a cut of several files, tracks or transforms with lhotse."""
     from speechtrain.data.lhotse_audio import load_audio
 
-    _check_lengths(cut)
-    samples, rate = load_audio(cut, _decode, _as_lhotse)
-    path = next(iter(files_of(cut)), str(cut["id"]))
+    _check_file_lengths(cut)
+    samples, rate = load_audio(cut, _decode, _change_rate_fast)
+    path = first_file(cut, default=str(cut["id"]))
     if samples.shape[1] == 0:
         raise Unusable("no_samples", path)
-    return _finish(samples.mean(axis=0, dtype=np.float32), rate, sample_rate, path=path)
+    return _check_and_resample(samples.mean(axis=0, dtype=np.float32), rate, sample_rate, path=path)
 
 
-def _check_lengths(cut: Mapping[str, Any]) -> None:
-    """Refuse files that are far longer than in their manifest, because lhotse would read them to the end."""
+def _change_rate_fast(samples: Samples, rate: int, new_rate: int) -> Samples:
+    """Resample with the short filter that lhotse applies in the transforms of its cuts."""
+    return resample(samples, rate, new_rate, is_steep=False)
+
+
+def _check_file_lengths(cut: Mapping[str, Any]) -> None:
+    """Raise Unusable for a file that is far longer than in the manifest. lhotse would read it to the end."""
     if cut["type"] == "MixedCut":
         for track in cut["tracks"]:
-            _check_lengths({"type": track.get("type"), **track["cut"]})
+            # The type of a track's cut may be beside the cut instead of in it.
+            _check_file_lengths({"type": track.get("type"), **track["cut"]})
         return
     recording = cut.get("recording") or {}
     for source in recording.get("sources", ()):
         with open_recording(source["source"]) as file:
             file_seconds = file.frames / file.samplerate
-        # The manifest's length is after changes of speed and tempo, by a factor of up to 2.
-        limit = 2.0 * float(recording["duration"]) + 1.0
-        if file_seconds > limit:
+        # The manifest has the duration after changes of speed and tempo, which halve it at most.
+        max_file_seconds = 2.0 * float(recording["duration"]) + 1.0
+        if file_seconds > max_file_seconds:
             detail = f"{file_seconds:.2f} s, {recording['duration']} s in the manifest"
             raise _wrong_length(source["source"], detail)
 
 
-def _finish(mono: Samples, rate: int, sample_rate: int, path: str) -> Samples:
-    """Check the samples and resample them."""
+def _check_and_resample(mono: Samples, rate: int, sample_rate: int, path: str) -> Samples:
+    """Return the samples (S,) at ``sample_rate``. Raises Unusable for NaN and impossible values."""
     if len(mono) * sample_rate > MOST_SAMPLES * rate:
         raise _wrong_length(path, f"{len(mono) / rate:.0f} s are too much to resample. Cut it")
     peak = max(float(mono.max()), -float(mono.min()))
-    if not peak <= _LOUDEST:  # A comparison with NaN is false.
+    if not peak <= _HIGHEST_PEAK:  # This also refuses NaN, because every comparison with NaN is false.
         raise Unusable("not_finite", f"{path}: its peak is {peak:.3g}")
     return change_rate(mono, rate, sample_rate)

@@ -10,14 +10,14 @@ from speechtrain.batch import Batch
 
 
 class DataModule(ABC):
-    """Endless training batches, named validation sets, and a state of two integers.
+    """Provides the training batches, which never end, and the batches of named evaluation sets.
 
-    The state is the address (epoch, position) of the next micro-batch in *global* order. So resume costs
-    nothing, and the order is the same for any number of ranks and workers.
+    The state is the address (epoch, position) of the next micro-batch in the global order, over all ranks.
+    So a resumed run reads nothing again, and the order is the same for any number of ranks and workers.
     """
 
     train_is_optional: bool = False
-    """Whether named evaluation sets need no training data, so that ``train`` may be empty."""
+    """Whether ``train`` may be empty for an evaluation on named sets."""
 
     @property
     @abstractmethod
@@ -28,23 +28,26 @@ class DataModule(ABC):
     def train(self, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> Iterator[Batch]:
         """Yield this rank's micro-batches from the current state, endlessly.
 
-        A global batch is ``world_size × accumulate`` consecutive micro-batches. Rank r gets the micro-batches
-        at ``a × world_size + r``. The micro-batches that are left at the end of an epoch begin the next
-        global batch. The state moves on when the last micro-batch of a global batch is yielded.
+        A global batch is ``world_size × accumulate`` consecutive micro-batches. Of these, rank r gets number
+        ``a × world_size + r`` for each a from 0 to ``accumulate - 1``. If an epoch ends within a global
+        batch, the next epoch completes it. The state changes when the last micro-batch of a global batch is
+        yielded.
         """
 
     @abstractmethod
     def valid(self, rank: int = 0, world_size: int = 1) -> dict[str, Iterable[Batch]]:
-        """Return this rank's part of each named evaluation set.
+        """Return this rank's batches of each evaluation set, by the name of the set.
 
         Each utterance is on one rank, and all ranks have equal numbers of batches.
         """
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
 
     @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at the state of a checkpoint."""
 
     def check(self) -> None:  # noqa: B027 - empty by default
         """Check for problems that would stop a run later: missing recordings, unknown symbols.
@@ -57,54 +60,56 @@ class DataModule(ABC):
         return iter(())
 
     def crowded_transcripts(self, frames: Callable[[int], int]) -> str:
-        """Return a line on training transcripts with more labels than encoder frames, or an empty one.
+        """Return a warning about training transcripts with more labels than encoder frames, or "".
 
-        ``frames`` maps samples to encoder frames.
+        ``frames`` maps a number of samples to its number of encoder frames.
         """
         return ""
 
     def shapes(self) -> list[tuple[int, int, int]]:
-        """Return the (batch, samples, labels) shapes of training if they are fixed, else an empty list."""
+        """Return the fixed (rows, samples, labels) of training batches. Without fixed shapes it is empty."""
         return []
 
     def evaluation_shapes(self) -> list[tuple[int, int, int]]:
-        """Return the shapes of all evaluation sets if they are fixed, else an empty list."""
+        """Return the fixed (rows, samples, labels) of all evaluation batches, or an empty list."""
         return []
 
     def sample(self) -> Batch | None:
-        """Return a training batch of median size, to time steps, or None if no recording is left.
+        """Return a training batch of median size, or None if no recording is left. It serves to time a step.
 
-        The state does not move, and skipped recordings are not counted.
+        The state does not change, and skipped recordings are not counted.
         """
         return None
 
     def recordings(self, normalise: Callable[[str], str]) -> Iterator[tuple[float, str]]:
         """Yield the seconds and the transcript of each training recording.
 
-        ``normalise`` normalises the transcripts, except in sets that name a normaliser.
+        ``normalise`` normalises the transcripts, except in sets whose specification names a normaliser.
         """
         return iter(())
 
-    def content(self) -> dict[str, str | int]:
+    def content(self) -> dict[str, str | float]:
         """Return the number of training recordings as ``recordings``, and a digest of them as ``digest``.
 
-        Another digest shows that the training set has changed. A module that knows neither returns nothing.
+        ``hours`` and ``speakers`` of the recordings are optional.
+
+        Another digest shows that the training set has changed. The default is an empty mapping.
         """
         return {}
 
     def counts(self) -> dict[str, int]:
         """Return the numbers of recordings: ``train_samples``, and ``eval_samples`` of the first set.
 
-        A module that does not know them returns nothing.
+        The default is an empty mapping.
         """
         return {}
 
     def report(self) -> dict[str, Any]:
-        """Return facts to log: skipped recordings, padded and cropped shares, held-out part."""
+        """Return facts to log, such as skipped recordings, padded and cropped shares, and held-out hours."""
         return {}
 
     def set_stop_check(self, stop_requested: Callable[[], bool]) -> None:  # noqa: B027 - empty by default
-        """Raise Preempted in a long wait for a batch if ``stop_requested`` returns true."""
+        """From now on, raise Preempted in a long wait for a batch if ``stop_requested`` returns true."""
 
     def close(self) -> None:  # noqa: B027 - empty by default
         """Stop worker processes."""

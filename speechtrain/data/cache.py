@@ -1,4 +1,4 @@
-"""The folder that keeps indices and joined audio between runs."""
+"""The cache folder, which stores indices and joined audio for all runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from speechtrain.files import absolute_path
 def cache_folder() -> Path:
     """Return ``$SPEECHTRAIN_CACHE``, else ``$XDG_CACHE_HOME/speechtrain``, else ``~/.cache/speechtrain``.
 
-    Missing files in the folder are made again.
+    An empty variable counts as not set. A file that was deleted from the folder is made again when a run
+    needs it.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return absolute_path(os.environ.get("SPEECHTRAIN_CACHE") or f"{base}/speechtrain")
+    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return absolute_path(os.environ.get("SPEECHTRAIN_CACHE") or f"{user_cache}/speechtrain")

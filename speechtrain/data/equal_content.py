@@ -9,27 +9,27 @@ from collections.abc import Callable, Hashable, Iterable
 from speechtrain.data.tar_members import file_of
 from speechtrain.files import open_regular
 
-_BEGINNING = 2**16  # bytes at the start of a file, which are compared before the whole file
+_START_BYTES = 2**16  # bytes at the start of two files that are compared before the whole files
 
 
 def equal_files(paths: Iterable[str]) -> list[list[str]]:
-    """Return the groups of files with equal content, each sorted.
+    """Return the groups of two or more files with equal content, each group sorted.
 
-    Files that cannot be read and members of a tar are in no group. Files of different sizes are not read.
-    Files of equal size are compared by their first 64 KiB, and then, if these are equal, by a hash of the
-    whole content.
+    Files that cannot be read and members of a tar are in no group. Three signatures are compared, so that
+    few files are read completely: the size, the first 64 KiB, and a hash of the whole content.
     """
-    groups = [sorted({path for path in paths if file_of(path) == path})]
-    for signature in (_size, _beginning, _content):
+    files = {path for path in paths if file_of(path) == path}  # without members of a tar
+    groups = [sorted(files)]
+    for signature in (_size, _start, _content_hash):
         smaller_groups = []
         for group in groups:
-            smaller_groups += _split(group, signature)
+            smaller_groups += _groups_by(signature, group)
         groups = smaller_groups
     return groups
 
 
-def _split(paths: list[str], signature: Callable[[str], Hashable]) -> list[list[str]]:
-    """Return the groups of two or more paths with equal signatures."""
+def _groups_by(signature: Callable[[str], Hashable], paths: list[str]) -> list[list[str]]:
+    """Return the groups of two or more paths with equal signatures. Unreadable files are left out."""
     groups: dict[Hashable, list[str]] = {}
     for path in paths:
         try:
@@ -43,11 +43,11 @@ def _size(path: str) -> int:
     return os.stat(path).st_size
 
 
-def _beginning(path: str) -> bytes:
+def _start(path: str) -> bytes:
     with open_regular(path) as file:
-        return file.read(_BEGINNING)
+        return file.read(_START_BYTES)
 
 
-def _content(path: str) -> str:
+def _content_hash(path: str) -> str:
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

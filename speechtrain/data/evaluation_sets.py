@@ -22,8 +22,8 @@ from speechtrain.data.static_shapes import Shape
 from speechtrain.data.training_set import TrainingSet, check_source
 from speechtrain.data.workers import InProcess, Workers
 
-_HELD_OUT = "held_out"  # The name of the set that is held out of the training recordings.
-_SMALL_SECONDS = 600  # This process loads a smaller part of a set faster than workers start.
+_HELD_OUT = "held_out"  # the name of the set that is held out of the training recordings
+_SMALL_SECONDS = 600  # Less audio is loaded in this process, because workers would take longer to start.
 
 
 class EvaluationSet(NamedTuple):
@@ -37,9 +37,9 @@ class EvaluationSet(NamedTuple):
 class EvaluationSets:
     """The evaluation sets by name, each opened at first use.
 
-    ``specs`` maps the name of each set to its source, and then ``training_set`` holds out nothing. Without
-    ``specs``, the held-out recordings of ``training_set`` are the only set. ``new_loader`` makes the loader
-    of an index. Raises ValueError for an invalid source.
+    ``specs`` maps the name of each set to its source. If it is empty, the recordings that ``training_set``
+    holds out are the only set. Otherwise ``training_set`` holds out nothing. ``new_loader`` returns a loader
+    for an index. Raises ValueError for an invalid source.
     """
 
     specs: dict[str, Any]
@@ -58,6 +58,7 @@ class EvaluationSets:
 
     @property
     def names(self) -> list[str]:
+        # With ``specs``, ``hold_out`` is 0.
         return [_HELD_OUT] if self.training_set.hold_out else list(self.specs)
 
     def source(self, name: str) -> Source:
@@ -73,29 +74,35 @@ class EvaluationSets:
                 index, rows = training_set.index, training_set.held_out
             loader = self.new_loader(index, is_strict=bool(self.specs))
             plan = evaluation_plan(loader.lengths(rows, self.size.depends_on_labels), self.size)
+            # The plan numbers the cuts by their positions in ``rows``. The loader needs rows of the index.
             self._sets[name] = EvaluationSet(loader, replace(plan, rows=rows[plan.rows]))
         return self._sets[name]
 
     def batches(self, rank: int, world_size: int) -> dict[str, Iterable[Batch]]:
-        """Return a rank's part of each set."""
-        return {
-            name: EvaluationBatches(*self[name], self.workers, self.skips, rank, world_size)
-            for name in self.names
-        }
+        """Return a rank's batches of each set, by the name of the set."""
+        batches: dict[str, Iterable[Batch]] = {}
+        for name in self.names:
+            loader, plan = self[name]
+            batches[name] = EvaluationBatches(loader, plan, self.workers, self.skips, rank, world_size)
+        return batches
 
     def shapes(self) -> list[tuple[int, int, int]]:
-        """Return the (batch, samples, labels) shapes of all sets if fixed, else an empty list."""
-        shapes = set()
+        """Return the fixed (rows, samples, labels) of all sets. Without fixed shapes it is empty."""
+        shapes = set[tuple[int, int, int]]()
         for name in self.names:
-            shapes |= {(*shape,) for shape in self[name].plan.shapes}
+            for shape in self[name].plan.shapes:
+                shapes.add((shape.rows, shape.samples, shape.labels))
         return sorted(shapes)
 
-    def files(self, rank: int, world_size: int) -> Iterator[PathFinder]:
-        """Return one function for each batch of a rank. It lists the batch's files, in any thread."""
+    def path_finders(self, rank: int, world_size: int) -> Iterator[PathFinder]:
+        """Return a function for each batch of a rank, which lists the files of the batch.
+
+        The functions run in another thread, so they have a loader of their own.
+        """
         finders: list[PathFinder] = []
         for name in self.names:
             loader, plan = self[name]
-            loader = loader.for_thread()
+            loader = loader.copy_for_thread()
             for number in range(rank, len(plan), world_size):
                 finders.append(partial(loader.files, plan[number]))
         return iter(finders)
@@ -103,10 +110,10 @@ class EvaluationSets:
 
 @dataclass
 class EvaluationBatches(Iterable[Batch]):
-    """A rank's part of an evaluation set. It can be iterated several times.
+    """A rank's batches of an evaluation set. They can be iterated several times.
 
-    Batch i is for rank i modulo the number of ranks. A rank that would have one batch fewer gets a batch of
-    padding rows, because all ranks must take part in the same collectives.
+    Rank ``i % world_size`` gets batch i of the plan. A rank with one batch fewer than other ranks also gets a
+    batch of padding rows, because all ranks must take part in the same collectives.
     """
 
     loader: BatchLoader
@@ -118,30 +125,31 @@ class EvaluationBatches(Iterable[Batch]):
 
     @property
     def seconds(self) -> float:
-        """The mean audio of a rank's part, in seconds."""
+        """The seconds of audio of the set, divided by the number of ranks."""
         return float(self.loader.index.seconds[self.plan.rows].sum(dtype=np.float64)) / self.world_size
 
     def __len__(self) -> int:
         return math.ceil(len(self.plan) / self.world_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        plan, loader, workers = self.plan, self.loader, self.workers
-        if self.seconds < _SMALL_SECONDS:
-            workers = InProcess()
+        plan, loader = self.plan, self.loader
+        workers = InProcess() if self.seconds < _SMALL_SECONDS else self.workers
         numbers = range(self.rank, len(plan), self.world_size)
-        for batch in workers.map(loader, map(plan.__getitem__, numbers)):
+        for batch in workers.map(loader, (plan[number] for number in numbers)):
             for skip in batch.skipped:  # A strict loader raises instead.
                 self.skips.add(skip, len(loader.index))
             yield batch
         if len(numbers) < len(self):
             shape = plan[len(plan) - 1].shape
             if shape is None:
+                # One row of 0.1 s, with a label if the model reads labels.
                 shape = Shape(1, round(loader.sample_rate * 0.1), int(loader.tokenizer.reads_text))
             yield collate([], loader.sample_rate, shape)
 
 
 def named_sets(valid: Any) -> dict[str, Any]:
-    """Return the evaluation sets by name. A set without a name is called ``valid``."""
-    if valid and (not isinstance(valid, dict) or "path" in valid):
-        return {"valid": valid}
-    return valid or {}
+    """Return the sources of ``data.valid`` by name. A single source without a name is called ``valid``."""
+    if not valid:
+        return {}
+    has_names = isinstance(valid, dict) and "path" not in valid
+    return valid if has_names else {"valid": valid}

@@ -1,4 +1,8 @@
-"""Decides which cuts of a set are held out for validation, by their speakers, recordings, ids and seconds."""
+"""Decides which cuts of a set are held out for validation.
+
+Cuts are held out in groups, such as all cuts of a speaker. The groups are drawn at random until they contain
+about the requested share of the audio.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,13 @@ from speechtrain.data.audio import recording_of
 from speechtrain.data.formats.manifests import Record, speaker_of
 
 GROUPS = ("speaker", "recording", "cut")
-"""The kinds of groups. All cuts of a group are on the same side."""
+"""The kinds of groups. All cuts of a group are either held out or trained on."""
 
-_FEWEST_SPEAKERS = 10  # With fewer speakers, training would lack the voice of each held-out speaker.
-_TOLERANCE = 1.5  # Held-out speakers, or large groups, may differ by this factor from the share.
-_TOO_LARGE = 2.0  # Speakers who share recordings are separated if they exceed the share by this factor.
-# Each group is drawn alone if the share has this number of groups, and if the drawn seconds are within this
-# factor of the share.
+_FEWEST_SPEAKERS = 10  # With fewer speakers, training would lack too many of the voices.
+_TOLERANCE = 1.5  # The seconds of held-out speakers may differ from the requested seconds by this factor.
+_TOO_LARGE = 2.0  # Speakers who are connected by recordings may have this multiple of the requested seconds.
+# Independent draws need this expected number of held-out groups, and seconds within this factor of the
+# requested seconds. Otherwise groups are held out one after the other.
 _INDEPENDENT_GROUPS, _INDEPENDENT_FACTOR = 5, 2.0
 _LOG = logging.getLogger(__name__)
 
@@ -31,7 +35,10 @@ _Seconds = NDArray[np.float32]
 
 
 def groups_of(cut: Record) -> tuple[int, int, int]:
-    """Return the ``key_of`` of a cut's speaker (-1 if it names none), recording and id, as in GROUPS."""
+    """Return the keys (``key_of``) of a cut's speaker, recording and id, in the order of GROUPS.
+
+    The key of the speaker is -1 if the cut names none.
+    """
     speaker = speaker_of(cut)
     speaker_key = key_of(speaker) if speaker else -1
     return speaker_key, key_of(recording_of(cut)), key_of(str(cut["id"]))
@@ -40,18 +47,21 @@ def groups_of(cut: Record) -> tuple[int, int, int]:
 def held_out(
     groups: Mapping[str, _Keys], seconds: _Seconds, share: float, by: str = ""
 ) -> tuple[NDArray[np.bool_], str]:
-    """Return whether each cut is held out, and the kind of groups that are held out.
+    """Return a mask (N,) of the held-out cuts, and the kind of the groups that were drawn.
 
-    ``groups`` maps each kind in GROUPS to the key of each cut's group. Without ``by``, the kind is
+    ``groups`` maps each kind in GROUPS to the key of each cut's group (N,). ``share`` is the requested share
+    of the ``seconds`` (N,) of all cuts. ``by`` is the kind. If it is empty, the kind is
 
-    - speaker, if each cut names a speaker, there are ten or more, and the drawn speakers are about the share,
-    - otherwise recording, if there are several,
+    - speaker, if each cut names a speaker, there are ten speakers or more, and the drawn speakers have about
+      the requested seconds,
+    - otherwise recording, if there are several recordings,
     - otherwise cut.
 
-    A single group is held out. Speakers who share a recording are one group, so no recording is on both
-    sides. If such a group exceeds twice the share, recordings are held out instead, and a warning says so.
+    If there is only one group, all cuts are held out. Speakers who are in the same recording are one group,
+    so that a recording is either held out or trained on. If such a group has more than twice the requested
+    seconds, recordings are the groups instead, and a warning is logged.
     """
-    all_have_speakers = groups["speaker"].min(initial=0) >= 0
+    all_have_speakers = groups["speaker"].min(initial=0) >= 0  # The key of a missing speaker is -1.
     if by == "speaker" or (not by and all_have_speakers):
         speakers = _connected_speakers(groups)
         if _is_too_large(speakers, groups["speaker"], seconds, share):
@@ -61,73 +71,84 @@ def held_out(
             is_drawn = _draw_groups(speakers, seconds, share)
             fraction = seconds[is_drawn].sum() / max(seconds.sum(), 1e-9)
             is_near_share = share / _TOLERANCE <= fraction <= share * _TOLERANCE
-            count = len(np.unique(speakers))
-            if by or (is_near_share and count >= _FEWEST_SPEAKERS):
+            speaker_groups = len(np.unique(speakers))
+            if by or (is_near_share and speaker_groups >= _FEWEST_SPEAKERS):
                 return is_drawn, "speaker"
     if not by:
-        by = "recording" if len(np.unique(groups["recording"])) > 1 else "cut"
+        has_several_recordings = len(np.unique(groups["recording"])) > 1
+        by = "recording" if has_several_recordings else "cut"
     return _draw_groups(groups[by], seconds, share), by
 
 
 def _connected_speakers(groups: Mapping[str, _Keys]) -> _Keys:
-    """Return each cut's group of speakers: the smallest key of the speakers that recordings connect.
+    """Return the key (N,) of each cut's group of speakers: the smallest key among these speakers.
 
-    A speaker who shares no recording is a group with the speaker's key, so the draw is the same as without
-    groups.
+    Recordings connect the speakers of a group. The key of a group with one speaker is the speaker's key.
     """
     speakers, speaker_numbers = np.unique(groups["speaker"], return_inverse=True)
     recordings, recording_numbers = np.unique(groups["recording"], return_inverse=True)
+    # The nodes of the graph are all speakers, then all recordings. Each cut connects two nodes.
     nodes = len(speakers) + len(recordings)
     edges = (speaker_numbers, len(speakers) + recording_numbers)
     graph = coo_array((np.ones(len(speaker_numbers), bool), edges), shape=(nodes, nodes))
     count, components = connected_components(graph, directed=False)
-    keys = np.full(count, np.iinfo(np.int64).max)
-    np.minimum.at(keys, components[: len(speakers)], speakers)
-    connected: _Keys = keys[components[speaker_numbers]]
-    return connected
+    component_keys = np.full(count, np.iinfo(np.int64).max)
+    np.minimum.at(component_keys, components[: len(speakers)], speakers)
+    group_keys: _Keys = component_keys[components[speaker_numbers]]
+    return group_keys
 
 
-def _is_too_large(connected: _Keys, speakers: _Keys, seconds: _Seconds, share: float) -> bool:
-    """Return whether a group of several speakers exceeds twice the share of the seconds."""
-    _, numbers = np.unique(connected, return_inverse=True)
-    groups_of_several = numbers[connected != speakers]
-    rows = np.isin(numbers, groups_of_several)
-    group_seconds = np.bincount(numbers[rows], seconds[rows])
+def _is_too_large(group_keys: _Keys, speakers: _Keys, seconds: _Seconds, share: float) -> bool:
+    """Return whether a group of several speakers has more than twice the requested seconds.
+
+    ``group_keys`` and ``speakers`` (N,) are the keys of each cut's group and of its speaker.
+    """
+    _, group_numbers = np.unique(group_keys, return_inverse=True)
+    # A group of several speakers has the key of one of them. So another speaker's key differs from it.
+    groups_of_several = group_numbers[group_keys != speakers]
+    cuts = np.isin(group_numbers, groups_of_several)
+    group_seconds = np.bincount(group_numbers[cuts], seconds[cuts])
     return bool(group_seconds.max(initial=0.0) > _TOO_LARGE * share * seconds.sum())
 
 
 def _draw_groups(groups: _Keys, seconds: _Seconds, share: float) -> NDArray[np.bool_]:
-    """Return whether the group of each cut is drawn. The draw depends on the group's key, and on no seed.
+    """Return a mask (N,) of the cuts whose groups are drawn. ``groups`` (N,) are the keys of the groups.
 
-    Each group is drawn independently, so new recordings do not move the others to another side. If there are
-    few groups, or if the drawn seconds are far from the share, groups are drawn until they fill the share.
+    A draw depends on the group's key and on the share, but not on the run's seed. Each group is drawn
+    independently, so that new recordings do not change which of the others are held out. If there are few
+    groups, or if the drawn seconds are far from the share, groups are added until they fill the share.
     """
-    keys, numbers = np.unique(groups, return_inverse=True)
+    keys, group_numbers = np.unique(groups, return_inverse=True)
     if len(keys) < 2:
         return np.ones(len(groups), bool)
-    group_seconds = np.bincount(numbers, seconds)
+    group_seconds = np.bincount(group_numbers, seconds)
     draws = uniform_at(0, RunStream.HOLD_OUT, keys)
-    is_drawn = draws < share
-    target = share * group_seconds.sum()
+    is_drawn = draws < share  # for each group
+    target_seconds = share * group_seconds.sum()
     drawn_seconds = group_seconds[is_drawn].sum()
-    is_near = target / _INDEPENDENT_FACTOR <= drawn_seconds <= target * _INDEPENDENT_FACTOR
-    if share * len(keys) < _INDEPENDENT_GROUPS or not is_near:
-        is_drawn = _fill_share(draws, group_seconds, target)
-    # Neither side may be empty.
+    lowest, highest = target_seconds / _INDEPENDENT_FACTOR, target_seconds * _INDEPENDENT_FACTOR
+    if share * len(keys) < _INDEPENDENT_GROUPS or not lowest <= drawn_seconds <= highest:
+        is_drawn = _fill_share(draws, group_seconds, target_seconds)
+    # Both training and validation need a group.
     if not is_drawn.any():
         is_drawn[np.argmin(group_seconds)] = True
     if is_drawn.all():
         is_drawn[np.argmax(group_seconds)] = False
-    return is_drawn[numbers]
+    return is_drawn[group_numbers]
 
 
-def _fill_share(draws: NDArray[np.float64], group_seconds: NDArray[Any], target: float) -> NDArray[np.bool_]:
-    """Take groups in the order of their draws up to ``target`` seconds, without groups that are too large."""
+def _fill_share(
+    draws: NDArray[np.float64], group_seconds: NDArray[Any], target_seconds: float
+) -> NDArray[np.bool_]:
+    """Return a mask of the groups that are added, in the order of their draws, up to ``target_seconds``.
+
+    A group that would exceed the target by more than the tolerance is left out.
+    """
     is_drawn = np.zeros(len(draws), bool)
     total = 0.0
     for group in np.argsort(draws).tolist():
         total_with_group = total + group_seconds[group]
-        if total < target and total_with_group <= _TOLERANCE * target:
+        if total < target_seconds and total_with_group <= _TOLERANCE * target_seconds:
             is_drawn[group] = True
             total = total_with_group
     return is_drawn

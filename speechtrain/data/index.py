@@ -1,8 +1,9 @@
-"""The index of a source's cuts: the facts that the sampler needs of each cut, in memory-mapped arrays.
+"""The index of a source's cuts: memory-mapped arrays of the facts that the sampler needs of each cut.
 
-A folder of the cache holds flat binary arrays with one element for each cut (duration, byte offset of its
-JSON line, key). It also holds the cuts as JSON lines, unless the source is such a file. The memory to build
-an index is bounded. An index is loaded by mapping the arrays, which reads nothing.
+An index is a folder of the cache. It contains flat binary arrays with one element for each cut, such as its
+duration and the byte offset of its JSON line. If the source is not a file of JSON lines, the folder also
+contains the cuts as JSON lines. The arrays are built in chunks, so the memory does not grow with the source.
+To open an index is fast, because mapping an array reads nothing.
 """
 
 from __future__ import annotations
@@ -34,16 +35,27 @@ from speechtrain.files import absolute_path, atomic, flush, open_append, read_te
 from speechtrain.text.normalise import Normaliser, normaliser
 from speechtrain.text.vocabulary import Tokenizer
 
-FORMAT = 5  # the format of the folder. A folder of another format is built again.
-_ARRAYS = {"seconds": "<f4", "offset": "<i8", "key": "<i8", "part": "<i2"}
-_ARRAYS |= {"speaker": "<i8", "recording": "<i8", "characters": "<i4"}
-_MOST_OPEN = 100  # open files of one index. A process may have 1,024.
+FORMAT = 5  # the format of the folder. An index of another format is built again.
+# the dtype of each array, by the name of its file
+_ARRAYS = {
+    "seconds": "<f4",
+    "offset": "<i8",
+    "key": "<i8",
+    "part": "<i2",
+    "speaker": "<i8",
+    "recording": "<i8",
+    "characters": "<i4",
+}
+_MOST_OPEN = 100  # the most open files of an index. A process can open 1,024 by default.
 _CHUNK = 65_536  # rows that are in memory during a build
-_TRIES = 100  # attempts to lock an index within ten seconds
+_LOCK_ATTEMPTS = 100  # attempts to lock an index before a message, one each 0.1 s
 
 
 class Index:
-    """The cuts of one source, numbered from 0: arrays over all cuts, and random access to each cut."""
+    """The cuts of one source: arrays with one element for each cut, and random access to each cut.
+
+    A row is the number of a cut, from 0.
+    """
 
     def __init__(self, folder: Path, facts: Sequence[Facts] = ()) -> None:
         self.folder = folder
@@ -54,9 +66,10 @@ class Index:
         """A hash of the ids and durations. Equal cuts in other files have the same hash."""
         self.texts: str = meta["texts"]
         """A hash of the transcripts."""
-        self.files = [folder / name for name in meta["files"]]  # An absolute name replaces the folder.
+        # The file of each part's JSON lines. If ``name`` is an absolute path, ``/`` drops the folder.
+        self.files = [folder / name for name in meta["files"]]
         self._size: int = meta["cuts"]
-        self._open: dict[int, IO[bytes]] = {}
+        self._open_files: dict[int, IO[bytes]] = {}  # by the number of the part
         self.seconds = self._map("seconds")
         """Duration of each cut in its manifest (float32), or 0 if the manifest has no positive number."""
         self.keys = self._map("key")
@@ -70,7 +83,7 @@ class Index:
         self.parts = self._map("part")
         """The number of the part of the source to which each cut belongs (int16)."""
         self._offsets = self._map("offset")
-        self._normalisers: dict[int, Normaliser] = {}
+        self._normalisers: dict[int, Normaliser] = {}  # by the number of the part
         for number, part_facts in enumerate(facts):
             if part_facts.normaliser:
                 self._normalisers[number] = normaliser(part_facts.normaliser)
@@ -79,11 +92,11 @@ class Index:
         return self._size
 
     def __reduce__(self) -> tuple[type[Index], tuple[Path, Sequence[Facts]]]:
-        # A worker opens arrays and files again, because they are not pickled.
+        # A worker opens the arrays and files itself, because they cannot be pickled.
         return Index, (self.folder, self.facts)
 
     def _map(self, name: str) -> NDArray[Any]:
-        dtype = _ARRAYS.get(name, "<i4")
+        dtype = _ARRAYS.get(name, "<i4")  # The arrays of label counts have other names.
         if not self._size:  # An empty file cannot be mapped.
             return np.zeros(0, dtype)
         return np.memmap(self.folder / f"{name}.bin", dtype, mode="r", shape=(self._size,))
@@ -91,35 +104,37 @@ class Index:
     def cut(self, row: int) -> Record:
         """Return one cut in lhotse's JSON format. Raises DataError if its manifest has changed."""
         part = int(self.parts[row])
-        if part not in self._open:
-            if len(self._open) == _MOST_OPEN:
-                self._open.popitem()[1].close()
-            self._open[part] = self.files[part].open("rb")
-        file = self._open[part]
+        if part not in self._open_files:
+            if len(self._open_files) == _MOST_OPEN:
+                _, latest_file = self._open_files.popitem()
+                latest_file.close()
+            self._open_files[part] = self.files[part].open("rb")
+        file = self._open_files[part]
         file.seek(int(self._offsets[row]))
         try:
             cut = parse(file.readline(manifests.LONGEST_LINE), self.files[part], 1)
         except DataError:
-            cut = {}
+            cut = {}  # The line is damaged, so the id below differs.
         if key_of(str(cut.get("id", ""))) != self.keys[row]:
             raise DataError(f"{self.files[part]} has changed since it was indexed. Start the command again")
         return cut
 
     def text(self, row: int, normalise: Normaliser, cut: Record | None = None) -> str:
-        """Return the normalised transcript of a row. A normaliser of its set replaces ``normalise``.
+        """Return the normalised transcript of a row. If its set has a normaliser, that one is applied.
 
-        ``cut`` is the cut of this row, if the caller has read it.
+        ``cut`` is the cut of this row. Without it, the cut is read.
         """
-        set_normalise = self._normalisers.get(int(self.parts[row]), normalise)
-        return set_normalise(text_of(cut or self.cut(row)))
+        applied_normalise = self._normalisers.get(int(self.parts[row]), normalise)
+        return applied_normalise(text_of(cut or self.cut(row)))
 
     def labels(self, tokenizer: Tokenizer) -> NDArray[np.int32]:
-        """Return the number of labels of each transcript, or -1 if it cannot be encoded.
+        """Return the number of labels (N,) of each transcript, or -1 if the transcript cannot be encoded.
 
-        The first call for a tokenizer reads every transcript (20 s for a million) and stores the numbers.
-        Later calls map the stored numbers.
+        The first call for a tokenizer reads every transcript (20 s for a million) and stores the numbers in
+        the folder. Later calls map the stored numbers.
         """
-        normalisers = [(number, self.facts[number].normaliser) for number in self._normalisers]
+        # The numbers depend on the tokenizer, and on the normalisers of the sets.
+        normalisers = [(part, self.facts[part].normaliser) for part in self._normalisers]
         name = f"labels-{digest(tokenizer.state(), *normalisers)}"
         path = self.folder / f"{name}.bin"
         if not path.exists():
@@ -148,23 +163,24 @@ def crowded_transcripts_line(
     sample_rate: int,
     tolerance: float = 0.0,
 ) -> str:
-    """Return a line on transcripts with more labels than encoder frames.
+    """Return a warning about the transcripts of ``rows`` with more labels than encoder frames.
 
-    The line is empty if their share is at most ``tolerance``. ``frames`` maps samples at ``sample_rate`` to
-    encoder frames.
+    It is empty if the share of these transcripts is at most ``tolerance``. ``frames`` maps a number of
+    samples at ``sample_rate`` to its number of encoder frames.
     """
-    transcripts, count, example = 0, 0, ""
+    transcripts, crowded, example = 0, 0, ""
     for row in rows:
         transcripts += 1
         labels = label_count(index.text(row, tokenizer.normalise), tokenizer)
         samples = round(float(index.seconds[row]) * sample_rate)
         if labels > frames(samples):
-            count += 1
-            example = example or f"{index.cut(row)['id']!r} has {labels} labels and {frames(samples)} frames"
-    if count <= tolerance * transcripts:
+            crowded += 1
+            if not example:
+                example = f"{index.cut(row)['id']!r} has {labels} labels and {frames(samples)} frames"
+    if crowded <= tolerance * transcripts:
         return ""
     return (
-        f"{count} of {transcripts} transcripts have more labels than encoder frames ({example}), which is "
+        f"{crowded} of {transcripts} transcripts have more labels than encoder frames ({example}), which is "
         "hard to learn, and impossible for CTC. Use shorter frames (encoder.stack_time, another encoder), or "
         "larger subwords (speechtrain prepare tokenizer)"
     )
@@ -173,13 +189,13 @@ def crowded_transcripts_line(
 def open_index(source: Source, cache: str = "") -> Index:
     """Return the index of ``source``. It is built if the cache has none for the source's fingerprint.
 
-    ``cache`` is a folder. Empty means ``$SPEECHTRAIN_CACHE``, else ``$XDG_CACHE_HOME/speechtrain``, else
-    ``~/.cache/speechtrain``. If several processes need an index, one builds it and the others wait. On a file
-    system without locks each of them builds an index, and one of these is kept. Raises DataError for
-    malformed or repeated cuts, MachineError if the cache cannot be written.
+    ``cache`` is the cache folder. An empty string stands for ``cache_folder()``. If several processes need an
+    index, one process builds it and the others wait. On a file system without locks, each process builds the
+    index, and the first complete one is used. Raises DataError for malformed or repeated cuts, MachineError
+    if the cache cannot be written.
     """
-    root = absolute_path(cache) if cache else cache_folder()
-    root /= "index"
+    cache_root = absolute_path(cache) if cache else cache_folder()
+    root = cache_root / "index"
     folder = root / digest(FORMAT, source.fingerprint())
     with _writing(root):
         root.mkdir(parents=True, exist_ok=True)
@@ -200,7 +216,8 @@ def open_index(source: Source, cache: str = "") -> Index:
                     flush(path)
                 _replace(temporary, folder, source)
         finally:
-            # Under the lock, the folders of interrupted builds are removed, too.
+            # The lock shows that no other process builds this index. So all other temporary folders are from
+            # interrupted builds.
             leftovers = root.glob(f".{folder.name}.*") if has_lock else [temporary]
             for leftover in leftovers:
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -212,12 +229,15 @@ def _facts_of(source: Source) -> list[Facts]:
 
 
 def _replace(temporary: Path, folder: Path, source: Source) -> None:
-    """Rename a new index to its final name, unless another process has built an index with this name."""
+    """Rename the new index ``temporary`` to ``folder``, unless another process has built that index.
+
+    A stale or damaged index in ``folder`` gets a temporary name, so that the caller removes it.
+    """
     if _load(folder, source) is not None:
         return
-    with contextlib.suppress(FileNotFoundError):  # An existing folder is stale or damaged.
+    with contextlib.suppress(FileNotFoundError):
         folder.rename(folder.with_name(f".{folder.name}.{secrets.token_hex(8)}"))
-    with contextlib.suppress(FileExistsError):
+    with contextlib.suppress(FileExistsError):  # Another process was faster.
         temporary.rename(folder)
 
 
@@ -225,19 +245,21 @@ def _load(folder: Path, source: Source) -> Index | None:
     """Return the index in ``folder`` if it is complete and current, else None."""
     try:
         index = Index(folder, _facts_of(source))
-        sizes = {name: np.dtype(dtype).itemsize * len(index) for name, dtype in _ARRAYS.items()}
-        if any((folder / f"{name}.bin").stat().st_size != size for name, size in sizes.items()):
-            return None
+        for name, dtype in _ARRAYS.items():
+            size = np.dtype(dtype).itemsize * len(index)
+            if (folder / f"{name}.bin").stat().st_size != size:
+                return None
     except (OSError, TypeError, KeyError, *MALFORMED):
         return None
     return index if _is_current(index, source) else None
 
 
 def _is_current(index: Index, source: Source) -> bool:
-    """Return whether the files of the index exist and still have the indexed content.
+    """Return whether the files of the index exist and the first cut of each corpus is still the same.
 
-    A corpus that writes its audio into a cache writes it again when its first cut is read. That cut also
-    shows whether the audio still has the same path.
+    A manifest needs no such check, because its fingerprint depends on its content. Reading the first cut of a
+    corpus has a second use: if the corpus writes its audio into the cache and the audio is missing, it is
+    written again.
     """
     if not all(file.is_file() for file in index.files):
         return False
@@ -247,18 +269,20 @@ def _is_current(index: Index, source: Source) -> bool:
         first_cut = next(iter(part.cuts()), None)
         if first_cut is None:
             continue
-        row = int(np.searchsorted(index.parts, number))
+        first_row = int(np.searchsorted(index.parts, number))
         try:
-            is_equal = json.loads(_json_line(first_cut.to_dict())) == index.cut(row)
+            indexed_cut = index.cut(first_row)
+            # JSON changes tuples to lists. So the cut is compared as it is read from JSON.
+            json_cut = json.loads(_json_line(first_cut.to_dict()))
         except (DataError, IndexError):
             return False
-        if not is_equal:
+        if json_cut != indexed_cut:
             return False
     return True
 
 
 class _Row(NamedTuple):
-    """The elements of one cut in the arrays, in the order of ``_ARRAYS``."""
+    """The elements of one cut in the arrays, in the order of ``_ARRAYS`` (see the attributes of Index)."""
 
     seconds: float
     offset: int
@@ -272,7 +296,7 @@ class _Row(NamedTuple):
 def _build(source: Source, folder: Path) -> None:
     """Write the arrays, the converted cuts and ``meta.json`` into ``folder``."""
     files, count = list[str](), 0
-    content, texts = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
+    content_hash, text_hash = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
     with contextlib.ExitStack() as stack:
         arrays = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in _ARRAYS}
         for number, part in enumerate(parts_of(source)):
@@ -283,41 +307,46 @@ def _build(source: Source, folder: Path) -> None:
                 name = f"cuts-{number}.jsonl"
                 files.append(name)
                 entries = _convert(part, folder / name)
-            rows = _rows(entries, number, texts)
+            rows = _rows(entries, number, text_hash)
             while chunk := list(islice(rows, _CHUNK)):
-                _append_rows(chunk, arrays, content)
+                _append_rows(chunk, arrays, content_hash)
                 count += len(chunk)
     meta = {
         "format": FORMAT,
         "cuts": count,
-        "content": content.hexdigest(),
-        "texts": texts.hexdigest(),
+        "content": content_hash.hexdigest(),
+        "texts": text_hash.hexdigest(),
         "files": files,
     }
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
-def _rows(entries: Iterable[Entry], part: int, texts: hashlib.blake2b) -> Iterator[_Row]:
-    """Yield the row of each cut, and add its transcript to the hash ``texts``."""
+def _rows(entries: Iterable[Entry], part: int, text_hash: hashlib.blake2b) -> Iterator[_Row]:
+    """Yield the row of each cut of the part with number ``part``, and add its transcript to ``text_hash``."""
     for entry in entries:
         text = text_of(entry.cut)
-        texts.update(text.encode() + b"\0")
+        text_hash.update(text.encode() + b"\0")
         speaker, recording, key = groups_of(entry.cut)
         characters = len(text.strip())
         yield _Row(seconds_of(entry.cut), entry.offset, key, part, speaker, recording, characters)
 
 
-def _append_rows(rows: Sequence[_Row], arrays: Mapping[str, IO[bytes]], content: hashlib.blake2b) -> None:
-    """Append rows to the files of the arrays, and their keys and seconds to the hash ``content``."""
+def _append_rows(
+    rows: Sequence[_Row], arrays: Mapping[str, IO[bytes]], content_hash: hashlib.blake2b
+) -> None:
+    """Append rows to the files of the arrays, and add their keys and seconds to ``content_hash``."""
     columns = {}
-    for name, column in zip(_ARRAYS, zip(*rows, strict=True), strict=True):
-        columns[name] = np.array(column, _ARRAYS[name])
+    for number, name in enumerate(_ARRAYS):
+        columns[name] = np.array([row[number] for row in rows], _ARRAYS[name])
         columns[name].tofile(arrays[name])
-    content.update(columns["key"].tobytes() + columns["seconds"].tobytes())
+    content_hash.update(columns["key"].tobytes() + columns["seconds"].tobytes())
 
 
 def _convert(part: Source, path: Path) -> Iterator[Entry]:
-    """Write each cut of ``part`` to ``path`` as a JSON line, and yield the entry of that line."""
+    """Write each cut of ``part`` to the file ``path`` as a JSON line, and yield its entry.
+
+    The line numbers of the entries begin at 1.
+    """
     if isinstance(part, Manifest):
         cuts = (entry.cut for entry in part.entries())
     else:
@@ -330,6 +359,7 @@ def _convert(part: Source, path: Path) -> Iterator[Entry]:
 
 
 def _json_line(cut: Record) -> bytes:
+    """Return a cut as a JSON line. Raises DataError if JSON cannot represent the cut."""
     try:
         return json.dumps(cut).encode() + b"\n"
     except (TypeError, *MALFORMED) as error:
@@ -338,23 +368,27 @@ def _json_line(cut: Record) -> bytes:
 
 
 def _check_unique(index: Index, parts: list[Source]) -> None:
-    """Raise DataError that names the first repeated id, with its files and lines."""
+    """Raise DataError if an id is repeated. It shows the files and lines of two cuts with the same id."""
     order = np.argsort(index.keys, kind="stable")
-    ordered = index.keys[order]
-    repeats = np.flatnonzero(ordered[1:] == ordered[:-1])
-    if len(repeats):
-        rows = order[repeats[0] : repeats[0] + 2].tolist()
-        first, second = (_position_of(index, row, parts) for row in rows)
-        name = index.cut(rows[0])["id"]
-        raise DataError(
-            f"{second}: cut id {name!r} is already at {first}. Ids must be unique ({len(repeats)} repeated)"
-        )
+    sorted_keys = index.keys[order]
+    repeats = np.flatnonzero(sorted_keys[1:] == sorted_keys[:-1])
+    if not len(repeats):
+        return
+    first_repeat = int(repeats[0])  # a position in ``order``. The next position has the same key.
+    first_row, second_row = int(order[first_repeat]), int(order[first_repeat + 1])
+    first_location = _location_of(index, first_row, parts)
+    second_location = _location_of(index, second_row, parts)
+    raise DataError(
+        f"{second_location}: cut id {index.cut(first_row)['id']!r} is already at {first_location}. "
+        f"Ids must be unique ({len(repeats)} repeated)"
+    )
 
 
-def _position_of(index: Index, row: int, parts: list[Source]) -> str:
-    """Return the position of a cut: its manifest and line, or its corpus and number."""
+def _location_of(index: Index, row: int, parts: list[Source]) -> str:
+    """Return ``FILE:LINE`` of a cut in its manifest, or ``CORPUS:NUMBER`` of a cut in a corpus."""
     number = int(index.parts[row])
     part = parts[number]
+    # The file has one line for each cut, so the cut's line is found by counting the lines before its offset.
     line, bytes_left = 1, int(index._offsets[row])
     with index.files[number].open("rb") as file:
         while bytes_left > 0:
@@ -365,6 +399,7 @@ def _position_of(index: Index, row: int, parts: list[Source]) -> str:
 
 
 def _writing(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Return a context that raises MachineError, with the fix, if the index cannot be written."""
     fix = "free some space, or set data.cache or SPEECHTRAIN_CACHE to another folder"
     return writing(f"{folder}: the index", fix)
 
@@ -373,25 +408,28 @@ def _writing(folder: Path) -> contextlib.AbstractContextManager[None]:
 def _lock(path: Path) -> Iterator[bool]:
     """Lock the file ``path`` and yield whether the file system can lock.
 
-    Without locks, several processes may build the same index at the same time. This takes longer,
-    and the index is still complete.
+    On a file system without locks, several processes may build the same index at the same time. Each of these
+    indices is complete.
     """
     has_lock = False
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             file = stack.enter_context(open_append(path))
-            _wait_for(file, path)
+            _wait_for_lock(file, path)
             has_lock = True
         yield has_lock
 
 
-def _wait_for(lock: IO[bytes], path: Path) -> None:
-    """Lock an open file. Print a line after ten seconds, because any reader of the file can hold its lock."""
-    for _ in range(_TRIES):
+def _wait_for_lock(file: IO[bytes], path: Path) -> None:
+    """Lock an open file. Print a message after ten seconds.
+
+    The message is needed because any process that can read the file can lock it.
+    """
+    for _ in range(_LOCK_ATTEMPTS):
         with contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         time.sleep(0.1)
     cause = f"waiting for another process that holds {path}"
     print_notice(f"{cause}. If no process builds this index, stop, and delete the file")
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    fcntl.flock(file, fcntl.LOCK_EX)

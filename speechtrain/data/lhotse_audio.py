@@ -1,7 +1,7 @@
-"""Audio of cuts that lhotse mixes and transforms. lhotse calls this package to read files and change speeds.
+"""Reads cuts that lhotse mixes and transforms. lhotse calls back to this package for files and new rates.
 
-lhotse's own readers run a shell on some file names. Its filters for rates without a common divisor need
-gigabytes, and it keeps all of them. So this module replaces the sources and transforms of a cut.
+lhotse's own readers run a shell on some file names. Its filters for two rates without a common divisor need
+gigabytes, and it caches every filter. So this module replaces the sources and the transforms of a cut.
 """
 
 from __future__ import annotations
@@ -19,22 +19,26 @@ from scipy.signal import resample_poly
 from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, Samples, UnknownPart, known_cut, largest_growth
 
 Decode = Callable[[str, float, float | None], tuple[Samples, int]]
-"""A function of path, start and length in seconds (None: to the end). It returns samples (C, S) and rate."""
+"""A function of a path, a start and a duration, both in seconds (duration None: to the end of the file).
+
+It returns samples (C, S) and their rate.
+"""
 
 ChangeRate = Callable[[Samples, int, int], Samples]
 """A function of samples (S,), their rate and the new rate. It returns the resampled samples."""
 
 
 def load_audio(cut: Mapping[str, Any], decode: Decode, change_rate: ChangeRate) -> tuple[Samples, int]:
-    """Return audio (C, S) and rate of a cut that lhotse reads.
+    """Return the samples (C, S) of a cut in lhotse's JSON format, and their rate.
 
     Raises UnknownPart for a cut that is unknown or too large, and every error of ``decode`` and lhotse.
     """
     lhotse_cut: Any = deserialize_cut(known_cut(cut))
-    parts = [lhotse_cut]
-    if getattr(lhotse_cut, "tracks", ()):
-        parts = [track.cut for track in lhotse_cut.tracks]
-    recordings = [part.recording for part in parts if hasattr(part, "recording")]
+    track_cuts = [track.cut for track in getattr(lhotse_cut, "tracks", ())]
+    recordings = []
+    for single_cut in track_cuts or [lhotse_cut]:
+        if hasattr(single_cut, "recording"):
+            recordings.append(single_cut.recording)
     # Transforms lengthen audio by this factor at most.
     growth = max((largest_growth(recording.to_dict()) for recording in recordings), default=1.0)
     read = _limit_samples(decode, growth)
@@ -42,18 +46,19 @@ def load_audio(cut: Mapping[str, Any], decode: Decode, change_rate: ChangeRate) 
         recording.sources = [
             _Source(source.type, source.channels, source.source, read=read) for source in recording.sources
         ]
-    for holder in (lhotse_cut, *recordings):
-        transforms = getattr(holder, "transforms", None)
+    # A mixed cut can have transforms, and each recording.
+    for transformed in (lhotse_cut, *recordings):
+        transforms = getattr(transformed, "transforms", None)
         if transforms:
-            holder.transforms = [_Transform(transform, change_rate) for transform in transforms]
+            transformed.transforms = [_Transform(transform, change_rate) for transform in transforms]
     return np.atleast_2d(lhotse_cut.load_audio()), int(lhotse_cut.sampling_rate)
 
 
 def _limit_samples(decode: Decode, growth: float) -> Callable[..., Samples]:
-    """Return a function that calls ``decode`` and returns the samples, without their rate.
+    """Return a function that calls ``decode`` and returns only the samples.
 
-    It raises UnknownPart if all its calls together return more than MOST_SAMPLES. Each sample counts
-    ``growth`` times, because the transforms may lengthen the audio by this factor.
+    The function raises UnknownPart when its calls have returned more than MOST_SAMPLES in total. Each sample
+    counts ``growth`` times, because the transforms may lengthen the audio by this factor.
     """
     total = 0.0
 
@@ -70,6 +75,8 @@ def _limit_samples(decode: Decode, growth: float) -> Callable[..., Samples]:
 
 @dataclass
 class _Source(AudioSource):  # type: ignore[misc]
+    """A source whose audio is read by the function ``read`` of path, start and duration in seconds."""
+
     read: Any = None
 
     def load_audio(self, offset: float = 0.0, duration: float | None = None, **_: object) -> Any:
@@ -78,19 +85,21 @@ class _Source(AudioSource):  # type: ignore[misc]
 
 @dataclass
 class _Transform(AudioTransform):  # type: ignore[misc]
+    """Replaces the resampling in one of lhotse's transforms. Other transforms are lhotse's."""
+
     transform: Any
     change_rate: ChangeRate
 
     def __call__(self, samples: Samples, sampling_rate: int) -> Any:
         transform = self.transform
         if isinstance(transform, Speed):
-            # Samples that count as recorded at ``factor`` times their rate play ``factor`` times as fast.
+            # To resample from ``factor`` times the real rate makes the audio ``factor`` times as fast.
             fast_rate = round(sampling_rate * transform.factor)
             return np.stack([self.change_rate(channel, fast_rate, sampling_rate) for channel in samples])
         if isinstance(transform, Resample):
-            # lhotse calls this function of scipy, too, if torchaudio is missing.
-            rates = transform.target_sampling_rate, transform.source_sampling_rate
-            return resample_poly(samples, *rates, axis=-1)
+            # lhotse calls the same function of scipy if torchaudio is missing.
+            new_rate, rate = transform.target_sampling_rate, transform.source_sampling_rate
+            return resample_poly(samples, new_rate, rate, axis=-1)
         return transform(samples, sampling_rate)
 
     def reverse_timestamps(self, *arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The loader of planned batches: it decodes audio, changes its speed, encodes transcripts and pads rows."""
+"""The loader of planned batches: decodes audio, changes its speed, encodes transcripts and pads rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from speechtrain.batch import Batch, Skip
 from speechtrain.counter_rng import RunStream, dither_offset, uniform_at
-from speechtrain.data.audio import DECODED_SECONDS, files_of, read_cut, standardise
+from speechtrain.data.audio import DECODED_SECONDS, files_of, first_file, read_cut, standardise
 from speechtrain.data.formats.lhotse_cuts import Samples
 from speechtrain.data.formats.manifests import Record, seconds_of, text_of
 from speechtrain.data.index import Index
@@ -42,23 +42,23 @@ REASONS = {
     "unknown_symbol": "the tokenizer cannot encode the transcript",
     "long_transcript": "more labels per second than data.max_labels_per_second",
 }
-"""Explanation of each ``Skip.reason``: why a recording is not used."""
+"""The explanation of each ``Skip.reason`` for messages."""
 
-_MANY_LABELS = 10_000  # The loss of an evaluation transcript of this size takes gigabytes.
-_SHORTEST_SECONDS = 0.1  # Shorter rows are padded to this length, because a front end needs a frame.
+_MANY_LABELS = 10_000  # The loss of a transcript with this number of labels needs gigabytes.
+_SHORTEST_SECONDS = 0.1  # Shorter rows are padded to this duration, because a front end needs one frame.
 
 
 @dataclass
 class _Row:
-    """One row of a batch before padding."""
+    """One row of a batch before padding. The defaults are a padding row."""
 
     id: str = ""
     samples: Samples = field(default_factory=lambda: np.zeros(0, np.float32))
     labels: list[int] = field(default_factory=list)
     text: str = ""
-    weight: float = 0.0
-    seconds: float = 0.0  # 0 for a padding row
-    skip: Skip | None = None  # the unusable cut that a padding row replaces
+    weight: float = 0.0  # the weight of the row in the loss
+    seconds: float = 0.0  # the duration of the audio, 0 for a padding row
+    skip: Skip | None = None  # the unusable cut that this padding row replaces
 
 
 @dataclass(eq=False)
@@ -68,17 +68,18 @@ class BatchLoader:
     In training, an unusable cut becomes a padding row and a ``Skip``. An evaluation set (``is_evaluation``)
     has two other rules:
 
-    - Unreadable audio raises a DataError that names the file. Without ``is_strict``, training's rule applies.
-    - Every cut with readable audio is kept. It has no labels and weight 0 if its transcript cannot be
-      encoded, or exceeds both ``max_labels_per_second`` and 10,000 labels. Such a cut counts in the error
-      rates but not in the loss.
+    - Unreadable audio raises a DataError that names the file. If ``is_strict`` is false, the cut becomes a
+      padding row and a ``Skip``, as in training.
+    - Every cut with readable audio is used. If its transcript cannot be encoded, or exceeds both
+      ``max_labels_per_second`` and 10,000 labels, the row has no labels and weight 0. Such a cut counts in
+      the error rates but not in the loss.
 
     If the tokenizer reads no text, transcripts are not checked.
 
     ``normalise`` gives every recording zero mean and unit variance. With ``crop_seconds``, each row is then
-    cropped at an offset drawn from (``seed``, pass, cut). In a batch of a fixed shape, the crop has
-    ``crop_seconds``. In other batches, it is also at most as long as the shortest row, so that nothing is
-    padded (as in fairseq's collater without padding).
+    cropped at an offset drawn from (``seed``, pass, cut). A batch of a fixed shape is cropped to
+    ``crop_seconds``. Another batch is cropped to its shortest row if that is shorter than ``crop_seconds``,
+    so that it needs no padding (as in fairseq's collater without padding).
 
     If the folder ``stage`` has a copy of a recording, the copy is read.
     """
@@ -97,35 +98,38 @@ class BatchLoader:
     stage: str = ""
 
     def __call__(self, micro_batch: MicroBatch) -> Batch:
-        """Load one micro-batch.
+        """Return the batch of a planned micro-batch.
 
-        Raises DataError for unreadable audio of an evaluation set, or if a manifest has changed.
+        Raises DataError for unreadable audio of a strict evaluation set, or if a manifest has changed.
         """
         with _one_thread(), use_stage(self.stage):
             return self._load(micro_batch)
 
-    def for_thread(self) -> BatchLoader:
+    def copy_for_thread(self) -> BatchLoader:
         """Return a copy for another thread. Threads cannot share the open files of an index."""
-        return replace(self, index=copy(self.index))
+        return replace(self, index=copy(self.index))  # The copy of an index opens its files itself.
 
     def lengths(self, rows: Integers, with_labels: bool) -> PlannedLengths:
-        """Return the lengths by which the batches of cuts are planned, ``with_labels`` or without."""
+        """Return the lengths of the cuts in ``rows`` of the index, by which their batches are planned.
+
+        Label counts are included only if ``with_labels`` is true and the tokenizer reads text.
+        """
         seconds = self.index.seconds[rows]
         labels = None
         if with_labels and self.tokenizer.reads_text:
             labels = self.index.labels(self.tokenizer)[rows]
             if not self.is_evaluation:
-                # A transcript that is too long becomes a padding row, which must not widen a shape.
+                # A transcript with too many labels is not used, so it must not widen a shape.
                 labels = np.where(labels > self.max_labels_per_second * seconds, 0, labels)
         return PlannedLengths(seconds, labels, self.sample_rate, self.crop_seconds or math.inf)
 
     def files(self, micro_batch: MicroBatch) -> Iterator[str]:
-        """Yield the paths of a micro-batch's recordings."""
+        """Yield the paths of a micro-batch's audio files."""
         for row in micro_batch.rows.tolist():
             yield from files_of(self.index.cut(row))
 
     def recordings(self, micro_batch: MicroBatch) -> list[str]:
-        """Return the ids and files of a micro-batch's cuts."""
+        """Return the id and the files of each cut of a micro-batch, as text for a message."""
         cuts = [self.index.cut(row) for row in micro_batch.rows.tolist()]
         return [f"{cut['id']!r} ({', '.join(files_of(cut))})" for cut in cuts]
 
@@ -139,11 +143,10 @@ class BatchLoader:
             self._crop(rows, micro_batch, self.crop_seconds)
         batch = collate(rows, self.sample_rate, shape)
         skipped = tuple(row.skip for row in rows if row.skip is not None)
-        # Here ``index`` is the number of the micro-batch in its epoch.
         return replace(batch, epoch=micro_batch.epoch, index=micro_batch.index, skipped=skipped)
 
-    def _row_or_padding(self, index_row: int, percent: int, length: int, shape: Shape | None) -> _Row:
-        """Load a cut. A padding row of ``length`` samples replaces an unusable cut."""
+    def _row_or_padding(self, index_row: int, percent: int, planned_length: int, shape: Shape | None) -> _Row:
+        """Return the row of a cut. A row of ``planned_length`` zeros replaces an unusable cut."""
         cut = self.index.cut(index_row)
         try:
             text = self.index.text(index_row, self.tokenizer.normalise, cut)
@@ -155,21 +158,23 @@ class BatchLoader:
                     "which is never filtered). Repair it or remove it from the manifest"
                 ) from None
             skip = Skip(cut["id"], problem.reason, problem.detail)
-            return _Row(samples=np.zeros(length, np.float32), skip=skip)
+            return _Row(samples=np.zeros(planned_length, np.float32), skip=skip)
 
     def _row(self, cut: Record, text: str, percent: int, shape: Shape | None) -> _Row:
-        """Load a cut at the speed of ``percent``. Raises Unusable."""
+        """Return the row of a cut with ``percent`` % of its speed. Raises Unusable.
+
+        Evaluation does not change the speed.
+        """
         labels: list[int] | None
         if self.is_evaluation:
             labels = self._evaluation_labels(cut, text)
             samples = read_cut(cut, self.sample_rate, self.max_decoded_seconds)
         else:
-            # The labels come first, because an unusable transcript saves the cost of the audio.
+            # The labels are checked first. If they are unusable, the audio need not be decoded.
             labels = self._training_labels(cut, text, shape)
             samples = read_cut(cut, self.sample_rate)
             if text and not samples.any():
-                files = files_of(cut)
-                raise Unusable("silent", files[0] if files else cut["id"])
+                raise Unusable("silent", first_file(cut, default=cut["id"]))
             samples = change_speed(samples, percent, self.sample_rate)
         if self.normalise:
             samples = standardise(samples)
@@ -178,40 +183,44 @@ class BatchLoader:
         return _Row(cut["id"], samples, labels or [], text=text, weight=weight, seconds=seconds)
 
     def _crop(self, rows: Sequence[_Row], micro_batch: MicroBatch, crop_seconds: float) -> None:
-        """Crop the rows of a batch. A row that replaces an unusable cut has the cut's planned length."""
-        length = crop_samples(crop_seconds, self.sample_rate)
+        """Crop the rows of a batch in place, each at a random start (see the class)."""
+        crop_length = crop_samples(crop_seconds, self.sample_rate)
         if micro_batch.shape is None:
-            length = min(length, *(len(row.samples) for row in rows))
+            # A row that replaces an unusable cut has the planned length, so it does not shorten the crop.
+            crop_length = min(crop_length, *(len(row.samples) for row in rows))
         keys = self.index.keys[micro_batch.rows]
         draws = uniform_at(self.seed, RunStream.CROPS, micro_batch.passes, keys)
         for row, draw in zip(rows, draws.tolist(), strict=True):
-            last_start = max(0, len(row.samples) - length)
+            last_start = max(0, len(row.samples) - crop_length)
             start = int(draw * (last_start + 1))
-            row.samples = row.samples[start : start + length]
-            row.seconds = min(row.seconds, length / self.sample_rate)
+            row.samples = row.samples[start : start + crop_length]
+            row.seconds = min(row.seconds, crop_length / self.sample_rate)
 
     def _evaluation_labels(self, cut: Record, text: str) -> list[int] | None:
-        """Return the labels of a transcript, or None if the loss does not count it."""
+        """Return the labels of a transcript, or None for a transcript that is left out of the loss."""
         try:
             labels = self.tokenizer.encode(text)
         except (KeyError, ValueError):
             return None
-        limit = max(_MANY_LABELS, self.max_labels_per_second * seconds_of(cut))
-        return labels if len(labels) <= limit else None
+        max_labels = max(_MANY_LABELS, self.max_labels_per_second * seconds_of(cut))
+        return labels if len(labels) <= max_labels else None
 
     def _training_labels(self, cut: Record, text: str, shape: Shape | None) -> list[int]:
-        """Return the labels of a transcript. Raises Unusable."""
+        """Return the labels of a transcript. Raises Unusable for a transcript that is empty or too long.
+
+        In a batch of a fixed shape, the shape also limits the number of labels.
+        """
         if not text.strip() and not self.allow_empty and self.tokenizer.reads_text:
             raise Unusable("empty_transcript", f"the manifest has {text_of(cut)!r}")
         try:
             labels = self.tokenizer.encode(text)
         except (KeyError, ValueError) as error:
             raise Unusable("unknown_symbol", one_line(str(error), 300)) from None
-        limit = self.max_labels_per_second * seconds_of(cut)
+        max_labels = self.max_labels_per_second * seconds_of(cut)
         if shape is not None:
-            limit = min(limit, shape.labels)
-        if len(labels) > limit:
-            detail = f"{len(labels)} labels for {seconds_of(cut):.2f} s, at most {limit:.0f} are allowed"
+            max_labels = min(max_labels, shape.labels)
+        if len(labels) > max_labels:
+            detail = f"{len(labels)} labels for {seconds_of(cut):.2f} s, at most {max_labels:.0f} are allowed"
             raise Unusable("long_transcript", detail)
         return labels
 
@@ -230,25 +239,28 @@ def check_audio(sample_rate: int, crop_seconds: float | None, tokenizer: Tokeniz
 
 
 def collate(rows: Sequence[_Row], sample_rate: int, shape: Shape | None = None) -> Batch:
-    """Pad rows into a batch: to the longest row, or to ``shape`` with padding rows at the end."""
+    """Return the batch of ``rows``. Its rows are padded to the longest row.
+
+    With ``shape``, they are padded to the length of the shape, and padding rows are added at the end.
+    """
     shortest = round(_SHORTEST_SECONDS * sample_rate)
     if shape is None:
         longest = max((len(row.samples) for row in rows), default=0)
         label_counts = [len(row.labels) for row in rows]
         shape = Shape(len(rows), max(shortest, longest), max(label_counts, default=0))
     lengths = [min(max(shortest, len(row.samples)), shape.samples) for row in rows]
-    all_rows = list(rows)
+    rows_with_padding = list(rows)
     for _ in range(shape.rows - len(rows)):
-        all_rows.append(_Row())
+        rows_with_padding.append(_Row())
         lengths.append(shape.samples)
-    return _batch(all_rows, lengths, shape)
+    return _batch(rows_with_padding, lengths, shape)
 
 
 def _batch(rows: Sequence[_Row], lengths: list[int], shape: Shape) -> Batch:
-    """Return the batch of ``rows``, one for each row of ``shape``.
+    """Return the batch of ``rows``. There are as many as ``shape`` has.
 
-    ``lengths`` are the numbers of samples that the model counts in each row. The model counts the silence
-    that extends a short row to 0.1 s, and all silence of a padding row.
+    ``lengths`` are the ``audio_lengths`` of the batch. They include the zeros that extend a row to 0.1 s, and
+    all zeros of a padding row, because a front end needs samples in each row.
     """
     return Batch(
         audio=_padded([row.samples[: shape.samples] for row in rows], shape.samples, torch.float32),
@@ -256,7 +268,7 @@ def _batch(rows: Sequence[_Row], lengths: list[int], shape: Shape) -> Batch:
         labels=_padded([row.labels for row in rows], shape.labels, torch.int64),
         label_lengths=_int64([len(row.labels) for row in rows]),
         weight=torch.tensor([row.weight for row in rows], dtype=torch.float32),
-        # The model computes the dither of a row from this key.
+        # The front end reads the dither of a row from this position of its table.
         keys=_int64([dither_offset(row.samples) for row in rows]),
         ids=tuple(row.id for row in rows),
         texts=tuple(row.text for row in rows),
@@ -265,7 +277,7 @@ def _batch(rows: Sequence[_Row], lengths: list[int], shape: Shape) -> Batch:
 
 
 def audio_row(name: str, samples: Samples, sample_rate: int, normalise: bool = False) -> _Row:
-    """Return samples (S,) as a row without a transcript, for ``collate``.
+    """Return a row of the samples (S,) without a transcript, for ``collate``.
 
     ``normalise`` gives the samples zero mean and unit variance, as in the task's training.
     """
@@ -276,17 +288,17 @@ def audio_row(name: str, samples: Samples, sample_rate: int, normalise: bool = F
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use one thread, as workers do. Sums over several threads may round differently."""
-    threads = torch.get_num_threads()
+    """Use one thread, as workers do. With several threads, sums may be rounded differently."""
+    thread_count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(thread_count)
 
 
 def _padded(sequences: Sequence[Any], width: int, dtype: torch.dtype) -> Tensor:
-    """Return the sequences (N, width), with zeros beyond the end of each."""
+    """Return the sequences as a tensor (N, width), padded with zeros."""
     padded = torch.zeros(len(sequences), width, dtype=dtype)
     for row, sequence in enumerate(sequences):
         padded[row, : len(sequence)] = torch.as_tensor(sequence, dtype=dtype)

@@ -1,4 +1,4 @@
-"""SpeechData, the data module of speech tasks: builds its parts from the keys of the config."""
+"""SpeechData, the data module of speech tasks. It makes its parts from the keys of the config."""
 
 from __future__ import annotations
 
@@ -29,28 +29,34 @@ _Set = FilePath | dict[str, Any] | list[FilePath | dict[str, Any]]
 class SpeechData(DataModule):
     """Endless training batches and named evaluation sets, from manifests, folders or corpora.
 
-    ``train`` and each set of ``valid`` are a ``Source``, a path, a mapping of a path, columns and facts, a
-    list of these, or a mapping of named sets (see ``open_source``). If a set of ``train`` has a weight, each
-    set gets its share of the recordings of an epoch, by weight (1 by default). A ``valid`` without names is
-    the set ``valid``. Sets are opened at first use, so evaluation needs no training data.
+    ``train`` and each set of ``valid`` are one of the sources that ``open_source`` reads: a ``Source``, a
+    path, a mapping of a path, columns and facts, a list of these, or a mapping of named sets. If a set of
+    ``train`` has a weight, the recordings of an epoch are divided among the sets by weight (1 by default). A
+    ``valid`` without names is the set ``valid``. Sets are opened at first use, so evaluation needs no
+    training data.
 
-    - ``hold_out``: without ``valid``, this share of the training recordings is the set ``held_out``.
+    - ``seed`` determines the order, the speeds and the crops of training.
     - ``batch`` limits the batches of training, and ``valid_batch`` the batches of evaluation.
-    - ``speed`` is the lowest and highest factor of training recordings, or null for no change of speed.
-    - ``min_seconds`` and ``max_seconds`` filter training recordings, before the speed change, and
-      ``skip_empty`` filters recordings that lack a transcript. Evaluation sets are never filtered.
+    - ``speed`` is the lowest and highest speed factor of training recordings. Null means no change of speed.
+    - ``min_seconds`` and ``max_seconds`` are the shortest and longest training recording, before the speed
+      change. ``skip_empty`` filters training recordings without a transcript, and ``allow_empty`` trains on
+      them. Evaluation sets are never filtered.
+    - ``max_labels_per_second``: a training recording with more labels is bad (people speak 15 to 25
+      characters per second, and RNN-T itself has no limit).
     - ``max_decoded_seconds``: a longer recording of an evaluation set is an error.
-    - ``max_labels_per_second``: a longer training transcript counts as wrong, and its recording is bad
-      (people speak 15 to 25 characters per second, and RNN-T itself has no limit).
-    - ``shapes`` above 0 is the largest number of fixed tensor shapes.
-    - ``crop_seconds`` (null: no crop) crops training recordings at random, to the shortest of their batch or,
-      with ``shapes``, to ``crop_seconds``. Evaluation is not cropped.
-    - ``normalise``, set by the task, gives each recording zero mean and unit variance.
+    - ``hold_out``: without ``valid``, this share of the training recordings is the set ``held_out``.
+    - ``shapes`` is the largest number of fixed tensor shapes. 0 means that shapes vary.
+    - ``crop_seconds`` crops training recordings at random, to the shortest of their batch or, with
+      ``shapes``, to ``crop_seconds``. Null means no crop. Evaluation is not cropped.
     - ``workers`` is the number of processes that load batches ahead. -1 is one fewer than the cores of this
       rank, but at most 8. With 0, this process loads.
+    - ``timeout_seconds``: a worker that has not answered for this time is an error.
+    - ``cache`` is the folder of the indices (see ``open_index``).
     - ``stage`` is a folder for copies of recordings, made before they are used (see ``data.stage``).
     - ``max_bad`` and ``max_bad_share``: a bad recording becomes a padding row and is listed in ``run_dir``.
-      More than ``max_bad`` *and* more than ``max_bad_share`` of the set end the run.
+      The run ends if more than ``max_bad`` recordings *and* more than the share ``max_bad_share`` are bad.
+    - ``footprint`` is the memory that the model predicts for a batch.
+    - ``normalise``, set by the task, gives each recording zero mean and unit variance.
 
     Raises ValueError for invalid arguments, DataError for unusable data.
     """
@@ -87,10 +93,21 @@ class SpeechData(DataModule):
         normalise: bool = False,
     ) -> None:
         check_audio(sample_rate, crop_seconds, tokenizer)
-        specs = named_sets(valid)
+        valid_specs = named_sets(valid)
         footprint = footprint or Footprint(0.0)
+        # The functions that make a loader get the index later, because sets are opened at first use.
         new_loader = partial(
             BatchLoader, tokenizer=tokenizer, sample_rate=sample_rate, normalise=normalise, stage=stage or ""
+        )
+        new_evaluation_loader = partial(
+            new_loader, max_decoded_seconds=max_decoded_seconds, is_evaluation=True
+        )
+        new_training_loader = partial(
+            new_loader,
+            max_labels_per_second=max_labels_per_second,
+            allow_empty=allow_empty,
+            crop_seconds=crop_seconds,
+            seed=seed,
         )
         self.training_set = TrainingSet(
             train,
@@ -104,22 +121,16 @@ class SpeechData(DataModule):
         self.workers = open_workers(workers, timeout_seconds)
         self.skips = SkipLog(run_dir or "", max_bad, max_bad_share)
         self.evaluation_sets = EvaluationSets(
-            specs,
+            valid_specs,
             self.training_set,
-            partial(new_loader, max_decoded_seconds=max_decoded_seconds, is_evaluation=True),
+            new_evaluation_loader,
             BatchSize(valid_batch or BatchLimits(count=16), footprint, shapes),
             self.workers,
             self.skips,
         )
         self.stream = TrainingStream(
             self.evaluation_sets,
-            partial(
-                new_loader,
-                max_labels_per_second=max_labels_per_second,
-                allow_empty=allow_empty,
-                crop_seconds=crop_seconds,
-                seed=seed,
-            ),
+            new_training_loader,
             BatchSize(batch or BatchLimits(), footprint, shapes),
             speed or (1.0, 1.0),
         )
@@ -132,7 +143,7 @@ class SpeechData(DataModule):
 
     @property
     def sampler(self) -> Sampler:
-        """The order of training."""
+        """The plan of the training batches."""
         return self.stream.sampler
 
     @property
@@ -143,10 +154,10 @@ class SpeechData(DataModule):
         return self.stream.start(rank, world_size, accumulate)
 
     def shapes(self) -> list[tuple[int, int, int]]:
-        return [(*shape,) for shape in self.sampler.shapes]
+        return [(shape.rows, shape.samples, shape.labels) for shape in self.sampler.shapes]
 
     def sample(self) -> Batch | None:
-        return self.stream.middle_batch()
+        return self.stream.median_batch()
 
     def recordings(self, normalise: Callable[[str], str]) -> Iterator[tuple[float, str]]:
         return self.training_set.recordings(normalise)
@@ -172,7 +183,7 @@ class SpeechData(DataModule):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stream.load_state_dict(state)
 
-    def content(self) -> dict[str, str | int]:
+    def content(self) -> dict[str, str | float]:
         return self.training_set.content()
 
     def counts(self) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""Recordings to transcribe, each in pieces of a length that the model can process.
+"""Reads recordings to transcribe, in pieces of a length that the model can process.
 
-A piece ends where its recording is quietest. Memory holds one piece at a time, so an hour needs the memory of
-a minute. Pieces do not depend on the other recordings of a batch.
+A piece ends where its recording is quiet. Only one piece is in memory at a time, so the memory does not grow
+with the recording. The pieces of a recording do not depend on the other recordings of a batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from speechtrain.data.audio import check_seconds, files_of, read_cut, read_file
+from speechtrain.data.audio import check_seconds, first_file, read_cut, read_file
 from speechtrain.data.formats.folder import AUDIO_SUFFIXES
 from speechtrain.data.formats.lhotse_cuts import Samples, is_simple
 from speechtrain.data.formats.manifests import SEGMENT, Record, seconds_of
@@ -24,11 +24,11 @@ from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
 
 _HOP_SECONDS = 0.01
-_PAUSE_HOPS = 20  # Loudness is summed over these hops, because shorter pauses lie within words.
-_SHORT = 0.9  # A damaged file ends early: its last piece is below this share of the expected length.
+_PAUSE_HOPS = 20  # Energy is summed over this number of hops, because shorter pauses occur within words.
+_SHORT_PIECE = 0.9  # A piece below this share of the expected length shows that a damaged file ends early.
 
-Read = Callable[[float, float], Samples]
-"""Reads samples (S,) from a start, for a duration, both in seconds."""
+ReadPart = Callable[[float, float], Samples]
+"""Returns the samples (S,) from a start, for a duration, both in seconds."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,21 @@ class Recording:
     """A recording to transcribe. ``read`` raises Unusable."""
 
     name: str  # the path as the user named it, or the id in a manifest
-    audio: str  # the audio file, or "" without one
+    audio: str  # the path of the audio file, or "" if the recording has no file
     seconds: float
-    read: Read
+    read: ReadPart
     sample_rate: int
 
     def pieces(self, max_seconds: float) -> Iterator[tuple[float, Samples]]:
-        """Yield pieces of at most ``max_seconds`` with their starts in seconds. Raises DataError."""
+        """Yield the start of each piece in seconds, and its samples (S,), at most ``max_seconds``.
+
+        Raises DataError if the recording cannot be used.
+        """
         start = 0.0
         try:
             while self.seconds - start > max_seconds:
                 samples = self.read(start, max_seconds)
-                if len(samples) < _SHORT * max_seconds * self.sample_rate:
+                if len(samples) < _SHORT_PIECE * max_seconds * self.sample_rate:
                     yield start, samples
                     return
                 end = piece_end(samples, self.sample_rate)
@@ -61,32 +64,38 @@ class Recording:
 def piece_end(samples: Samples, sample_rate: int) -> int:
     """Return the number of samples of a piece. ``samples`` (S,) are the longest possible piece.
 
-    The piece ends in the middle of the quietest 0.2 s of their second half, the latest of equally quiet ones.
+    The piece ends in the middle of the quietest 0.2 s in the second half of ``samples``. Of several equally
+    quiet places, it is the last one.
     """
     hop, middle = round(_HOP_SECONDS * sample_rate), len(samples) // 2
-    count = (len(samples) - middle) // hop
-    hops = samples[middle : middle + count * hop].reshape(-1, hop)
+    hop_count = (len(samples) - middle) // hop
+    hops = samples[middle : middle + hop_count * hop].reshape(-1, hop)
     energies = np.square(hops).sum(axis=1, dtype=np.float64)
-    loudness = np.convolve(energies, np.ones(_PAUSE_HOPS), "valid")
-    quietest = len(loudness) - 1 - int(loudness[::-1].argmin())
-    return middle + (quietest + _PAUSE_HOPS // 2) * hop
+    # Entry i is the energy of the pause that begins with hop i.
+    pause_energies = np.convolve(energies, np.ones(_PAUSE_HOPS), "valid")
+    hops_after_pause = int(pause_energies[::-1].argmin())  # argmin returns the first of equal entries.
+    quietest_hop = len(pause_energies) - 1 - hops_after_pause
+    return middle + (quietest_hop + _PAUSE_HOPS // 2) * hop
 
 
 def recordings(name: str, sample_rate: int, max_seconds: float) -> Iterator[Recording | DataError]:
-    """Yield the recordings at the path ``name``, an audio file, a folder or a manifest, in their order.
+    """Yield the recordings of ``name``: the path of an audio file, a folder or a manifest.
 
-    An error takes the place of a recording that cannot be opened or has more than ``max_seconds``.
+    A DataError is yielded instead of a recording that cannot be opened or has more than ``max_seconds``.
     """
     is_folder = os.path.isdir(name)
-    is_audio = os.path.splitext(name)[1].lower() in AUDIO_SUFFIXES or not os.path.exists(name)
-    if not is_folder and (is_audio or header_or_none(name)):
+    has_audio_suffix = os.path.splitext(name)[1].lower() in AUDIO_SUFFIXES
+    # A missing path counts as an audio file, so that the error says that the file does not exist.
+    is_audio = has_audio_suffix or not os.path.exists(name) or header_or_none(name) is not None
+    if is_audio and not is_folder:
         yield _file_recording(name, sample_rate, max_seconds)
         return
     try:
         source = open_source(name)
         for cut in cuts_of(source):
             yield _cut_recording(cut, sample_rate, max_seconds, in_folder=is_folder)
-        yield from map(DataError, source.warnings())
+        for warning in source.warnings():
+            yield DataError(warning)
     except DataError as error:
         yield error
 
@@ -103,14 +112,16 @@ def _file_recording(path: str, sample_rate: int, max_seconds: float) -> Recordin
 def _cut_recording(
     cut: Record, sample_rate: int, max_seconds: float, *, in_folder: bool
 ) -> Recording | DataError:
-    path, seconds = next(iter(files_of(cut)), ""), seconds_of(cut)
+    path, seconds = first_file(cut), seconds_of(cut)
 
     def read_part(start: float, part_seconds: float) -> Samples:
-        # lhotse reads mixtures and transforms as a whole.
-        if (start, part_seconds) == (0.0, seconds) or not is_simple(cut):
-            first = round(start * sample_rate)
-            end = first + round(part_seconds * sample_rate)
-            return read_cut(cut, sample_rate, max_seconds)[first:end]
+        is_whole_cut = start == 0.0 and part_seconds == seconds
+        # A mixture or a transform cannot be read in parts.
+        if is_whole_cut or not is_simple(cut):
+            first_sample = round(start * sample_rate)
+            end = first_sample + round(part_seconds * sample_rate)
+            return read_cut(cut, sample_rate, max_seconds)[first_sample:end]
+        # SEGMENT says that the part may be shorter than its file.
         custom = {**(cut.get("custom") or {}), SEGMENT: True}
         part = {**cut, "start": cut["start"] + start, "duration": part_seconds, "custom": custom}
         return read_cut(part, sample_rate)

@@ -1,4 +1,7 @@
-"""The lengths of cuts by their manifest, for the plan of batches: seconds, samples and labels."""
+"""The lengths of cuts by which batches are planned: seconds, samples and labels.
+
+They are computed from the manifest, so planning reads no audio.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ Integers = NDArray[Any]
 class PlannedLengths:
     """The lengths of cuts after the speed change and the crop.
 
-    ``seconds`` (N,) are the durations of the manifest. ``labels`` (N,) are the label counts of the
-    transcripts, or None if batches do not depend on labels. A negative count stands for a transcript that
-    cannot be encoded, and counts as 0. Speeds are percents: 110 is 10 % faster.
+    ``seconds`` (N,) are the durations in the manifest. ``labels`` (N,) are the label counts of the
+    transcripts, or None if batches do not depend on labels. A transcript that cannot be encoded has the count
+    -1, which becomes 0 in ``label_counts``. Speeds are percents: 110 is 10 % faster.
     """
 
     seconds: Seconds
@@ -28,25 +31,32 @@ class PlannedLengths:
     crop_seconds: float = math.inf
 
     def __post_init__(self) -> None:
-        counts = np.zeros(len(self.seconds), np.int32) if self.labels is None else self.labels
-        self.label_counts: Integers = np.maximum(counts, 0)
+        labels = self.labels
+        if labels is None:
+            labels = np.zeros(len(self.seconds), np.int32)
+        self.label_counts: Integers = np.maximum(labels, 0)
 
     def seconds_of(self, cuts: Integers, percents: Integers) -> Seconds:
-        """Return the seconds of each of ``cuts`` at its speed."""
+        """Return the seconds (M,) of the cuts with the numbers ``cuts`` (M,), at their speeds."""
         return np.minimum(self.seconds[cuts] * (100.0 / percents), self.crop_seconds)
 
     def samples_of(self, cuts: Integers, percents: Integers) -> Integers:
-        """Return the samples of each of ``cuts`` at its speed."""
+        """Return the samples (M,) of the cuts with the numbers ``cuts`` (M,), at their speeds."""
         samples = planned_samples(self.seconds[cuts], percents, self.sample_rate)
         return np.minimum(samples, crop_samples(self.crop_seconds, self.sample_rate))
 
 
 def planned_samples(seconds: Seconds, percents: Integers | int, sample_rate: int) -> Integers:
-    """Return the samples of each cut after the speed change, within a few, as durations are float32."""
+    """Return the number of samples of each cut after the speed change.
+
+    The loaded audio may differ by a few samples, because the durations are float32.
+    """
     samples = np.rint(np.asarray(seconds, np.float64) * sample_rate)
     return np.ceil(samples * 100 / percents).astype(np.int64)
 
 
 def crop_samples(seconds: float, sample_rate: int) -> int:
-    """Return the maximum samples after a crop. Infinite seconds stand for no crop."""
-    return int(np.iinfo(np.int64).max) if math.isinf(seconds) else max(1, round(seconds * sample_rate))
+    """Return the largest number of samples after a crop. Infinite seconds mean no crop."""
+    if math.isinf(seconds):
+        return int(np.iinfo(np.int64).max)
+    return max(1, round(seconds * sample_rate))

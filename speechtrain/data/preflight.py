@@ -9,7 +9,7 @@ import numpy as np
 
 from speechtrain.batch import Skip
 from speechtrain.counter_rng import RunStream, uniform_at
-from speechtrain.data.audio import files_of
+from speechtrain.data.audio import files_of, first_file
 from speechtrain.data.equal_content import equal_files
 from speechtrain.data.index import Index, crowded_transcripts_line, label_count
 from speechtrain.data.loader import REASONS
@@ -22,36 +22,38 @@ from speechtrain.data.training_stream import TrainingStream
 from speechtrain.errors import DataError, one_line
 
 _SAMPLED_RECORDINGS = 1_000  # recordings of each set whose files must exist
-_ALL_TRANSCRIPTS = 100_000  # A set of up to this size is checked completely, which takes 2 s.
+_ALL_TRANSCRIPTS = 100_000  # All transcripts of a set of up to this size are checked, which takes 2 s.
 _SAMPLED_TRANSCRIPTS = 10_000  # transcripts of a larger set that are checked
 _SAMPLED_HEADERS = 20  # recordings whose rate is read. A file on a slow disk takes 10 ms to open.
-_CROWDED_SHARE = 0.01  # the share of transcripts with more labels than frames up to which no warning appears
-_MOST_COMPARED = 100_000  # recordings that are compared. The line of each takes 30 µs to read.
+_CROWDED_SHARE = 0.01  # A smaller share of transcripts with more labels than frames causes no warning.
+_MOST_COMPARED = 100_000  # A larger set is not searched for copies, because reading a cut takes 30 µs.
 
 
 def check(stream: TrainingStream) -> None:
-    """Check 1,000 recordings of each set, and 10,000 transcripts of the training set.
+    """Check recordings of each set and transcripts of the training set, before the run starts.
 
-    A training set of at most 100,000 cuts has all its transcripts checked. Half of the checked ones are
-    too many, and so are more than ``max_bad`` and ``max_bad_share`` allow. Raises DataError if
+    Of each set, 1,000 recordings are checked. Of a training set with more than 100,000 cuts, 10,000
+    transcripts are checked, of a smaller one all. Raises DataError if
 
     - too many training recordings are missing,
     - too many training recordings have no transcript,
     - too many training transcripts cannot be encoded,
-    - the training set has up to ``max_bad`` recordings, and too many of them cannot be loaded,
+    - the training set has at most ``max_bad`` recordings, and too many of them cannot be loaded,
     - a checked recording of an evaluation set is missing, or no recording of the set has a transcript.
 
-    An evaluation transcript may have unknown symbols.
+    Too many means half of the checked ones, or more than ``max_bad`` and ``max_bad_share`` allow. An
+    evaluation transcript may have unknown symbols.
     """
     training_set, tokenizer = stream.training_set, stream.loader.tokenizer
     _check_files(stream, "train", training_set.index, training_set.rows)
     if tokenizer.reads_text:
         _check_transcripts(stream)
-    _check_all_if_few(stream)
+    _load_all_if_few(stream)
     sets = stream.evaluation_sets
     for name in sets.names:
         loader, plan = sets[name]
         index, rows = loader.index, np.sort(plan.rows)
+        # Held-out recordings are a part of data.train, and so its rule for missing files applies.
         key = f"valid.{name}" if sets.specs else "train"
         _check_files(stream, key, index, rows)
         texts = (index.text(row, tokenizer.normalise) for row in rows.tolist())
@@ -63,13 +65,16 @@ def check(stream: TrainingStream) -> None:
 
 
 def _check_files(stream: TrainingStream, key: str, index: Index, rows: Integers) -> None:
+    """Raise DataError if too many recordings of ``data.train`` are missing, or one of another key."""
     sample = sample_rows(rows, _SAMPLED_RECORDINGS, stream.loader.seed)
     missing = []
     for row in sample.tolist():
-        for path in files_of(index.cut(row))[:1]:
-            if not os.path.exists(file_of(path)):
-                missing.append(path)
-    if missing and (key != "train" or _is_too_many(stream, len(missing), len(sample))):
+        path = first_file(index.cut(row))
+        if path and not os.path.exists(file_of(path)):
+            missing.append(path)
+    if not missing:
+        return
+    if key != "train" or _is_too_many(stream, len(missing), len(sample)):
         raise DataError(
             f"{missing[0]} does not exist: {len(missing)} of {len(sample)} checked recordings of "
             f"data.{key} are missing. Correct the paths, or mount the folder"
@@ -77,39 +82,46 @@ def _check_files(stream: TrainingStream, key: str, index: Index, rows: Integers)
 
 
 def _check_transcripts(stream: TrainingStream) -> None:
+    """Raise DataError if too many training transcripts are empty or cannot be encoded."""
     loader, rows = stream.loader, stream.training_set.rows
     if len(rows) > _ALL_TRANSCRIPTS:
         rows = sample_rows(rows, _SAMPLED_TRANSCRIPTS, loader.seed)
-    unknown, empty, symbols = list[str](), list[str](), set[str]()
+    empty_ids, unencodable_ids, unknown_symbols = list[str](), list[str](), set[str]()
     for row in rows.tolist():
         cut = loader.index.cut(row)
         text = loader.index.text(row, loader.tokenizer.normalise, cut)
         if not text.strip() and not loader.allow_empty:
-            empty.append(cut["id"])
+            empty_ids.append(cut["id"])
         if label_count(text, loader.tokenizer) < 0:
-            unknown.append(cut["id"])
-            symbols |= loader.tokenizer.unknown(text)
-    if _is_too_many(stream, len(empty), len(rows)):
+            unencodable_ids.append(cut["id"])
+            unknown_symbols |= loader.tokenizer.unknown(text)
+    if _is_too_many(stream, len(empty_ids), len(rows)):
         raise DataError(
-            f"{len(empty)} of {len(rows)} recordings of data.train have no transcript, such as "
-            f"{empty[0]!r}: {where_transcripts_are(stream.training_set.source)}"
+            f"{len(empty_ids)} of {len(rows)} recordings of data.train have no transcript, such as "
+            f"{empty_ids[0]!r}: {where_transcripts_are(stream.training_set.source)}"
         )
-    if _is_too_many(stream, len(unknown), len(rows)):
-        listed = one_line(" ".join(map(repr, sorted(symbols))), 80)
+    if _is_too_many(stream, len(unencodable_ids), len(rows)):
+        listed_symbols = one_line(" ".join(map(repr, sorted(unknown_symbols))), 80)
         raise DataError(
-            f"the tokenizer cannot encode {len(unknown)} of {len(rows)} transcripts of data.train, such as "
-            f"{unknown[0]!r}: unknown symbols {listed}. Set tokenizer=auto, or its normaliser or alphabet"
+            f"the tokenizer cannot encode {len(unencodable_ids)} of {len(rows)} transcripts of data.train, "
+            f"such as {unencodable_ids[0]!r}: unknown symbols {listed_symbols}. Set tokenizer=auto, or its "
+            "normaliser or alphabet"
         )
 
 
-def _check_all_if_few(stream: TrainingStream) -> None:
-    """Load every recording of a training set with up to ``max_bad``, of which each could be skipped."""
+def _load_all_if_few(stream: TrainingStream) -> None:
+    """Load every recording of a training set with at most ``max_bad`` recordings.
+
+    In such a set, the limit ``max_bad`` would allow every recording to be skipped. Raises DataError if too
+    many are skipped.
+    """
     rows = stream.training_set.rows
     if len(rows) > stream.skips.max_bad:
         return
     skips: list[Skip] = []
     for row in rows.reshape(-1, 1):
-        skips += stream.loader(MicroBatch(row, np.array([100], np.int16))).skipped
+        single_recording = MicroBatch(row, percents=np.array([100], np.int16))
+        skips += stream.loader(single_recording).skipped
     if _is_too_many(stream, len(skips), len(rows)):
         raise DataError(
             f"{len(skips)} of {len(rows)} recordings of data.train are unusable, such as {skips[0].id!r} "
@@ -118,15 +130,17 @@ def _check_all_if_few(stream: TrainingStream) -> None:
 
 
 def _is_too_many(stream: TrainingStream, bad: int, total: int) -> bool:
+    """Return whether the run should not start with ``bad`` of ``total`` checked recordings."""
     return bad > 0 and (2 * bad >= total or not stream.skips.allows(bad, total))
 
 
 def sample_rows(rows: Integers, count: int, seed: int) -> Integers:
-    """Return ``count`` rows in ascending order, drawn by the seed, or all rows if there are no more."""
+    """Return ``count`` random rows in ascending order. If there are not more than ``count``, return all."""
     if len(rows) <= count:
         return rows
     draws = uniform_at(seed, RunStream.CHECKS, np.arange(len(rows)))
-    return np.sort(rows[np.argpartition(draws, count)[:count]])
+    smallest_draws = np.argpartition(draws, count)[:count]
+    return np.sort(rows[smallest_draws])
 
 
 def warnings(stream: TrainingStream) -> Iterator[str]:
@@ -135,32 +149,35 @@ def warnings(stream: TrainingStream) -> Iterator[str]:
     yield from training_set.source.warnings()
     too_long = f"are longer than data.max_seconds={training_set.max_seconds:g}"
     too_short = f"are shorter than data.min_seconds={training_set.min_seconds:g}"
-    facts = dict(zip(FILTERS[1:], (too_long, too_short, "have no transcript"), strict=True))
-    for number, name in enumerate(facts, 1):
-        rows = np.flatnonzero(training_set.filters == number)
-        yield from _describe_rows("train", training_set.index, rows, f"{facts[name]}, so they are not used")
+    facts = {"too_long": too_long, "too_short": too_short, "untranscribed": "have no transcript"}
+    for reason, fact in facts.items():
+        rows = np.flatnonzero(training_set.filters == FILTERS.index(reason))
+        yield from _describe_rows("train", training_set.index, rows, f"{fact}, so they are not used")
     for name in sets.specs:
         yield from sets.source(name).warnings()
         index = sets[name].loader.index
         rows = np.flatnonzero(index.seconds > np.float32(training_set.max_seconds))
         yield from _describe_rows(f"valid.{name}", index, rows, f"{too_long}, as no training recording is")
-    yield from _narrow_recordings(stream)
-    yield from _copies(training_set)
+    yield from _low_rate_warning(stream)
+    yield from _copies_warning(training_set)
 
 
 def _describe_rows(key: str, index: Index, rows: Integers, fact: str) -> Iterator[str]:
-    """Yield a line with the number and hours of ``rows``, if there are any."""
+    """Yield a line that ``fact`` is true of ``rows``, with their number and hours, unless there are none."""
     if len(rows):
         share = f"{hours(index.seconds[rows]):.2f} of {hours(index.seconds):.2f} h"
         yield f"data.{key}: {len(rows)} of {len(index)} recordings ({share}) {fact}"
 
 
-def _narrow_recordings(stream: TrainingStream) -> Iterator[str]:
-    """Yield a line if each recording has a lower rate than ``sample_rate``, so that high bands are empty."""
+def _low_rate_warning(stream: TrainingStream) -> Iterator[str]:
+    """Yield a line if all sampled recordings have a lower rate than ``sample_rate``."""
     loader = stream.loader
     rows = sample_rows(stream.training_set.rows, _SAMPLED_HEADERS, loader.seed)
-    headers = filter(None, map(header_or_none, _paths(loader.index, rows)))
-    rates = [audio_header.samplerate for audio_header in headers]
+    rates = []
+    for path in _paths(loader.index, rows):
+        header = header_or_none(path)
+        if header is not None:
+            rates.append(header.samplerate)
     if rates and max(rates) < loader.sample_rate:
         yield (
             f"data.train: all of {len(rates)} recordings that were read have at most {max(rates)} Hz, "
@@ -169,22 +186,22 @@ def _narrow_recordings(stream: TrainingStream) -> Iterator[str]:
         )
 
 
-def _copies(training_set: TrainingSet) -> Iterator[str]:
-    """Yield a line if recordings are copies of others, since one may be held out and the other trained on."""
+def _copies_warning(training_set: TrainingSet) -> Iterator[str]:
+    """Yield a line if files have equal content, because a held-out file may then also be trained on."""
     if not training_set.hold_out or len(training_set.usable) > _MOST_COMPARED:
         return
     groups = equal_files(_paths(training_set.index, training_set.usable))
     if groups:
-        count = sum(len(group) - 1 for group in groups)
+        copies = sum(len(group) - 1 for group in groups)
+        original, copy = groups[0][:2]
         yield (
-            f"data.train: {count} recordings are copies of others, such as {groups[0][0]} and "
-            f"{groups[0][1]}. A copy may be held out while the other is trained on. "
-            "speechtrain prepare stats lists them"
+            f"data.train: {copies} recordings are copies of others, such as {original} and {copy}. "
+            "A copy may be held out while the other is trained on. speechtrain prepare stats lists them"
         )
 
 
 def _paths(index: Index, rows: Integers) -> set[str]:
-    """Return the paths of the recordings of ``rows``."""
+    """Return the paths of the audio files of ``rows``."""
     paths = set[str]()
     for row in rows.tolist():
         paths.update(files_of(index.cut(row)))
@@ -192,7 +209,10 @@ def _paths(index: Index, rows: Integers) -> set[str]:
 
 
 def crowded_transcripts(stream: TrainingStream, frames: Callable[[int], int]) -> str:
-    """Return a line on training transcripts with more labels than encoder frames, or an empty one."""
+    """Return a warning about training transcripts with more labels than encoder frames, or "".
+
+    ``frames`` maps a number of samples to its number of encoder frames.
+    """
     loader = stream.loader
     if not loader.tokenizer.reads_text:
         return ""

@@ -1,4 +1,7 @@
-"""Opens one recording of an untrusted file and checks its header. Unusable has the reason of a failure."""
+"""Opens a recording from an untrusted file and checks its header. ``Unusable`` has the reason of a failure.
+
+The path of a recording is the path of an audio file or of a member of a tar (see ``data.tar_members``).
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,18 @@ from speechtrain.errors import one_line
 if TYPE_CHECKING:
     from soundfile import SoundFile
 
-_START_BYTES = 1024  # the part of a file in which its format is recognised
+_START_BYTES = 1024  # the bytes at the start of a file that show compression by Shorten
 MOST_CHANNELS = 1_024
 RATES = (1_000, 768_000)
 """The lowest and the highest sampling rate in Hz. A header with another rate is damaged, and a filter for
-that rate is too large."""
+that rate would be too large."""
 
 _SHORT_FILE = re.compile(r"^(?:data|SSND) : (\d+) \(should be (\d+)\)", re.MULTILINE)
-"""The line of libsndfile's log on a WAV or AIFF file that is shorter than its header says."""
-_PLACEHOLDER = 2**31 - 2**16
-"""A header with this number of bytes of audio, or more, holds a placeholder: its program wrote to a pipe."""
+"""A line of libsndfile's log. It has the bytes of audio by the header of a WAV or AIFF file, and then the
+bytes that the file has, if these are fewer."""
+_PLACEHOLDER_BYTES = 2**31 - 2**16
+"""A header with at least this number of bytes of audio has a placeholder. A program that writes to a pipe
+writes the header before it knows the length."""
 
 
 class Unusable(Exception):
@@ -43,8 +48,8 @@ class Unusable(Exception):
 def open_recording(path: str) -> Iterator[SoundFile]:
     """Open a recording and check its header. Raises Unusable.
 
-    libsndfile gets an open file, or the bytes of a tar's member, and never a name. So nothing reads the name
-    as a command, a URL or a device.
+    libsndfile receives an open file or the bytes of a tar's member, and never a path. So no part of it can
+    interpret the path as a command, a URL or a device.
     """
     from soundfile import LibsndfileError, SoundFile
 
@@ -60,14 +65,16 @@ def open_recording(path: str) -> Iterator[SoundFile]:
             member = open_member(file, path)
         except ValueError as error:
             raise Unusable("unreadable", f"{path}: {error}") from None
-        audio: int | io.BufferedReader
+        sndfile_input: int | io.BufferedReader
         if member is None:
-            audio, start = file.fileno(), os.pread(file.fileno(), _START_BYTES, 0)
+            sndfile_input = file.fileno()
+            start = os.pread(file.fileno(), _START_BYTES, 0)
         else:
-            audio, start = member, member.peek(_START_BYTES)[:_START_BYTES]
+            sndfile_input = member
+            start = member.peek(_START_BYTES)[:_START_BYTES]
         _check_start(start, path)
         try:
-            recording = SoundFile(audio, closefd=False)
+            recording = SoundFile(sndfile_input, closefd=False)
         except LibsndfileError as error:
             raise Unusable("unreadable", f"{path}: {error.error_string}") from None
         with or_unusable(path), recording:
@@ -76,7 +83,7 @@ def open_recording(path: str) -> Iterator[SoundFile]:
 
 
 def _check_start(start: bytes, path: str) -> None:
-    """Raise Unusable for an empty file and for NIST audio that Shorten compressed."""
+    """Raise Unusable for an empty file, and for NIST audio compressed by Shorten, which libsndfile lacks."""
     if not start:
         raise Unusable("empty_file", path)
     if start.startswith(b"NIST_1A") and b"embedded-shorten" in start:
@@ -85,13 +92,17 @@ def _check_start(start: bytes, path: str) -> None:
 
 
 def _check_header(recording: SoundFile, path: str) -> None:
-    """Raise Unusable for an impossible rate or number of channels, and if the header promises more audio."""
+    """Raise Unusable for an impossible rate or number of channels, and for a file that is cut off."""
     rate, channels = recording.samplerate, recording.channels
-    if not RATES[0] <= rate <= RATES[1] or not 1 <= channels <= MOST_CHANNELS:
+    lowest_rate, highest_rate = RATES
+    if not lowest_rate <= rate <= highest_rate or not 1 <= channels <= MOST_CHANNELS:
         raise Unusable("unreadable", f"{path}: its sampling rate is {rate} Hz, of {channels} channels")
-    short = _SHORT_FILE.search(recording.extra_info)
-    if short and int(short[1]) < _PLACEHOLDER:
-        lengths = f"its header promises {short[1]} bytes of audio, and {short[2]} are there"
+    match = _SHORT_FILE.search(recording.extra_info)
+    if match is None:
+        return
+    header_bytes, file_bytes = match.groups()
+    if int(header_bytes) < _PLACEHOLDER_BYTES:
+        lengths = f"its header promises {header_bytes} bytes of audio, and {file_bytes} are there"
         raise Unusable("wrong_length", f"{path}: {lengths}. Copy it again")
 
 
@@ -100,17 +111,17 @@ class Header:
     """The length and the format of a recording, from its header."""
 
     frames: int  # samples of each channel
-    samplerate: int
+    samplerate: int  # in Hz
     channels: int
 
     @property
     def duration(self) -> float:
-        """Seconds."""
+        """The length in seconds."""
         return self.frames / self.samplerate
 
 
 def read_header(path: str) -> Header:
-    """Return the header of a recording. Raises Unusable, also if the recording has no samples."""
+    """Return the header of a recording. Raises Unusable if it cannot be opened or has no samples."""
     with open_recording(path) as file:
         if file.frames < 1:
             raise Unusable("no_samples", path)
@@ -127,7 +138,10 @@ def header_or_none(path: str) -> Header | None:
 
 @contextlib.contextmanager
 def or_unusable(path: str) -> Iterator[None]:
-    """Convert each other error to Unusable. lhotse and libsndfile raise many kinds for a damaged file."""
+    """Return a context that converts every error to Unusable, with the path in its message.
+
+    lhotse and libsndfile raise many kinds of errors for a damaged file.
+    """
     try:
         yield
     except Unusable:

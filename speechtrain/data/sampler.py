@@ -1,10 +1,11 @@
-"""The plan of the training batches.
+"""The plan of the training batches: which cuts each micro-batch of an epoch contains.
 
-The cuts of a batch have similar lengths, and the batch meets the limits of its size. Each batch has an
-address of two integers: its epoch and its position in the epoch.
+The cuts of a batch have similar lengths, and the size of the batch is within its limits. The address of a
+batch is its epoch and its position in the epoch.
 
-The plan of an epoch is a pure function of (seed, epoch). Numpy makes it before the first batch of the epoch,
-in 0.5 s for a million cuts. So a resumed run replays nothing, with any number of ranks and workers.
+The plan of an epoch is a pure function of (seed, epoch). It is computed before the first batch of the epoch,
+in 0.5 s for a million cuts. So a resumed run need not repeat earlier draws, and the plan is the same with any
+number of ranks and workers.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from speechtrain.data.static_shapes import Shape, fill_shapes, fitting_shapes, s
 class BatchLimits:
     """Limits of a micro-batch. It is full if one more utterance would exceed any limit.
 
-    The limits are ``count`` utterances, ``seconds`` of audio with padding, and ``memory_gib`` predicted
-    by the model's footprint. Null means unlimited. A rank replaces ``auto`` by the free memory of its device.
-    An utterance that alone exceeds a limit has a batch to itself.
+    The limits are ``count`` utterances, ``seconds`` of audio with padding, and ``memory_gib``, the GiB that
+    the model's footprint predicts. Null means unlimited. A rank replaces ``auto`` by the free memory of its
+    device. An utterance that alone exceeds a limit is a batch of one.
 
-    Utterances are shuffled over the epoch and sorted by length within ``window`` batches. Then the batches
-    are shuffled. A window of 1 is plain shuffling. A larger one gives less padding and less randomness. A
-    batch of at least ``multiple`` utterances has a multiple of it (fairseq: required_batch_size_multiple),
-    except the last batch of a window or an epoch.
+    The utterances of an epoch are shuffled, then sorted by length in windows of ``window`` batches, and then
+    the batches are shuffled. A window of 1 is plain shuffling. A larger window gives less padding and less
+    randomness. The number of utterances in a batch is rounded down to a multiple of ``multiple`` (fairseq:
+    required_batch_size_multiple), except for fewer than ``multiple`` utterances and for the last batch of a
+    window or an epoch.
     """
 
     count: int | None = 8
@@ -62,15 +64,17 @@ class BatchLimits:
         return math.inf if isinstance(self.memory_gib, str | None) else self.memory_gib * 2**30
 
     def round_down(self, rows: int) -> int:
-        """Round ``rows`` down to a multiple of ``multiple``. Fewer than ``multiple`` rows are kept."""
-        return rows // self.multiple * self.multiple if rows >= self.multiple else rows
+        """Return ``rows`` rounded down to a multiple of ``multiple``, or ``rows`` if it is smaller."""
+        if rows < self.multiple:
+            return rows
+        return rows // self.multiple * self.multiple
 
 
 @dataclass(frozen=True)
 class BatchSize:
-    """The number of rows of a batch by its limits and by the memory that the model predicts.
+    """Computes the number of rows of a batch from its limits and from the memory that the model predicts.
 
-    With ``shapes`` above 0, batches have at most that many fixed shapes.
+    ``shapes`` is the largest number of fixed shapes. 0 means that shapes vary.
     """
 
     limits: BatchLimits
@@ -83,53 +87,54 @@ class BatchSize:
 
     @property
     def depends_on_labels(self) -> bool:
+        """Whether the size of a batch depends on the label counts of its transcripts."""
         return bool(self.shapes) or self.limits.memory_gib is not None
 
     @property
     def fixed_rows(self) -> int:
-        """The rows of every batch if ``count`` is the only limit, otherwise 0."""
+        """The number of rows of every batch if ``count`` is the only limit, otherwise 0."""
         limits = self.limits
         if limits.count is None or limits.seconds or limits.memory_gib:
             return 0
         return limits.round_down(limits.count)
 
     def rows(self, seconds: float, labels: float = 0.0) -> int:
-        """Return the maximum rows of a batch, at least 1.
+        """Return the largest number of rows in a batch, at least 1.
 
         Each row has ``seconds`` with padding, and ``labels`` labels. Raises ValueError if memory is a limit
         and the model does not predict it.
         """
         limits, footprint = self.limits, self.footprint
-        rows = 2.0**31
+        max_rows = 2.0**31
         if limits.count is not None:
-            rows = min(rows, limits.count)
+            max_rows = min(max_rows, limits.count)
         if limits.seconds is not None and seconds > 0:
-            rows = min(rows, limits.seconds / seconds)
+            max_rows = min(max_rows, limits.seconds / seconds)
         if limits.memory_gib is not None and seconds > 0:
             if footprint.per_second <= 0 and footprint.per_second_label <= 0:
                 raise ValueError("memory_gib: this model does not predict its memory. Use count or seconds")
             row_bytes = max(footprint.bytes(1, seconds, math.ceil(labels)), 1.0)
-            rows = min(rows, limits.bytes / row_bytes)
-        # The factor makes up for rounding: 17.6 s have room for 16 rows of 1.1 s.
-        whole_rows = int(rows * (1 + 1e-6))
+            max_rows = min(max_rows, limits.bytes / row_bytes)
+        # The factor makes up for rounding errors: 17.6 s must have room for 16 rows of 1.1 s.
+        whole_rows = int(max_rows * (1 + 1e-6))
         return limits.round_down(max(1, whole_rows))
 
     def next_rows(self, longest: float, labels: Integers) -> int:
-        """Return the rows of the batch that begins with a cut of ``longest`` seconds.
+        """Return the number of rows of the batch that begins with a cut of ``longest`` seconds.
 
-        ``labels`` are the label counts of this cut and the following ones, none of which is longer.
+        ``labels`` (M,) are the label counts of this cut and of the cuts that follow, which are not longer.
         """
-        count = min(len(labels), self.rows(longest))
+        max_rows = min(len(labels), self.rows(longest))
         footprint = self.footprint
         if footprint.per_second_label > 0 and self.limits.bytes < math.inf:
-            # Entry i of each array is for a batch of i + 1 rows. All its rows are as wide as the widest.
-            most_labels = np.maximum.accumulate(labels[:count])
+            # Entry i of each array is for a batch of i + 1 rows. All its rows are padded to the most labels.
+            most_labels = np.maximum.accumulate(labels[:max_rows])
             row_bytes = longest * (footprint.per_second + most_labels * footprint.per_second_label)
-            batch_bytes = np.arange(1, count + 1) * row_bytes
-            # The bytes increase with the rows. So the position of the limit is the number of rows within it.
+            batch_bytes = np.arange(1, max_rows + 1) * row_bytes
+            # ``batch_bytes`` increases. So the insertion point of the limit is the number of rows within it.
             rows_within_limit = int(np.searchsorted(batch_bytes, self.limits.bytes, side="right"))
-            count = max(1, rows_within_limit)
-        return self.limits.round_down(count)
+            max_rows = max(1, rows_within_limit)
+        return self.limits.round_down(max_rows)
 
 
 # --- plan ---------------------------------------------------------------------------------------
@@ -137,27 +142,27 @@ class BatchSize:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The content of one micro-batch: rows of the index, their speeds, and its number in the epoch."""
+    """The cuts of one micro-batch, their speeds, and the address of the micro-batch."""
 
-    rows: Integers  # row numbers of the cuts in the index
-    percents: Integers  # speed factor × 100
-    shape: Shape | None = None  # None: the size of the longest row
+    rows: Integers  # (B,) row numbers of the cuts in the index
+    percents: Integers  # (B,) speed factor × 100
+    shape: Shape | None = None  # the fixed shape. Without it, rows are padded to the longest row.
     epoch: int = 0
-    index: int = 0
-    passes: int | Integers = 0  # how often the run has used each row before, one number if all are equal
+    index: int = 0  # the position of the micro-batch in its epoch
+    passes: int | Integers = 0  # (B,) how often the run has used each cut before, or one number for all
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All micro-batches of an epoch, as flat arrays."""
+    """All micro-batches of an epoch, as flat arrays over its N cuts."""
 
     epoch: int
-    rows: Integers
-    percents: Integers
-    bounds: Integers  # micro-batch i is rows[bounds[i]:bounds[i + 1]]
-    shape_numbers: Integers  # index in ``shapes`` of each micro-batch, empty without shapes
+    rows: Integers  # (N,) row numbers of the cuts in the index
+    percents: Integers  # (N,) speed factor × 100
+    bounds: Integers  # micro-batch i has the cuts bounds[i] to bounds[i + 1], exclusive
+    shape_numbers: Integers  # the position in ``shapes`` of each micro-batch's shape, empty without shapes
     shapes: Sequence[Shape] = ()
-    passes: int | Integers = 0  # how often the run has used each row before, one number if all are equal
+    passes: int | Integers = 0  # (N,) how often the run has used each cut before, or one number for all
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -170,7 +175,7 @@ class Plan:
         return MicroBatch(rows, percents, shape, epoch=self.epoch, index=index, passes=passes)
 
 
-def _bucket(
+def _divide_into_batches(
     lengths: PlannedLengths,
     cuts: Integers,
     percents: Integers,
@@ -178,10 +183,11 @@ def _bucket(
     shapes: Sequence[Shape],
     window: int = 0,
 ) -> tuple[Integers, Integers, Integers]:
-    """Divide ``cuts`` into micro-batches of similar lengths.
+    """Divide ``cuts`` (N,) into micro-batches of similar lengths.
 
-    Returns the order of the cuts, the bounds of the micro-batches and the shape number of each micro-batch.
-    Without ``shapes``, cuts are sorted within ``window`` batches. A window of 0 sorts all cuts.
+    Returns the order (N,) of the positions in ``cuts``, and the bounds and the shape numbers of the
+    micro-batches, as in Plan. Without ``shapes``, cuts are sorted by length in windows of ``window`` average
+    batches. A window of 0 contains all cuts.
     """
     labels = lengths.label_counts[cuts]
     if shapes:
@@ -192,23 +198,24 @@ def _bucket(
     if window:
         window_cuts = window * size.rows(float(seconds.mean()), float(labels.mean()))
     window_numbers = np.arange(len(cuts)) // window_cuts
+    # The last key of lexsort is the first sort key: by window, then longest first.
     order = np.lexsort((-seconds, window_numbers))
     bounds = _bounds(seconds[order], labels[order], size, window_cuts)
     return order, bounds, np.zeros(0, np.int16)
 
 
 def _bounds(seconds: Seconds, labels: Integers, size: BatchSize, window_cuts: int) -> Integers:
-    """Return the bounds of micro-batches.
+    """Return the bounds of micro-batches, as in Plan.
 
-    The cuts are sorted, longest first, in windows of ``window_cuts`` cuts. So the first row of a batch is its
-    longest and decides the number of its rows.
+    ``seconds`` and ``labels`` (N,) are the lengths of the cuts, which are sorted longest first in windows of
+    ``window_cuts`` cuts. So the first cut of a batch is its longest and determines the number of its rows.
     """
-    total = len(seconds)
+    cut_count = len(seconds)
     if size.fixed_rows:
-        return np.append(np.arange(0, total, size.fixed_rows), total)
+        return np.append(np.arange(0, cut_count, size.fixed_rows), cut_count)
     cut_seconds = seconds.tolist()
     bounds = [0]
-    while bounds[-1] < total:
+    while bounds[-1] < cut_count:
         begin = bounds[-1]
         window_end = (begin // window_cuts + 1) * window_cuts
         bounds.append(begin + size.next_rows(cut_seconds[begin], labels[begin:window_end]))
@@ -216,12 +223,16 @@ def _bounds(seconds: Seconds, labels: Integers, size: BatchSize, window_cuts: in
 
 
 def evaluation_plan(lengths: PlannedLengths, size: BatchSize) -> Plan:
-    """Plan every cut once, longest first. This order has little padding, and meets a lack of memory early."""
+    """Return a plan of every cut once, longest first. Its rows are positions in ``lengths``.
+
+    The order gives little padding, and a lack of memory shows in the first batch.
+    """
     cuts = np.argsort(-lengths.seconds, kind="stable")
     percents = np.full(len(cuts), 100, np.int16)
-    table = shape_table(lengths, size.rows, size.shapes)
-    order, bounds, shape_numbers = _bucket(lengths, cuts, percents, size, table)
-    return Plan(0, cuts[order].astype(np.int32), percents, bounds, shape_numbers, table)
+    shapes = shape_table(lengths, size.rows, size.shapes)
+    order, bounds, shape_numbers = _divide_into_batches(lengths, cuts, percents, size, shapes)
+    rows = cuts[order].astype(np.int32)
+    return Plan(0, rows, percents, bounds, shape_numbers, shapes)
 
 
 # --- draws --------------------------------------------------------------------------------------
@@ -229,16 +240,16 @@ def evaluation_plan(lengths: PlannedLengths, size: BatchSize) -> Plan:
 
 @dataclass(frozen=True)
 class WeightedSet:
-    """A set of cuts, and how many of them an epoch uses."""
+    """A set of cuts, and the number of draws from it in an epoch."""
 
-    members: Integers
-    count: int
+    members: Integers  # positions of the cuts in ``CutDraws.keys``
+    count: int  # draws in each epoch. It can exceed the number of members.
 
 
 def weighted_sets(set_numbers: Integers, weights: Sequence[float]) -> list[WeightedSet]:
-    """Return the sets of cuts. An epoch has as many cuts as all sets together, shared out by the weights.
+    """Return the sets with their numbers of draws, which are proportional to ``weights``.
 
-    ``set_numbers`` (N,) has the number of each cut's set, counted from 0 in the order of ``weights``.
+    ``set_numbers`` (N,) are the positions of each cut's set in ``weights``. An epoch has about N draws.
     """
     exact_counts = len(set_numbers) * np.asarray(weights) / sum(weights)
     counts = np.maximum(np.rint(exact_counts), 1).astype(np.int64)
@@ -253,8 +264,9 @@ class CutDraws:
     """Draws the cuts of an epoch, their order and their speeds from (seed, epoch, key of the cut).
 
     ``keys`` (N,) are the keys of the cuts. ``speed`` is the lowest and the highest factor, on a grid of 0.01.
-    Without ``sets``, an epoch has each cut once. With ``sets``, one pass through a set follows the other, and
-    each pass has its own random order. An epoch continues the pass of each set where the last epoch ended.
+    Without ``sets``, an epoch has each cut once. With ``sets``, the draws from a set are an endless sequence
+    of passes. A pass has each cut of the set once, in a random order of its own. An epoch continues the
+    sequence where the epoch before it ended.
     """
 
     seed: int
@@ -270,8 +282,8 @@ class CutDraws:
     def draw(self, epoch: int) -> tuple[Integers, Integers, int | Integers]:
         """Return the cuts of an epoch in random order, their speeds in percents, and their passes.
 
-        The pass of a cut is the number of times that the run has used it before. Without ``sets``, this is
-        one number for all cuts, the epoch.
+        The cuts are positions in ``keys``. The pass of a cut is the number of times that the run has used it
+        before. Without ``sets``, all cuts have the same pass, which is the epoch.
         """
         cuts = np.arange(len(self.keys))
         passes: int | Integers = epoch
@@ -287,20 +299,22 @@ class CutDraws:
         return cuts, percents, passes
 
     def _draw_from_sets(self, epoch: int) -> tuple[Integers, Integers]:
+        """Return the cuts of an epoch, set after set, and the pass of each cut."""
         cuts, passes = [], []
         for weighted_set in self.sets:
             members, count = weighted_set.members, weighted_set.count
-            # Both are positions in the endless sequence of draws from the set.
+            # The epoch has the draws ``start`` to ``end``, exclusive, of the set's endless sequence.
             start, end = epoch * count, (epoch + 1) * count
             first_pass = start // len(members)
             last_pass = (end - 1) // len(members)
-            # The draws have one row for each pass.
-            pass_numbers = np.arange(first_pass, last_pass + 1)[:, None]
+            pass_numbers = np.arange(first_pass, last_pass + 1)[:, None]  # (passes, 1)
             draws = bits_at(self.seed, RunStream.SHARES, pass_numbers, self.keys[members])
-            sequence = members[draws.argsort(axis=1, kind="stable")].ravel()
+            order = draws.argsort(axis=1, kind="stable")  # (passes, members)
+            pass_cuts = members[order].ravel()
+            cut_passes = np.repeat(pass_numbers, len(members))
             offset = start % len(members)  # position of ``start`` in the first pass
-            cuts.append(sequence[offset : offset + count])
-            passes.append(np.repeat(pass_numbers, len(members))[offset : offset + count])
+            cuts.append(pass_cuts[offset : offset + count])
+            passes.append(cut_passes[offset : offset + count])
         return np.concatenate(cuts), np.concatenate(passes)
 
 
@@ -310,16 +324,18 @@ class CutDraws:
 class Sampler:
     """Plans the micro-batches of a training set, epoch after epoch.
 
-    ``rows`` (N,) are the row numbers of the cuts in the index, ascending. They are not the rows of a batch.
+    ``rows`` (N,) are the row numbers of the cuts in the index, ascending. ``draws`` and ``lengths`` number
+    the same cuts by their positions in ``rows``.
     """
 
     def __init__(self, draws: CutDraws, lengths: PlannedLengths, size: BatchSize, rows: Integers) -> None:
         self.draws, self.lengths, self.size, self.rows = draws, lengths, size, rows
-        self.shapes = shape_table(lengths, size.rows, size.shapes, *speed_grid(draws.speed))
-        self._plans: dict[int, Plan] = {}
+        slowest, fastest = speed_grid(draws.speed)
+        self.shapes = shape_table(lengths, size.rows, size.shapes, slowest, fastest)
+        self._plans: dict[int, Plan] = {}  # by epoch
 
     def plan(self, epoch: int) -> Plan:
-        """Return the plan of an epoch. The last two plans are kept, because a global batch may span both."""
+        """Return the plan of an epoch. Two plans are cached, because a global batch may span two epochs."""
         if epoch not in self._plans:
             for old_epoch in sorted(self._plans)[:-1]:
                 del self._plans[old_epoch]
@@ -329,7 +345,7 @@ class Sampler:
     def advance(self, epoch: int, position: int, count: int) -> tuple[int, int]:
         """Return the address ``count`` micro-batches after (epoch, position).
 
-        The end of an epoch is not an address. The start of the next epoch is.
+        The address after the last micro-batch of an epoch is position 0 of the next epoch.
         """
         position += count
         while position >= self.length(epoch):
@@ -338,17 +354,17 @@ class Sampler:
         return epoch, position
 
     def length(self, epoch: int) -> int:
-        """Return the number of micro-batches of an epoch. Batches of a fixed size need no plan for it."""
+        """Return the number of micro-batches of an epoch. With a fixed number of rows, this needs no plan."""
         if self.shapes or not self.size.fixed_rows:
             return len(self.plan(epoch))
-        return -(-len(self.draws) // self.size.fixed_rows)
+        return math.ceil(len(self.draws) / self.size.fixed_rows)
 
     def micro_batches(
         self, epoch: int, position: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of a rank from an address on, endlessly, one epoch after the other.
+        """Yield the micro-batches of a rank from an address on, endlessly, one epoch after another.
 
-        Rank r has every ``world_size``-th micro-batch, beginning with the r-th.
+        Rank r gets every ``world_size``-th micro-batch, beginning r micro-batches after the address.
         """
         epoch, position = self.advance(epoch, position, rank)
         while True:
@@ -356,31 +372,30 @@ class Sampler:
             epoch, position = self.advance(epoch, position, world_size)
 
     def tensor_sizes(self, epoch: int) -> Integers:
-        """Return the planned samples of each micro-batch's audio tensor, with padding and padding rows."""
+        """Return the number of samples in each micro-batch's audio tensor, with padding, by the plan."""
         plan = self.plan(epoch)
         if plan.shapes:
             shape_sizes = np.array([shape.rows * shape.samples for shape in plan.shapes], np.int64)
             return shape_sizes[plan.shape_numbers]
         # A crop shortens all rows to the shortest of the batch. Otherwise they are padded to the longest.
         is_cropped = not math.isinf(self.lengths.crop_seconds)
-        batch_length = np.minimum if is_cropped else np.maximum
+        length_of_batch = np.minimum if is_cropped else np.maximum
         samples = self.lengths.samples_of(self._cuts(plan), plan.percents)
-        # The function reduces the samples of each batch to one length.
-        lengths: Integers = batch_length.reduceat(samples, plan.bounds[:-1])
+        lengths: Integers = length_of_batch.reduceat(samples, plan.bounds[:-1])
         return lengths * np.diff(plan.bounds)
 
     def waste(self, epoch: int) -> tuple[float, float]:
-        """Return the share of an epoch's tensors that is padding, and the cropped share of its audio."""
+        """Return the padded share of an epoch's audio tensors, and the cropped share of its audio."""
         plan = self.plan(epoch)
         cuts, lengths = self._cuts(plan), self.lengths
-        uncropped = int(planned_samples(lengths.seconds[cuts], plan.percents, lengths.sample_rate).sum())
+        cut_samples = planned_samples(lengths.seconds[cuts], plan.percents, lengths.sample_rate)
         tensor_samples = int(self.tensor_sizes(epoch).sum())
         if plan.shapes or math.isinf(lengths.crop_seconds):
-            audio_samples = int(lengths.samples_of(cuts, plan.percents).sum())
+            used_samples = int(lengths.samples_of(cuts, plan.percents).sum())
         else:
-            # A crop without shapes leaves no padding.
-            audio_samples = tensor_samples
-        return 1.0 - audio_samples / tensor_samples, 1.0 - audio_samples / uncropped
+            # A crop to the shortest row needs no padding.
+            used_samples = tensor_samples
+        return 1.0 - used_samples / tensor_samples, 1.0 - used_samples / int(cut_samples.sum())
 
     def _cuts(self, plan: Plan) -> Integers:
         """Return the positions in ``rows`` of the plan's cuts."""
@@ -388,27 +403,31 @@ class Sampler:
 
     def _make_plan(self, epoch: int) -> Plan:
         cuts, percents, passes = self.draws.draw(epoch)
-        window = self.size.limits.window
-        order, bounds, shape_numbers = _bucket(self.lengths, cuts, percents, self.size, self.shapes, window)
+        order, bounds, shape_numbers = _divide_into_batches(
+            self.lengths, cuts, percents, self.size, self.shapes, self.size.limits.window
+        )
         draws = bits_at(self.draws.seed, RunStream.BATCHES, epoch, np.arange(len(bounds) - 1))
         batch_order = np.argsort(draws, kind="stable")
         if self.shapes:
             shape_numbers = shape_numbers[batch_order]
-        positions, bounds = _reorder(bounds, batch_order)
-        order = order[positions]
+        old_positions, bounds = _reorder_batches(bounds, batch_order)
+        order = order[old_positions]
         if not isinstance(passes, int):
             passes = passes[order]
         rows = self.rows[cuts[order]]
         return Plan(epoch, rows, percents[order], bounds, shape_numbers, self.shapes, passes)
 
 
-def _reorder(bounds: Integers, batch_order: Integers) -> tuple[Integers, Integers]:
-    """Put micro-batches into another order. Returns the positions of their cuts, and their new bounds."""
+def _reorder_batches(bounds: Integers, batch_order: Integers) -> tuple[Integers, Integers]:
+    """Put micro-batches into the order ``batch_order``, which lists their numbers.
+
+    Returns the old position (N,) of the cut at each new position, and the new bounds.
+    """
     sizes = np.diff(bounds)[batch_order]
-    ends = np.cumsum(sizes)
-    starts = bounds[:-1][batch_order]
-    # All cuts of a batch move by the same distance: from its new start to its old one.
-    new_starts = ends - sizes
-    distances = np.repeat(starts - new_starts, sizes)
-    new_positions = np.arange(int(ends[-1]))
-    return new_positions + distances, np.append(0, ends)
+    old_starts = bounds[:-1][batch_order]
+    new_ends = np.cumsum(sizes)
+    new_starts = new_ends - sizes
+    # All cuts of a batch move by the same distance.
+    distances = np.repeat(old_starts - new_starts, sizes)
+    new_positions = np.arange(int(new_ends[-1]))
+    return new_positions + distances, np.append(0, new_ends)

@@ -1,4 +1,4 @@
-"""The list of unusable recordings. Each counts once, and too many of them end the run."""
+"""The log of recordings that a run cannot use. Each recording counts once, and too many end the run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from speechtrain.files import MOST_LOG_BYTES, append_line, atomic, json_lines, o
 _log = logging.getLogger(__name__)
 
 FILE = "skipped.jsonl"
+"""The unusable recordings of a run."""
 FILTERED_FILE = "filtered.jsonl"
+"""The recordings that the filters of data.train exclude, by their durations and transcripts."""
 
 
 class SkipLog:
-    """The training recordings that a run has skipped, in all its starts.
+    """The recordings that a run has skipped, over all its ranks and starts.
 
-    Each is a line of ``<run_dir>/skipped.jsonl`` (``id``, ``reason``, ``detail``). All ranks append to the
-    file and read it, so the count is over all ranks. An empty ``run_dir`` keeps the list in memory only.
-    ``add`` raises DataError if all recordings are bad, or if more than ``max_bad`` *and* more than the share
-    ``max_bad_share`` are bad.
+    Each recording is a line of ``<run_dir>/skipped.jsonl`` with ``id``, ``reason`` and ``detail``. All ranks
+    append to the file and read it, so each rank knows the count over all ranks. If ``run_dir`` is empty,
+    nothing is written. ``add`` raises DataError if all recordings are bad, or if more than ``max_bad`` *and*
+    more than the share ``max_bad_share`` are bad.
     """
 
     def __init__(self, run_dir: str, max_bad: int, max_bad_share: float) -> None:
@@ -32,22 +34,22 @@ class SkipLog:
         self.max_bad = max_bad
         self.max_bad_share = max_bad_share
         self.reasons: dict[str, str] = {}
-        """Reason by id."""
+        """The reason of each skipped recording, by its id."""
         self._read_bytes = 0  # bytes of the file that have been read
         self._has_warned = False
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of recordings by reason."""
+        """The number of recordings by reason."""
         counts = Counter(self.reasons.values())
         return dict(sorted(counts.items()))
 
     def allows(self, bad: int, total: int) -> bool:
-        """Return whether the limits allow ``bad`` of ``total`` recordings."""
+        """Return whether the run may continue with ``bad`` bad recordings among ``total``."""
         if not bad:
             return True
-        is_below_limits = bad <= self.max_bad or bad <= self.max_bad_share * total
-        return is_below_limits and bad < total
+        is_within_limits = bad <= self.max_bad or bad <= self.max_bad_share * total
+        return is_within_limits and bad < total
 
     def refresh(self) -> None:
         """Read the recordings that other ranks or earlier starts of the run have listed."""
@@ -59,7 +61,7 @@ class SkipLog:
                 new_content = file.read()
         except OSError:
             return
-        # An incomplete line is read by the next call.
+        # Another rank may be writing the last line. The next call reads it.
         complete_lines = new_content[: new_content.rfind(b"\n") + 1]
         self._read_bytes += len(complete_lines)
         for record in json_lines(complete_lines.splitlines()):
@@ -67,7 +69,10 @@ class SkipLog:
                 self.reasons.setdefault(str(record["id"]), str(record["reason"]))
 
     def add(self, skip: Skip, total: int) -> None:
-        """Count and list a recording, unless it is listed. Raises DataError above the limits."""
+        """Add a recording to the log, unless it is there. Raises DataError if the limits are exceeded.
+
+        ``total`` is the number of recordings in the set. The first recording of each reason is a warning.
+        """
         if skip.id in self.reasons:
             return
         self.refresh()
@@ -77,15 +82,15 @@ class SkipLog:
             self.reasons[skip.id] = skip.reason
             self._append(skip)
         if not self.allows(len(self.reasons), total):
-            where_listed = f"{self.path} lists all" if self.path else "Set run_dir to list them"
+            list_hint = f"{self.path} lists all" if self.path else "Set run_dir to list them"
             raise DataError(
                 f"{len(self.reasons)} of {total} training recordings are unusable, the latest {skip.id!r} "
-                f"({skip.reason}: {skip.detail}). {where_listed}. Repair or remove them, or raise "
+                f"({skip.reason}: {skip.detail}). {list_hint}. Repair or remove them, or raise "
                 f"data.max_bad={self.max_bad} and data.max_bad_share={self.max_bad_share}"
             )
 
     def list_filtered(self, skips: Iterable[Skip]) -> None:
-        """Write the list of filtered recordings, once in a run."""
+        """Write the filtered recordings to FILTERED_FILE, unless an earlier start of the run has done so."""
         if self.path is None:
             return
         path = self.path.with_name(FILTERED_FILE)
@@ -99,7 +104,7 @@ class SkipLog:
             _log.warning("%s cannot be written (%s). Filtered recordings are only counted", path, error)
 
     def warn(self) -> None:
-        """Log a warning with the number of skipped recordings by reason, if any are skipped."""
+        """Log the number of skipped recordings by reason as a warning, unless there are none."""
         counts = ", ".join(f"{count} {reason}" for reason, count in self.counts.items())
         if counts:
             _log.warning("skipped recordings: %s. %s lists them", counts, self.path)
@@ -118,4 +123,5 @@ class SkipLog:
 
 
 def _line(skip: Skip) -> bytes:
+    """Return the JSON line of a skip, without its line break."""
     return json.dumps(vars(skip), ensure_ascii=False).encode("utf-8", "backslashreplace")

@@ -13,11 +13,11 @@ if TYPE_CHECKING:  # The import of lhotse takes seconds, so sources import it at
 
 @dataclass(frozen=True)
 class Facts:
-    """The settings of a set in ``data.train`` or ``data.valid``. Each of them is optional."""
+    """The optional settings of a set in ``data.train`` or ``data.valid``."""
 
     name: str = ""
-    normaliser: str = ""  # the name of the transcripts' normaliser. Without it, the tokenizer normalises them
-    weight: float | None = None  # the weight relative to the other sets
+    normaliser: str = ""  # the name of a normaliser that replaces the tokenizer's for these transcripts
+    weight: float | None = None  # the weight of the set relative to the other sets, 1 if another has one
     language: str = ""
 
 
@@ -26,14 +26,14 @@ class Source(ABC):
 
     facts = Facts()
     is_example: bool = False
-    """Whether this is example data, which shows that training works, and not how well a model is."""
+    """Whether this is example data. It shows that training works, but not how good a model is."""
 
     @abstractmethod
     def cuts(self) -> Iterator[Cut]:
         """Yield every cut, in the same order in every process. Ids are unique within the source.
 
-        A cut's transcript is the texts of its supervisions in order.
-        Raises DataError if a file cannot be read, MachineError if the disk is full.
+        A cut's transcript is the texts of its supervisions in order. Raises DataError if a file cannot be
+        read, MachineError if the disk is full.
         """
 
     @abstractmethod
@@ -45,5 +45,5 @@ class Source(ABC):
         return iter(())
 
     def text_hint(self) -> str:
-        """Return where the transcripts may be, if none was read, or an empty text if that is unknown."""
+        """Return a hint where the transcripts may be, for an error that there are none, or ""."""
         return ""

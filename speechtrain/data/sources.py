@@ -1,4 +1,7 @@
-"""Opens data.train and data.valid: manifests of several formats, folders, and unions of them."""
+"""Opens the sources of data.train and data.valid: manifests of several formats, folders, and unions of them.
+
+``open_source`` checks the specification of a source, finds its paths and detects the format of each path.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import contextlib
 import math
 import os
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -43,16 +46,20 @@ if TYPE_CHECKING:
 
 
 Spec = str | Mapping[str, Any]
-"""A source as the user writes it: a path, ``{path: FILE}`` with columns of a table by the keys of COLUMNS and
-with facts, or ``{NAME: SOURCE, …}``."""
+"""A source as the user writes it: a path, a mapping with a path, or a mapping of named sets.
+
+A mapping with a path is ``{path: FILE, text: COLUMN, normaliser: NAME}``. Its other keys are the keys of
+COLUMNS, for the columns of a table, and the names in ``_FACTS``. A mapping of named sets is
+``{NAME: SOURCE, …}``.
+"""
 
 _FORMATS: dict[str, type[Manifest]] = {
     reader.kind: reader for reader in (Folder, Kaldi, LhotseCuts, LhotseRecordings, Nemo, Mlperf, Fairseq)
 }
-_FACTS = ("normaliser", "weight", "language")  # the facts that a mapping with a path can have
-_TABLES = ("metadata.csv", "metadata.jsonl")  # the tables of a folder: LJSpeech's and Hugging Face's
-_MOST_MANIFESTS = 10_000  # the most files that NeMo's pattern can name
-_SHARDS = re.compile(r"_OP_(\d{1,4})\.\.(\d{1,4})_CL_")
+_FACTS = ("normaliser", "weight", "language")  # the fields of Facts that a mapping with a path can set
+_TABLES = ("metadata.csv", "metadata.jsonl")  # the table of a folder, as in LJSpeech and in Hugging Face
+_MOST_MANIFESTS = 10_000  # the most files of one source. A shard pattern can name this number of files.
+_SHARD_PATTERN = re.compile(r"_OP_(\d{1,4})\.\.(\d{1,4})_CL_")  # NeMo's range of the first and last shard
 
 
 class Union(Source):
@@ -91,31 +98,32 @@ class _SourcePath:
 
 
 def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
-    """Open the source called ``spec``. The format is detected from the content.
+    """Return the source that ``spec`` specifies. The format of a file is detected from its content.
 
     ``spec`` is one of
 
-    - the path of a lhotse cut manifest, a NeMo, MLPerf or fairseq manifest or a table, each of them plain or
-      gzipped, or of a folder of recordings. A lhotse supervision manifest may follow its recording manifest.
+    - the path of a lhotse cut manifest, of a NeMo, MLPerf or fairseq manifest, of a table, or of a folder of
+      recordings. A file may be gzipped. The path of a lhotse supervision manifest may follow the path of its
+      recording manifest.
     - a mapping of the path, names of columns and facts: ``{path: FILE, text: COLUMN, normaliser: NAME}``
     - a mapping of named sets: ``{a: FILE, b: {path: FILE, weight: 3}}``
-    - a list of these, or one string of paths with commas, which is the union of the sources in order
+    - a list of these, or one string of paths with commas. The source is the union of these in order.
     - a ``Source``, which is returned unchanged.
 
     Raises DataError for a path that is missing, empty, repeated or of unknown format.
     """
     if isinstance(spec, Source):
         return spec
+    source_paths = deque(_existing_paths(spec))
+    kinds = deque(_detect_format(source_path) for source_path in source_paths)
     parts: list[Manifest] = []
-    paths = _existing_paths(spec)
-    remaining = [(source_path, _detect_format(source_path)) for source_path in paths]
-    while remaining:
-        source_path, kind = remaining.pop(0)
+    while source_paths:
+        source_path, kind = source_paths.popleft(), kinds.popleft()
         path, columns = source_path.path, source_path.columns
         part: Manifest
-        if kind == "recordings" and remaining and remaining[0][1] == "supervisions":
-            supervisions, _ = remaining.pop(0)
-            part = LhotsePair(path, supervisions.path)
+        if kind == "recordings" and kinds and kinds[0] == "supervisions":
+            kinds.popleft()
+            part = LhotsePair(path, source_paths.popleft().path)
         elif kind == Table.kind:
             part = Table(_table_in(path) or path, columns)
         elif kind == Shar.kind:
@@ -138,26 +146,27 @@ def _existing_paths(spec: Spec | Sequence[Spec]) -> list[_SourcePath]:
     problem = problem_of(spec)
     if problem:
         raise DataError(problem)
-    paths = list(islice(_paths_in(spec, Facts()), _MOST_MANIFESTS + 1))
-    if not paths:
+    source_paths = list(islice(_paths_in(spec, Facts()), _MOST_MANIFESTS + 1))
+    if not source_paths:
         raise DataError("no manifest is given. Set a file, a folder or a list of them")
-    if len(paths) > _MOST_MANIFESTS:
+    if len(source_paths) > _MOST_MANIFESTS:
         raise DataError(f"more than {_MOST_MANIFESTS} manifests are named. Join them to fewer files")
-    seen = set[Path]()
-    for path in (source_path.path for source_path in paths):
-        if not os.path.exists(path):  # Path.exists raises for a name that is too long.
+    previous_paths = set[Path]()
+    for source_path in source_paths:
+        path = source_path.path
+        if not os.path.exists(path):  # Path.exists would raise for a name that is too long.
             raise DataError(f"{path} does not exist. Give a manifest or a folder of recordings")
-        if path in seen:
+        if path in previous_paths:
             raise DataError(f"{path} is given twice. Remove one, since each cut would be repeated")
-        seen.add(path)
-    return paths
+        previous_paths.add(path)
+    return source_paths
 
 
 def problem_of(spec: object, name: str = "", is_valid: bool = False) -> str:
-    """Return the first problem in a source, a list of sources or a mapping of named sets, or "".
+    """Return the first problem of a specification as text, or "" if it is valid.
 
-    ``name`` is the name of the set that has the source. With ``is_valid``, the source is for validation and
-    may not have a weight.
+    ``spec`` is a source, a list of sources or a mapping of named sets. ``name`` is the name of the set to
+    which the source belongs, or "". With ``is_valid``, the source is for validation and cannot have a weight.
     """
     if isinstance(spec, list | tuple):
         return _problem_of_list(spec, name, is_valid=is_valid)
@@ -166,6 +175,7 @@ def problem_of(spec: object, name: str = "", is_valid: bool = False) -> str:
     if not isinstance(spec, Mapping):
         return f"{str(spec)[:40]!r} is not a source. Give a path"
     keys = ("path", *COLUMNS, *_FACTS)
+    # A mapping without any key of a source is a mapping of named sets. Sets cannot be nested.
     if not name and spec and spec.keys().isdisjoint(keys):
         for set_name, set_spec in spec.items():
             problem = problem_of(set_spec, str(set_name), is_valid=is_valid)
@@ -181,22 +191,26 @@ def problem_of(spec: object, name: str = "", is_valid: bool = False) -> str:
             return f"{key} is {str(spec[key])[:40]!r}, not a string"
     if not isinstance(spec.get("path"), str):
         return "a source needs its path, as in {path: FILE, text: COLUMN}"
-    return _problem_of_facts(spec, may_weigh=bool(name) and not is_valid)
+    return _problem_of_facts(spec, can_have_weight=bool(name) and not is_valid)
 
 
 def _problem_of_list(specs: Sequence[object], name: str, is_valid: bool) -> str:
     for spec in specs:
         if isinstance(spec, list):
             return f"{str(spec)[:40]} is a list in a list. Write one list"
-    problems = (problem_of(spec, name, is_valid=is_valid) for spec in specs)
-    return next(filter(None, problems), "")
+    for spec in specs:
+        problem = problem_of(spec, name, is_valid=is_valid)
+        if problem:
+            return problem
+    return ""
 
 
-def _problem_of_facts(spec: Mapping[str, Any], may_weigh: bool) -> str:
+def _problem_of_facts(spec: Mapping[str, Any], can_have_weight: bool) -> str:
     weight = spec.get("weight")
-    if weight is not None and not may_weigh:
+    if weight is not None and not can_have_weight:
         return "only training sets with names have a weight: data.train={a: {path: FILE, weight: 3}, b: FILE}"
-    if weight is not None and not (type(weight) in (int, float) and 0 < weight < math.inf):
+    is_number = type(weight) in (int, float)  # isinstance would accept a boolean.
+    if weight is not None and not (is_number and 0 < weight < math.inf):
         return f"weight is {str(weight)[:40]!r}. It must be a number above 0"
     try:
         normaliser(spec.get("normaliser") or "none")
@@ -206,7 +220,7 @@ def _problem_of_facts(spec: Mapping[str, Any], may_weigh: bool) -> str:
 
 
 def _paths_in(spec: Spec | Sequence[Spec], facts: Facts) -> Iterator[_SourcePath]:
-    """Yield each path of ``spec``. Its sets inherit ``facts``."""
+    """Yield each path of ``spec``. ``facts`` are the facts of the set to which ``spec`` belongs."""
     if isinstance(spec, str):
         for part in _specs_in(spec):
             problem = problem_of(part)
@@ -230,20 +244,19 @@ def _paths_in(spec: Spec | Sequence[Spec], facts: Facts) -> Iterator[_SourcePath
 
 
 def _specs_in(text: str) -> Iterator[Spec]:
-    """Yield the sources in a string: a file, several paths with commas, or a mapping.
-
-    A mapping is read as YAML, as on the command line of training.
-    """
-    is_file = os.path.exists(os.path.expanduser(text))
-    if text.lstrip().startswith("{") and not is_file:
-        yield _mapping_in(text)
+    """Yield the sources in a string: one path, several paths with commas, or a mapping in YAML."""
+    is_path = os.path.exists(os.path.expanduser(text))
+    if text.lstrip().startswith("{") and not is_path:
+        yield _parse_mapping(text)
         return
-    names = [text] if is_file else map(str.strip, text.split(","))
-    for name in names:
-        yield from _shards(name)
+    if is_path:  # The path of an existing file may contain commas.
+        yield from _shards(text)
+        return
+    for name in text.split(","):
+        yield from _shards(name.strip())
 
 
-def _mapping_in(text: str) -> Mapping[str, Any]:
+def _parse_mapping(text: str) -> Mapping[str, Any]:
     mapping = None
     with contextlib.suppress(ValueError, yaml.YAMLError):
         mapping = yaml.safe_load(small_yaml(text))
@@ -253,19 +266,23 @@ def _mapping_in(text: str) -> Mapping[str, Any]:
 
 
 def _shards(name: str) -> Iterator[str]:
-    """Yield the files of NeMo's pattern ``train_OP_0..7_CL_.json``, or the name itself if it is not empty."""
-    numbers = _SHARDS.search(name)
-    if numbers is None:
+    """Yield the files of NeMo's pattern, such as ``train_OP_0..7_CL_.json``.
+
+    A name without a pattern is yielded unchanged, unless it is blank.
+    """
+    pattern = _SHARD_PATTERN.search(name)
+    if pattern is None:
         if name.strip():
             yield name
         return
-    width = len(numbers[1])
-    for number in range(int(numbers[1]), int(numbers[2]) + 1):
-        yield f"{name[: numbers.start()]}{number:0{width}}{name[numbers.end() :]}"
+    start, end = pattern.groups()
+    prefix, suffix = name[: pattern.start()], name[pattern.end() :]
+    for number in range(int(start), int(end) + 1):
+        yield f"{prefix}{number:0{len(start)}}{suffix}"
 
 
 def _table_in(folder: Path) -> Path | None:
-    """Return the table of a folder, or None. Raises DataError if it is a link to a file elsewhere."""
+    """Return the table of a folder, or None. Raises DataError if it is a link to a file outside."""
     for name in _TABLES:
         file = folder / name
         if file.is_file():
@@ -275,44 +292,45 @@ def _table_in(folder: Path) -> Path | None:
 
 
 def _detect_format(source_path: _SourcePath) -> str:
-    """Return the kind of a manifest or folder.
+    """Return the ``kind`` of the reader for a manifest or folder. Raises DataError for an unknown format.
 
-    The first line that is not blank decides, and for fairseq's TSV also the second line. Raises DataError if
-    the format is unknown.
+    The format of a file is detected from its first line that is not blank, and of fairseq's TSV also from the
+    second line.
     """
     path, columns = source_path.path, source_path.columns
     if path.is_dir():
         return _format_of_folder(path, columns)
     if not path.is_file():
         raise DataError(f"{path} is neither a file nor a folder")
-    line, start = first_line(path)
+    line_number, line = first_line(path)
     if columns:
         return Table.kind
-    if start.startswith((b"[", b"{", b"-")):
-        return _format_of_objects(path, line)
-    names = Table(path).form.columns
-    has_audio = any(name.lower() in COLUMNS["audio"] for name in names)
-    if len(names) > 1 and has_audio:
+    if line.startswith((b"[", b"{", b"-")):  # JSON or YAML
+        return _format_of_objects(path, line_number)
+    column_names = Table(path).form.columns
+    has_audio_column = any(name.lower() in COLUMNS["audio"] for name in column_names)
+    if len(column_names) > 1 and has_audio_column:
         return Table.kind
-    if looks_like_fairseq(_head(path), path.parent):
+    if looks_like_fairseq(_first_two_lines(path), path.parent):
         return Fairseq.kind
-    if names:
+    if column_names:
         return Table.kind
     raise DataError(
-        f"{path}:{line}: not a manifest. Use lhotse cuts, NeMo JSON lines, MLPerf JSON, "
+        f"{path}:{line_number}: not a manifest. Use lhotse cuts, NeMo JSON lines, MLPerf JSON, "
         "fairseq TSV, or a CSV or TSV with a header"
     )
 
 
 def _format_of_folder(path: Path, columns: Mapping[str, str]) -> str:
+    """Return the ``kind`` of the reader for a folder. ``columns`` are the columns that its user names."""
     if _table_in(path):
         return Table.kind
-    folders = [str(folder) for folder in sorted(path.glob("*/")) if _table_in(folder)]
-    if folders:
-        raise DataError(f"{path} has a {_TABLES[0]} in several folders. Give {', '.join(folders)}")
+    table_folders = [str(folder) for folder in sorted(path.glob("*/")) if _table_in(folder)]
+    if table_folders:
+        raise DataError(f"{path} has a {_TABLES[0]} in several folders. Give {', '.join(table_folders)}")
     is_shar = looks_like_shar(path)
-    known_columns = {"audio"} if is_shar else set()
-    if columns.keys() - known_columns:
+    allowed_columns = {"audio"} if is_shar else set()
+    if columns.keys() - allowed_columns:
         raise DataError(f"{path} has no table, so it has no column {next(iter(columns.values()))!r}")
     if is_shar:
         return Shar.kind
@@ -320,25 +338,25 @@ def _format_of_folder(path: Path, columns: Mapping[str, str]) -> str:
 
 
 def _format_of_objects(path: Path, line: int) -> str:
-    """Return the kind of a manifest of objects, which begins at ``line``."""
+    """Return the kind of a manifest of JSON or YAML objects. ``line`` is the number of its first line."""
     _, _, record = next(records(path), (0, 0, None))
     if record is None:
         raise DataError(f"{path}:{line}: the array is empty")
-    kind = _format_of(record)
+    kind = _format_of_record(record)
     if not kind:
         keys = "a lhotse cut has 'type', a NeMo line 'audio_filepath', MLPerf's 'transcript' and 'files'"
         raise DataError(f"{path}:{line}: the format is unknown. {keys}. {{path: FILE, audio: KEY}} names it")
     return kind
 
 
-def _head(path: Path) -> list[bytes]:
-    """Return the first two lines, each up to 64 KiB."""
+def _first_two_lines(path: Path) -> list[bytes]:
+    """Return the first two lines of a file, at most 64 KiB of each."""
     with open_bytes(path) as file:
         return [file.readline(1 << 16) for _ in range(2)]
 
 
-def _format_of(record: Record) -> str:
-    """Return the kind of a manifest with this object, or "" if it is unknown."""
+def _format_of_record(record: Record) -> str:
+    """Return the kind of the manifest whose first object is ``record``, or "" if it is unknown."""
     if "files" in record and ("transcript" in record or "original_duration" in record):
         return Mlperf.kind
     if any(key in record for key in Nemo.AUDIO):
@@ -347,19 +365,19 @@ def _format_of(record: Record) -> str:
         return LhotseCuts.kind
     if "sources" in record and "sampling_rate" in record:
         return LhotseRecordings.kind
-    has_features = "storage_path" in record
+    has_features = "storage_path" in record  # A manifest of lhotse's features has the other keys, too.
     if "recording_id" in record and "start" in record and not has_features:
         return "supervisions"
-    has_audio = any(str(key).lower() in COLUMNS["audio"] for key in record)
-    return Table.kind if has_audio else ""
+    has_audio_column = any(str(key).lower() in COLUMNS["audio"] for key in record)
+    return Table.kind if has_audio_column else ""
 
 
 def _make_names_unique(parts: Sequence[Manifest]) -> None:
-    """Prepend folders to names that several manifests share, because ids are made from the names."""
-    for depth in range(2, 64):
+    """Prepend folders to the names of manifests with equal names, because ids of cuts contain the names."""
+    for depth in range(2, 64):  # the number of the path's components in a name
         counts = Counter(part.name for part in parts)
-        shared = [part for part in parts if counts[part.name] > 1]
-        if not shared:
+        parts_with_equal_names = [part for part in parts if counts[part.name] > 1]
+        if not parts_with_equal_names:
             return
-        for part in shared:
+        for part in parts_with_equal_names:
             part.name = "/".join(part.path.with_suffix("").parts[-depth:])

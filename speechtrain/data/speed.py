@@ -16,9 +16,8 @@ def speed_grid(speed: Sequence[float]) -> tuple[int, int]:
 
 
 def change_speed(samples: Samples, percent: int, sample_rate: int) -> Samples:
-    """Change the speed by the factor ``percent`` / 100, to ``ceil(S × 100 / percent)`` samples.
+    """Return samples (S,) with the speed factor ``percent`` / 100, as ``ceil(S × 100 / percent)`` samples.
 
-    The filter is short, as in torchaudio, because an augmentation runs for each recording and needs no steep
-    filter.
+    The filter is short, as in torchaudio. An augmentation must be fast and does not need a steep filter.
     """
     return resample(samples, round(sample_rate * percent / 100), sample_rate, is_steep=False)

@@ -1,4 +1,4 @@
-"""Static shapes: a few tensor sizes for all micro-batches, because some devices compile each new size."""
+"""Static shapes: a few tensor sizes for all micro-batches. Some devices compile a graph for each new size."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import numpy as np
 
 from speechtrain.data.planned_lengths import Integers, PlannedLengths, Seconds, crop_samples
 
-_LABEL_QUANTILE = 0.99  # A longer transcript uses the next longer shape, so that it does not widen its own.
-_SLACK_SECONDS = 0.01  # This is added to each length, because planned lengths are rounded.
+# The share of transcripts that a shape must fit. A transcript with more labels uses a longer shape, so that
+# few long transcripts do not widen the label tensors of all batches.
+_LABEL_QUANTILE = 0.99
+_SLACK_SECONDS = 0.01  # added to each length, because planned lengths are rounded
 
 
 class Shape(NamedTuple):
     """The fixed size of a micro-batch's tensors."""
 
     rows: int
-    samples: int
-    labels: int
+    samples: int  # of each row
+    labels: int  # of each row
 
 
 def shape_table(
@@ -29,25 +31,25 @@ def shape_table(
     slowest: int = 100,
     fastest: int = 100,
 ) -> list[Shape]:
-    """Return at most ``count`` shapes, ascending, that fit every cut at every speed.
+    """Return at most ``count`` shapes, in ascending order of samples and labels, for all cuts at all speeds.
 
-    ``rows`` returns the rows of a batch by its seconds and labels. Speeds are percents. The lengths of the
-    shapes are at quantiles of the cuts' lengths, in multiples of 0.1 s, and at most the crop. Label counts
-    are multiples of 8, or 0 if batches do not depend on labels.
+    ``rows`` returns the rows of a batch from the seconds and the labels of a row. ``slowest`` and ``fastest``
+    are speeds in percents. The samples of the shapes are at quantiles of the cuts' lengths, in multiples of
+    0.1 s, and at most the crop. Label counts are multiples of 8, or 0 if batches do not depend on labels.
     """
     shapes: list[Shape] = []
-    longest_seconds = lengths.seconds * (100.0 / slowest)
-    shortest_seconds = lengths.seconds * (100.0 / fastest)
-    ends = _ends(lengths, count, longest_seconds)
+    seconds_at_slowest = lengths.seconds * (100.0 / slowest)
+    seconds_at_fastest = lengths.seconds * (100.0 / fastest)
+    shape_samples = _shape_samples(lengths, count, seconds_at_slowest)
     previous_seconds, labels = 0.0, 0
-    for samples in ends:
+    for samples in shape_samples:
         seconds = samples / lengths.sample_rate
         if lengths.labels is not None:
-            # The last shape must fit every transcript. The others fit nearly all transcripts of the cuts that
-            # have their length at some speed.
+            # The last shape must fit every transcript. Each other shape fits nearly all transcripts of the
+            # cuts that have the shape's length at some speed.
             label_counts, quantile = lengths.label_counts, 1.0
-            if samples < ends[-1]:
-                uses_shape = (shortest_seconds <= seconds) & (longest_seconds > previous_seconds)
+            if samples < shape_samples[-1]:
+                uses_shape = (seconds_at_fastest <= seconds) & (seconds_at_slowest > previous_seconds)
                 label_counts, quantile = label_counts[uses_shape], _LABEL_QUANTILE
             if len(label_counts):
                 quantile_labels = float(np.quantile(label_counts, quantile))
@@ -58,37 +60,42 @@ def shape_table(
     return shapes
 
 
-def _ends(lengths: PlannedLengths, count: int, longest_seconds: Seconds) -> list[int]:
-    """Return the samples of each shape, ascending. ``longest_seconds`` (N,) are at the lowest speed."""
-    if not count or not len(longest_seconds):
+def _shape_samples(lengths: PlannedLengths, count: int, seconds_at_slowest: Seconds) -> list[int]:
+    """Return the samples of each of at most ``count`` shapes, ascending.
+
+    ``seconds_at_slowest`` (N,) are the durations of the cuts at the lowest speed.
+    """
+    if not count or not len(seconds_at_slowest):
         return []
     rate = lengths.sample_rate
-    unit = max(1, rate // 10)
+    unit = max(1, rate // 10)  # samples of 0.1 s
     quantiles = np.arange(1, count) / count
-    edges = np.append(np.quantile(lengths.seconds, quantiles), longest_seconds.max()) + _SLACK_SECONDS
-    units = np.ceil(edges * rate / unit).astype(np.int64)
-    ends = np.minimum(units * unit, crop_samples(lengths.crop_seconds, rate))
-    return sorted(set(ends.tolist()))
+    seconds = np.append(np.quantile(lengths.seconds, quantiles), seconds_at_slowest.max()) + _SLACK_SECONDS
+    units = np.ceil(seconds * rate / unit).astype(np.int64)
+    samples = np.minimum(units * unit, crop_samples(lengths.crop_seconds, rate))
+    return sorted(set(samples.tolist()))
 
 
 def fitting_shapes(shapes: Sequence[Shape], samples: Integers, labels: Integers) -> Integers:
-    """Return the number of the first shape that fits each cut, in length and in labels."""
-    by_length = np.searchsorted([shape.samples for shape in shapes], samples)
+    """Return for each cut the position of the first shape that has its samples and its labels (N,)."""
+    by_samples = np.searchsorted([shape.samples for shape in shapes], samples)
     by_labels = np.searchsorted([shape.labels for shape in shapes], labels)
-    return np.minimum(np.maximum(by_length, by_labels), len(shapes) - 1).astype(np.int16)
+    # The last shape is for cuts that exceed it slightly, because planned lengths are rounded.
+    return np.minimum(np.maximum(by_samples, by_labels), len(shapes) - 1).astype(np.int16)
 
 
-def fill_shapes(numbers: Integers, shapes: Sequence[Shape]) -> tuple[Integers, Integers, Integers]:
-    """Divide cuts into micro-batches by the numbers of their shapes.
+def fill_shapes(shapes_of_cuts: Integers, shapes: Sequence[Shape]) -> tuple[Integers, Integers, Integers]:
+    """Divide cuts into micro-batches of fixed shapes. ``shapes_of_cuts`` (N,) are positions in ``shapes``.
 
-    Returns the order of the cuts, the bounds of the micro-batches and the shape number of each micro-batch.
-    Only the last micro-batch of a shape may have fewer rows than the shape.
+    Returns the order (N,) of the cuts, and the bounds and the shape numbers of the micro-batches, as in
+    ``Plan``. Only the last micro-batch of a shape may have fewer rows than the shape.
     """
-    order = np.argsort(numbers, kind="stable")
-    counts = np.bincount(numbers, minlength=len(shapes)).tolist()
+    order = np.argsort(shapes_of_cuts, kind="stable")
+    cut_counts = np.bincount(shapes_of_cuts, minlength=len(shapes)).tolist()
     bounds, shape_numbers = [0], []
-    for number, (shape, count) in enumerate(zip(shapes, counts, strict=True)):
-        for begin in range(0, count, shape.rows):
-            bounds.append(bounds[-1] + min(shape.rows, count - begin))
+    for number, shape in enumerate(shapes):
+        for begin in range(0, cut_counts[number], shape.rows):
+            rows = min(shape.rows, cut_counts[number] - begin)
+            bounds.append(bounds[-1] + rows)
             shape_numbers.append(number)
     return order, np.array(bounds), np.array(shape_numbers, np.int16)

@@ -1,4 +1,4 @@
-"""The recordings of training. Some are filtered, some are held out for evaluation, the others are used."""
+"""The recordings of ``data.train``: filtered, held out for evaluation, or trained on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from speechtrain.batch import Skip
 from speechtrain.data.formats.manifests import digest
-from speechtrain.data.hold_out import GROUPS, held_out
+from speechtrain.data.hold_out import held_out
 from speechtrain.data.index import Index, open_index
 from speechtrain.data.planned_lengths import Integers, Seconds
 from speechtrain.data.sampler import WeightedSet, weighted_sets
@@ -19,26 +19,28 @@ from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source, problem_of
 from speechtrain.errors import DataError
 
+FILTERS = ("", "too_long", "too_short", "untranscribed")
+"""The reasons why a recording is filtered. ``TrainingSet.filters`` has their positions in this tuple, and 0
+for a recording that is not filtered."""
+
 _WHERE_TRANSCRIPTS_ARE = (
     "a folder has it in a.txt beside a.wav, in *.trans.txt or in metadata.csv, a manifest in the recording's "
     "text, a table in a column ({path: FILE, text: COLUMN} names it)"
 )
-FILTERS = ("", "too_long", "too_short", "untranscribed")
-"""The reasons why a recording is filtered. The empty one means that it is not filtered."""
 
 
 @dataclass
 class TrainingSet:
     """The recordings of ``data.train``, opened at first use.
 
-    A recording is filtered if it is shorter than ``min_seconds`` or longer than ``max_seconds`` (before the
-    speed change), or if ``skip_empty`` is true and it has no transcript. The share ``hold_out`` of the other
-    recordings is held out. If ``needs_text`` is true, only recordings with a transcript can be held out.
-    Raises ValueError for invalid arguments.
+    A recording is filtered, so it is not used at all, if it is shorter than ``min_seconds`` or longer than
+    ``max_seconds`` (before the speed change). It is also filtered if ``skip_empty`` is true and it has no
+    transcript. The share ``hold_out`` of the other recordings is held out. If ``needs_text`` is true, only
+    recordings with a transcript can be held out. Raises ValueError for invalid arguments.
     """
 
-    spec: Any
-    cache: str
+    spec: Any  # the value of data.train (see ``open_source``)
+    cache: str  # the cache folder (see ``open_index``)
     min_seconds: float
     max_seconds: float
     skip_empty: bool
@@ -63,8 +65,9 @@ class TrainingSet:
 
     @cached_property
     def filters(self) -> Integers:
-        """The number in FILTERS of each row of the index."""
+        """The position in FILTERS of the reason for each row of the index (int8)."""
         filters = np.zeros(len(self.index), np.int8)
+        # Durations in the index are float32, so the limits are compared as float32.
         if self.skip_empty:
             filters[self.index.characters == 0] = FILTERS.index("untranscribed")
         filters[self.index.seconds > np.float32(self.max_seconds)] = FILTERS.index("too_long")
@@ -73,7 +76,7 @@ class TrainingSet:
 
     @cached_property
     def usable(self) -> Integers:
-        """Rows of the index that are not filtered. Raises DataError if there are none."""
+        """The rows of the index that are not filtered, ascending. Raises DataError if there are none."""
         rows = np.flatnonzero(self.filters == 0).astype(np.int32)
         if len(rows):
             return rows
@@ -89,72 +92,91 @@ class TrainingSet:
 
     @cached_property
     def held_out(self) -> Integers:
-        """Rows of the index that are held out."""
+        """The rows of the index that are held out, ascending."""
         rows, index = self.usable, self.index
-        if self.needs_text:
-            rows = rows[index.characters[rows] > 0]
         if not self.hold_out:
             return rows[:0]
-        keys = (index.speakers[rows], index.recordings[rows], index.keys[rows])
-        is_held_out, _ = held_out(dict(zip(GROUPS, keys, strict=True)), index.seconds[rows], self.hold_out)
+        if self.needs_text:
+            rows = rows[index.characters[rows] > 0]
+        groups = {
+            "speaker": index.speakers[rows],
+            "recording": index.recordings[rows],
+            "cut": index.keys[rows],
+        }
+        is_held_out, _ = held_out(groups, index.seconds[rows], self.hold_out)
         return rows[is_held_out]
 
     @cached_property
     def held_out_digest(self) -> str:
-        """A digest of the held-out recordings."""
+        """A digest of the ids of the held-out recordings."""
         return digest(self.index.keys[self.held_out].tolist())
 
     @cached_property
     def rows(self) -> Integers:
-        """Rows of the index that are trained on. A single recording is both trained on and held out."""
-        # The difference sorts a million rows, which takes 0.2 s.
+        """The rows of the index that are trained on, ascending.
+
+        A single usable recording is both trained on and held out.
+        """
+        # ``setdiff1d`` is avoided if possible, because it sorts: 0.2 s for a million rows.
         if len(self.usable) < 2 or not len(self.held_out):
             return self.usable
         return np.setdiff1d(self.usable, self.held_out, assume_unique=True)
 
     def weighted_sets(self) -> list[WeightedSet]:
-        """Return the sets of ``rows`` with their sizes in an epoch, or an empty list without weights.
+        """Return the named sets of ``rows`` if one of them has a weight, otherwise an empty list.
 
-        Raises DataError if a set has no recording.
+        A set without a weight has the weight 1. Raises DataError if a set has no recording.
         """
         facts_of_parts = self.index.facts
         if all(facts.weight is None for facts in facts_of_parts):
             return []
         weights = {facts.name: facts.weight or 1.0 for facts in facts_of_parts}
         names = list(weights)
-        # A set can have several parts.
-        set_numbers = np.array([names.index(facts.name) for facts in facts_of_parts])
-        sets = weighted_sets(set_numbers[self.index.parts[self.rows]], list(weights.values()))
-        for name, weighted in zip(names, sets, strict=True):
-            if not len(weighted.members):
+        # A set can have several parts, such as the files of a list.
+        set_of_part = np.array([names.index(facts.name) for facts in facts_of_parts])
+        set_of_row = set_of_part[self.index.parts[self.rows]]
+        sets = weighted_sets(set_of_row, list(weights.values()))
+        for name, weighted_set in zip(names, sets, strict=True):
+            if not len(weighted_set.members):
                 raise DataError(f"data.train.{name}: no recording is left to train on. Remove the set")
         return sets
 
     def recordings(self, normalise: Callable[[str], str]) -> Iterator[tuple[float, str]]:
-        """Yield the seconds and the transcript of each recording that is not filtered."""
+        """Yield the seconds and the normalised transcript of each recording that is not filtered."""
         for row in self.usable.tolist():
             yield float(self.index.seconds[row]), self.index.text(row, normalise)
 
-    def content(self) -> dict[str, str | int]:
-        """Return the number of all recordings and a digest of their ids, durations and transcripts."""
-        return {"recordings": len(self.index), "digest": digest(self.index.content, self.index.texts)}
+    def content(self) -> dict[str, str | float]:
+        """Return the number of all recordings and a digest of their ids, durations and transcripts.
+
+        ``hours`` and ``speakers`` count ``rows`` only. If a row names no speaker, ``speakers`` is left out.
+        """
+        content: dict[str, str | float] = {"recordings": len(self.index)}
+        content["hours"] = round(hours(self.index.seconds[self.rows]), 4)
+        speakers = np.unique(self.index.speakers[self.rows])
+        if speakers[0] >= 0:
+            content["speakers"] = len(speakers)
+        return {**content, "digest": digest(self.index.content, self.index.texts)}
 
     def filtered(self) -> Iterator[Skip]:
-        """Yield each filtered recording, with the reason."""
+        """Yield each filtered recording with the reason. The detail of a skip is the duration."""
         for row in np.flatnonzero(self.filters).tolist():
-            seconds = f"{self.index.seconds[row]:.2f} s"
-            yield Skip(self.index.cut(row)["id"], FILTERS[self.filters[row]], seconds)
+            reason = FILTERS[self.filters[row]]
+            yield Skip(self.index.cut(row)["id"], reason, f"{self.index.seconds[row]:.2f} s")
 
 
 def check_source(name: str, spec: object, is_valid: bool = False) -> None:
-    """Raise ValueError for an invalid specification of a source (see ``problem_of``)."""
+    """Raise ValueError for an invalid specification of a source (see ``problem_of``).
+
+    ``name`` is the config key of the source, for the message.
+    """
     problem = "" if isinstance(spec, Source) else problem_of(spec, is_valid=is_valid)
     if problem:
         raise ValueError(f"{name}: {problem}")
 
 
 def where_transcripts_are(source: Source) -> str:
-    """Return where a source may have transcripts, for the message of an error that it has none."""
+    """Return where a source may have transcripts, for an error message about a source without any."""
     return source.text_hint() or _WHERE_TRANSCRIPTS_ARE
 
 

@@ -1,4 +1,4 @@
-"""The endless stream of training batches. Its state is an address: the epoch and the position in it."""
+"""The endless stream of training batches. Its state is the epoch and the position of the next micro-batch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from speechtrain.errors import DataError
 class TrainingStream:
     """The training batches of one rank.
 
-    ``evaluation_sets`` also has the training set, because the held-out recordings come from there.
-    ``new_loader`` makes the loader of an index. ``speed`` is the lowest and the highest factor. Raises
-    ValueError for an invalid speed.
+    The recordings are ``evaluation_sets.training_set``. ``new_loader`` returns a loader for an index.
+    ``speed`` is the lowest and the highest speed factor. Raises ValueError for an invalid speed.
     """
 
     evaluation_sets: EvaluationSets
@@ -34,8 +33,8 @@ class TrainingStream:
     def __post_init__(self) -> None:
         speed_grid(self.speed)  # This raises ValueError for an invalid speed.
         self.training_set, self.skips = self.evaluation_sets.training_set, self.evaluation_sets.skips
-        self._staging = ExitStack()
-        self._address = (0, 0)
+        self._staging = ExitStack()  # closes the Stager, if there is one
+        self._address = (0, 0)  # epoch and position of the next micro-batch, over all ranks
 
     @cached_property
     def loader(self) -> BatchLoader:
@@ -47,10 +46,14 @@ class TrainingStream:
         loader, rows = self.loader, self.training_set.rows
         sets = self.training_set.weighted_sets()
         draws = CutDraws(loader.seed, loader.index.keys[rows], self.speed, sets)
-        return Sampler(draws, loader.lengths(rows, self.size.depends_on_labels), self.size, rows)
+        lengths = loader.lengths(rows, self.size.depends_on_labels)
+        return Sampler(draws, lengths, self.size, rows)
 
     def start(self, rank: int, world_size: int, accumulate: int) -> Iterator[Batch]:
-        """Return the batches of a rank (see ``DataModule.train``). Rank 0 lists the filtered recordings."""
+        """Return the batches of a rank (see ``DataModule.train``).
+
+        Rank 0 also writes the list of the filtered recordings.
+        """
         training_set = self.training_set
         if rank == 0 and len(training_set.usable) < len(training_set.index):
             self.skips.list_filtered(training_set.filtered())
@@ -58,30 +61,36 @@ class TrainingStream:
         return self._batches(rank, world_size, accumulate)
 
     def _batches(self, rank: int, world_size: int, accumulate: int) -> Iterator[Batch]:
-        planned = self.sampler.micro_batches(*self._address, rank, world_size)
+        epoch, position = self._address
+        planned = self.sampler.micro_batches(epoch, position, rank, world_size)
         if self.loader.stage:
             planned = self._copy_ahead(planned, rank, world_size)
         for number, batch in enumerate(self.evaluation_sets.workers.map(self.loader, planned), 1):
             for skip in batch.skipped:
                 self.skips.add(skip, len(self.training_set.rows))
-            # The address moves when the batch is yielded, not when it is loaded.
+            # The address changes when a batch is yielded, because workers load batches ahead.
             if number % accumulate == 0:
-                self._address = self.sampler.advance(*self._address, world_size * accumulate)
+                epoch, position = self._address
+                self._address = self.sampler.advance(epoch, position, world_size * accumulate)
             yield batch
 
     def _copy_ahead(self, planned: Iterator[MicroBatch], rank: int, world_size: int) -> Iterator[MicroBatch]:
-        """Yield each of ``planned``, and copy the recordings of this rank ahead of their use."""
-        self.close()  # A stream that starts again must not copy for its earlier address.
-        # The sampler keeps the plans of two epochs. Copying further ahead would need a third.
-        most_ahead = min(MOST_AHEAD, self.sampler.length(self._address[0]) // world_size)
-        stager = Stager(self.loader.stage, self.evaluation_sets.files(rank, world_size))
-        self._staging.callback(stager.close)
-        return stager.copy_ahead(planned, self.loader.for_thread().files, max(1, most_ahead))
+        """Yield the micro-batches of ``planned``, and copy their recordings before they are used.
 
-    def middle_batch(self) -> Batch:
+        After these, the recordings of this rank's evaluation batches are copied.
+        """
+        self.close()  # If a stream starts again, the copying for its earlier address ends.
+        # At most one epoch is copied ahead, because the sampler caches the plans of two epochs.
+        epoch, _ = self._address
+        most_ahead = min(MOST_AHEAD, self.sampler.length(epoch) // world_size)
+        stager = Stager(self.loader.stage, self.evaluation_sets.path_finders(rank, world_size))
+        self._staging.callback(stager.close)
+        return stager.copy_ahead(planned, self.loader.copy_for_thread().files, max(1, most_ahead))
+
+    def median_batch(self) -> Batch:
         """Return the batch of median size of the first epoch. The state does not change."""
-        order = self.sampler.tensor_sizes(0).argsort()
-        middle = int(order[len(order) // 2])
+        positions = self.sampler.tensor_sizes(0).argsort()
+        middle = int(positions[len(positions) // 2])
         return self.loader(self.sampler.plan(0)[middle])
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,7 +107,10 @@ class TrainingStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the state's address. Raises DataError if the training cuts or transcripts differ."""
+        """Continue at the address in ``state``.
+
+        Raises DataError if the training cuts, their transcripts or the held-out recordings have changed.
+        """
         training_set, index = self.training_set, self.training_set.index
         if state["content"] != index.content:
             raise DataError(
@@ -116,7 +128,8 @@ class TrainingStream:
                 "recordings that it has trained on. Use another run_dir"
             )
         self._address = (int(state["epoch"]), int(state["position"]))
-        self.skips.reasons.update({str(name): str(reason) for name, reason in state["skipped"].items()})
+        for recording_id, reason in state["skipped"].items():
+            self.skips.reasons[str(recording_id)] = str(reason)
 
     def close(self) -> None:
         """End the copying of recordings."""

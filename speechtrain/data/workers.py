@@ -1,8 +1,11 @@
 """Data workers: processes that load planned micro-batches ahead and return them in order.
 
-torch's DataLoader is not used for four reasons. Its workers belong to one data set, so training and
-validation would each start their own (3 s). It draws from the global generator. It detects a dead
-worker only after a timeout. It does not report which recordings a stuck worker was loading.
+torch's DataLoader is not used for four reasons:
+
+- Its workers belong to one data set, so training and validation would each start workers, which takes 3 s.
+- It draws from torch's global generator.
+- It detects a dead worker only after a time-out.
+- It does not report which recordings a stuck worker was loading.
 """
 
 from __future__ import annotations
@@ -47,25 +50,25 @@ Loader = Callable[[MicroBatch], Batch]
 
 _log = logging.getLogger(__name__)
 
-_AHEAD = 2  # the most micro-batches in flight for each worker
-_NO_TICKET = 0  # the ticket of an error that belongs to no micro-batch
-_SMALL_BYTES = 2**20  # tensors below this size are sent through the pipe
-_GRACE_SECONDS = 60  # how long a worker runs after a SIGTERM to its process group
-_STOP_SECONDS = 10.0  # how long a stop request waits for the batch that ends the step
-_SLICE_SECONDS = 0.5  # the time between two checks for a stop request
+_MOST_IN_FLIGHT = 2  # the most micro-batches that each worker loads ahead
+_NO_TICKET = 0  # the ticket of an error that belongs to no request
+_SMALL_BYTES = 2**20  # Smaller tensors are sent through the pipe, larger ones by shared memory.
+_GRACE_SECONDS = 60  # the time that a worker still runs after a SIGTERM to its process group
+_STOP_SECONDS = 10.0  # the time that a stop request waits for a batch, so that the step can end
+_POLL_SECONDS = 0.5  # the time between two checks for a stop request
 _MOST_NAMES = 3  # the most recordings in a message
 
 
-def _never() -> bool:
+def _never_stop() -> bool:
     return False
 
 
 class Workers(ABC):
     """Loads planned micro-batches, in this process or in other processes."""
 
-    # Without staticmethod, the call would pass ``self``.
-    stop_requested: Callable[[], bool] = staticmethod(_never)
-    """Returns whether the run has been asked to stop. The run sets its own function."""
+    # Without staticmethod, a call would pass ``self``.
+    stop_requested: Callable[[], bool] = staticmethod(_never_stop)
+    """Returns whether the run should stop. A run sets its own function."""
 
     @abstractmethod
     def map(self, loader: Loader, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
@@ -89,17 +92,19 @@ class InProcess(Workers):
 class _Worker:
     """A worker process and the link to it.
 
-    Two threads send and receive, so that the trainer never waits for the rest of a message.
+    One thread sends the requests and one thread receives the answers. So the trainer does not wait while a
+    large message is sent or received.
     """
 
-    process: Any  # BaseProcess of the start method
+    process: Any  # multiprocessing's BaseProcess. Its class depends on the start method.
     link: Connection
-    loader_numbers: set[int] = field(default_factory=set)  # loaders that the worker has received
+    loader_numbers: set[int] = field(default_factory=set)  # numbers of the loaders that have been sent
     requests: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     answers: SimpleQueue[tuple[int, Any]] = field(default_factory=SimpleQueue)
+    """A ticket, and the fields of a batch or an error."""
 
     def start_threads(self) -> None:
-        """Start the two threads. They end with the link."""
+        """Start the two threads. They end when the link is shut down."""
         for function in (self._send_requests, self._receive_answers):
             threading.Thread(target=function, daemon=True).start()
 
@@ -107,7 +112,7 @@ class _Worker:
         while True:
             try:
                 self.link.send(self.requests.get())
-            except OSError:  # The worker is dead, which the other thread reports.
+            except OSError:  # The worker is dead. The receiving thread reports it.
                 return
             except Exception as error:  # The loader cannot be pickled.
                 self.answers.put((_NO_TICKET, error))
@@ -116,27 +121,31 @@ class _Worker:
         try:
             while True:
                 self.answers.put(self.link.recv())
-        except Exception as error:  # The worker is dead. Its shared memory may fail to open, too.
+        except Exception as error:  # The worker is dead, or its shared memory cannot be opened.
             self.answers.put((_NO_TICKET, error))
 
     def shut_down_link(self) -> None:
-        """Shut down the link. The worker and both threads notice it. ``close`` would not wake a thread."""
-        with socket.socket(fileno=os.dup(self.link.fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)
-        self.requests.put(None)  # The sending thread may wait for a request. Its next send fails and ends it.
+        """Shut down the link, which ends the worker and both threads.
+
+        ``link.close()`` would not end a thread that waits for the link.
+        """
+        with socket.socket(fileno=os.dup(self.link.fileno())) as link_end:
+            link_end.shutdown(socket.SHUT_RDWR)
+        # The sending thread may wait for a request. It now fails to send None, and ends.
+        self.requests.put(None)
 
 
 @dataclass(frozen=True)
 class _Request:
-    """A micro-batch in flight: a worker loads it."""
+    """A micro-batch in flight, which means that a worker loads it or has loaded it."""
 
-    ticket: int  # the number of the request, from 1
+    ticket: int  # the number of the request among the requests to all workers, from 1
     worker: _Worker
     loader: Loader
     micro_batch: MicroBatch
 
     def position(self) -> str:
-        """Return the position of the micro-batch in the run, and its first recordings."""
+        """Return the position of the micro-batch in the run and its first recordings, for a message."""
         parts = [f"at micro-batch {self.micro_batch.index} of epoch {self.micro_batch.epoch}"]
         if isinstance(self.loader, BatchLoader):
             recordings = self.loader.recordings(self.micro_batch)
@@ -147,18 +156,18 @@ class _Request:
 
 
 class Processes(Workers):
-    """Loads ahead in ``count`` processes.
+    """Loads ahead in ``count`` worker processes.
 
-    A fork server starts them in the background. It has no threads, and the workers inherit no
-    threads, devices or sockets of this process. Until they are ready, this process loads. A worker
+    A fork server starts the workers in the background. The server has no threads, and the workers inherit no
+    threads, devices or sockets of this process. Until the workers are ready, this process loads. A worker
 
     - uses one thread,
     - ignores Ctrl-C,
     - ends when this process ends for any reason,
-    - runs for another 60 s after a SIGTERM, long enough for a last checkpoint.
+    - runs for another 60 s after a SIGTERM, because the run may need a few more batches to save a checkpoint.
 
-    Each call of ``map`` is a stream of batches. Several streams, such as training and validation, share the
-    workers.
+    Each call of ``map`` is a stream of batches. Several streams, such as training and validation, use the
+    same workers.
 
     ``map`` raises MachineError if a worker has died or has not answered for ``timeout_seconds``. It raises
     Preempted if a worker has not answered for 10 s after a stop request.
@@ -168,17 +177,17 @@ class Processes(Workers):
         self.count = count
         self.timeout_seconds = timeout_seconds
         self._workers: list[_Worker] = []
-        self._loaders: list[Loader] = []
-        self._results: dict[int, Batch | Exception] = {}  # by ticket, until a stream yields them
-        self._dropped_tickets: set[int] = set()  # requests in flight of streams that have ended
+        self._loaders: list[Loader] = []  # all loaders so far. Workers know a loader by its position.
+        self._results: dict[int, Batch | Exception] = {}  # results by ticket, until a stream yields them
+        self._dropped_tickets: set[int] = set()  # tickets of requests whose stream has ended
         self._last_ticket = 0
         self._is_closed = False
-        self._starter = threading.Thread(target=self._start, daemon=True)
+        self._starter = threading.Thread(target=self._start_workers, daemon=True)
         self._is_started = False
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the running workers."""
+        """The process ids of the running workers."""
         return [worker.process.pid for worker in self._workers]
 
     def start(self) -> None:
@@ -195,20 +204,20 @@ class Processes(Workers):
         self._starter.join()
 
     def map(self, loader: Loader, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
-        requests: deque[_Request] = deque()
+        requests: deque[_Request] = deque()  # the requests of this stream, in order
         try:
             while True:
                 workers = self._ready_workers()
-                room = max(0, _AHEAD * len(workers) - len(requests))
-                for micro_batch in islice(planned, room):
+                free_requests = max(0, _MOST_IN_FLIGHT * len(workers) - len(requests))
+                for micro_batch in islice(planned, free_requests):
                     requests.append(self._send(workers, loader, micro_batch))
                 result: Batch | Exception | None
                 if requests:
                     result = self._receive(requests[0])
                     requests.popleft()
                 else:
-                    result = self._load_here(loader, planned)
-                if result is None:
+                    result = self._load_in_process(loader, planned)
+                if result is None:  # ``planned`` has ended.
                     return
                 if isinstance(result, Exception):
                     raise result
@@ -218,10 +227,11 @@ class Processes(Workers):
                 if self._results.pop(request.ticket, None) is None:
                     self._dropped_tickets.add(request.ticket)
 
-    def _load_here(self, loader: Loader, planned: Iterator[MicroBatch]) -> Batch | None:
-        """Load the next micro-batch in this process, then start the workers. Return None after the last one.
+    def _load_in_process(self, loader: Loader, planned: Iterator[MicroBatch]) -> Batch | None:
+        """Load the next micro-batch in this process, and then start the workers.
 
-        The workers start after the first batch, so that their start does not slow that batch down.
+        Returns None after the last micro-batch. The workers are started after the first batch, because their
+        start would slow the loading of that batch.
         """
         micro_batch = next(planned, None)
         if micro_batch is None:
@@ -231,56 +241,57 @@ class Processes(Workers):
         return batch
 
     def _ready_workers(self) -> list[_Worker]:
+        """Return the workers, or an empty list while they start and after ``close``."""
         if not self._is_started or self._starter.is_alive() or self._is_closed:
             return []
         return self._workers
 
     def _send(self, workers: list[_Worker], loader: Loader, micro_batch: MicroBatch) -> _Request:
-        """Send a micro-batch to the next worker. A worker receives each loader once."""
+        """Send a micro-batch to the next worker in turn. The loader is only sent if the worker lacks it."""
         worker = workers[self._last_ticket % len(workers)]
         self._last_ticket += 1
         if loader not in self._loaders:
             self._loaders.append(loader)
-        number = self._loaders.index(loader)
-        new_loader = None if number in worker.loader_numbers else loader
-        worker.requests.put((self._last_ticket, number, new_loader, micro_batch))
-        worker.loader_numbers.add(number)
+        loader_number = self._loaders.index(loader)
+        new_loader = None if loader_number in worker.loader_numbers else loader
+        worker.requests.put((self._last_ticket, loader_number, new_loader, micro_batch))
+        worker.loader_numbers.add(loader_number)
         return _Request(self._last_ticket, worker, loader, micro_batch)
 
     def _receive(self, request: _Request) -> Batch | Exception:
-        """Return the result of a request. Results of other streams may arrive first, and are kept."""
+        """Return the result of a request. Results of other requests may arrive first, and are stored."""
         while request.ticket not in self._results:
-            ticket, answer = self._next_answer(request)
+            ticket, content = self._next_answer(request)
             if ticket == _NO_TICKET:
-                raise self._worker_error(request, answer)
+                raise self._worker_error(request, content)
             if ticket in self._dropped_tickets:
                 self._dropped_tickets.remove(ticket)
             else:
-                self._results[ticket] = answer if isinstance(answer, Exception) else _unpack(answer)
+                self._results[ticket] = content if isinstance(content, Exception) else _unpack(content)
         return self._results.pop(request.ticket)
 
     def _next_answer(self, request: _Request) -> tuple[int, Any]:
         """Return the next answer of the request's worker: a ticket, and the fields of a batch or an error.
 
-        Raises MachineError after the time-out, Preempted if a stop request has waited for 10 s.
+        Raises MachineError after the time-out, and Preempted if a stop request has waited for 10 s.
         """
-        slice_seconds = min(_SLICE_SECONDS, self.timeout_seconds)
+        poll_seconds = min(_POLL_SECONDS, self.timeout_seconds)
         no_answer = f"data worker {request.worker.process.pid} gave no answer for"
         start_time = time.monotonic()
-        stop_time: float | None = None  # when the stop request was noticed
+        stop_time: float | None = None  # the time when the stop request was noticed
         while True:
             with suppress(Empty):
-                return request.worker.answers.get(timeout=slice_seconds)
-            clock = time.monotonic()
+                return request.worker.answers.get(timeout=poll_seconds)
+            current_time = time.monotonic()
             if not self.stop_requested():
                 stop_time = None
             elif stop_time is None:
-                stop_time = clock
-            if stop_time is not None and clock - stop_time >= _STOP_SECONDS:
+                stop_time = current_time
+            if stop_time is not None and current_time - stop_time >= _STOP_SECONDS:
                 raise Preempted(
                     f"{no_answer} {_STOP_SECONDS:g} s after a stop request ({request.position()})"
                 )
-            if clock - start_time >= self.timeout_seconds:
+            if current_time - start_time >= self.timeout_seconds:
                 raise MachineError(
                     f"{no_answer} {self.timeout_seconds:g} s ({request.position()}). "
                     "Check the storage, or raise data.timeout_seconds"
@@ -290,56 +301,61 @@ class Processes(Workers):
     def _worker_error(request: _Request, error: Exception) -> Exception:
         """Return the error to raise for an answer without a ticket.
 
-        For a broken link it is a MachineError with the worker's exit code or signal.
+        If the link is broken, this is a MachineError with the worker's exit code or signal. Otherwise it is
+        ``error`` itself.
         """
         if not isinstance(error, EOFError | OSError):
             return error
         worker = request.worker
-        worker.answers.put((_NO_TICKET, error))  # Other streams get the error, too.
+        worker.answers.put((_NO_TICKET, error))  # Another stream that waits for this worker reads the error.
         worker.process.join(5)
-        code = worker.process.exitcode
-        end = f"ended with code {code}"
-        if code is not None and code < 0:
-            end = f"was killed by signal {-code}"
+        exit_code = worker.process.exitcode
+        end = f"ended with code {exit_code}"
+        if exit_code is not None and exit_code < 0:
+            end = f"was killed by signal {-exit_code}"
         return MachineError(
             f"data worker {worker.process.pid} {end} ({request.position()}). If memory or /dev/shm is full, "
             "lower data.workers (0 loads in this process) or data.batch"
         )
 
-    def _start(self) -> None:
-        started: list[_Worker] = []
+    def _start_workers(self) -> None:
+        """Start the workers and wait until they are ready. If one fails, end all and log a warning."""
+        workers: list[_Worker] = []
         try:
             context = multiprocessing.get_context("forkserver")
-            folder = multiprocessing.util.get_temp_dir()  # It holds the server's socket.
+            folder = multiprocessing.util.get_temp_dir()  # It contains the server's socket.
             for _ in range(self.count):
                 link, worker_link = context.Pipe()
                 process = context.Process(target=_run_worker, args=(worker_link, folder), daemon=True)
                 process.start()
-                worker_link.close()  # Only the worker has this end now, so the link breaks when it dies.
-                started.append(_Worker(process, link))
-            for worker in started:
+                # From now on only the worker has this end. So the link breaks when the worker dies.
+                worker_link.close()
+                workers.append(_Worker(process, link))
+            for worker in workers:
                 self._connect(worker)
-        except Exception as error:  # This process loads instead, more slowly.
+        except Exception as error:
             if not self._is_closed:
-                kind = type(error).__name__
-                _log.warning("data workers cannot start (%s: %s). This process loads instead", kind, error)
-            for worker in started:
+                error_name = type(error).__name__
+                _log.warning(
+                    "data workers cannot start (%s: %s). This process loads instead", error_name, error
+                )
+            for worker in workers:
                 worker.link.close()
                 worker.process.kill()
             return
-        self._workers = started
+        self._workers = workers
 
     def _connect(self, worker: _Worker) -> None:
-        """Wait until a worker is ready. Raises TimeoutError after the time-out or after close()."""
+        """Wait until a worker is ready. Raises TimeoutError after the time-out or after ``close``."""
         deadline = time.monotonic() + self.timeout_seconds
-        while not worker.link.poll(_SLICE_SECONDS):
+        while not worker.link.poll(_POLL_SECONDS):
             if self._is_closed or time.monotonic() >= deadline:
                 raise TimeoutError(f"no answer for {self.timeout_seconds:g} s")
-        worker.link.recv()
+        worker.link.recv()  # This is the None that a worker sends when it is ready.
         worker.start_threads()
 
     def close(self) -> None:
-        """Stop the workers. Micro-batches in flight are lost."""
+        """Stop the workers. They do not load their remaining micro-batches."""
         self._is_closed = True
         atexit.unregister(self.close)
         if self._is_started:
@@ -354,7 +370,7 @@ class Processes(Workers):
 
 
 def open_workers(count: int, timeout_seconds: float) -> Workers:
-    """Return ``count`` workers that are not started yet. A count of 0 loads in this process.
+    """Return ``count`` workers, which start at first use. With a count of 0, this process loads.
 
     A count of -1 stands for ``automatic_workers()``. Raises ValueError for invalid arguments.
     """
@@ -368,7 +384,11 @@ def open_workers(count: int, timeout_seconds: float) -> Workers:
 
 
 def automatic_workers() -> int:
-    """Return one fewer than this rank's share of the usable cores, at most 8 (see LOCAL_WORLD_SIZE)."""
+    """Return one fewer than the cores of this rank, at most 8.
+
+    The usable cores of the host are divided among its ranks. The launcher sets LOCAL_WORLD_SIZE, the number
+    of ranks on this host.
+    """
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     cores = len(usable_cpus())
     if is_number(ranks):
@@ -377,27 +397,31 @@ def automatic_workers() -> int:
 
 
 def _start_server() -> None:
-    """Start the fork server. Like a rank, it imports nothing from the current folder.
+    """Start the fork server, which imports the modules that every worker needs.
 
-    The server imports the modules that every worker needs. The program's module is one of them, because
-    multiprocessing otherwise imports it again in each worker.
+    The program's module is one of these, because multiprocessing would otherwise import it again in each
+    worker. Like a rank, the server imports no module from the current folder.
     """
-    preload = ["speechtrain.data.worker_preload"]
+    preloaded_modules = ["speechtrain.data.worker_preload"]
     program = getattr(sys.modules["__main__"], "__spec__", None)
     if program is not None and not program.name.endswith("__main__"):
-        preload.append(program.name)
-    multiprocessing.forkserver.set_forkserver_preload(preload)
-    is_set = "PYTHONSAFEPATH" in os.environ
-    # The server inherits this variable, which acts like Python's -P. In a rank, it is set already.
+        preloaded_modules.append(program.name)
+    multiprocessing.forkserver.set_forkserver_preload(preloaded_modules)
+    was_set = "PYTHONSAFEPATH" in os.environ
+    # The server inherits this variable. It removes the current folder from the path of imports, as Python's
+    # option -P does. In a rank it is set already.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
-    with suppress(OSError):  # The start of the first worker fails, too, and reports the error.
+    with suppress(OSError):  # The start of the first worker then fails and reports the error.
         multiprocessing.forkserver.ensure_running()
-    if not is_set:
+    if not was_set:
         del os.environ["PYTHONSAFEPATH"]
 
 
 def _pack(batch: Batch) -> dict[str, Any]:
-    """Return a batch's fields, with small tensors as arrays: shared memory costs 0.5 ms per tensor."""
+    """Return a batch's fields, with small tensors as arrays.
+
+    Arrays are sent through the pipe. Tensors are sent by shared memory, which takes 0.5 ms for each.
+    """
     fields = dict(vars(batch))
     for name, content in fields.items():
         if isinstance(content, Tensor) and content.nbytes < _SMALL_BYTES:
@@ -406,6 +430,7 @@ def _pack(batch: Batch) -> dict[str, Any]:
 
 
 def _unpack(fields: dict[str, Any]) -> Batch:
+    """Return the batch of the fields that ``_pack`` returned."""
     for name, content in fields.items():
         if isinstance(content, np.ndarray):
             fields[name] = torch.from_numpy(content)
@@ -420,12 +445,13 @@ def _run_worker(link: Connection, folder: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end_after_grace)
     torch.set_num_threads(1)
-    # The worker is ready: signals to the group no longer end it. If the program has ended already, the first
-    # ``recv`` below fails.
+    # This message says that the worker is ready. From now on, signals to the process group do not end it. If
+    # the program has already ended, the first ``recv`` below fails.
     with suppress(OSError):
         link.send(None)
     answers: SimpleQueue[tuple[int, Batch | Exception]] = SimpleQueue()
-    # A thread sends answers, and this thread always reads, so the two ends cannot deadlock.
+    # Another thread sends the answers. If this thread did it, both processes could wait for each other to
+    # read a full pipe.
     threading.Thread(target=_send_answers, args=(link, answers), daemon=True).start()
     loaders: dict[int, Loader] = {}
     while True:
@@ -452,11 +478,13 @@ def _end_after_grace(signal_number: int, frame: FrameType | None) -> None:
 
 
 def _load(loader: Loader, micro_batch: MicroBatch) -> Batch | Exception:
+    """Return the batch, or the error of the loader. An unexpected error becomes a RuntimeError."""
     try:
         return loader(micro_batch)
     except SpeechtrainError as error:
         return error
-    except Exception as error:  # The message of a bug names its line, because a trace cannot be pickled.
+    except Exception as error:
+        # A traceback cannot be pickled, so the message has the line of the error.
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return RuntimeError(
             f"data worker {os.getpid()}: {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
@@ -470,7 +498,8 @@ def _send_answers(link: Connection, answers: SimpleQueue[tuple[int, Batch | Exce
             try:
                 content = _pack(result) if isinstance(result, Batch) else result
                 link.send((ticket, content))
-            except RuntimeError as error:  # torch raises it before it writes, if shared memory is full.
+            except RuntimeError as error:
+                # torch raises this error if shared memory is full. It has sent nothing then.
                 link.send((ticket, MachineError(f"a batch does not fit into /dev/shm ({error}). Enlarge it")))
-        except OSError:  # The other end is closed. The reading thread exits, too.
+        except OSError:  # The program has closed its end. The main thread also notices this and returns.
             return

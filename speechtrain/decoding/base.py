@@ -1,6 +1,9 @@
-"""The interface of decoders. A decoder searches the text of encoded speech. Each use of a model chooses one.
+"""The interface of decoders, which search the likeliest text of encoded speech.
 
-Legend: B rows, T frames, V classes with the blank.
+A decoder has no weights, so validation, evaluation and transcription can use different ones for one model.
+
+Legend: B rows, T frames, V classes with the blank last, H joint width, U labels. All log-probabilities are
+natural logarithms.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ class Word:
     """A word of a hypothesis."""
 
     text: str  # the letters of the word
-    start: float  # in seconds
-    end: float  # in seconds
+    start: float  # seconds from the beginning of the audio
+    end: float  # seconds from the beginning of the audio
     confidence: float  # the lowest confidence of its labels
 
 
@@ -36,12 +39,13 @@ class Hypothesis:
 
     labels: tuple[int, ...]  # the ids of the labels
     text: str  # the decoded labels
-    score: float  # log-probability of the path (greedy) or of all paths, with a beam's additions
-    times: tuple[float, ...]  # seconds at which each label's frame begins
-    ends: tuple[float, ...] = ()  # seconds at which each label's last frame ends
-    confidences: tuple[float, ...] = ()  # the probability of each label in its frame, without the blank
+    # The log-probability of the path (greedy), or of all paths of the text plus the fusion score (beam).
+    score: float
+    times: tuple[float, ...]  # the second at which the first frame of each label begins
+    ends: tuple[float, ...] = ()  # the second at which the last frame of each label ends
+    confidences: tuple[float, ...] = ()  # the probability of each label among all labels, without the blank
     merit: float | None = None  # the number by which a beam orders texts, the highest first
-    alternatives: tuple[Hypothesis, ...] = ()  # the other texts of an n-best list, the best first
+    alternatives: tuple[Hypothesis, ...] = ()  # the other texts of an n-best list, by descending merit
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -58,18 +62,19 @@ class Hypothesis:
 
 
 def _word_spans(tokenizer: Tokenizer, labels: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the positions of the first label of each word and of the label after its last one."""
+    """Return for each word the positions of its first label and of the label after its last one."""
     spans = list[tuple[int, int]]()
     for position, label in enumerate(labels):
         if not tokenizer.decode([label]).strip():
-            continue  # The label separates words.
+            continue  # The label only separates words.
         begin = position
         if spans:
-            # A space between two labels shows only if both are decoded together.
-            word_begin, word_end = spans[-1]
-            both = tokenizer.decode(labels[word_end - 1 : position + 1])
-            if len(both.split()) < 2:
-                begin = word_begin
+            # A tokenizer shows the space before a label only if the label before it is decoded, too.
+            last_begin, last_end = spans[-1]
+            text = tokenizer.decode(labels[last_end - 1 : position + 1])
+            continues_word = len(text.split()) < 2
+            if continues_word:
+                begin = last_begin
                 spans.pop()
         spans.append((begin, position + 1))
     return spans
@@ -77,10 +82,10 @@ def _word_spans(tokenizer: Tokenizer, labels: Sequence[int]) -> list[tuple[int, 
 
 @dataclass
 class Scorer:
-    """The interface that a search uses of a model."""
+    """The part of a model that a search needs. The subclasses add the scores of labels."""
 
     tokenizer: Tokenizer
-    frame_seconds: float  # from one frame to the next
+    frame_seconds: float  # seconds from the beginning of a frame to the beginning of the next
 
     @property
     def blank(self) -> int:
@@ -98,7 +103,10 @@ class Scorer:
         confidences: Sequence[float],
         score: float,
     ) -> Hypothesis:
-        """Return the hypothesis whose labels last from the frames ``begins`` to before ``ends``."""
+        """Return the hypothesis of ``labels``, with times in seconds.
+
+        ``begins`` has the first frame of each label, and ``ends`` has the frame after its last frame.
+        """
         seconds = self.frame_seconds
         return Hypothesis(
             labels=tuple(labels),
@@ -115,19 +123,22 @@ class CTCScorer(Scorer):
     """A model whose frames are log-probabilities (B, T, V)."""
 
     def log_likelihood(self, frames: Tensor, lengths: Tensor, labels: Tensor, symbols: Tensor) -> Tensor:
-        """Return the log-probability (B,) of the first ``symbols`` (B,) of ``labels`` (B, U)."""
+        """Return the log-probability (B,) of a text for each row, over all paths.
+
+        The text is the first ``symbols`` (B,) of ``labels`` (B, U).
+        """
         return -ctc_loss(frames.float(), labels, lengths, symbols=symbols, blank=self.blank)
 
 
 @dataclass
 class TransducerScorer(Scorer):
-    """A model that joins each frame (B, T, H) with the prediction (B, H). Both are in the joint's space."""
+    """A model whose joint network adds an encoded frame (B, H) to a prediction (B, H)."""
 
     prediction: Prediction
     joint: Joint
 
     def start(self, rows: int) -> tuple[Tensor, Any]:
-        """Return the prediction (B, H) in the joint's space and the state before the first label."""
+        """Return the prediction (B, H) for the joint, and the network's state, before any label."""
         output, state = self.prediction.start(rows)
         return self.joint.prediction(output), state
 
@@ -137,7 +148,10 @@ class TransducerScorer(Scorer):
         return self.joint.prediction(output), state
 
     def log_likelihood(self, frames: Tensor, lengths: Tensor, labels: Tensor, symbols: Tensor) -> Tensor:
-        """Return the log-probability (B,) of the first ``symbols`` (B,) of ``labels`` (B, U)."""
+        """Return the log-probability (B,) of a text for each row, over all paths.
+
+        The text is the first ``symbols`` (B,) of ``labels`` (B, U).
+        """
         joint = self.joint
         return -transducer_loss(
             frames.float(),
@@ -156,14 +170,14 @@ class Decoder(ABC):
     """A search without weights. A run can be used with any decoder that fits its model."""
 
     searches = True
-    """Whether the decoder returns texts. False for the null object."""
+    """Whether the decoder returns texts. Only ``NoDecoder`` has False."""
 
     sums_paths = False
     """Whether the score of a text is the sum over its paths. Otherwise it is the score of the best path."""
 
     @abstractmethod
     def decode(self, scorer: Scorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
-        """Return the best hypothesis of each row of ``frames`` (B, T, ·) with ``lengths`` (B,).
+        """Return the best hypothesis of each row of ``frames`` (B, T, ·), whose lengths are ``lengths`` (B,).
 
         Raises ConfigError for a model that the decoder cannot search. The message begins with
         ``decoder=NAME``, the name of the decoder in ``conf/decoder``, and a space.
@@ -171,7 +185,7 @@ class Decoder(ABC):
 
 
 class NoDecoder(Decoder):
-    """Returns empty texts, for models that write no text and for evaluations without a search."""
+    """Returns empty texts. It is for models that write no text, and for evaluations without a search."""
 
     searches = False
 

@@ -1,6 +1,7 @@
 """Beam search for transducers, and the parts that it shares with CTC's beam search.
 
-Legend: B rows, W hypotheses of a row, T frames, V classes with the blank last, H joint width.
+Legend: B rows, W hypotheses of a row, T frames, V classes with the blank last, H joint width. All scores are
+natural log-probabilities. A slot is the index of a hypothesis in its row, from 0 to W − 1.
 """
 
 from __future__ import annotations
@@ -22,36 +23,47 @@ from speechtrain.errors import ConfigError
 from speechtrain.files import FilePath
 from speechtrain.text.ngram import read_ngram
 
-NEVER = -torch.inf
-_SPARE = 2  # hypotheses beyond ``width`` that a transducer's search follows (NeMo's expansion_beta)
-_LARGEST_FRAME_LIMIT = 100  # labels
+IMPOSSIBLE = -torch.inf  # the score of a path that cannot occur
+_SPARE = 2  # A transducer's beam is wider than ``width`` by this number (NeMo's expansion_beta).
+_LARGEST_FRAME_LIMIT = 100  # labels of one frame
 _LARGEST_WIDTH = 1000
-_SCORED_VALUES = 2**24  # values of the repeated frames in memory while texts are scored
+# Scoring a text needs a copy of its row's frames. This many values (64 MB) are copied at a time.
+_SCORED_VALUES = 2**24
 
 
 @dataclass
 class Beam:
     """The hypotheses of each row. Each tensor is (B, W). An empty slot has the score −inf."""
 
-    score: Tensor  # log-probability of the paths found so far
-    key: Tensor  # a hash of the labels: equal keys are equal labels
-    parent_key: Tensor  # the key without the last label
-    label: Tensor  # the last label, or the blank if the hypothesis is empty
-    node: Tensor  # the last label's node of the trail
+    score: Tensor  # the sum over the paths that the search has followed
+    key: Tensor  # a hash of all labels: hypotheses with equal keys have equal labels
+    parent_key: Tensor  # the hash of all labels except the last one
+    label: Tensor  # the last label, or the blank if the hypothesis has no label
+    node: Tensor  # the node of the last label in the ``LabelTree``, or −1 if the hypothesis has no label
     fusion_score: Tensor  # the score that the fusion adds
-    fusion_state: Tensor
+    fusion_state: Tensor  # the index of the hypothesis's ``TextState`` in the fusion
 
     @classmethod
     def start(cls, rows: int, width: int, blank: int, device: torch.device) -> Beam:
+        """Return the beam before the first frame. Each row has one hypothesis, the empty text."""
         zeros = torch.zeros(rows, width, dtype=torch.int64, device=device)
-        score = torch.full((rows, width), NEVER, device=device)
+        score = torch.full((rows, width), IMPOSSIBLE, device=device)
         score[:, 0] = 0.0
-        return cls(score, zeros + 1, zeros, zeros + blank, zeros - 1, torch.zeros_like(score), zeros)
+        return cls(
+            score=score,
+            key=zeros + 1,
+            parent_key=zeros,
+            label=zeros + blank,
+            node=zeros - 1,
+            fusion_score=torch.zeros_like(score),
+            fusion_state=zeros,
+        )
 
     def take(self, slots: Tensor) -> Beam:
+        """Return the hypotheses in ``slots`` (B, ·)."""
         return Beam(*(getattr(self, field.name).gather(1, slots) for field in fields(self)))
 
-    def join(self, beams: Sequence[Beam]) -> Beam:
+    def concatenate(self, beams: Sequence[Beam]) -> Beam:
         """Return the hypotheses of this beam and of other ``beams`` as one beam."""
         columns = []
         for field in fields(self):
@@ -59,30 +71,36 @@ class Beam:
         return Beam(*columns)
 
     def arcs(self, scores: Tensor) -> Tensor:
-        """Return the score (B, W, W) of the label that leads from one hypothesis to another.
+        """Return the score (B, parent W, child W) of the label that leads from one hypothesis to another.
 
-        The score is −inf if no label leads there. ``scores`` (B, W, V) has the score of each label after
-        each hypothesis.
+        A child has the labels of its parent and one more. Other pairs have −inf. ``scores`` (B, W, V) has
+        the score of each label after each hypothesis.
         """
-        is_alive = self.score > NEVER
+        is_alive = self.score > IMPOSSIBLE
         is_child = self.key[:, :, None] == self.parent_key[:, None]
         is_arc = is_child & is_alive[:, None] & is_alive[:, :, None]
-        return _select_labels(scores, self.label).masked_fill(~is_arc, NEVER)
+        child_labels = self.label[:, None].expand_as(is_arc)
+        return scores.gather(2, child_labels).masked_fill(~is_arc, IMPOSSIBLE)
 
     def without(self, arcs: Tensor, scores: Tensor) -> Tensor:
-        """Return ``scores`` (B, W, V − 1), with −inf for labels that lead to a hypothesis of the beam."""
-        scores = torch.cat((scores, scores[..., :1]), 2)  # The last column is for slots without an arc.
-        label = torch.where(arcs > NEVER, self.label[:, None], scores.shape[2] - 1)
-        return scores.scatter(2, label, NEVER)[..., :-1]
+        """Return ``scores`` (B, W, V − 1), with −inf for labels that lead to a hypothesis of the beam.
+
+        ``arcs`` (B, W, W) is the result of the method ``arcs``.
+        """
+        # Pairs without an arc write to an added column, which is then dropped.
+        padded = torch.cat((scores, scores[..., :1]), 2)
+        label = torch.where(arcs > IMPOSSIBLE, self.label[:, None], padded.shape[2] - 1)
+        return padded.scatter(2, label, IMPOSSIBLE)[..., :-1]
 
     def merge(self) -> Beam:
-        """Add the scores of hypotheses with equal labels. Only the likeliest of them remains."""
+        """Merge hypotheses with equal labels. The likeliest of them gets the sum, the others get −inf."""
         is_equal = self.key[:, :, None] == self.key[:, None]
-        total = self.score[:, None].masked_fill(~is_equal, NEVER).logsumexp(2)
-        order = torch.arange(self.score.shape[1], device=self.score.device)
-        score, rival = self.score[:, :, None], self.score[:, None]
-        is_better = (rival > score) | ((rival == score) & (order < order[:, None]))
-        self.score = total.masked_fill((is_equal & is_better).any(2), NEVER)
+        total = self.score[:, None].masked_fill(~is_equal, IMPOSSIBLE).logsumexp(2)
+        slot = torch.arange(self.score.shape[1], device=self.score.device)
+        score, rival_score = self.score[:, :, None], self.score[:, None]
+        is_tie = (rival_score == score) & (slot < slot[:, None])  # The lower slot wins.
+        is_rival_better = (rival_score > score) | is_tie
+        self.score = total.masked_fill((is_equal & is_rival_better).any(2), IMPOSSIBLE)
         return self
 
 
@@ -92,84 +110,88 @@ def extended_key(key: Tensor, label: Tensor) -> Tensor:
     return (key ^ (key >> 30)) * -0x6B2FB644ECCEEE15
 
 
-def _select_labels(scores: Tensor, labels: Tensor) -> Tensor:
-    """Select the ``scores`` (B, W, V) of ``labels`` (B, U): (B, W, U)."""
-    return scores.gather(2, labels[:, None].expand(-1, scores.shape[1], -1))
-
-
 @dataclass(frozen=True)
 class TimedLabels:
-    """Labels of a row with their confidences. They last from the frames ``begins`` to before ``ends``."""
+    """The labels of a hypothesis with their frames and confidences."""
 
-    row: int
-    labels: tuple[int, ...]
-    begins: tuple[int, ...] = ()
-    ends: tuple[int, ...] = ()
+    row: int  # the row of the batch
+    labels: tuple[int, ...]  # the ids
+    begins: tuple[int, ...] = ()  # the first frame of each label
+    ends: tuple[int, ...] = ()  # the frame after the last frame of each label
     confidences: tuple[float, ...] = ()
 
 
-class Trail:
-    """The labels of all hypotheses as a tree. A node has a label, a frame, a confidence and a parent."""
+class LabelTree:
+    """The labels of all hypotheses as a tree, so that hypotheses share the nodes of their common beginning.
+
+    A node has a label, the frame of the label, a confidence and a parent node. It is the index of its label
+    among all labels in the order of ``add``. The parent of a first label is −1.
+    """
 
     def __init__(self) -> None:
         self.parents, self.labels, self.confidences = list[Tensor](), list[Tensor](), list[Tensor]()
         self.frames = list[int]()
 
     def add(self, parents: Tensor, labels: Tensor, frame: int, confidences: Tensor) -> Tensor:
-        """Add a node for each element of these tensors of one shape. Returns the numbers of the nodes."""
+        """Add a node for each element of these tensors of one shape. Return the new nodes in that shape."""
         self.parents.append(parents.flatten())
         self.labels.append(labels.flatten())
         self.confidences.append(confidences.flatten())
-        first = len(self.frames)
+        first_node = len(self.frames)
         self.frames += [frame] * labels.numel()
-        return torch.arange(first, len(self.frames), device=labels.device).view(labels.shape)
+        return torch.arange(first_node, len(self.frames), device=labels.device).view(labels.shape)
 
     def hypotheses(self, beam: Beam) -> list[list[TimedLabels]]:
-        """Return the hypotheses of each row in the order of the beam. Each label lasts one frame."""
-        parents, labels = _numbers(self.parents), _numbers(self.labels)
-        confidences = _numbers(self.confidences)
-        all_nodes, all_scores = beam.node.tolist(), beam.score.tolist()
+        """Return the hypotheses of each row, in the order of their slots and without empty slots.
+
+        Each label lasts one frame.
+        """
+        parents, labels = _concatenated(self.parents), _concatenated(self.labels)
+        confidences = _concatenated(self.confidences)
+        scores = beam.score.tolist()
         rows = []
-        for row, nodes in enumerate(all_nodes):
+        for row, last_nodes in enumerate(beam.node.tolist()):
             texts = []
-            for node, score in zip(nodes, all_scores[row], strict=True):
-                if score > NEVER:
-                    path = _path(parents, node)
-                    begins = [self.frames[node] for node in path]
+            for last_node, score in zip(last_nodes, scores[row], strict=True):
+                if score > IMPOSSIBLE:
+                    nodes = _nodes_to(last_node, parents)
+                    begins = [self.frames[node] for node in nodes]
                     text = TimedLabels(
                         row,
-                        labels=tuple(labels[node] for node in path),
+                        labels=tuple(labels[node] for node in nodes),
                         begins=tuple(begins),
                         ends=tuple(begin + 1 for begin in begins),
-                        confidences=tuple(confidences[node] for node in path),
+                        confidences=tuple(confidences[node] for node in nodes),
                     )
                     texts.append(text)
             rows.append(texts)
         return rows
 
 
-def _numbers(parts: list[Tensor]) -> list[Any]:
+def _concatenated(parts: list[Tensor]) -> list[Any]:
     return torch.cat(parts).tolist() if parts else []
 
 
-def _path(parents: Sequence[int], node: int) -> list[int]:
+def _nodes_to(node: int, parents: Sequence[int]) -> list[int]:
     """Return the nodes from the root to ``node``."""
-    path = []
+    nodes = []
     while node >= 0:
-        path.append(node)
+        nodes.append(node)
         node = parents[node]
-    return path[::-1]
+    return nodes[::-1]
 
 
 @dataclass(eq=False)
 class BeamSearch(Decoder):
     """A search that keeps the ``width`` likeliest label sequences of each row.
 
-    Equal sequences are one hypothesis, so the score of a text is the sum over its paths. The model's loss
-    scores the best ``nbest`` texts and greedy's text again, so ``score`` is exact and at least the score of
-    greedy's text. With ``normalise_score``, the first text has the highest score per label of the texts that
-    are at least as likely as greedy's. The blank at the start counts as a label, as in NeMo. Without
-    ``normalise_score``, the first text has the highest score.
+    Equal sequences are one hypothesis, so the score of a text is the sum over its paths. The search follows
+    only some paths. So the model's loss scores the best ``nbest`` texts and the text of greedy search again,
+    over all paths.
+
+    Without ``normalise_score``, the text with the highest score is the best. With ``normalise_score``, the
+    best text has the highest score per label among the texts that are at least as likely as greedy's. The
+    number of labels is counted with the blank at the start, as in NeMo.
     """
 
     sums_paths = True
@@ -199,73 +221,84 @@ class BeamSearch(Decoder):
         """
 
     def _decode(self, scorer: Any, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
-        self.fusion.begin(scorer.tokenizer)
-        texts = self._align(scorer, frames, lengths, self._texts(scorer, frames, lengths))
+        """Return the best hypothesis of each row, with scores that are exact."""
+        self.fusion.start_search(scorer.tokenizer)
+        texts = self._texts(scorer, frames, lengths)
+        texts = self._align(scorer, frames, lengths, texts)
         scores = _log_likelihoods(scorer, frames, lengths, texts)
-        candidates = [list[Hypothesis]() for _ in frames]
+        row_hypotheses = [list[Hypothesis]() for _ in frames]
         for text, score in zip(texts, scores, strict=True):
-            score += self.fusion.total(text.labels)
+            score += self.fusion.text_score(text.labels)
             spans = (text.begins, text.ends, text.confidences)
-            candidates[text.row].append(scorer.hypothesis(text.labels, *spans, score))
-        return [self._best_first(hypotheses) for hypotheses in candidates]
+            row_hypotheses[text.row].append(scorer.hypothesis(text.labels, *spans, score))
+        return [self._best_first(hypotheses) for hypotheses in row_hypotheses]
 
     def _texts(self, scorer: Any, frames: Tensor, lengths: Tensor) -> list[TimedLabels]:
-        """Return for each row greedy's text and the ``nbest`` of the search, without greedy's text."""
-        greedy = Greedy().decode(scorer, frames, lengths)
-        beams, _ = self.search(scorer, frames, lengths)
+        """Return for each row greedy's text, then the ``nbest`` texts of the search that differ from it."""
+        greedy_hypotheses = Greedy().decode(scorer, frames, lengths)
+        row_texts, _ = self.search(scorer, frames, lengths)
         texts = []
-        for row, (hypothesis, beam) in enumerate(zip(greedy, beams, strict=True)):
-            texts.append(_timed_labels(row, hypothesis, scorer.frame_seconds))
-            texts += [text for text in beam[: self.nbest] if text.labels != hypothesis.labels]
+        for row, greedy in enumerate(greedy_hypotheses):
+            texts.append(_timed_labels(row, greedy, scorer.frame_seconds))
+            best_texts = row_texts[row][: self.nbest]
+            texts += [text for text in best_texts if text.labels != greedy.labels]
         return texts
 
     def _align(
         self, scorer: Any, frames: Tensor, lengths: Tensor, texts: list[TimedLabels]
     ) -> list[TimedLabels]:
-        """Return ``texts`` with the frames of their labels, for a search that does not know the frames."""
+        """Return ``texts`` with the right frames and confidences of their labels.
+
+        A search that does not know the likeliest path of a text overrides this method.
+        """
         return texts
 
-    def _best_first(self, candidates: list[Hypothesis]) -> Hypothesis:
-        """Return the best hypothesis with the others as its alternatives. The first candidate is greedy's."""
-        floor = candidates[0].score
-        texts = [replace(candidate, merit=self._merit(candidate, floor)) for candidate in candidates]
+    def _best_first(self, hypotheses: list[Hypothesis]) -> Hypothesis:
+        """Return the hypothesis of a row with the highest merit, with the others as its alternatives.
+
+        The first of ``hypotheses`` is greedy's. The alternatives are the ``nbest`` − 1 likeliest of the
+        others, in the order of their merit.
+        """
+        greedy_score = hypotheses[0].score
+        texts = [replace(text, merit=self._merit(text, greedy_score)) for text in hypotheses]
         best = max(texts, key=attrgetter("merit"))
         texts.remove(best)
         texts.sort(key=lambda text: -text.score)
         alternatives = sorted(texts[: self.nbest - 1], key=attrgetter("merit"), reverse=True)
         return replace(best, alternatives=tuple(alternatives))
 
-    def _merit(self, hypothesis: Hypothesis, floor: float) -> float:
+    def _merit(self, hypothesis: Hypothesis, greedy_score: float) -> float:
         """Return the number that orders texts: the score per label with ``normalise_score``, else the score.
 
-        With ``normalise_score``, a text below ``floor``, the score of greedy's text, comes after all others.
-        Its merit is its score, which is at most 0 here. The scores of the others are at least ``floor``, and
-        the division raises negative ones.
+        With ``normalise_score``, a text that is less likely than greedy's comes after all others. So its
+        merit is its score, or 0 for a positive score. The merit of each of the others is higher: their scores
+        are at least ``greedy_score``, and the division by the number of labels raises negative scores.
         """
         if not self.normalise_score:
             return hypothesis.score
-        if hypothesis.score < floor:
+        if hypothesis.score < greedy_score:
             return min(hypothesis.score, 0.0)
         return hypothesis.score / (len(hypothesis.labels) + 1)
 
 
 def _timed_labels(row: int, hypothesis: Hypothesis, frame_seconds: float) -> TimedLabels:
+    """Return the labels of a hypothesis with their frames instead of seconds."""
     begins = [round(seconds / frame_seconds) for seconds in hypothesis.times]
     ends = [round(seconds / frame_seconds) for seconds in hypothesis.ends]
     return TimedLabels(row, hypothesis.labels, tuple(begins), tuple(ends), hypothesis.confidences)
 
 
 def _log_likelihoods(scorer: Any, frames: Tensor, lengths: Tensor, texts: list[TimedLabels]) -> list[float]:
-    """Return the model's log-probability of each text."""
+    """Return the model's log-probability of each text, over all its paths."""
     scores = list[float]()
     row_values = frames[0].numel()
-    size = max(1, _SCORED_VALUES // max(1, row_values))
-    for begin in range(0, len(texts), size):
-        part = texts[begin : begin + size]
+    texts_at_once = max(1, _SCORED_VALUES // max(1, row_values))
+    for begin in range(0, len(texts), texts_at_once):
+        part = texts[begin : begin + texts_at_once]
         rows = torch.tensor([text.row for text in part], device=frames.device)
         symbols = torch.tensor([len(text.labels) for text in part], device=frames.device)
-        labels = pad_sequence([torch.tensor(text.labels, dtype=torch.int64) for text in part], True)
-        labels = labels.to(frames.device)
+        text_labels = [torch.tensor(text.labels, dtype=torch.int64) for text in part]
+        labels = pad_sequence(text_labels, batch_first=True).to(frames.device)
         scores += scorer.log_likelihood(frames[rows], lengths[rows], labels, symbols).tolist()
     return scores
 
@@ -274,13 +307,14 @@ def _log_likelihoods(scorer: Any, frames: Tensor, lengths: Tensor, texts: list[T
 class TransducerBeam(BeamSearch):
     """Modified adaptive expansion search (Kim et al., ICASSP 2021) for a whole batch at once.
 
-    In each frame, a hypothesis ends by the blank or is extended by at most ``max_symbols_per_step`` labels.
-    The search follows an extension only under two conditions:
+    In each frame, a hypothesis emits 0 to ``max_symbols_per_step`` labels, and then the blank, which leads to
+    the next frame. The search follows a further label only under two conditions:
 
-    - It may be among the ``width`` best after this frame.
-    - Its label is at least exp(−``gamma``) times as likely as the likeliest symbol in this frame.
+    - The extended hypothesis can still be among the best after this frame.
+    - The label is at least exp(−``gamma``) times as likely as the likeliest symbol at this point.
 
-    If a label leads from one hypothesis of the beam to another, its probability is added to the other.
+    If a label leads from one hypothesis of the beam to a second one, the probability of that path is added to
+    the second one.
     """
 
     max_symbols_per_step: int = 5
@@ -317,25 +351,25 @@ class TransducerBeam(BeamSearch):
         total = beam.score + beam.fusion_score
         slots = total.sort(dim=1, descending=True, stable=True).indices[:, : self.width]
         best = beam.take(slots)
-        return search.trail.hypotheses(best), best.score
+        return search.label_tree.hypotheses(best), best.score
 
 
 @dataclass
 class _Level:
-    """Hypotheses with equal numbers of labels in the present frame, and the prediction network after each.
+    """The hypotheses that have emitted the same number of labels in the present frame.
 
-    The network runs only for the N hypotheses that are alive.
+    The prediction network runs only for the N hypotheses that are alive, which have a score above −inf.
     """
 
     beam: Beam
-    alive: Tensor  # (N,) the slots of B · W
-    network_rows: Tensor  # (B · W,) the row of each hypothesis in the tensors of N rows
-    prediction: Tensor  # (N, H)
-    state: Any  # of N rows
+    alive: Tensor  # (N,) the indices of the hypotheses that are alive, among all B · W
+    network_rows: Tensor  # (B · W,) the row of each hypothesis in ``prediction`` and ``state``
+    prediction: Tensor  # (N, H) the prediction after each hypothesis
+    state: Any  # the state of the prediction network after each hypothesis, with N rows
 
 
 class _TransducerSearch:
-    """The beam of a batch, and its extensions in one frame."""
+    """The W best hypotheses of each row after the frames that the search has read."""
 
     def __init__(
         self, settings: TransducerBeam, scorer: TransducerScorer, frames: Tensor, lengths: Tensor
@@ -343,88 +377,98 @@ class _TransducerSearch:
         self.settings, self.scorer, self.frames, self.lengths = settings, scorer, frames, lengths
         self.fusion, self.network = settings.fusion, scorer.prediction
         self.rows, self.width = len(frames), settings.width + _SPARE
-        slots = torch.arange(self.rows * self.width, device=frames.device)
-        self.row_starts = slots.view(self.rows, self.width)[:, :1]
-        self.trail = Trail()
+        indices = torch.arange(self.rows * self.width, device=frames.device)
+        self.row_starts = indices.view(self.rows, self.width)[:, :1]  # (B, 1) the index of each row's slot 0
+        self.label_tree = LabelTree()
         beam = Beam.start(self.rows, self.width, scorer.blank, frames.device)
-        self.level = _Level(beam, slots, slots, *scorer.start(len(slots)))
+        prediction, state = scorer.start(len(indices))
+        self.level = _Level(beam, indices, indices, prediction, state)
 
     def advance(self, frame: int) -> None:
-        """Extend the hypotheses by the symbols of one frame."""
+        """Extend the hypotheses by the symbols of one frame, and choose the W best after it."""
         beam = self.level.beam
-        is_live = (frame < self.lengths)[:, None]
+        is_live = (frame < self.lengths)[:, None]  # (B, 1) whether the row has this frame
         encoded = self.frames[:, frame].repeat_interleave(self.width, 0)
         scores = self._log_probabilities(encoded, self.level.prediction).view(self.rows, self.width, -1)
         arcs = self._add_arcs(scores, is_live, frame)
-        paths = self._path_scores(beam, scores).masked_fill(~is_live[..., None], NEVER)
-        paths = beam.without(arcs, paths)
+        label_scores = self._extension_scores(beam, scores).masked_fill(~is_live[..., None], IMPOSSIBLE)
+        label_scores = beam.without(arcs, label_scores)
         beam.score = beam.score + torch.where(is_live, scores[..., -1], 0.0)
-        # An extension that is less likely before its blank cannot be among the best after it.
+        # The blank after an extension only lowers its score. So an extension must exceed the worst score of
+        # the present hypotheses, which already contain the blank.
         floor = (beam.score + beam.fusion_score).topk(self.width).values[:, -1:]
-        levels = self._extensions(paths, scores, floor, frame)
+        levels = self._levels(label_scores, scores, floor, frame)
         if len(levels) > 1:
             self.level = self._best(levels)
 
-    def _extensions(self, paths: Tensor, scores: Tensor, floor: Tensor, frame: int) -> list[_Level]:
-        """Return the present level and a level for each label more, all with the blank of this frame.
+    def _log_probabilities(self, encoded: Tensor, prediction: Tensor) -> Tensor:
+        """Return the log-probabilities (N, V) of the symbols for N pairs of frame and prediction (N, H)."""
+        scores: Tensor = self.scorer.joint(encoded, prediction).float().log_softmax(-1)
+        return scores
 
-        ``paths`` (B, W, V − 1) are the scores of the present hypotheses with one more label. ``scores``
-        (B, W, V) are the scores of the symbols after these hypotheses.
+    def _add_arcs(self, scores: Tensor, is_live: Tensor, frame: int) -> Tensor:
+        """Add the paths that lead in this frame from one hypothesis of the beam to another.
+
+        Changes the scores and the nodes of the beam. Returns the scores (B, W, W) of the labels between
+        hypotheses, as ``Beam.arcs`` does.
+        """
+        beam = self.level.beam
+        arcs = beam.arcs(scores).masked_fill(~is_live[..., None], IMPOSSIBLE)
+        if not bool((arcs > IMPOSSIBLE).any()):
+            return arcs
+        old_score = beam.score
+        # A path may visit several hypotheses in one frame. Each round adds the paths of one more label.
+        for _ in range(self.settings.max_symbols_per_step):
+            path_scores = beam.score[..., None] + arcs
+            beam.score = torch.logaddexp(old_score, path_scores.logsumexp(1))
+        highest, parent = path_scores.max(1)
+        is_likelier = highest > old_score  # The label is likelier in this frame than in its earlier frame.
+        confidences = _confidences(scores, parent, beam.label)
+        node = self.label_tree.add(beam.node.gather(1, parent), beam.label, frame, confidences)
+        beam.node = torch.where(is_likelier, node, beam.node)
+        return arcs
+
+    def _extension_scores(self, beam: Beam, scores: Tensor) -> Tensor:
+        """Return the score (B, W, V − 1) of each hypothesis with each label, and −inf for unlikely labels."""
+        highest = scores.max(-1, keepdim=True).values
+        labels = scores[..., :-1]
+        is_likely = labels >= highest - self.settings.gamma
+        return (beam.score[..., None] + labels).masked_fill(~is_likely, IMPOSSIBLE)
+
+    def _levels(self, label_scores: Tensor, scores: Tensor, floor: Tensor, frame: int) -> list[_Level]:
+        """Return the present level, then the levels with 1, 2, … more labels, all with this frame's blank.
+
+        - ``label_scores`` (B, W, V − 1) is the score of each present hypothesis with each label.
+        - ``scores`` (B, W, V) are the log-probabilities of the symbols after each present hypothesis.
+        - ``floor`` (B, 1) is the score, with fusion, that an extension must exceed.
         """
         levels = [self.level]
         for labels_left in reversed(range(self.settings.max_symbols_per_step)):
-            level = self._extend(levels[-1], paths, scores, floor, frame)
+            level = self._extend(levels[-1], label_scores, scores, floor, frame)
             if level is None:
                 break
             levels.append(level)
             rows = level.alive.div(self.width, rounding_mode="floor")
             alive_scores = self._log_probabilities(self.frames[rows, frame], level.prediction)
             if labels_left:
-                scores = torch.full_like(scores, NEVER)
+                scores = torch.full_like(scores, IMPOSSIBLE)
                 scores.view(-1, scores.shape[2])[level.alive] = alive_scores
-                paths = self._path_scores(level.beam, scores)
-            level.beam.score.view(-1)[level.alive] += alive_scores[:, -1]
+                label_scores = self._extension_scores(level.beam, scores)
+            blank_scores = alive_scores[:, -1]
+            level.beam.score.view(-1)[level.alive] += blank_scores
         return levels
 
-    def _log_probabilities(self, encoded: Tensor, prediction: Tensor) -> Tensor:
-        """Return the log-probabilities (N, V) of the symbols after N predictions in N frames (N, H)."""
-        scores: Tensor = self.scorer.joint(encoded, prediction).float().log_softmax(-1)
-        return scores
-
-    def _path_scores(self, beam: Beam, scores: Tensor) -> Tensor:
-        """Return the scores (B, W, V − 1) of hypotheses with one more label, −inf for an unlikely label."""
-        highest = scores.max(-1, keepdim=True).values
-        labels = scores[..., :-1]
-        is_likely = labels >= highest - self.settings.gamma
-        return (beam.score[..., None] + labels).masked_fill(~is_likely, NEVER)
-
-    def _add_arcs(self, scores: Tensor, is_live: Tensor, frame: int) -> Tensor:
-        """Add the paths of this frame from one hypothesis of the beam to another. Returns their arcs."""
-        beam = self.level.beam
-        arcs = beam.arcs(scores).masked_fill(~is_live[..., None], NEVER)
-        if not bool((arcs > NEVER).any()):
-            return arcs
-        old_score = beam.score
-        for _ in range(self.settings.max_symbols_per_step):
-            paths = beam.score[..., None] + arcs
-            beam.score = torch.logaddexp(old_score, paths.logsumexp(1))
-        highest, parent = paths.max(1)
-        is_likelier = highest > old_score  # The label is likelier here than in its earlier frame.
-        confidences = _confidences(scores, parent, beam.label)
-        node = self.trail.add(beam.node.gather(1, parent), beam.label, frame, confidences)
-        beam.node = torch.where(is_likelier, node, beam.node)
-        return arcs
-
     def _extend(
-        self, source: _Level, paths: Tensor, scores: Tensor, floor: Tensor, frame: int
+        self, source: _Level, label_scores: Tensor, scores: Tensor, floor: Tensor, frame: int
     ) -> _Level | None:
-        """Return the best extensions of ``source`` by a label, or None if all are below ``floor`` (B, 1)."""
-        choice, score, fusion_score = self._choose(source.beam, paths, floor)
-        is_alive = score > NEVER
+        """Return the W best extensions of ``source`` by one label, or None if none exceeds ``floor``."""
+        candidate, score, fusion_score = self._choose(source.beam, label_scores, floor)
+        is_alive = score > IMPOSSIBLE
         alive = is_alive.flatten().nonzero()[:, 0]
         if not len(alive):
             return None
-        parent, label = choice.div(paths.shape[2], rounding_mode="floor"), choice % paths.shape[2]
+        labels = label_scores.shape[2]
+        parent, label = candidate.div(labels, rounding_mode="floor"), candidate % labels
         parents = source.beam.take(parent)
         confidences = _confidences(scores, parent, label)
         beam = Beam(
@@ -432,46 +476,63 @@ class _TransducerSearch:
             key=extended_key(parents.key, label),
             parent_key=parents.key,
             label=label,
-            node=self.trail.add(parents.node, label, frame, confidences),
+            node=self.label_tree.add(parents.node, label, frame, confidences),
             fusion_score=fusion_score,
             fusion_state=self.fusion.advance(parents.fusion_state, label, is_alive),
         )
         return self._predict(source, beam, parent, alive)
 
-    def _choose(self, beam: Beam, paths: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the W best of ``paths``: their numbers, their scores and their fusion scores (B, W)."""
+    def _choose(self, beam: Beam, label_scores: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the W best extensions of each row: their indices, scores and fusion scores, each (B, W).
+
+        The indices count the elements of a row of ``label_scores`` (B, W, V − 1). The score of an extension
+        that does not exceed ``floor`` is −inf.
+        """
         fusion_scores = self.fusion.label_scores(beam.fusion_score, beam.fusion_state)
-        totals, choice = (paths + fusion_scores).flatten(1).topk(self.width)
-        score = paths.flatten(1).gather(1, choice).masked_fill(totals <= floor, NEVER)
-        return choice, score, fusion_scores.expand_as(paths).flatten(1).gather(1, choice)
+        totals, candidate = (label_scores + fusion_scores).flatten(1).topk(self.width)
+        score = label_scores.flatten(1).gather(1, candidate).masked_fill(totals <= floor, IMPOSSIBLE)
+        fusion_scores = fusion_scores.expand_as(label_scores).flatten(1)
+        return candidate, score, fusion_scores.gather(1, candidate)
 
     def _predict(self, source: _Level, beam: Beam, parent: Tensor, alive: Tensor) -> _Level:
-        """Run the prediction network after the ``alive`` hypotheses of ``beam``, from ``parent`` (B, W)."""
-        slots = (self.row_starts + parent).flatten()[alive]
-        state = self.network.take(source.network_rows[slots], source.state)
+        """Run the prediction network for ``beam``, whose hypotheses have one label more than in ``source``.
+
+        ``parent`` (B, W) has the slots of the extended hypotheses. ``alive`` (N,) has the indices of the
+        hypotheses of ``beam`` that are alive.
+        """
+        parent_indices = (self.row_starts + parent).flatten()[alive]
+        state = self.network.take(source.network_rows[parent_indices], source.state)
         prediction, state = self.scorer.step(beam.label.flatten()[alive], state)
-        rows = torch.zeros_like(self.level.network_rows)
-        rows[alive] = torch.arange(len(alive), device=alive.device)
-        return _Level(beam, alive, rows, prediction, state)
+        network_rows = torch.zeros_like(self.level.network_rows)
+        network_rows[alive] = torch.arange(len(alive), device=alive.device)
+        return _Level(beam, alive, network_rows, prediction, state)
 
     def _best(self, levels: Sequence[_Level]) -> _Level:
-        """Return the best hypotheses of all levels, with their predictions and states."""
+        """Return the W best hypotheses of all levels as a level of the next frame.
+
+        All of its B · W hypotheses have a prediction and a state, as in the first of ``levels``.
+        """
         present, *extensions = levels
-        pool = present.beam.join([level.beam for level in extensions]).merge()
-        choice = (pool.score + pool.fusion_score).topk(self.width).indices
-        numbers = choice.div(self.width, rounding_mode="floor").flatten()
-        slots = (self.row_starts + choice % self.width).flatten()
-        prediction, state = present.prediction[slots], self.network.take(slots, present.state)
+        pool = present.beam.concatenate([level.beam for level in extensions]).merge()
+        candidate = (pool.score + pool.fusion_score).topk(self.width).indices
+        level_numbers = candidate.div(self.width, rounding_mode="floor").flatten()
+        indices = (self.row_starts + candidate % self.width).flatten()
+        prediction, state = present.prediction[indices], self.network.take(indices, present.state)
         for number, level in enumerate(extensions, 1):
-            is_here = numbers == number
-            rows = level.network_rows[slots]
-            prediction = torch.where(is_here[:, None], level.prediction[rows], prediction)
-            state = self.network.select(is_here, self.network.take(rows, level.state), state)
-        return _Level(pool.take(choice), present.alive, present.network_rows, prediction, state)
+            is_from_level = level_numbers == number
+            network_rows = level.network_rows[indices]
+            level_state = self.network.take(network_rows, level.state)
+            prediction = torch.where(is_from_level[:, None], level.prediction[network_rows], prediction)
+            state = self.network.select(is_from_level, level_state, state)
+        return _Level(pool.take(candidate), present.alive, present.network_rows, prediction, state)
 
 
 def _confidences(scores: Tensor, parents: Tensor, labels: Tensor) -> Tensor:
-    """Return the probability (B, U) of each of ``labels`` (B, U) after its parent, without the blank."""
+    """Return the probability (B, W) of each of ``labels`` (B, W) among all labels, without the blank.
+
+    ``parents`` (B, W) has the slots of the hypotheses before the labels. ``scores`` (B, W, V) has the
+    log-probabilities after the hypotheses of all slots.
+    """
     label_scores = scores.flatten(1).gather(1, parents * scores.shape[2] + labels)
     totals = scores[..., :-1].logsumexp(2).gather(1, parents)
     return (label_scores - totals).exp().clamp(max=1.0)

@@ -1,7 +1,8 @@
 """Prefix beam search for CTC.
 
-Legend: B rows, W prefixes of a row, T frames, V classes with the blank last, N texts, S = 2 U + 1 states of
-an alignment of U labels: the labels, and a blank before and after each.
+Legend: B rows, W prefixes of a row, T frames, V classes with the blank last, N texts. A text of U labels has
+S = 2 U + 1 alignment states: the blank, and each label with the blank after it. All scores are natural
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from speechtrain.decoding.base import CTCScorer, Hypothesis, Scorer, TransducerScorer
-from speechtrain.decoding.beam import NEVER, Beam, BeamSearch, TimedLabels, Trail, extended_key
+from speechtrain.decoding.beam import IMPOSSIBLE, Beam, BeamSearch, LabelTree, TimedLabels, extended_key
 from speechtrain.errors import ConfigError
 
 
 class CTCBeam(BeamSearch):
     """Prefix beam search (Graves, 2008, and Hannun et al., 2014) for a whole batch at once.
 
-    The probability of a prefix is the sum over its paths that end in a blank and its paths that do not.
+    The probability of a prefix is the sum over all its paths. The search sums the paths that end in a blank
+    and the paths that end in the last label separately, because only a blank separates two equal labels.
     Each text has the times of its likeliest path.
     """
 
@@ -41,151 +43,181 @@ class CTCBeam(BeamSearch):
         search = _PrefixSearch(self, scorer, frames, lengths)
         for frame in range(int(lengths.max())):
             search.advance(frame)
-        return search.trail.hypotheses(search.beam), search.beam.score
+        return search.label_tree.hypotheses(search.beam), search.beam.score
 
     def _align(
         self, scorer: CTCScorer, frames: Tensor, lengths: Tensor, texts: list[TimedLabels]
     ) -> list[TimedLabels]:
         """Return ``texts`` with the frames of their labels on the likeliest path."""
-        paths = _likeliest_paths(frames, lengths, texts, scorer.blank)
-        totals = frames[..., :-1].logsumexp(-1, keepdim=True)
-        probabilities = (frames - totals).exp().clamp(max=1.0)
+        padded_paths = _likeliest_paths(frames, lengths, texts, scorer.blank)
+        label_totals = frames[..., :-1].logsumexp(-1, keepdim=True)
+        probabilities = (frames - label_totals).exp().clamp(max=1.0)
         confidences = probabilities.cpu().numpy()
         row_lengths = lengths.tolist()
-        aligned = []
-        for text, path in zip(texts, paths, strict=True):
-            path = path[: row_lengths[text.row]]
-            aligned.append(_set_times(text, path, confidences[text.row]))
-        return aligned
+        timed_texts = []
+        for text, padded_path in zip(texts, padded_paths, strict=True):
+            path = padded_path[: row_lengths[text.row]]
+            timed_texts.append(_set_times(text, path, confidences[text.row]))
+        return timed_texts
 
 
 class _PrefixSearch:
-    """The prefixes of a batch."""
+    """The W best prefixes of each row after the frames that the search has read."""
 
     def __init__(self, settings: CTCBeam, scorer: CTCScorer, frames: Tensor, lengths: Tensor) -> None:
         self.fusion, self.width, self.blank = settings.fusion, settings.width, scorer.blank
         self.frames, self.lengths = frames, lengths
-        self.trail = Trail()
+        self.label_tree = LabelTree()
         self.beam = Beam.start(len(frames), self.width, self.blank, frames.device)
-        self.silent = self.beam.score  # log-probability of the paths that end in a blank
-        self.voiced = torch.full_like(self.silent, NEVER)  # log-probability of the paths that end in a label
+        # Scores (B, W) of the paths of each prefix that end in a blank, and of those that end in its last
+        # label. Before the first frame, the empty path counts as one that ends in a blank.
+        self.blank_score = self.beam.score
+        self.label_score = torch.full_like(self.blank_score, IMPOSSIBLE)
 
     def advance(self, frame: int) -> None:
-        """Extend the prefixes by one frame."""
+        """Extend the paths of all prefixes by one frame, and choose the W best prefixes after it."""
         beam = self.beam
-        scores = self.frames[:, frame]
-        is_live = (frame < self.lengths)[:, None]
-        repetition = scores.gather(1, beam.label)
-        paths = beam.score[..., None] + scores[:, None]
-        # A label after itself is a new label only if a blank is between them.
-        paths.scatter_(2, beam.label[..., None], (self.silent + repetition)[..., None])
-        paths.masked_fill_(~is_live[..., None], NEVER)
-        arcs = beam.arcs(paths)
-        voiced = torch.logaddexp(self.voiced + repetition, arcs.logsumexp(1))
-        voiced = voiced.masked_fill(beam.label == self.blank, NEVER)
-        self.voiced = torch.where(is_live, voiced, self.voiced)
-        self.silent = torch.where(is_live, beam.score + scores[:, -1:], self.silent)
-        self._keep_best(beam.without(arcs, paths[..., :-1]), frame)
+        scores = self.frames[:, frame]  # (B, V)
+        is_live = (frame < self.lengths)[:, None]  # (B, 1) whether the row has this frame
+        repeat_score = scores.gather(1, beam.label)  # (B, W) of each prefix's last label in this frame
+        new_label_scores = beam.score[..., None] + scores[:, None]  # (B, W, V) of each prefix and a new label
+        # A new label that equals the last label needs a blank between them.
+        equal_label_score = self.blank_score + repeat_score
+        new_label_scores.scatter_(2, beam.label[..., None], equal_label_score[..., None])
+        new_label_scores.masked_fill_(~is_live[..., None], IMPOSSIBLE)
+        # Some prefixes with a new label are already in the beam. Their paths are added to those prefixes.
+        arcs = beam.arcs(new_label_scores)
+        label_score = torch.logaddexp(self.label_score + repeat_score, arcs.logsumexp(1))
+        # The empty prefix has no last label. Its ``beam.label`` is the blank.
+        label_score = label_score.masked_fill(beam.label == self.blank, IMPOSSIBLE)
+        self.label_score = torch.where(is_live, label_score, self.label_score)
+        self.blank_score = torch.where(is_live, beam.score + scores[:, -1:], self.blank_score)
+        self._select_best(beam.without(arcs, new_label_scores[..., :-1]), frame)
 
-    def _keep_best(self, new_paths: Tensor, frame: int) -> None:
-        """Keep the best of the present prefixes and of the prefixes with one more label."""
-        choice, score, fusion_score = self._choose(new_paths)
-        is_new, extension = choice >= self.width, (choice - self.width).clamp(min=0)
-        labels = new_paths.shape[2]
-        parent = torch.where(is_new, extension.div(labels, rounding_mode="floor"), choice)
-        self.silent = self.silent.gather(1, parent).masked_fill(is_new, NEVER)
-        self.voiced = torch.where(is_new, score, self.voiced.gather(1, parent))
+    def _select_best(self, extension_scores: Tensor, frame: int) -> None:
+        """Replace the beam by the W best of its prefixes and of their extensions by one label.
+
+        ``extension_scores`` (B, W, V − 1) has the score of each prefix with each new label.
+        """
+        candidate, score, fusion_score = self._best_candidates(extension_scores)
+        labels = extension_scores.shape[2]
+        is_extension, extension = candidate >= self.width, (candidate - self.width).clamp(min=0)
+        extended_prefix, label = extension.div(labels, rounding_mode="floor"), extension % labels
+        parent = torch.where(is_extension, extended_prefix, candidate)
+        self.blank_score = self.blank_score.gather(1, parent).masked_fill(is_extension, IMPOSSIBLE)
+        self.label_score = torch.where(is_extension, score, self.label_score.gather(1, parent))
         parents = replace(self.beam.take(parent), score=score, fusion_score=fusion_score)
-        self.beam = self._extend(parents, extension % labels, is_new, frame)
+        self.beam = self._add_labels(parents, label, is_extension, frame)
 
-    def _choose(self, new_paths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the W best: their numbers, their scores and their fusion scores (B, W).
+    def _best_candidates(self, extension_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the W best candidates of each row: their indices, scores and fusion scores, each (B, W).
 
-        Present prefixes have the numbers 0 to W − 1. ``new_paths`` (B, W, V − 1), the scores of the prefixes
-        with one more label, have the numbers after these.
+        The indices 0 to W − 1 are the prefixes of the beam. The later ones are their extensions in the order
+        of ``extension_scores`` (B, W, V − 1). Model score and fusion score together decide the choice.
         """
         beam = self.beam
-        fusion_scores = self.fusion.label_scores(beam.fusion_score, beam.fusion_state).expand_as(new_paths)
-        pool = torch.cat((torch.logaddexp(self.silent, self.voiced), new_paths.flatten(1)), 1)
-        fusion_pool = torch.cat((beam.fusion_score, fusion_scores.flatten(1)), 1)
-        choice = (pool + fusion_pool).topk(self.width).indices
-        return choice, pool.gather(1, choice), fusion_pool.gather(1, choice)
+        fusion_scores = self.fusion.label_scores(beam.fusion_score, beam.fusion_state)
+        fusion_scores = fusion_scores.expand_as(extension_scores)
+        prefix_score = torch.logaddexp(self.blank_score, self.label_score)
+        all_scores = torch.cat((prefix_score, extension_scores.flatten(1)), 1)
+        all_fusion_scores = torch.cat((beam.fusion_score, fusion_scores.flatten(1)), 1)
+        candidate = (all_scores + all_fusion_scores).topk(self.width).indices
+        return candidate, all_scores.gather(1, candidate), all_fusion_scores.gather(1, candidate)
 
-    def _extend(self, parents: Beam, label: Tensor, is_new: Tensor, frame: int) -> Beam:
-        """Return ``parents``, with ``label`` (B, W) added to the new prefixes. No score changes."""
+    def _add_labels(self, parents: Beam, label: Tensor, is_extension: Tensor, frame: int) -> Beam:
+        """Return ``parents`` with ``label`` (B, W) added to the hypotheses where ``is_extension`` (B, W).
+
+        ``parents`` has the scores of the result already.
+        """
         node, state = parents.node, parents.fusion_state
-        if bool(is_new.any()):
-            # The alignment replaces the frame and the confidence of this node.
-            node = torch.where(is_new, self.trail.add(node, label, frame, parents.score), node)
+        if bool(is_extension.any()):
+            # ``_align`` replaces this frame and this confidence, because only the end of the search shows the
+            # likeliest path.
+            new_node = self.label_tree.add(node, label, frame, confidences=parents.score)
+            node = torch.where(is_extension, new_node, node)
+        new_state = self.fusion.advance(state, label, is_extension)
         return replace(
             parents,
-            key=torch.where(is_new, extended_key(parents.key, label), parents.key),
-            parent_key=torch.where(is_new, parents.key, parents.parent_key),
-            label=torch.where(is_new, label, parents.label),
+            key=torch.where(is_extension, extended_key(parents.key, label), parents.key),
+            parent_key=torch.where(is_extension, parents.key, parents.parent_key),
+            label=torch.where(is_extension, label, parents.label),
             node=node,
-            fusion_state=torch.where(is_new, self.fusion.advance(state, label, is_new), state),
+            fusion_state=torch.where(is_extension, new_state, state),
         )
 
 
-def _states(texts: list[TimedLabels], blank: int) -> Tensor:
-    """Return the states (N, S) of each text, padded with blanks."""
-    rows = [torch.tensor(text.labels, dtype=torch.int64) for text in texts]
-    labels = pad_sequence(rows, True, blank)
-    states = torch.full((len(texts), 2 * labels.shape[1] + 1), blank)
-    states[:, 1::2] = labels
-    return states
-
-
 def _likeliest_paths(frames: Tensor, lengths: Tensor, texts: list[TimedLabels], blank: int) -> np.ndarray:
-    """Return the states (N, T) of each text's likeliest path.
+    """Return the likeliest path (N, T) of each text, as the index of its alignment state in each frame.
 
-    A path steps to the same or to the next state in each frame. It may step over the blank between two
-    different labels.
+    From one frame to the next, a path stays in its state or moves to the next one. It may also skip the blank
+    between two different labels.
     """
     rows = torch.tensor([text.row for text in texts], device=frames.device)
-    states = _states(texts, blank).to(frames.device)
-    may_skip = (states != blank) & (states != states.roll(2, 1))
-    scores = frames.new_full(states.shape, NEVER)
+    symbols = _state_symbols(texts, blank).to(frames.device)
+    may_skip = (symbols != blank) & (symbols != symbols.roll(2, 1))
+    scores = frames.new_full(symbols.shape, IMPOSSIBLE)  # (N, S) of the best path that ends in each state
     scores[:, 0] = 0.0
-    steps = []
+    all_steps = []
     for frame in range(int(lengths.max())):
-        best, step = _likeliest_steps(scores, may_skip)
+        best_scores, steps = _likeliest_steps(scores, may_skip)
         is_live = (frame < lengths[rows])[:, None]
-        scores = torch.where(is_live, best + frames[rows, frame].gather(1, states), scores)
-        steps.append(torch.where(is_live, step, 0).to(torch.int8))
-    return _trace_back(steps, scores, texts)
+        symbol_scores = frames[rows, frame].gather(1, symbols)
+        scores = torch.where(is_live, best_scores + symbol_scores, scores)
+        all_steps.append(torch.where(is_live, steps, 0).to(torch.int8))
+    return _trace_back(all_steps, scores, texts)
+
+
+def _state_symbols(texts: list[TimedLabels], blank: int) -> Tensor:
+    """Return the symbol (N, S) of each alignment state of each text, padded with blanks."""
+    rows = [torch.tensor(text.labels, dtype=torch.int64) for text in texts]
+    labels = pad_sequence(rows, batch_first=True, padding_value=blank)
+    symbols = torch.full((len(texts), 2 * labels.shape[1] + 1), blank)
+    symbols[:, 1::2] = labels
+    return symbols
 
 
 def _likeliest_steps(scores: Tensor, may_skip: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each state the best score (N, S) of the states before it, and the distance to that state."""
-    padded = F.pad(scores, (2, 0), value=NEVER)
-    skipped = padded[:, :-2].masked_fill(~may_skip, NEVER)
-    best, step = torch.stack((scores, padded[:, 1:-1], skipped)).max(0)
-    return best, step
+    """Return the best way to each state from ``scores`` (N, S) of the frame before.
+
+    The results are the score (N, S) before the state's own symbol, and the number of states (N, S) that the
+    path moves: 0, 1 or 2.
+    """
+    padded = F.pad(scores, (2, 0), value=IMPOSSIBLE)
+    skip_scores = padded[:, :-2].masked_fill(~may_skip, IMPOSSIBLE)
+    best_scores, steps = torch.stack((scores, padded[:, 1:-1], skip_scores)).max(0)
+    return best_scores, steps
 
 
-def _trace_back(steps: list[Tensor], scores: Tensor, texts: list[TimedLabels]) -> np.ndarray:
-    """Return the states (N, T) of the paths that end with the likeliest of ``scores`` (N, S).
+def _trace_back(all_steps: list[Tensor], scores: Tensor, texts: list[TimedLabels]) -> np.ndarray:
+    """Return the state indices (N, T) of each text's likeliest path, from its end to its beginning.
 
-    ``steps`` has a tensor (N, S) for each frame: the distance of each state from its state one frame before.
+    ``all_steps`` has a tensor (N, S) for each frame: the number of states that the best path to a state moved
+    in this frame. ``scores`` (N, S) belongs to the last frame. A path ends in the last label or in the blank
+    after it.
     """
     last_blanks = torch.tensor([2 * len(text.labels) for text in texts], device=scores.device)
-    ends = torch.stack((last_blanks, (last_blanks - 1).clamp(min=0)), 1)
+    last_labels = (last_blanks - 1).clamp(min=0)  # A text without labels has only the state of a blank.
+    ends = torch.stack((last_blanks, last_labels), 1)
     likelier = scores.gather(1, ends).max(1, keepdim=True).indices
     state = ends.gather(1, likelier)
-    path = [state[:, :0]]
-    for step in reversed(steps):
+    path = [state[:, :0]]  # An empty column, because the frames may be none.
+    for steps in reversed(all_steps):
         path.append(state)
-        state = state - step.gather(1, state)
+        state = state - steps.gather(1, state)
     return torch.cat(path[::-1], 1).cpu().numpy()
 
 
 def _set_times(text: TimedLabels, path: np.ndarray, confidences: np.ndarray) -> TimedLabels:
-    """Return a text with the frames of its labels in ``path`` (T,) and their highest confidences (T, V)."""
-    states = np.arange(1, 2 * len(text.labels), 2)
-    begins, ends = (path.searchsorted(states, side).tolist() for side in ("left", "right"))
-    highest = list[float]()
+    """Return ``text`` with the frames and the confidence of each label.
+
+    ``path`` (T,) has the index of the alignment state in each frame, which never decreases. ``confidences``
+    (T, V) has the confidence of each class in each frame. A label has the highest one of its frames.
+    """
+    label_states = np.arange(1, 2 * len(text.labels), 2)
+    begins = path.searchsorted(label_states, side="left").tolist()
+    ends = path.searchsorted(label_states, side="right").tolist()
+    text_confidences = list[float]()
     for begin, end, label in zip(begins, ends, text.labels, strict=True):
         label_confidences = confidences[begin:end, label]
-        highest.append(float(label_confidences.max(initial=0.0)))
-    return replace(text, begins=tuple(begins), ends=tuple(ends), confidences=tuple(highest))
+        text_confidences.append(float(label_confidences.max(initial=0.0)))
+    return replace(text, begins=tuple(begins), ends=tuple(ends), confidences=tuple(text_confidences))

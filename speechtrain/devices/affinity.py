@@ -1,7 +1,8 @@
-"""Assigns the cores of a host to its ranks, from the topology alone.
+"""Assign the cores of a host to its ranks, by the topology of the host.
 
-The formulas are the same as in Intel's AIDK launcher: with C physical cores per rank, of which the first W
-are reserved for communication, rank p computes on cores p·C + W to (p + 1)·C - 1.
+The formula is the same as in Intel's AIDK launcher. With C physical cores per rank, of which the first W are
+reserved for communication, rank p computes on the cores from p·C + W to (p + 1)·C - 1 (inclusive, all numbers
+from 0).
 """
 
 from __future__ import annotations
@@ -19,28 +20,32 @@ _SYS = Path("/sys/devices/system")
 
 @dataclass(frozen=True)
 class Core:
-    """One physical core: the numbers of its logical CPUs, and its memory node."""
+    """One physical core."""
 
-    cpus: tuple[int, ...]
-    node: int = 0
+    cpus: tuple[int, ...]  # the numbers of its logical CPUs (hyperthreads)
+    node: int = 0  # the number of its NUMA node
 
     @property
     def first(self) -> int:
-        """The CPU that computes. The other CPUs of the core are its hyperthreads."""
+        """The logical CPU that computes. The other hyperthreads of the core are for data workers."""
         return self.cpus[0]
 
 
 def topology(root: Path = _SYS) -> list[Core]:
-    """Return this host's cores, as Linux lists them below ``root``. If it lists none, every CPU is a core."""
-    nodes: dict[int, int] = {}
+    """Return this host's cores in the order of nodes, as Linux lists them below ``root``.
+
+    If Linux lists none, every logical CPU counts as a core.
+    """
+    node_of_cpu: dict[int, int] = {}
     for folder in root.glob("node/node[0-9]*"):
         for cpu in cpus_of(read_small_file(folder / "cpulist")):
-            nodes[cpu] = int(folder.name.removeprefix("node"))
+            node_of_cpu[cpu] = int(folder.name.removeprefix("node"))
     cores: set[Core] = set()
     for folder in root.glob("cpu/cpu[0-9]*"):
         siblings = cpus_of(read_small_file(folder / "topology" / "thread_siblings_list"))
-        if siblings:  # absent if the CPU is offline
-            cores.add(Core(tuple(siblings), nodes.get(siblings[0], 0)))
+        if siblings:  # The list is empty if the CPU is offline.
+            node = node_of_cpu.get(siblings[0], 0)
+            cores.add(Core(tuple(siblings), node))
     if not cores:
         return [Core((cpu,)) for cpu in range(os.cpu_count() or 1)]
     return sorted(cores, key=lambda core: (core.node, core.first))
@@ -55,16 +60,20 @@ def read_small_file(path: Path) -> str:
 
 
 def cpus_of(text: str) -> list[int]:
-    """Parse a list of numbers in the kernel's syntax: ``0-2,8`` is 0, 1, 2, 8."""
+    """Return the numbers in a list of CPUs in the kernel's syntax: ``0-2,8`` is 0, 1, 2, 8."""
     cpus: list[int] = []
-    for part in filter(None, text.split(",")):
-        start, _, end = part.partition("-")
-        cpus += range(int(start), int(end or start) + 1)
+    for part in text.split(","):
+        if part:
+            low, _, high = part.partition("-")
+            cpus += range(int(low), int(high or low) + 1)
     return cpus
 
 
 def cores_within(cores: Sequence[Core], cpus: Collection[int]) -> list[Core]:
-    """Return the part of ``cores`` that a process limited to ``cpus`` may use."""
+    """Return the cores that a process limited to the logical CPUs ``cpus`` may use.
+
+    The returned cores have only those logical CPUs.
+    """
     usable_cores = []
     for core in cores:
         usable_cpus = tuple(cpu for cpu in core.cpus if cpu in cpus)
@@ -74,9 +83,10 @@ def cores_within(cores: Sequence[Core], cpus: Collection[int]) -> list[Core]:
 
 
 def cores_of_rank(cores: Sequence[Core], processes: int, rank: int, reserved: int = 0) -> list[Core]:
-    """Return the cores that rank ``rank`` computes on if ``processes`` ranks divide ``cores`` evenly.
+    """Return the cores on which a rank computes if ``processes`` ranks divide ``cores`` evenly.
 
-    The first ``reserved`` cores of its share are left out. Raises MachineError if a rank would have no core.
+    ``rank`` counts from 0. The first ``reserved`` cores of each rank are left out, for communication. Raises
+    MachineError if a rank would have no core.
     """
     cores_per_rank = len(cores) // processes
     if cores_per_rank <= reserved:
@@ -84,11 +94,13 @@ def cores_of_rank(cores: Sequence[Core], processes: int, rank: int, reserved: in
             f"{len(cores)} usable cores are too few for {processes} ranks with {reserved} reserved in each. "
             "Lower world_size or device.comm_cores, or set device.pin=none"
         )
-    return list(cores[rank * cores_per_rank + reserved : (rank + 1) * cores_per_rank])
+    start = rank * cores_per_rank
+    end = start + cores_per_rank
+    return list(cores[start + reserved : end])
 
 
 def reserved_cpus(cores: Sequence[Core], processes: int, reserved: int) -> list[int]:
-    """Return the CPUs of all ranks that are reserved for communication."""
+    """Return the logical CPUs of all ranks that are reserved for communication, one for each core."""
     cores_per_rank = len(cores) // processes
     cpus = []
     for rank in range(processes):
@@ -98,31 +110,40 @@ def reserved_cpus(cores: Sequence[Core], processes: int, reserved: int) -> list[
 
 
 def cores_of_node(cores: Sequence[Core], processes: int, rank: int) -> list[Core]:
-    """Return all cores of the memory node of rank ``rank``. Ranks fill the nodes in order.
+    """Return all cores of the NUMA nodes of a rank. ``processes`` ranks fill the nodes in order.
 
-    If there are more nodes than ranks, a rank has several nodes.
+    With more ranks than nodes, several ranks have the same node. With more nodes than ranks, a rank has
+    several nodes.
     """
     nodes = sorted({core.node for core in cores})
     start = rank * len(nodes) // processes
-    end = max(start + 1, (rank + 1) * len(nodes) // processes)
+    end = (rank + 1) * len(nodes) // processes
+    end = max(end, start + 1)
     return [core for core in cores if core.node in nodes[start:end]]
 
 
 def core_mask(cores: Iterable[Core]) -> str:
-    """Return the bit mask of the cores' first CPUs: cores 1 and 2 are ``0x6``."""
-    return hex(sum(1 << core.first for core in cores))
+    """Return the bit mask of the first logical CPU of each core: CPUs 1 and 2 are ``0x6``."""
+    mask = 0
+    for core in cores:
+        mask |= 1 << core.first
+    return hex(mask)
 
 
 def pin_domains(cores: Sequence[Core], processes: int, reserved: int) -> str:
-    """Return the masks of all ranks in the syntax of ``I_MPI_PIN_DOMAIN``: ``[0x3,0xc,]``."""
-    masks = ""
+    """Return the core masks of all ranks in the syntax of ``I_MPI_PIN_DOMAIN``: ``[0x3,0xc,]``."""
+    domains = ""
     for rank in range(processes):
-        masks += core_mask(cores_of_rank(cores, processes, rank, reserved=reserved)) + ","
-    return f"[{masks}]"
+        mask = core_mask(cores_of_rank(cores, processes, rank, reserved=reserved))
+        domains += f"{mask},"
+    return f"[{domains}]"
 
 
 def pin(cpus: Collection[int]) -> None:
-    """Bind every thread of this process to ``cpus``. Memory that is first touched later is on their node."""
-    for name in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # the thread has ended
-            os.sched_setaffinity(int(name), cpus)
+    """Bind every thread of this process to the logical CPUs ``cpus``.
+
+    Linux then places new memory on the NUMA node of these CPUs.
+    """
+    for thread_id in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # The thread has ended.
+            os.sched_setaffinity(int(thread_id), cpus)

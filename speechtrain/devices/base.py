@@ -17,7 +17,7 @@ from speechtrain.compute_policy import STATIC, ComputePolicy, usable_cpus
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.precision import NAMES, Precision
 
-_CORES_OF_A_CARD = 100  # the speed of an accelerator in a plan
+_CORES_OF_ACCELERATOR = 100  # A plan of a run counts an accelerator as this number of CPU cores.
 
 Prepared = tuple[nn.Module, torch.optim.Optimizer]
 """A module and its optimizer, with the vendor's transformations."""
@@ -30,38 +30,44 @@ class Operations:
     ``Recorder`` compares a training step with this table.
     """
 
-    names: frozenset[str] = frozenset()  # ATen's names without overload and final underscore, empty for all
+    # ATen's names of the supported operations, without overload and final underscore. Empty means all.
+    names: frozenset[str] = frozenset()
     refused_dtypes: tuple[torch.dtype, ...] = ()
-    int64_bits: int = 64  # the bits that int64 really has on the device
+    int64_bits: int = 64  # the bits in which the device really computes int64
     reinterprets: bool = True  # whether Tensor.view(dtype) works
-    largest_graph: int = 0  # maximum of the operations of a graph, 0 for no limit
-    # whether the device records graphs: a read by the host or a shape that depends on data ends a graph
+    largest_graph: int = 0  # the maximum number of operations in a graph, 0 for no limit
+    # Whether the device records operations in graphs. A graph ends if the host reads a value, or if a shape
+    # depends on data.
     records: bool = False
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """Facts of a device for other parts. A host without an accelerator has the defaults."""
+    """Facts of a device that other parts need. A host without an accelerator has the defaults."""
 
-    # The torch.distributed backend of each torch device type. Without cpu, the host has its own group.
+    # The torch.distributed backend for each torch device type. Without "cpu", the values in host memory are
+    # reduced by a group of their own.
     collectives: Mapping[str, str] = field(default_factory=lambda: {"cpu": "gloo"})
-    group_device: str = (
-        ""  # the torch device type to whose opened chip the group is bound, empty for no binding
-    )
+    # The torch device type on whose opened chip the process group is created at once. Empty: at the first
+    # use.
+    group_device: str = ""
     ddp_options: Mapping[str, Any] = field(default_factory=dict)  # of torch's DistributedDataParallel
-    network_variables: tuple[str, ...] = ("GLOO_SOCKET_IFNAME",)  # they name the collectives' interface
-    forwarded_variables: tuple[str, ...] = ()  # patterns of the vendor's variables that remote ranks also get
-    # commands other than training replace these values of ``Device.environment``
+    # The environment variables that set the network interface of the collectives.
+    network_variables: tuple[str, ...] = ("GLOO_SOCKET_IFNAME",)
+    # Patterns of the vendor's environment variables. Remote ranks get this host's values.
+    forwarded_variables: tuple[str, ...] = ()
+    # Commands other than training use these values instead of those from ``Device.environment``.
     evaluation_variables: Mapping[str, str] = field(default_factory=dict)
-    # case-insensitive patterns in the errors of allocators without memory and of collectives without a peer
+    # A case-insensitive pattern in the errors of allocators without memory.
     out_of_memory: str = (
         "out of memory|not enough memory|can't allocate memory|cannot allocate memory"
         "|CU(BLAS|DNN)_STATUS_ALLOC_FAILED"
     )
+    # A case-insensitive pattern in the errors of collectives that have lost a peer.
     peer_lost: str = "gloo"
-    optimizer_flags: Mapping[str, bool] = field(default_factory=dict)  # they override the config's
-    sum_dtype: torch.dtype = torch.float64  # of sums over ranks: accelerators may lack fp64
-    fsdp: bool = True  # whether ranks may shard parameters, which graphs with fixed tensors exclude
+    optimizer_flags: Mapping[str, bool] = field(default_factory=dict)  # override the flags in the config
+    sum_dtype: torch.dtype = torch.float64  # of sums over ranks. Some accelerators do not have fp64.
+    fsdp: bool = True  # whether ranks may shard parameters. Graphs with fixed tensors make that impossible.
     host_gib: int = 0  # GiB of the host's memory that each process may need
     narrow_gathers: bool = False  # whether sharded parameters are sent in autocast's type
     operations: Operations = Operations()
@@ -72,7 +78,7 @@ class DeviceFacts:
     @property
     def backends(self) -> str:
         """The collectives in torch's syntax: ``cpu:gloo,hpu:hccl``."""
-        return ",".join(f"{kind}:{backend}" for kind, backend in self.collectives.items())
+        return ",".join([f"{kind}:{backend}" for kind, backend in self.collectives.items()])
 
 
 class Device(ABC):
@@ -85,7 +91,7 @@ class Device(ABC):
     """The facts that other parts need before the device is opened."""
 
     oversubscribe: bool = True
-    """Whether a host may get more ranks than it has CPUs, or memory for their models."""
+    """Whether a host may start more ranks than it has CPUs, or memory for their models."""
 
     on_host: bool = False
     """Whether the device computes on the host's cores, in the host's memory."""
@@ -97,16 +103,16 @@ class Device(ABC):
     """Whether ``torch.compile`` compiles the model, for each shape (``compute_policy.compile_module``)."""
 
     def environment(self, processes: int) -> dict[str, str]:
-        """Return variables that must be set before Python starts, for ``processes`` ranks on this host.
+        """Return the variables that must be set before Python starts, for ``processes`` ranks on this host.
 
-        No vendor library is imported. Values that the user has set override these.
+        This imports no vendor library. Values that the user has set override the returned values.
         """
         return {}
 
     def check(self, processes: int) -> None:  # noqa: B027 - nothing is a sensible default
-        """Raise MachineError if this host clearly cannot run ``processes`` ranks. It claims no chip.
+        """Raise MachineError if this host clearly cannot run ``processes`` ranks. This claims no chip.
 
-        The command calls it before it starts processes. ``open`` makes the final check.
+        The command calls this before it starts processes. ``open`` makes the final check in each rank.
         """
 
     def library_fault(self) -> str:
@@ -117,7 +123,7 @@ class Device(ABC):
         return ""
 
     def absence(self, processes: int) -> str:
-        """Return the error of ``check``, empty if there is none."""
+        """Return the message of the error that ``check`` raises, empty if it raises none."""
         try:
             self.check(processes)
         except MachineError as error:
@@ -125,18 +131,23 @@ class Device(ABC):
         return ""
 
     def obstacle(self) -> str:
-        """Return in few words why ``device=auto`` cannot mean this device here, or an empty text.
+        """Return in few words why ``device=auto`` cannot choose this device here, empty if it can.
 
-        It may ask the driver, and claims no chip.
+        This may ask the driver, and claims no chip.
         """
         return self.absence(1)
 
     def equivalent_cores(self, world_size: int) -> int:
-        """Return the number of CPU cores that a plan for ``world_size`` ranks on this host counts with."""
-        return len(usable_cpus()) if self.on_host else _CORES_OF_A_CARD * world_size
+        """Return the number of CPU cores that are as fast as ``world_size`` ranks, for the plan of a run."""
+        if self.on_host:
+            return len(usable_cpus())
+        return _CORES_OF_ACCELERATOR * world_size
 
     def validate_shapes(self, shapes: Sequence[tuple[int, int, int]]) -> None:
-        """Check the fixed shapes of training, none if they vary. Raises ConfigError if they must not vary."""
+        """Raise ConfigError if training needs fixed shapes and ``shapes`` is empty.
+
+        ``shapes`` is empty if the shapes of batches vary.
+        """
         if (self.static_shapes or self.compile) and not shapes:
             raise ConfigError(
                 f"data.shapes=0: device={self.name} compiles a graph for every shape. Set data.shapes=8"
@@ -149,7 +160,10 @@ class Device(ABC):
     def check_precision(self, precision: Precision) -> None:
         """Raise MachineError if this device cannot train in ``precision``."""
         if not self.supports(precision.dtype):
-            choices = [f"precision={name}" for dtype, name in NAMES.items() if self.supports(dtype)]
+            choices = []
+            for dtype, name in NAMES.items():
+                if self.supports(dtype):
+                    choices.append(f"precision={name}")
             fault = f"precision={precision.name}: device={self.name} does not train in it"
             raise MachineError(f"{fault}. Use {' or '.join(choices)}")
 
@@ -165,7 +179,7 @@ class Device(ABC):
         return ""
 
     def policy(self, dtype: torch.dtype) -> ComputePolicy:
-        """Return the plain policy of training in ``dtype``: torch's own kernels if the device has them."""
+        """Return the default policy of training in ``dtype``: torch's own kernels if the device has them."""
         policy = ComputePolicy()
         if self.static_shapes:
             policy = replace(STATIC, mark_step=self.mark_step)
@@ -173,21 +187,29 @@ class Device(ABC):
             policy = replace(policy, compiler="inductor")
         if dtype == torch.float32:
             return policy
-        product_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # fp16 is too narrow
+        # The range of fp16 is too narrow for these matmuls.
+        product_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         return replace(policy, autocast_dtype=dtype, product_dtype=product_dtype)
 
     def attach(self, policy: ComputePolicy) -> ComputePolicy:
-        """Return ``policy``, which was read from a record, with the functions of this opened device."""
-        plain_policy = self.policy(torch.float32)
-        compiler, ctc_kernel = plain_policy.compiler, plain_policy.ctc_kernel
-        return replace(policy, compiler=compiler, mark_step=self.mark_step, ctc_kernel=ctc_kernel)
+        """Return ``policy``, which was read from a record, with the functions of this opened device.
+
+        A record cannot store functions.
+        """
+        default_policy = self.policy(torch.float32)
+        return replace(
+            policy,
+            compiler=default_policy.compiler,
+            mark_step=self.mark_step,
+            ctc_kernel=default_policy.ctc_kernel,
+        )
 
     def candidates(self, dtype: torch.dtype) -> list[ComputePolicy]:
         """Return the policies to time on this opened device before the first step, the reference first."""
         return [self.policy(dtype)]
 
     def chip(self) -> str:
-        """Return the name of the chip. A stored policy holds for chips of this name."""
+        """Return the name of the chip. A stored policy is valid for chips with the same name."""
         return self.name
 
     def move(self, batch: Batch) -> Batch:
@@ -195,7 +217,10 @@ class Device(ABC):
         return batch.to(self.tensor)
 
     def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
-        """Apply vendor transformations to a built module and its optimizer, before a checkpoint is read."""
+        """Return a module and its optimizer with the vendor's transformations.
+
+        This is called after both are built and before a checkpoint is read.
+        """
         return module, optimizer
 
     def tensor(self, value: Tensor) -> Tensor:
@@ -203,17 +228,18 @@ class Device(ABC):
         return value.to(self.name, non_blocking=True)
 
     def mark_step(self) -> None:  # noqa: B027 - nothing is a sensible default
-        """End a graph segment: after each micro-batch's backward and after the optimizer step."""
+        """End a graph. The trainer calls this after each micro-batch's backward and each optimizer step."""
 
     def synchronize(self) -> None:  # noqa: B027 - nothing is a sensible default
-        """Wait for queued work. It is called before a clock is read."""
+        """Wait for queued work. The trainer calls this before it reads a clock."""
 
     def memory(self) -> int:
-        """Return the peak bytes in use so far, by default of this process in the host's memory."""
+        """Return the peak of the bytes in use so far, by default of this process in the host's memory."""
+        # Linux reports the peak in KiB.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def free_memory(self, processes: int) -> int:
-        """Return the bytes that this rank, of ``processes`` on its host, may still use.
+        """Return the number of bytes that this rank may still use, as one of ``processes`` on its host.
 
         Raises MachineError if the device does not report its free memory.
         """

@@ -1,4 +1,4 @@
-"""The CPU: plain PyTorch, oneDNN underneath."""
+"""The CPU: plain PyTorch, which computes with oneDNN."""
 
 from __future__ import annotations
 
@@ -31,39 +31,49 @@ _CHOICES = {
 }
 _ONECCL = "oneccl_bindings_for_pytorch"
 ALLOCATORS = {"jemalloc": ("libjemalloc.so",), "tcmalloc": ("libtcmalloc.so", "libtcmalloc_minimal.so")}
+"""The file names of the allocators that can be loaded before Python."""
 INTEL_OPENMP = ("libiomp5.so",)
-"""The files of the libraries that can be loaded before Python."""
+"""The file name of Intel's OpenMP, which can be loaded before Python."""
 
-# Intel's settings for training. Memory is never returned to the system.
+# Intel's settings of jemalloc for training. With them, memory is never returned to the system.
 _MALLOC_CONF = (
     "oversize_threshold:1,background_thread:true,metadata_thp:auto,"
     "dirty_decay_ms:9000000000,muzzy_decay_ms:9000000000"
 )
-_COMPACT = "granularity=fine,compact,1,0"
-_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # of x86 and ARM
+_KMP_COMPACT = "granularity=fine,compact,1,0"  # Intel's OpenMP binds thread N of a rank to its core N.
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # in the lists of x86 and ARM
 
-# Matmuls of training (m, k, n): activations by weights, a gradient by weights, a weight's gradient.
+# The sizes (m, k, n) of three matmuls of training: activations by weights, a gradient by weights, and the
+# gradient of weights.
 _PROBE_SHAPES = ((256, 512, 2048), (256, 2048, 512), (512, 256, 2048))
-# An exact matmul has at most this many times the error of torch's default, since oneDNN sums in another
-# order. Rounding to bf16 is ten thousand times worse.
+# A matmul counts as exact if its error is at most this many times the error of torch's default. The errors
+# differ because oneDNN sums in another order. Rounding to bf16 makes the error ten thousand times larger.
 _ERROR_RATIO = 4.0
 
 
-def chip(path: Path = Path("/proc/cpuinfo")) -> tuple[str, set[str]]:
-    """Return the processor's name and its instruction sets, none if the kernel does not report them."""
+def chip(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, set[str]]:
+    """Return the processor's name and the names of its instruction sets.
+
+    The set is empty if the kernel does not report instruction sets.
+    """
     try:
-        processor = path.read_text().partition("\n\n")[0]  # all processors of a host are assumed to be equal
+        # The file has a block of lines for each processor. All processors of a host are assumed to be equal.
+        first_processor, _, _ = cpuinfo.read_text().partition("\n\n")
     except OSError:
-        processor = ""
-    pairs = (line.partition(":") for line in processor.splitlines())
-    fields = {key.strip(): text.strip() for key, _, text in pairs}
+        first_processor = ""
+    fields = {}
+    for line in first_processor.splitlines():
+        key, _, text = line.partition(":")
+        fields[key.strip()] = text.strip()
     name = fields.get("model name") or platform.processor() or platform.machine()
-    return name, set(fields.get("flags", fields.get("Features", "")).split())  # x86, ARM
+    flags = fields.get("flags", fields.get("Features", ""))  # the key on x86, and on ARM
+    return name, set(flags.split())
 
 
 def has_bf16() -> bool:
-    """Return whether the chip has bf16 instructions. With AVX512 alone, oneDNN emulates them."""
-    return bool(_BF16_FLAGS & chip()[1])
+    """Return whether the chip has bf16 instructions. Without them, oneDNN emulates bf16 by AVX512."""
+    _, instruction_sets = chip()
+    return bool(_BF16_FLAGS & instruction_sets)
 
 
 @dataclass(eq=False)
@@ -82,17 +92,23 @@ class CPU(Device):
     ``bf16``: with ``auto``, training is in fp32, with a warning, if the chip has no bf16 instructions.
     ``software`` computes in bf16 anyway, slowly.
 
-    ``autotune`` times several policies before the first step. Under ``precision=bf16`` these are training in
-    fp32, and in bf16 with torch's LSTM (fp32 inside, since its backward is slower in bf16) or with a loop
-    over frames. False selects torch's own kernels.
+    ``autotune`` times several policies before the first step and chooses one. With ``precision=bf16``
+    these are: fp32, bf16 with torch's LSTM (which computes in fp32, because its backward is slower in bf16),
+    and bf16 with an LSTM as a loop over frames. False selects torch's own kernels.
 
     ``allocator`` and ``openmp`` are libraries that are loaded before Python. ``auto`` loads an installed
     allocator, jemalloc before tcmalloc, and Intel's OpenMP if it is installed. ``isa`` is the highest
     instruction set that oneDNN may use (``AVX512_CORE_AMX``). With null, oneDNN chooses.
 
-    ``pin``: ``cores`` gives each rank its share of the physical cores, ``numa`` all cores of its memory
-    node. ``auto`` is the share if there are several ranks and several memory nodes and this process is not
-    bound yet. ``comm_cores``: cores of each rank's share that are reserved for communication.
+    ``pin`` binds a rank to cores:
+
+    - ``cores``: an equal part of the physical cores for each rank, without hyperthreads.
+    - ``numa``: all cores of the rank's NUMA node.
+    - ``auto``: an equal part of the physical cores with their hyperthreads, if there are several ranks and
+      several NUMA nodes, and the rank is not bound yet.
+    - ``none``: no binding.
+
+    ``comm_cores`` is the number of cores of each rank that are reserved for communication.
 
     ``collectives``: ``ccl`` is Intel's oneCCL, which has a package for each release of torch.
 
@@ -140,36 +156,44 @@ class CPU(Device):
         cores = self._cores()
         cores_per_rank = len(cores) // processes
         # A quota may allow a container fewer CPUs than it sees.
-        usable = min(cores_per_rank, host.cpu_quota() // processes)
-        threads = self.threads or max(1, usable - self.comm_cores)
-        # Without OMP_NUM_THREADS, torchrun sets one thread, which is very slow here. Without the capacity,
-        # oneDNN keeps 1024 primitives, which variable lengths fill with memory that is never used again.
-        variables = {"OMP_NUM_THREADS": str(threads), "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
-        # By default libgomp's threads spin 300,000 times for the next parallel region, which takes a busy
-        # core from other processes. If they sleep at once (1,000), an idle machine trains at half the speed
-        # (docs/benchmarks/openmp.md).
-        variables["GOMP_SPINCOUNT"] = "12000"
+        usable_cores = min(cores_per_rank, host.cpu_quota() // processes)
+        threads = self.threads or max(1, usable_cores - self.comm_cores)
+        variables = {
+            # Without this variable, torchrun sets one thread, which is very slow here.
+            "OMP_NUM_THREADS": str(threads),
+            # By default, oneDNN caches 1024 primitives. With variable lengths, most are never used again, and
+            # their memory is wasted.
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+            # By default, an idle thread of libgomp spins 300,000 times before it sleeps, which keeps a core
+            # busy that other processes need. If it sleeps at once (1,000), an idle machine trains at half the
+            # speed (docs/benchmarks/openmp.md).
+            "GOMP_SPINCOUNT": "12000",
+        }
         if self.isa is not None:
             variables["DNNL_MAX_CPU_ISA"] = self.isa
         if self.comm_cores and self.pin != "none" and cores_per_rank > self.comm_cores:
-            workers = affinity.reserved_cpus(cores, processes, self.comm_cores)
+            comm_cpus = affinity.reserved_cpus(cores, processes, self.comm_cores)
             variables["I_MPI_PIN_DOMAIN"] = affinity.pin_domains(cores, processes, self.comm_cores)
             variables["CCL_WORKER_COUNT"] = str(self.comm_cores)
-            variables["CCL_WORKER_AFFINITY"] = ",".join(map(str, workers))
-        return variables | self._preloads(preload.library_folders(os.environ))
+            variables["CCL_WORKER_AFFINITY"] = ",".join(map(str, comm_cpus))
+        return variables | self._preload_variables(preload.library_folders(os.environ))
 
-    def _preloads(self, folders: list[Path]) -> dict[str, str]:
-        """Return ``LD_PRELOAD`` and the settings of its libraries.
+    def _preload_variables(self, folders: list[Path]) -> dict[str, str]:
+        """Return ``LD_PRELOAD`` and the settings of its libraries, which are searched in ``folders``.
 
-        Raises MachineError if a library that a key names is missing.
+        Raises MachineError if a key requires a library that is missing.
         """
         variables: dict[str, str] = {}
         libraries = []
-        names = {"auto": ["jemalloc", "tcmalloc"], "default": []}.get(self.allocator, [self.allocator])
-        for name in names:
-            allocator = preload.find_library(ALLOCATORS[name], folders)
-            if allocator is not None:
-                libraries.append(allocator)
+        allocators = [self.allocator]
+        if self.allocator == "auto":
+            allocators = ["jemalloc", "tcmalloc"]
+        elif self.allocator == "default":
+            allocators = []
+        for name in allocators:
+            path = preload.find_library(ALLOCATORS[name], folders)
+            if path is not None:
+                libraries.append(path)
                 if name == "jemalloc":
                     variables["MALLOC_CONF"] = _MALLOC_CONF
                 break
@@ -179,7 +203,9 @@ class CPU(Device):
                 f"device.allocator={self.allocator}: lib{self.allocator}.so is in no library folder. "
                 f"apt-get install {package}, or set device.allocator=default"
             )
-        openmp = None if self.openmp == "default" else preload.find_library(INTEL_OPENMP, folders)
+        openmp = None
+        if self.openmp != "default":
+            openmp = preload.find_library(INTEL_OPENMP, folders)
         if openmp is None and self.openmp == "intel":
             raise MachineError(
                 "device.openmp=intel: libiomp5.so is in no library folder. "
@@ -189,13 +215,15 @@ class CPU(Device):
             libraries.append(openmp)
             variables["KMP_BLOCKTIME"] = "1"
             if self.pin == "cores":
-                # Each thread is bound to one core. The processes that the first thread starts inherit that.
-                variables["KMP_AFFINITY"] = _COMPACT
+                # With this variable, child processes inherit the binding of the first thread to one core. So
+                # it is set only on request.
+                variables["KMP_AFFINITY"] = _KMP_COMPACT
         if libraries:
             variables["LD_PRELOAD"] = ":".join(libraries)
         return variables
 
     def _cores(self) -> list[affinity.Core]:
+        """Return the cores of this host that this process may use."""
         return affinity.cores_within(affinity.topology(), usable_cpus())
 
     # --- at the start -----------------------------------------------------------------------------
@@ -203,31 +231,40 @@ class CPU(Device):
     def open(self, local_rank: int) -> None:
         if self.collectives == "ccl":
             self.check(1)
-            importlib.import_module(_ONECCL)  # the import registers the backend with torch.distributed
-        self._pin(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+            importlib.import_module(_ONECCL)  # The import registers the backend with torch.distributed.
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+        self._pin(local_rank, processes)
         threads = self.threads or int(os.environ.get("OMP_NUM_THREADS", "0") or 0)
         if threads > 0:
             torch.set_num_threads(threads)
 
     def _pin(self, local_rank: int, processes: int) -> None:
-        if not hasattr(os, "sched_setaffinity"):
+        """Bind this process to the cores of its rank, one of ``processes`` on this host."""
+        if not hasattr(os, "sched_setaffinity"):  # The system is not Linux.
             return
         cores = self._cores()
-        cpus = self._share(cores, local_rank, processes, is_bound=len(cores) < len(affinity.topology()))
+        is_bound = len(cores) < len(affinity.topology())
+        cpus = self._cpus_of_rank(cores, local_rank, processes, is_bound)
         if cpus:
             nodes = {core.node for core in cores if cpus & set(core.cpus)}
             if len(nodes) > 1 and processes > 1:
                 _LOG.warning(f"rank {local_rank} computes on cores of memory nodes {sorted(nodes)}")
             affinity.pin(cpus)
 
-    def _share(self, cores: list[affinity.Core], rank: int, processes: int, is_bound: bool) -> set[int]:
-        """Return the CPUs to bind local rank ``rank`` to, or none if its binding stays unchanged."""
+    def _cpus_of_rank(
+        self, cores: list[affinity.Core], rank: int, processes: int, is_bound: bool
+    ) -> set[int]:
+        """Return the logical CPUs to which local rank ``rank`` must be bound, empty for no binding.
+
+        ``is_bound`` says whether this process may use only some of the host's cores already.
+        """
         if self.pin == "none":
             return set()
         if self.pin == "auto":
             nodes = {core.node for core in cores}
             is_useful = processes > 1 and len(nodes) > 1 and not is_bound
-            if not is_useful or len(cores) // processes <= self.comm_cores:
+            has_enough_cores = len(cores) // processes > self.comm_cores
+            if not is_useful or not has_enough_cores:
                 return set()
         if self.pin == "numa":
             rank_cores = affinity.cores_of_node(cores, processes, rank)
@@ -235,15 +272,18 @@ class CPU(Device):
             rank_cores = affinity.cores_of_rank(cores, processes, rank, reserved=self.comm_cores)
         if self.pin == "cores":
             return {core.first for core in rank_cores}
-        # The data workers use the hyperthreads.
-        return set[int]().union(*[core.cpus for core in rank_cores])
+        cpus: set[int] = set()
+        for core in rank_cores:
+            cpus.update(core.cpus)  # The data workers use the hyperthreads.
+        return cpus
 
     def chip(self) -> str:
-        return chip()[0]
+        name, _ = chip()
+        return name
 
     def policy(self, dtype: torch.dtype) -> ComputePolicy:
         policy = super().policy(dtype)
-        # If AVX512 is the best instruction set that oneDNN may use, it emulates bf16. Below, it is slow.
+        # oneDNN has fast bf16 from AVX512 on (emulated, if the chip has no bf16 instructions).
         product_dtype = policy.product_dtype if _has_onednn_bf16() else torch.float32
         matmul = "highest" if self.matmul == "auto" else self.matmul
         return replace(policy, product_dtype=product_dtype, fp32_matmul=matmul)
@@ -251,11 +291,14 @@ class CPU(Device):
     def candidates(self, dtype: torch.dtype) -> list[ComputePolicy]:
         if not self.autotune:
             return [self.policy(dtype)]
-        policies = [self.policy(torch.float32)]
+        fp32_policy = self.policy(torch.float32)
+        policies = [fp32_policy]
+        fp32_matmul = fp32_policy.fp32_matmul
         if self.matmul == "auto" and is_medium_exact():
-            policies.append(replace(policies[0], fp32_matmul="medium"))
+            fp32_matmul = "medium"
+            policies.append(replace(fp32_policy, fp32_matmul=fp32_matmul))
         if dtype == torch.bfloat16:
-            bf16_policy = replace(self.policy(dtype), fp32_matmul=policies[-1].fp32_matmul)
+            bf16_policy = replace(self.policy(dtype), fp32_matmul=fp32_matmul)
             if self.bf16 == "software":
                 return [bf16_policy]
             policies += [bf16_policy, replace(bf16_policy, lstm="loop")]
@@ -279,26 +322,34 @@ class CPU(Device):
 
 
 def is_medium_exact() -> bool:
-    """Return whether fp32 matmuls through oneDNN differ from torch's default here, and are as exact."""
+    """Return whether the setting ``medium`` of fp32 matmuls is worth timing here.
+
+    It is if its results differ from the setting ``highest`` (so another kernel computes them) and are as
+    exact.
+    """
     generator = torch.Generator().manual_seed(0)
     initial_setting = torch.get_float32_matmul_precision()
-    errors, is_same = {"highest": 0.0, "medium": 0.0}, True
+    max_errors = {"highest": 0.0, "medium": 0.0}  # relative to the norm of the result
+    is_same = True
     try:
         for m, k, n in _PROBE_SHAPES:
-            a, b = torch.randn(m, k, generator=generator), torch.randn(k, n, generator=generator)
-            expected, products = a.double() @ b.double(), []
-            for setting in errors:
+            a = torch.randn(m, k, generator=generator)
+            b = torch.randn(k, n, generator=generator)
+            expected = a.double() @ b.double()
+            products = []
+            for setting in max_errors:
                 set_fp32_matmul(setting)
-                products.append(torch.mm(a, b))
-                difference = products[-1] - expected
-                error = float(difference.norm() / expected.norm())
-                errors[setting] = max(errors[setting], error)
+                product = torch.mm(a, b)
+                products.append(product)
+                error = float((product - expected).norm() / expected.norm())
+                max_errors[setting] = max(max_errors[setting], error)
             is_same = is_same and torch.equal(*products)
     finally:
         set_fp32_matmul(initial_setting)
-    return not is_same and errors["medium"] <= _ERROR_RATIO * errors["highest"]
+    return not is_same and max_errors["medium"] <= _ERROR_RATIO * max_errors["highest"]
 
 
 def _has_onednn_bf16() -> bool:
+    """Return whether this torch has oneDNN, and oneDNN computes in bf16 on this chip."""
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return bool(has_onednn and torch_private.is_onednn_bf16_supported())

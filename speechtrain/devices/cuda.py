@@ -20,13 +20,18 @@ from speechtrain.devices import affinity, host
 from speechtrain.devices.base import Device, DeviceFacts
 from speechtrain.errors import MachineError, one_line
 
-_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (7, 0)}  # Ampere and Volta
-# Sizes of the transducer loss, which launches kernels for every block of cells and every group of logits.
+# The first compute capability with tensor cores for a type: Ampere and Volta.
+_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (7, 0)}
+# The sizes in which the transducer loss divides its work. Smaller sizes mean more kernel launches.
 _LATTICE_CELLS, _LOGIT_BYTES = 65536, 4 * 2**30
-# If a collective times out, NCCL writes its last collectives to a file. Older torch reads the second name.
-_FLIGHT_RECORDER = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
-_FLIGHT_RECORDER["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
-# The numbers of GPUs that Slurm binds to one task alone: --gpus-per-task, --tres-per-task, --gpu-bind.
+# If a collective times out, torch writes the last 2000 collectives of NCCL to a file.
+_FLIGHT_RECORDER = {
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # the name of the same setting in older versions of torch
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+# The variables by which Slurm says that GPUs belong to one task alone. Each pattern captures their number.
+# The options of srun are --gpus-per-task, --tres-per-task and --gpu-bind.
 _GPUS_OF_A_TASK = {
     "SLURM_GPUS_PER_TASK": r"(?:\w+:)?(\d+)",
     "SLURM_TRES_PER_TASK": r".*\bgpu(?:[:=]\w+)??[:=](\d+)\b.*",
@@ -34,7 +39,8 @@ _GPUS_OF_A_TASK = {
 }
 
 _DRIVER_SECONDS = 60.0
-# A driver runs the CUDA releases of its own major version, and older ones.
+# A program that exits with 0 if the driver starts and supports CUDA's major version in its argument. A driver
+# supports all releases of its own major version, and older ones.
 _START_DRIVER = """
 import ctypes, sys
 driver, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
@@ -43,60 +49,67 @@ sys.exit(bool(is_refused) or version.value // 1000 < int(sys.argv[1]))
 """
 
 
-def _has_own_gpus(local_rank: int, visible: int) -> bool:
-    """Return whether the visible GPUs belong to this rank alone. Its GPU is then the first of them.
+def _has_own_gpus(local_rank: int, visible_gpus: int) -> bool:
+    """Return whether the visible GPUs belong to this rank alone. Then the rank uses the first of them.
 
-    Either Slurm's srun started this rank and bound all visible GPUs to it, or ``CUDA_VISIBLE_DEVICES`` is the
-    local rank. Ranks of one launcher that all see the same GPU meet neither condition.
+    This is so if ``CUDA_VISIBLE_DEVICES`` is the local rank, or if Slurm's srun started this rank and bound
+    all visible GPUs to it. It is not so if one launcher started several ranks that all see the same GPU.
     """
     environ = os.environ
     if environ.get("CUDA_VISIBLE_DEVICES") == str(local_rank):
-        return visible == 1
+        return visible_gpus == 1
     if environ.get("SLURM_LOCALID") != str(local_rank):
         return False
     for name, pattern in _GPUS_OF_A_TASK.items():
         match = re.fullmatch(pattern, environ.get(name, ""))
-        if match and int(match[1]) == visible:
+        if match and int(match[1]) == visible_gpus:
             return True
     return False
 
 
 def _near_cpus(index: int, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
-    """Return the usable CPUs on the memory node of GPU ``index``, none if the kernel or torch has no node."""
+    """Return the usable logical CPUs on the NUMA node of GPU ``index``.
+
+    The set is empty if the kernel does not report a node, or torch does not report the GPU's PCI address.
+    """
     gpu: Any = torch.cuda.get_device_properties(index)
     if not hasattr(gpu, "pci_domain_id"):  # torch 2.8
         return set()
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    node = affinity.read_small_file(devices / address / "numa_node")  # -1 on a host of one node
-    cpus = set()
+    node = affinity.read_small_file(devices / address / "numa_node")  # -1 on a host with one node
+    cpus: set[int] = set()
     for core in affinity.cores_within(affinity.topology(), usable_cpus()):
         if str(core.node) == node:
-            cpus |= {*core.cpus}
+            cpus.update(core.cpus)
     return cpus
 
 
 def obstacle(count: int, has_file: bool, starts: bool) -> str:
-    """Return why none of ``count`` GPUs is usable by this torch, or an empty text.
+    """Return why this torch cannot use any of the ``count`` visible GPUs, or an empty text if it can.
 
-    ``has_file``: whether the host has the device file of a GPU. ``starts``: whether the driver starts.
+    ``has_file`` says whether the host has the device file of a GPU, and ``starts`` whether the driver starts.
     """
     if count and not starts:
         return f"the NVIDIA driver does not start for the CUDA {torch.version.cuda} of this torch"
-    if not count and has_file and not torch.version.cuda:
+    if count:
+        return ""
+    if has_file and not torch.version.cuda:
         return "this torch is built without CUDA"
-    return "" if count else "no CUDA device"
+    return "no CUDA device"
 
 
 def driver_starts(release: str) -> bool:
-    """Return whether the NVIDIA driver starts and is new enough for a torch of this CUDA release.
+    """Return whether the NVIDIA driver starts, and supports the CUDA release (``12.8``) of this torch.
 
-    Another process asks, because a process that has started the driver cannot fork users of it.
+    The driver is started in another process. A process that has started it cannot use it in forked children.
     """
-    line = [sys.executable, "-c", _START_DRIVER, release.partition(".")[0]]
+    major_version, _, _ = release.partition(".")
+    command = [sys.executable, "-c", _START_DRIVER, major_version]
     try:
-        return not subprocess.run(line, capture_output=True, timeout=_DRIVER_SECONDS, check=False).returncode
+        completed = subprocess.run(command, capture_output=True, timeout=_DRIVER_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return False
+    return completed.returncode == 0
 
 
 @dataclass(eq=False)
@@ -142,18 +155,18 @@ class CUDA(Device):
     _copy_stream: torch.cuda.Stream | None = field(init=False, default=None)
 
     def environment(self, processes: int) -> dict[str, str]:
-        # torchrun would set one thread. Data workers are separate processes.
+        # Without OMP_NUM_THREADS, torchrun sets one thread. The data workers are separate processes, so they
+        # do not need threads of a rank.
         variables = {**_FLIGHT_RECORDER, "OMP_NUM_THREADS": str(host.threads(processes))}
         if self.allocator is not None:
             variables["PYTORCH_CUDA_ALLOC_CONF"] = self.allocator
         if self.deterministic:
-            variables["CUBLAS_WORKSPACE_CONFIG"] = (
-                ":16:8"  # the value that is valid for matmuls and for LSTMs
-            )
+            # cuBLAS has two deterministic values. Only this one is also valid for LSTMs.
+            variables["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
         return variables
 
     def check(self, processes: int) -> None:
-        count = torch.cuda.device_count()  # asks the driver and initialises no GPU
+        count = torch.cuda.device_count()  # This asks the driver and initialises no GPU.
         if not count:
             reason = "no GPU is visible here" if torch.version.cuda else "this torch is built without CUDA"
             raise MachineError(
@@ -170,11 +183,16 @@ class CUDA(Device):
     def obstacle(self) -> str:
         count = torch.cuda.device_count()
         release = torch.version.cuda
-        starts = bool(count) and (release is None or driver_starts(release))
-        return obstacle(count, any(Path("/dev").glob("nvidia[0-9]*")), starts)
+        starts = count > 0
+        if starts and release is not None:
+            starts = driver_starts(release)
+        has_file = any(Path("/dev").glob("nvidia[0-9]*"))
+        return obstacle(count, has_file, starts)
 
     def open(self, local_rank: int) -> None:
-        index = 0 if _has_own_gpus(local_rank, torch.cuda.device_count()) else local_rank
+        index = local_rank
+        if _has_own_gpus(local_rank, torch.cuda.device_count()):
+            index = 0
         self.check(index + 1)
         try:
             torch.cuda.set_device(index)
@@ -185,19 +203,21 @@ class CUDA(Device):
         cpus = _near_cpus(index)
         if cpus and len(cpus) < len(usable_cpus()):
             affinity.pin(cpus)
-            # OMP_NUM_THREADS counts the cores of all nodes.
+            # OMP_NUM_THREADS was computed from the cores of all nodes. Now fewer are usable.
             torch.set_num_threads(min(torch.get_num_threads(), host.threads(1)))
         if self.deterministic:
             torch.use_deterministic_algorithms(True)
-        # torch.lstm runs one layer at a time, whose weights are a part of the memory of all layers. cuDNN
-        # therefore copies them, in 0.1 ms, and torch would warn.
+        # torch.lstm is called for one layer at a time. The weights of a layer are a part of a larger block of
+        # memory, so cuDNN copies them (0.1 ms), and torch warns about that.
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous")
 
     def chip(self) -> str:
         return torch.cuda.get_device_name()
 
     def policy(self, dtype: torch.dtype) -> ComputePolicy:
-        tf32 = dtype != torch.float32 if self.tf32 is None else self.tf32
+        tf32 = self.tf32
+        if tf32 is None:
+            tf32 = dtype != torch.float32
         policy = super().policy(dtype)
         if self.deterministic:
             policy = replace(policy, ctc=STATIC.ctc, transducer=STATIC.transducer)
@@ -217,10 +237,10 @@ class CUDA(Device):
     def precision_fallback_reason(self, dtype: torch.dtype) -> str:
         if dtype == torch.float32 or not torch.cuda.device_count():
             return ""
-        capability = torch.cuda.get_device_capability()
-        if capability >= _CAPABILITY[dtype]:
+        major, minor = torch.cuda.get_device_capability()
+        if (major, minor) >= _CAPABILITY[dtype]:
             return ""
-        gpu = f"this GPU (compute capability {capability[0]}.{capability[1]})"
+        gpu = f"this GPU (compute capability {major}.{minor})"
         if dtype == torch.float16:
             return f"{gpu} has no tensor cores for fp16, so training is in fp32, which is as fast"
         return f"{gpu} has no bf16, so training is in fp32. precision=fp16 is faster"
@@ -228,8 +248,8 @@ class CUDA(Device):
     def move(self, batch: Batch) -> Batch:
         if not self.pinned:
             return batch.to(self.tensor)
-        # On a separate stream, the copy runs beside the kernels that are already queued. Torch keeps the
-        # page-locked memory until the copy ends.
+        # On a separate stream, the copy runs at the same time as the kernels that are already queued. Torch
+        # does not reuse the page-locked memory before the copy has ended.
         compute_stream = torch.cuda.current_stream()
         if self._copy_stream is None:
             self._copy_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -238,7 +258,8 @@ class CUDA(Device):
         compute_stream.wait_stream(self._copy_stream)
 
         def record_use(tensor: Tensor) -> Tensor:
-            # The next copy may use the tensor's memory after the last kernel that reads the tensor.
+            # With this, the allocator does not reuse the tensor's memory before all queued kernels have read
+            # it.
             tensor.record_stream(compute_stream)
             return tensor
 
@@ -248,7 +269,8 @@ class CUDA(Device):
         torch.cuda.synchronize()
 
     def free_memory(self, processes: int) -> int:
-        return int(torch.cuda.mem_get_info()[0])
+        free_bytes, _ = torch.cuda.mem_get_info()
+        return int(free_bytes)
 
     def memory(self) -> int:
         return int(torch.cuda.max_memory_allocated())

@@ -1,4 +1,4 @@
-"""The CPUs and the memory that this host has for its ranks, as affinity and control groups limit them."""
+"""The CPUs and the memory of this host that its ranks may use, as affinity and control groups limit them."""
 
 from __future__ import annotations
 
@@ -11,34 +11,37 @@ import psutil
 from speechtrain.compute_policy import usable_cpus
 from speechtrain.devices.affinity import cores_within, read_small_file, topology
 
-_GROUPS = Path("/sys/fs/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
 _PERIOD = "100000"  # microseconds, the period of every quota that Docker, Kubernetes and systemd set
 
 
 def cpu_quota() -> int:
     """Return the number of CPUs whose time this process may use, at least 1.
 
-    Without a quota the number is ``sys.maxsize``.
+    A control group limits the time by a quota: microseconds of CPU time in each period. Without a quota,
+    return ``sys.maxsize``.
     """
-    quotas = []
-    for quota, *period_words in _limits("cpu.max", "cpu.cfs_quota_us"):
-        # cpu.max holds the quota and its period. cpu.cfs_quota_us holds the quota only.
-        period = period_words[0] if period_words else _PERIOD
-        quotas.append(int(quota) // int(period))
-    return max(1, min(quotas, default=sys.maxsize))
+    cpu_counts = []
+    for words in _limits("cpu.max", "cpu.cfs_quota_us"):
+        # The file cpu.max contains the quota and its period, cpu.cfs_quota_us the quota only.
+        quota = words[0]
+        period = words[1] if len(words) > 1 else _PERIOD
+        cpu_counts.append(int(quota) // int(period))
+    return max(1, min(cpu_counts, default=sys.maxsize))
 
 
 def threads(processes: int) -> int:
     """Return the number of threads for each of ``processes`` ranks on an accelerator's host, at least 1.
 
-    The ranks share the cores of the host.
+    The ranks divide the usable physical cores of the host.
     """
-    cores = min(len(cores_within(topology(), usable_cpus())), cpu_quota())
-    return max(1, cores // processes)
+    usable_cores = cores_within(topology(), usable_cpus())
+    core_count = min(len(usable_cores), cpu_quota())
+    return max(1, core_count // processes)
 
 
 def free_memory() -> int:
-    """Return the bytes that new processes may use here."""
+    """Return the number of bytes that new processes on this host may use."""
     limits = [int(words[0]) for words in _limits("memory.max", "memory.limit_in_bytes")]
     return min(psutil.virtual_memory().available, *limits, sys.maxsize)
 
@@ -48,31 +51,34 @@ def oversubscription(processes: int, memory: int) -> str:
 
     The text is empty if they fit.
     """
-    cpus = min(len(usable_cpus()), cpu_quota())
-    free = free_memory()
-    if processes > cpus:
-        unit = "CPU" if cpus == 1 else "CPUs"
-        reason = f"{processes} ranks would share {cpus} {unit}"
-    elif processes * memory > free:
+    cpu_count = min(len(usable_cpus()), cpu_quota())
+    free_bytes = free_memory()
+    if processes > cpu_count:
+        unit = "CPU" if cpu_count == 1 else "CPUs"
+        reason = f"{processes} ranks would share {cpu_count} {unit}"
+    elif processes * memory > free_bytes:
         per_rank = f"{memory / 2**30:.1f} GiB each (weights, gradients, optimizer state, average)"
-        reason = f"{processes} x {per_rank} do not fit into {free / 2**30:.1f} GiB of free memory"
+        reason = f"{processes} x {per_rank} do not fit into {free_bytes / 2**30:.1f} GiB of free memory"
     else:
         return ""
     return f"{platform.node()}: {reason}. Lower world_size, or set device.oversubscribe=true"
 
 
-def _limits(file: str, file_v1: str) -> list[list[str]]:
-    """Return the words of each limit that is set for this process.
+def _limits(file_v2: str, file_v1: str) -> list[list[str]]:
+    """Return each limit that is set for this process, as the words of its file.
 
-    ``file`` holds the limit in cgroup v2, ``file_v1`` in cgroup v1.
+    ``file_v2`` is the name of the file in cgroup v2, and ``file_v1`` in cgroup v1.
     """
     limits = []
     for line in read_small_file(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         is_v1 = controllers != ""  # The line of cgroup v2 is "0::PATH", without controllers.
-        name = file_v1 if is_v1 else file
-        group = _GROUPS / controllers / path.lstrip("/")
-        # The limits of parent groups count, too. In a container, ``path`` may be a path of the host. Then its
-        # folders do not exist here, and the container's group is the root.
-        limits += [read_small_file(folder / name).split() for folder in (group, *group.parents)]
-    return [words for words in limits if words and words[0].isdigit()]
+        file = file_v1 if is_v1 else file_v2
+        group = _CGROUPS / controllers / path.lstrip("/")
+        # The limits of parent groups also count. In a container, ``path`` may be a path of the host, whose
+        # folders do not exist here. Then the container's own group is the root.
+        for folder in (group, *group.parents):
+            words = read_small_file(folder / file).split()
+            if words and words[0].isdigit():  # Without a limit, the word is "max" or -1.
+                limits.append(words)
+    return limits

@@ -1,4 +1,4 @@
-"""The rehearsal device: PyTorch's lazy tensors on the CPU, which record graphs as Gaudi's lazy mode does."""
+"""A device for rehearsals: PyTorch's lazy tensors on the CPU. They record graphs like Gaudi's lazy mode."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from speechtrain.errors import MachineError, first_line
 def _where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
     dtype = torch.promote_types(a.dtype, b.dtype)
-    # The values are masked and not multiplied by 0, since a value that is not selected may be infinite.
-    return a.to(dtype).masked_fill(condition == 0, 0) + b.to(dtype).masked_fill(condition, 0)
+    # Multiplying by 0 instead of masking would turn infinite values into NaN.
+    selected_a = a.to(dtype).masked_fill(condition == 0, 0)
+    selected_b = b.to(dtype).masked_fill(condition, 0)
+    return selected_a + selected_b
 
 
 def _bitwise_not(x: Tensor) -> Tensor:
@@ -40,21 +42,26 @@ DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
     "unbind_copy.int": lambda x, dim=0: [x.select(dim, index) for index in range(x.shape[dim])],
     "where.self": _where,
 }
-"""For operations that this backend would run on the CPU: implementations that it records."""
+"""Implementations of operations by other operations that torch's lazy backend can record, by ATen's names.
+
+Without them, these operations would end the graph and run on the CPU.
+"""
 
 ALLOWED = {"aten::copy": "a tensor copied to another (an average swapped in for evaluation): not in a step"}
-"""Operations without a decomposition that may run on the CPU, and the reason."""
+"""Operations without a decomposition that may run on the CPU, each with the reason."""
 
-_LIBRARY: list[torch.library.Library] = []  # the decompositions are registered as long as it exists
+# The library of the decompositions after ``open``. They are registered as long as the object exists.
+_LIBRARY: list[torch.library.Library] = []
 
 
 @dataclass(eq=False)
 class Lazy(Device):
-    """Records graphs, cuts them at ``mark_step``, compiles each distinct graph once, runs it on the CPU.
+    """Records graphs of operations, ends them at ``mark_step``, and runs them on the CPU.
 
-    It shows on any machine whether a recipe suits a lazy device: ``graphs`` stays constant after the
-    warm-up, and ``fallbacks`` counts the operations that left the graph. It supports one process only.
-    ``oversubscribe`` has the same meaning as in ``CPU``.
+    Each distinct graph is compiled once. So this device shows on any machine whether a recipe suits a lazy
+    device: the count ``graphs`` stays constant after the warm-up, and ``fallbacks`` stays 0. It counts the
+    operations that ended a graph. Only one process is supported. ``oversubscribe`` has the same meaning as in
+    ``CPU``.
     """
 
     name = "lazy"
@@ -72,7 +79,7 @@ class Lazy(Device):
     oversubscribe: bool = False
 
     def check(self, processes: int) -> None:
-        if processes > 1:  # a collective would return each rank its own tensor, without an error
+        if processes > 1:  # Without an error, a collective would return each rank its own tensor.
             raise MachineError(
                 "device=lazy: torch's collectives do not sum lazy tensors. Set world_size=1, or device=cpu"
             )
@@ -84,9 +91,10 @@ class Lazy(Device):
             reason = f"this torch has no lazy tensors ({first_line(error)})"
             raise MachineError(f"device=lazy: {reason}. Use device=cpu") from None
         if not _LIBRARY:
-            _LIBRARY.append(torch.library.Library("aten", "IMPL"))  # type: ignore[no-untyped-call]
+            library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
             for name, decomposition in DECOMPOSITIONS.items():
-                _LIBRARY[0].impl(name, decomposition, "Lazy")  # type: ignore[no-untyped-call]
+                library.impl(name, decomposition, "Lazy")  # type: ignore[no-untyped-call]
+            _LIBRARY.append(library)
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype == torch.float32
@@ -105,19 +113,24 @@ class Lazy(Device):
         return self._counters().get("UncachedCompile", 0)
 
     def counts(self) -> dict[str, int]:
-        cached = self._counters().get("CachedCompile", 0)
-        return {"graphs": self.graphs(), "cache_hits": cached, "fallbacks": sum(self.fallbacks().values())}
+        cache_hits = self._counters().get("CachedCompile", 0)
+        fallback_count = sum(self.fallbacks().values())
+        return {"graphs": self.graphs(), "cache_hits": cache_hits, "fallbacks": fallback_count}
 
     def fallbacks(self) -> dict[str, int]:
-        """Return the counts of the operations so far that ran on the CPU and ended the graph.
+        """Return how often each operation ran on the CPU and ended a graph, by its name (``aten::…``).
 
-        The operations in ``ALLOWED`` are left out. A number that the host reads is
-        ``aten::_local_scalar_dense``.
+        The operations in ``ALLOWED`` are left out. ``aten::_local_scalar_dense`` means that the host has read
+        a number.
         """
-        counts = self._counters().items()
-        return {name: n for name, n in counts if name.startswith("aten::") and name not in ALLOWED}
+        counts = {}
+        for name, count in self._counters().items():
+            if name.startswith("aten::") and name not in ALLOWED:
+                counts[name] = count
+        return counts
 
     @staticmethod
     def _counters() -> dict[str, int]:
+        """Return the counters of torch's lazy backend since the process started."""
         names: list[str] = torch_private.lazy_counter_names()
         return {name: int(torch_private.lazy_counter_value(name) or 0) for name in names}

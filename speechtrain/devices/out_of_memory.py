@@ -1,4 +1,4 @@
-"""The error of a step that runs out of the device's memory: it names the batch and the keys to change."""
+"""The error of a step that runs out of the device's memory: the batch's size and the keys to change."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ def out_of_memory_error(
         return OutOfMemory(f"{problem} before the first batch: the model is too large")
     rows, samples = batch.audio.shape
     labels = batch.labels.shape[1]
-    # ``batch.seconds`` is the duration of the valid samples. A row with its padding has ``samples`` samples.
+    # The memory depends on the length of a row with its padding, ``samples``. The batch does not contain the
+    # sample rate, but ``batch.seconds`` is the duration of the valid samples.
     valid_samples = float(batch.audio_lengths[batch.weight > 0].sum())
-    padded_seconds = samples * batch.seconds / valid_samples if valid_samples else 0.0
+    padded_seconds = 0.0
+    if valid_samples:
+        padded_seconds = samples * batch.seconds / valid_samples
     sizes = f"B={rows} rows, T={padded_seconds:.1f} s, U={labels} labels"
     if classes:
         sizes += f", V={classes} classes"

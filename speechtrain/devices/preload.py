@@ -1,4 +1,4 @@
-"""Finds shared libraries for ``LD_PRELOAD``."""
+"""Find shared libraries for ``LD_PRELOAD``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def library_folders(environ: Mapping[str, str]) -> list[Path]:
-    """Return the folders with libraries of this environment and of the system, nearest first."""
+    """Return the folders of shared libraries: of this Python environment first, then of the system."""
     prefixes = [environ.get("VIRTUAL_ENV", ""), environ.get("CONDA_PREFIX", ""), sys.prefix, sys.base_prefix]
     paths = [Path(prefix) / "lib" for prefix in prefixes if prefix]
     paths += [Path(folder) for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
@@ -19,7 +19,8 @@ def library_folders(environ: Mapping[str, str]) -> list[Path]:
         if multiarch:
             paths.append(root / "lib" / multiarch)
         paths += [root / "lib64", root / "lib"]
-    return list(dict.fromkeys([*paths, *_loader_folders()]))
+    paths += _loader_folders()
+    return list(dict.fromkeys(paths))  # without repetitions, in the same order
 
 
 def _loader_folders(root: Path = Path("/etc/ld.so.conf.d")) -> list[Path]:
@@ -27,14 +28,16 @@ def _loader_folders(root: Path = Path("/etc/ld.so.conf.d")) -> list[Path]:
     paths: list[Path] = []
     for file in sorted(root.glob("*.conf")):
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            paths += [Path(line.strip()) for line in file.read_text().splitlines() if line.startswith("/")]
+            lines = file.read_text().splitlines()
+            paths += [Path(line.strip()) for line in lines if line.startswith("/")]
     return paths
 
 
 def find_library(names: Sequence[str], folders: Iterable[Path]) -> str | None:
-    """Return the path of the first library with one of ``names`` (``libjemalloc.so``), or None.
+    """Return the path of the first library in ``folders`` with one of ``names``, or None.
 
-    The name may be followed by a version. A library for another kind of processor is skipped.
+    A version may follow the name: for ``libjemalloc.so``, the file may be ``libjemalloc.so.2``. A library for
+    another kind of processor is skipped.
     """
     for folder in folders:
         for name in names:
@@ -46,12 +49,15 @@ def find_library(names: Sequence[str], folders: Iterable[Path]) -> str | None:
 
 def _is_native(path: Path) -> bool:
     """Return whether a library has the ELF class and machine of this interpreter."""
-    headers = []
+    """Return whether a library is for the same kind of processor as this Python."""
+    formats = []
     for binary in (path, Path(sys.executable)):
         try:
             with binary.open("rb") as file:
                 header = file.read(20)
         except OSError:
             return False
-        headers.append((header[:5], header[18:20]))
-    return headers[0] == headers[1]
+        # In an ELF header, byte 4 is the word size (32 or 64 bits), and bytes 18 and 19 are the processor.
+        formats.append((header[:5], header[18:20]))
+    library_format, python_format = formats
+    return library_format == python_format

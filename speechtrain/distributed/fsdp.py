@@ -1,8 +1,9 @@
 """Parameters, gradients and optimizer state that are sharded over the ranks (FSDP2).
 
-Each rank keeps its rows of every parameter. The parameters of a unit are gathered before its forward and
-its backward, and freed after each. The gradients of a rank are its rows of the sums over the ranks. All
-other code, also the model's, is the same as with DDP.
+Each rank stores some rows (slices of dimension 0) of every parameter, and the same rows of its gradient and
+its optimizer state. Gradients are sums over the ranks. A unit is a part of the model, such as an encoder
+layer (``task.units_of``). FSDP gathers the parameters of a unit before the unit's forward and again before
+its backward. It frees them after each. All other code, also the model's, is the same as with DDP.
 """
 
 from __future__ import annotations
@@ -25,49 +26,55 @@ from speechtrain.task import units_of
 
 
 class ShardedGroup(TorchGroup):
-    """A group in which each process holds its rows of every parameter."""
+    """A group in which each process stores some rows of every parameter."""
 
     def __init__(self, world: World, facts: DeviceFacts = HOST, timeout_seconds: float = 1800.0) -> None:
-        if TorchVersion(torch.__version__) < "2.8":  # It lacks set_gradient_divide_factor.
+        if TorchVersion(torch.__version__) < "2.8":  # Older versions lack set_gradient_divide_factor.
             requirement = "trainer.shard=parameters needs torch 2.8 or newer"
             raise MachineError(f"{requirement}, and this is {torch.__version__}. Use trainer.shard=none")
         super().__init__(world, facts, timeout_seconds)
-        self._module: nn.Module | None = None
+        self._sharded_module: nn.Module | None = None
 
     def shard(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, narrow: torch.dtype | None = None
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, gather_dtype: torch.dtype | None = None
     ) -> None:
-        """Shard ``module``'s parameters, and make ``optimizer`` train this rank's shards of them.
+        """Shard the parameters of ``module``, and make ``optimizer`` train this rank's shards.
 
         All ranks start with rank 0's values. Until this call, every rank has the whole model in memory.
-        Units that set ``computes_narrow`` are gathered in the type ``narrow``, which halves the bytes sent.
-        Their matmuls use that type anyway. Gradients are summed in fp32.
+
+        ``gather_dtype`` is the type in which FSDP sends the parameters of units that set ``computes_narrow``.
+        bf16 halves the bytes, and the matmuls of these units compute in bf16 anyway. Without a
+        ``gather_dtype``, and for other units, the parameters are sent in their own type. Gradients are always
+        summed in fp32.
+
         Raises ConfigError for a model or an optimizer that cannot be sharded.
         """
-        # This import follows the opening of the group. Otherwise torch warns when the group is closed.
+        # Torch warns when the group is closed if this import comes before the group is opened.
         from torch.distributed.fsdp import register_fsdp_forward_method
 
         for parameter in module.parameters():
             self._broadcast(parameter.data)
-        names_by_group = _parameter_names(module, optimizer)
+        names_by_optimizer_group = _parameter_names(module, optimizer)
         try:
-            _shard_units(module, self.world.size, narrow)
+            _shard_units(module, self.world.size, gather_dtype)
         except (ValueError, NotImplementedError) as error:  # scalar or non-contiguous parameters
             cause = one_line(str(error), 200)
             raise ConfigError(
                 f"trainer.shard=parameters cannot shard this model ({cause}). Use trainer.shard=none"
             ) from error
         if hasattr(module, "evaluate"):
+            # FSDP gathers parameters before ``forward`` only, and evaluation calls another method.
             register_fsdp_forward_method(module, "evaluate")
             _free_after(module, "evaluate")
+        # Sharding has replaced the parameters by new objects, and the optimizer still has the old ones.
         shards = dict(module.named_parameters())
-        for group, names in zip(optimizer.param_groups, names_by_group, strict=True):
-            group["params"] = [shards[name] for name in names]
+        for optimizer_group, names in zip(optimizer.param_groups, names_by_optimizer_group, strict=True):
+            optimizer_group["params"] = [shards[name] for name in names]
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Wrap ``module``, which ``shard`` has sharded, and give all ranks rank 0's buffers."""
+        """Wrap ``module``, which ``shard`` has sharded, and copy rank 0's buffers to all ranks."""
         self._share_buffers(module)
-        self._module = module
+        self._sharded_module = module
         return _FSDPWrapper(module)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[object]:
@@ -75,29 +82,38 @@ class ShardedGroup(TorchGroup):
         return module.no_sync()
 
     def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> Status:
-        if self._module is not None and not all(map(is_sharded, self._module.parameters())):
-            # A version of torch other than the tested ones may fail to find a loss in a dataclass.
-            raise MachineError(
-                f"torch {torch.__version__} does not reduce gradients with trainer.shard=parameters. "
-                "Use trainer.shard=none"
-            )
+        if self._sharded_module is not None:
+            # FSDP finds the end of backward by the tensors that forward returned, here in a dataclass. A
+            # version of torch that does not look into dataclasses leaves the parameters gathered.
+            for parameter in self._sharded_module.parameters():
+                if not is_sharded(parameter):
+                    raise MachineError(
+                        f"torch {torch.__version__} does not reduce gradients with trainer.shard=parameters. "
+                        "Use trainer.shard=none"
+                    )
         return super().all_reduce_status(weight, stop=stop, late=late, skip=skip)
 
     def close(self) -> None:
-        self._module = None
+        self._sharded_module = None
         super().close()
 
 
 def _parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the names of the parameters that each of the optimizer's groups trains. Raises ConfigError."""
+    """Return the names of the parameters in each of the optimizer's parameter groups.
+
+    Raises ConfigError if the optimizer cannot train shards of these parameters.
+    """
     if not getattr(optimizer, "can_shard", True):
         name = type(optimizer).__name__
         raise ConfigError(f"trainer.shard=parameters: {name} needs whole tensors. Use optimizer=adamw")
     name_of = {parameter: name for name, parameter in module.named_parameters()}
     names_by_group = []
+    has_unknown_tensor = False
     for group in optimizer.param_groups:
-        names_by_group.append([name_of.get(parameter, "") for parameter in group["params"]])
-    if optimizer.state or any("" in names for names in names_by_group):
+        names = [name_of.get(parameter, "") for parameter in group["params"]]
+        has_unknown_tensor = has_unknown_tensor or "" in names
+        names_by_group.append(names)
+    if optimizer.state or has_unknown_tensor:
         raise ConfigError(
             "trainer.shard=parameters: the optimizer trains a tensor that is not a parameter of the "
             "model, or already has state. Use trainer.shard=none"
@@ -106,39 +122,50 @@ def _parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> lis
 
 
 def _shard_units(module: nn.Module, ranks: int, gather_dtype: torch.dtype | None) -> None:
-    """Shard each unit of ``module``, then the parameters outside of units. Gradients are sums over ranks."""
+    """Shard each unit of ``module`` over ``ranks`` ranks, then the parameters outside of units.
+
+    Gradients become sums over the ranks, because only the trainer divides, by the weight of the update.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     device = next(module.parameters()).device.type
     mesh = init_device_mesh(device, (ranks,))
     for unit in units_of(module, is_even=True):
-        types = MixedPrecisionPolicy(cast_forward_inputs=False)
+        dtypes = MixedPrecisionPolicy(cast_forward_inputs=False)
         if gather_dtype is not None and getattr(unit, "computes_narrow", False):
-            types = MixedPrecisionPolicy(gather_dtype, torch.float32, cast_forward_inputs=False)
-        fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=types)
+            dtypes = MixedPrecisionPolicy(
+                param_dtype=gather_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=dtypes)
+    # The parameters outside of units stay gathered until backward, which starts with some of them.
     fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)  # Only the trainer divides.
-            part.set_force_sum_reduction_for_comms(True)  # Gloo does not average.
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.set_gradient_divide_factor(1.0)
+            # With this, FSDP asks the backend for a sum. Gloo cannot average.
+            submodule.set_force_sum_reduction_for_comms(True)
 
 
-def _free_after(module: Any, name: str) -> None:
-    """Free the gathered parameters after each call of the method ``name`` of a sharded module."""
-    method: Callable[..., Any] = getattr(module, name)
+def _free_after(module: Any, method_name: str) -> None:
+    """Free the gathered parameters after each call of a method of a sharded module.
 
-    def call(*inputs: Any) -> Any:
+    In training, backward frees them. Evaluation has no backward, and the next forward would use the gathered
+    old values.
+    """
+    method: Callable[..., Any] = getattr(module, method_name)
+
+    def call_and_free(*inputs: Any) -> Any:
         try:
             return method(*inputs)
         finally:
-            module.reshard()  # Evaluation has no backward that frees them. The next forward needs new values.
+            module.reshard()
 
-    setattr(module, name, call)
+    setattr(module, method_name, call_and_free)
 
 
 class _FSDPWrapper(nn.Module):
-    """A sharded module. After backward, the gradients are this rank's rows of the sums over all ranks."""
+    """A sharded module. After backward, each rank has its rows of the gradients, summed over all ranks."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -146,7 +173,10 @@ class _FSDPWrapper(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do not reduce gradients in this context. Each rank keeps its gradients of whole parameters."""
+        """Return a context in which backward does not reduce gradients.
+
+        Each rank accumulates gradients of whole parameters until the next reduction.
+        """
         self.module.set_requires_gradient_sync(False)
         try:
             yield
@@ -154,6 +184,7 @@ class _FSDPWrapper(nn.Module):
             self.module.set_requires_gradient_sync(True)
 
     def forward(self, *inputs: Any) -> Any:
-        with warnings.catch_warnings():  # Units may return views, because no code writes into them.
+        with warnings.catch_warnings():
+            # FSDP warns if a unit returns a view. This is safe, because no code writes into the views.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
             return self.module(*inputs)

@@ -1,6 +1,7 @@
-"""The group of a run's processes, and how they communicate.
+"""The group of a run's processes (its ranks), and how they communicate.
 
-Callers do not ask whether a run is distributed. A run of one process has the group ``SingleProcess``.
+Callers need not know whether a run is distributed: the group of a single process is ``SingleProcess``, whose
+collectives return their input.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from speechtrain.errors import MachineError, first_line
 from speechtrain.launcher import World
 
 HOST = DeviceFacts()
+"""The facts of a host without an accelerator."""
 
 
 class Status(NamedTuple):
     """The state of an update over all ranks, after its backward."""
 
     weight: Tensor  # () fp32, the sum of the ranks' weights
-    stop: bool  # a rank must stop
-    late: bool  # a rank is out of time
-    skip: Tensor  # () bool, a rank skips the update
+    stop: bool  # whether a rank got a stop request
+    late: bool  # whether a rank has used up its time
+    skip: Tensor  # () bool, whether a rank skips the update
 
 
 class PeerLost(MachineError):
-    """Another rank has ended or does not answer. The error on this rank is not the cause."""
+    """Another rank has ended or does not answer. The error on this rank is a consequence."""
 
 
 class Group(ABC):
@@ -49,16 +51,16 @@ class Group(ABC):
 
     @cached_property
     def rank_status(self) -> RankStatus:
-        """The step and the phase of this rank. It also says whether the rank waits for peers."""
+        """The step and phase of this rank, and whether the rank waits for its peers."""
         return RankStatus()
 
     def shard(  # noqa: B027
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, narrow: torch.dtype | None = None
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, gather_dtype: torch.dtype | None = None
     ) -> None:
         """Shard parameters and optimizer if this group shards. Call this before any weights are loaded.
 
-        ``narrow`` is the type in which units that set ``computes_narrow`` are gathered. With None it is the
-        type of their parameters.
+        ``gather_dtype`` is the type in which the parameters of units with ``computes_narrow`` are gathered.
+        None means the type of the parameters.
         """
 
     @abstractmethod
@@ -69,33 +71,37 @@ class Group(ABC):
     def no_sync(self, module: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which backward does not reduce gradients.
 
-        It is used for all micro-batches of an update except the last one.
+        The trainer uses it for all micro-batches of an update except the last one.
         """
 
     @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the elementwise sum over the group. ``tensor`` is in host memory."""
+        """Return the elementwise sum over the group. ``tensor`` must be in host memory."""
 
     def barrier(self) -> None:
-        """Wait until all processes are here."""
-        self.any(False)  # This is reduced on the host. The barrier of nccl allocates memory on a device.
+        """Wait until every process has called this method."""
+        self.any(False)  # The flag is reduced in host memory. NCCL's own barrier allocates device memory.
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context that rank 0 runs first. The other ranks then see the files that it wrote."""
+        """Return a context whose body rank 0 runs before the other ranks.
+
+        The other ranks then see the files that rank 0 wrote.
+        """
         return nullcontext()
 
     @abstractmethod
     def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> Status:
-        """After backward, sum the weights of all ranks, and combine each flag by "or".
+        """Return the sum of the ranks' weights, and for each flag whether any rank has set it.
 
-        ``weight`` is () fp32 and ``skip`` () bool. Both stay on the device. ``stop`` and ``late`` are on the
-        host. Clocks and signals differ between ranks, so no rank may decide alone to end.
+        Every rank calls this once per update, after backward. ``weight`` is () fp32 and ``skip`` () bool.
+        Both stay on the device. ``stop`` and ``late`` are on the host. Clocks and signals differ between
+        ranks, so no rank may decide alone to end.
         """
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag of any process is set. Every process must call this."""
-        flags_set = self.sum(torch.tensor([float(flag)]))
-        return bool(flags_set[0] > 0)
+        """Return whether any process passes True. Every process must call this."""
+        count = self.sum(torch.tensor([float(flag)]))
+        return bool(count[0] > 0)
 
     def explain_error(self, error: Exception) -> Exception:
         """Return ``error``, or a PeerLost if a lost peer is the cause of ``error``."""
@@ -124,15 +130,18 @@ class SingleProcess(Group):
 
 
 class TorchGroup(Group):
-    """Processes that communicate through ``torch.distributed``. They find each other by torchrun's variables.
+    """Processes that communicate through ``torch.distributed``.
 
-    ``facts`` names the backends of the run's device. Counts and metrics are always reduced in host memory,
-    gradients and weights on their device. A wait for a peer raises RuntimeError after ``timeout_seconds``
-    without an answer, and at once if the peer has died.
-    Raises MachineError if the processes do not find each other.
+    The processes find each other by torchrun's environment variables. ``facts`` has the backends of the run's
+    device. Counts and metrics are always reduced in host memory, gradients and weights on their device.
+
+    Raises MachineError if the processes do not find each other. Later, a collective raises RuntimeError if a
+    peer does not answer for ``timeout_seconds``, and at once if a peer has died.
     """
 
-    _host_group: dist.ProcessGroup | None = None  # None: the default group, which also reduces in host memory
+    # The group that reduces in host memory. None means torch's default group, if its backends include the
+    # CPU.
+    _host_group: dist.ProcessGroup | None = None
 
     def __init__(self, world: World, facts: DeviceFacts = HOST, timeout_seconds: float = 1800.0) -> None:
         self.world = world
@@ -140,21 +149,23 @@ class TorchGroup(Group):
         self._averaged_buffers: list[Tensor] = []
         timeout = timedelta(seconds=timeout_seconds)
         try:
-            binding: dict[str, Any] = {}  # A vendor's replacement of the function may not take device_id.
+            # The argument device_id is left out unless needed. Some vendors' replacements of
+            # ``init_process_group`` do not have it.
+            device_option: dict[str, Any] = {}
             if facts.group_device:
-                # The group is bound to the device that this rank has opened. Its communicator starts there.
-                binding["device_id"] = torch.empty(0, device=facts.group_device).device
+                # Torch then creates the communicator at once, on the device that this rank has opened.
+                device_option["device_id"] = torch.empty(0, device=facts.group_device).device
             dist.init_process_group(
                 facts.backends,
                 store=store_of_one_host(world, facts.network_variables, timeout_seconds),
                 rank=world.rank,
                 world_size=world.size,
                 timeout=timeout,
-                **binding,
+                **device_option,
             )
             if "cpu" not in facts.collectives:
                 self._host_group = dist.new_group(backend="gloo", timeout=timeout)
-        except (RuntimeError, ValueError, OSError) as error:  # a port in use, no answer, no MASTER_ADDR
+        except (RuntimeError, ValueError, OSError) as error:  # no answer, no MASTER_ADDR, or a port in use
             failure = f"rank {world.rank} of {world.size} did not find its peers ({facts.backends})"
             raise MachineError(f"{failure}: {first_line(error)}") from error
 
@@ -162,14 +173,14 @@ class TorchGroup(Group):
     def wrap(self, module: nn.Module) -> nn.Module:
         """Wrap ``module`` in DDP, with rank 0's parameters and buffers on all ranks.
 
-        ``requires_grad`` may change between updates, on all ranks alike. Buffers called ``running_*``
-        (BatchNorm's) are averaged over the group in every ``all_reduce_status``.
+        ``requires_grad`` may change between updates, in the same way on all ranks. Every
+        ``all_reduce_status`` averages the buffers called ``running_*`` (BatchNorm's) over the group.
         """
         self._share_buffers(module)
         return _DDPWrapper(module, self.rank_status, self.facts)
 
     def _share_buffers(self, module: nn.Module) -> None:
-        """Give all ranks rank 0's buffers, and list the buffers that ``all_reduce_status`` averages."""
+        """Copy rank 0's buffers to all ranks, and list the buffers that ``all_reduce_status`` averages."""
         with torch.no_grad():
             for buffer in module.buffers():
                 self._broadcast(buffer)
@@ -191,69 +202,76 @@ class TorchGroup(Group):
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        if self.world.rank:
+        is_main = self.world.rank == 0
+        if not is_main:
             self.barrier()
         yield
-        if not self.world.rank:
+        if is_main:
             self.barrier()
 
     @collective
     def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> Status:
+        # All values are concatenated into one vector, because each reduction costs a round trip.
         dtype = self.facts.sum_dtype
         flags = torch.tensor([stop, late], dtype=dtype)
-        parts = [weight, skip, *self._averaged_buffers]
-        # If the weight is on another device, the flags are reduced on the host and need not wait for it.
-        is_apart = weight.device != flags.device
-        if not is_apart:
-            parts.insert(0, flags)
-        vectors = [part.detach().to(dtype).reshape(-1) for part in parts]
-        joined = torch.cat(vectors)
-        dist.all_reduce(joined)
-        if is_apart:
-            dist.all_reduce(flags, group=self._host_group)
+        tensors = [weight, skip, *self._averaged_buffers]
+        # On an accelerator, the flags have a reduction of their own in host memory. Then no rank must wait
+        # for its device before it knows whether to stop.
+        flags_in_vector = weight.device == flags.device
+        if flags_in_vector:
+            tensors.insert(0, flags)
+        sums = torch.cat([tensor.detach().to(dtype).reshape(-1) for tensor in tensors])
+        dist.all_reduce(sums)
+        if flags_in_vector:
+            flags, sums = sums[:2], sums[2:]
         else:
-            flags, joined = joined[:2], joined[2:]
-        self._average_buffers(joined[2:])
-        return Status(joined[0].float(), bool(flags[0]), bool(flags[1]), joined[1] > 0)
+            dist.all_reduce(flags, group=self._host_group)
+        self._average_buffers(sums[2:])
+        return Status(weight=sums[0].float(), stop=bool(flags[0]), late=bool(flags[1]), skip=sums[1] > 0)
 
-    def _average_buffers(self, sums: Tensor) -> None:
-        """Store the means over the ranks in the averaged buffers. ``sums`` has all their sums in a row."""
+    def _average_buffers(self, buffer_sums: Tensor) -> None:
+        """Store the means over the ranks in the averaged buffers.
+
+        ``buffer_sums`` (elements,) contains the sums of all these buffers, one buffer after another.
+        """
         sizes = [buffer.numel() for buffer in self._averaged_buffers]
-        means = torch.split(sums / self.world.size, sizes)
+        means = torch.split(buffer_sums / self.world.size, sizes)
         for buffer, mean in zip(self._averaged_buffers, means, strict=True):
             buffer.copy_(mean.view_as(buffer))
 
     def explain_error(self, error: Exception) -> Exception:
         if isinstance(error, RuntimeError) and re.search(self.facts.peer_lost, str(error), re.I):
-            # The trace has the text of gloo or nccl.
+            # The text of gloo or NCCL stays in the trace.
             rank = f"rank {self.world.rank} ({self.rank_status})"
             return PeerLost(f"{rank} has lost a peer, or got no answer from it")
         return error
 
     def close(self) -> None:
-        """Leave the group. First free all objects that refer to its communicator.
-
-        Otherwise a run of two processes sometimes died when the interpreter exited ("terminate called without
-        an active exception").
-        """
+        """Leave the group."""
+        # Objects that refer to the communicator must be freed first. Otherwise a run of two processes
+        # sometimes died when the interpreter exited ("terminate called without an active exception").
         self._averaged_buffers = []
         gc.collect()
         dist.destroy_process_group()
 
     def _broadcast(self, tensor: Tensor) -> None:
-        """Copy rank 0's content to every rank. It is sent from host memory as bytes, so every dtype works."""
+        """Copy the content of rank 0's ``tensor`` to every rank.
+
+        The content is sent from host memory as bytes, so every dtype works.
+        """
         host_copy = tensor.detach().cpu()
         content = host_copy.reshape(-1).contiguous().view(torch.uint8)
-        dist.broadcast(content, 0, group=self._host_group)
+        dist.broadcast(content, src=0, group=self._host_group)
         tensor.copy_(content.view(tensor.dtype).view_as(tensor))
 
 
 class _DDPWrapper(nn.Module):
     """A module in DDP. After backward, the gradients are sums over all ranks.
 
-    DDP reduces gradients during the backward pass, but the parameters that require a gradient must stay the
-    same. After a change, such as an unfrozen encoder, DDP is built again. If a module sets
-    ``skips_parameters``, DDP searches its graph for parameters that an update does not use.
+    DDP reduces gradients during the backward pass. It requires that the set of parameters with
+    ``requires_grad`` does not change. After a change, for example when an encoder is unfrozen, the wrapper
+    builds DDP again. If a module sets ``skips_parameters``, DDP searches its graph for parameters that an
+    update does not use.
     """
 
     def __init__(self, module: nn.Module, rank_status: RankStatus, facts: DeviceFacts) -> None:
@@ -266,27 +284,27 @@ class _DDPWrapper(nn.Module):
         self._build_ddp()
 
     def _build_ddp(self) -> None:
-        """Build DDP if the parameters that require a gradient have changed."""
+        """Build DDP if the set of parameters that require a gradient has changed."""
         trainable = [parameter.requires_grad for parameter in self.module.parameters()]
         if trainable == self._trainable:
             return
-        is_first = not self._trainable
+        is_first_build = not self._trainable
         self._trainable = trainable
         self.ddp = None
-        gc.collect()  # DDP is part of a reference cycle. This also frees its hooks on the parameters.
+        gc.collect()  # The old DDP is part of a reference cycle, and its hooks on the parameters must go.
         if not any(trainable):
             return
-        # Torch 2.13 renames broadcast_buffers and warns. Earlier versions need this name.
+        # Torch 2.13 warns that broadcast_buffers has a new name. Earlier versions know only this name.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             self.ddp = DistributedDataParallel(
                 self.module,
                 broadcast_buffers=False,
-                init_sync=is_first,
+                init_sync=is_first_build,  # Later the parameters of all ranks are equal.
                 find_unused_parameters=bool(getattr(self.module, "skips_parameters", False)),
                 **self.facts.ddp_options,
             )
-        # DDP refuses a hook that has other annotations than its own hooks. A lambda has none.
+        # DDP refuses a hook whose annotations differ from its own hooks' annotations. A lambda has none.
         self.ddp.register_comm_hook(self.rank_status, lambda status, bucket: _sum_bucket(status, bucket))
 
     def no_sync(self) -> AbstractContextManager[object]:
@@ -302,22 +320,27 @@ class _DDPWrapper(nn.Module):
 
 
 def _sum_bucket(rank_status: RankStatus, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Sum a bucket of gradients over the ranks.
+    """Start to sum a bucket of gradients over the ranks. Return the future sum.
 
-    DDP's hook averages. In fp16 the average loses precision, and the trainer would have to undo it.
+    DDP's own hook averages. In fp16 the average loses precision, and the trainer would have to undo it.
     """
 
-    def end(reduction: torch.futures.Future[list[Tensor]]) -> Tensor:
-        gradients = reduction.value()[0]  # This raises if the reduction failed. It then never completes.
-        rank_status.leave()
+    def record_end(reduction: torch.futures.Future[list[Tensor]]) -> Tensor:
+        gradients = reduction.value()[0]  # If the reduction failed, this raises, and no end is recorded.
+        rank_status.end_collective()
         return gradients
 
-    rank_status.enter()
+    rank_status.begin_collective()
     work = dist.all_reduce(bucket.buffer(), async_op=True)
-    gradients: torch.futures.Future[Tensor] = work.get_future().then(end)
+    gradients: torch.futures.Future[Tensor] = work.get_future().then(record_end)
     return gradients
 
 
 def open_group(world: World, facts: DeviceFacts = HOST, timeout_seconds: float = 1800.0) -> Group:
-    """Return the group of ``world``'s processes. Raises MachineError if they do not find each other."""
-    return SingleProcess() if world.size == 1 else TorchGroup(world, facts, timeout_seconds)
+    """Return the group of the processes in ``world``.
+
+    Raises MachineError if the processes do not find each other.
+    """
+    if world.size == 1:
+        return SingleProcess()
+    return TorchGroup(world, facts, timeout_seconds)

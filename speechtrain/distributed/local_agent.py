@@ -1,6 +1,7 @@
 """Torchrun for the ranks of one host: ``python -m speechtrain.distributed.local_agent OPTIONS … COMMAND …``.
 
-Torchrun's own rendezvous listens on all addresses, and unpickles the messages of any client.
+This program is torchrun with a rendezvous that listens on the loopback address only. Torchrun's own
+rendezvous listens on all addresses and unpickles the messages of any client.
 """
 
 from __future__ import annotations
@@ -18,20 +19,25 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from speechtrain.distributed.loopback import ADDRESS, loopback_store
 
 
-class _Loopback(StaticTCPRendezvous):
-    """The rendezvous of an agent without peers.
-
-    Each restart gets a new store, because the previous store holds the addresses of dead ranks.
-    """
+class _LoopbackRendezvous(StaticTCPRendezvous):
+    """The rendezvous of an agent that is the only agent of its run."""
 
     def get_backend(self) -> str:
         return "loopback"
 
     def next_rendezvous(self) -> RendezvousInfo:
+        """Return a new store. Torchrun calls this at the start and at each restart of the ranks.
+
+        The store of the previous start contains the addresses of dead ranks.
+        """
         store = loopback_store()
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(ADDRESS, store.port))
+        address = RendezvousStoreInfo(ADDRESS, store.port)
+        return RendezvousInfo(store, rank=0, world_size=1, bootstrap_store_info=address)
 
 
 if __name__ == "__main__":
-    rendezvous_handler_registry.register("loopback", lambda _: _Loopback(ADDRESS, 0, 0, 1, "loopback", 60))
+    rendezvous = _LoopbackRendezvous(
+        ADDRESS, master_port=0, rank=0, world_size=1, run_id="loopback", timeout=60
+    )
+    rendezvous_handler_registry.register("loopback", lambda _: rendezvous)
     run.main(["--rdzv-backend=loopback", *sys.argv[1:]])

@@ -1,9 +1,13 @@
-"""The watchdog. It names a rank that hangs, reports the state of each rank, and ends all ranks.
+"""The watchdog: it finds the rank that hangs, reports the state of every rank, and ends all ranks.
 
-The trainer and the process group set a rank's step and phase as attributes. A thread of each rank reads them,
-and nothing is written while a run moves. A rank that has not moved for too long raises an alarm, which is a
-file in the run directory that all ranks look for. Each rank then writes a report with its phase and its
-stack. All ranks make the same diagnosis from the reports, and exit. This module does not import torch.
+1. The trainer and the process group set the step and phase of a rank in its ``RankStatus``.
+2. A thread of each rank, the ``Watch``, checks this status. It writes no file while the rank makes progress.
+3. A rank without progress for too long raises an alarm: an empty file in the run directory.
+   All ranks look for this file.
+4. Each rank then writes a ``HangReport`` with its phase and its stack.
+5. All ranks make the same ``HangDiagnosis`` from the reports, and exit.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,12 +30,15 @@ from speechtrain.errors import MachineError
 from speechtrain.files import read_json, write_json, write_text
 
 ALARM = "alarm"
-# Before its first step, a rank may wait this time for a peer, because the peer may read data and compile.
+# Before its first step, a rank may wait for a peer for this time, because the peer may read data and compile.
 START_SECONDS = 1800.0
-REPORT_SECONDS = (2.0, 30.0)  # lowest and highest limit for the reports. Network file systems are slow.
-MARGIN_SECONDS = 60.0  # the timeout of a collective is longer by this, so that the watchdog reports first
-_EXIT_SECONDS = 6.0  # from the limit for reports to a forced exit, even if this thread hangs
-_MIN_TICK, _MAX_TICK = 0.1, 2.0
+# After an alarm, ranks wait at least and at most this time for reports. Network file systems are slow.
+REPORT_SECONDS = (2.0, 30.0)
+# The timeout of a collective is longer than the watchdog's limit by this time. So the watchdog reports first.
+MARGIN_SECONDS = 60.0
+# The process exits by force this time after the wait for reports, even if the watchdog's thread hangs.
+_EXIT_SECONDS = 6.0
+_MIN_TICK, _MAX_TICK = 0.1, 2.0  # seconds between two checks
 _TICKS = 20  # checks within the time limit of a phase
 
 _Arguments = ParamSpec("_Arguments")
@@ -39,42 +46,47 @@ _Returned = TypeVar("_Returned")
 
 
 class RankStatus:
-    """A rank's step and phase, for its watchdog. Setting them takes 0.2 µs, without input or output."""
+    """The step and phase of a rank, for its watchdog. A change takes 0.2 µs, without input or output."""
 
     def __init__(self) -> None:
-        self.step = 0
+        self.step = 0  # 0 before the first update
         self.phase = "start"
-        self.phase_count = 0  # phases so far. Every rank has the same phases, so a lower count is behind.
+        # The number of phases so far. All ranks go through the same phases, so a lower count is behind.
+        self.phase_count = 0
         self.collective_phases: set[str] = set()  # phases in which a collective has completed
-        self._entered = 0
-        self._left = 0
-        self._lock = threading.Lock()  # Threads of a backend also call ``leave``.
+        self._collectives_started = 0
+        self._collectives_completed = 0
+        self._lock = threading.Lock()  # Threads of a backend also call ``end_collective``.
 
     def begin_phase(self, step: int, phase: str) -> None:
         """Record that the rank starts ``phase`` of ``step``, or the next part of a long phase."""
-        self.step, self.phase = step, phase
+        self.step = step
+        self.phase = phase
         self.phase_count += 1
 
-    def enter(self) -> None:
+    def begin_collective(self) -> None:
         """Record that a collective starts."""
         with self._lock:
-            self._entered += 1
+            self._collectives_started += 1
 
-    def leave(self) -> None:
+    def end_collective(self) -> None:
         """Record that a collective has completed."""
         with self._lock:
-            self._left += 1
+            self._collectives_completed += 1
         self.collective_phases.add(self.phase)
 
     @property
     def is_waiting(self) -> bool:
         """Whether a collective has started and not completed."""
-        return self._entered > self._left
+        return self._collectives_started > self._collectives_completed
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """The numbers of phases, started and completed collectives. One of them changes if the rank moves."""
-        return self.phase_count, self._entered, self._left
+        """The numbers of phases, of started and of completed collectives.
+
+        At least one of them changes when the rank makes progress.
+        """
+        return self.phase_count, self._collectives_started, self._collectives_completed
 
     def __str__(self) -> str:
         return f"step {self.step}, {self.phase}"
@@ -83,29 +95,31 @@ class RankStatus:
 def collective(
     method: Callable[Concatenate[Any, _Arguments], _Returned],
 ) -> Callable[Concatenate[Any, _Arguments], _Returned]:
-    """Make ``method``, which waits for all peers, record its start and end in ``self.rank_status``."""
+    """Decorate a method that waits for all peers: record its start and end in ``self.rank_status``."""
 
     @functools.wraps(method)
-    def recorded(self: Any, /, *arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Returned:
-        self.rank_status.enter()
+    def recorded_method(
+        self: Any, /, *arguments: _Arguments.args, **keywords: _Arguments.kwargs
+    ) -> _Returned:
+        self.rank_status.begin_collective()
         returned = method(self, *arguments, **keywords)  # If this raises, the collective has not completed.
-        self.rank_status.leave()
+        self.rank_status.end_collective()
         return returned
 
-    return recorded
+    return recorded_method
 
 
 @dataclass(frozen=True)
 class HangReport:
-    """A rank's state after an alarm."""
+    """The state of a rank after an alarm."""
 
     rank: int
     step: int
     phase: str
     phase_count: int
-    is_waiting: bool = False
-    is_odd: bool = False  # The rank waits for a collective, and this phase never had one before.
-    still_seconds: float = 0.0  # the time since the rank moved
+    is_waiting: bool = False  # in a collective
+    is_odd: bool = False  # in a collective, in a phase in which no collective of this rank has completed
+    still_seconds: float = 0.0  # the time since the last progress
     host: str = ""
     location: str = ""  # the innermost frames of the main thread
     stack: str = ""  # the stack of the main thread
@@ -117,27 +131,28 @@ class HangReport:
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """The rank that hangs, and the message about it."""
+    """The rank that causes the hang, and the message about it."""
 
     rank: int
     message: str
-    stack: str = ""
-    silent_ranks: frozenset[int] = field(default_factory=frozenset)
+    stack: str = ""  # the stack of the rank's main thread
+    silent_ranks: frozenset[int] = field(default_factory=frozenset)  # ranks without a report
 
 
 class Stuck(MachineError):
-    """A rank does not move, or waits in another collective than its peers."""
+    """A rank makes no progress, or waits in another collective than its peers."""
 
 
 def diagnose(reports: Iterable[HangReport], size: int, seconds: float) -> HangDiagnosis:
-    """Find the rank that the others wait for. The same reports give the same diagnosis on every rank.
+    """Return which of ``size`` ranks causes the hang. ``seconds`` is the time limit, for the message.
 
-    - If ranks have no report, it is the first of them.
-    - Else, if ranks are outside of collectives, it is the one that is furthest behind.
-    - Else, all ranks wait, and it is the rank that waits in another collective than most ranks.
+    Every rank makes the same diagnosis from the same reports. The first rule that applies finds the rank:
 
-    If as many ranks wait in one collective as in another, it is the rank in a phase that had no collective
-    before. If both phases had collectives, it is the rank ahead, which has left out a collective.
+    1. Some ranks have no report: the lowest of them.
+    2. Some ranks are outside of collectives: the one that is furthest behind.
+    3. All ranks wait in collectives: the one in a collective with fewer ranks than the others.
+       If two collectives have the same number of ranks, it is the rank in a phase that had no collective
+       before. If both phases had collectives, it is the rank ahead, which has left out a collective.
     """
     reports = sorted(reports, key=lambda report: report.rank)
     silent = frozenset(range(size)) - {report.rank for report in reports}
@@ -147,21 +162,33 @@ def diagnose(reports: Iterable[HangReport], size: int, seconds: float) -> HangDi
         waiting = ", ".join(map(str, reports[:3]))
         message = f"rank {rank} does not answer: it is stopped, or hangs with the interpreter's lock held"
         return HangDiagnosis(rank, f"{message}; {waiting} waited for it; {limit}", silent_ranks=silent)
-    outside = [report for report in reports if not report.is_waiting]
-    if outside:
-        # The lowest phase count is furthest behind. Then the rank that has stood still longest is.
-        cause = min(outside, key=lambda report: (report.phase_count, -report.still_seconds, report.rank))
+    outside_collectives = [report for report in reports if not report.is_waiting]
+    if outside_collectives:
+        cause = _furthest_behind(outside_collectives)
         message = f"stands still for {cause.still_seconds:.1f} s"
         if size > 1:
-            message += f"; {_list_states([report for report in reports if report is not cause])}"
+            peers = [report for report in reports if report is not cause]
+            message += f"; {_list_states(peers)}"
     else:
         cause, message = _rank_in_other_collective(reports)
     position = f"rank {cause.rank} on {cause.host}: step {cause.step}, phase {cause.phase}"
     return HangDiagnosis(cause.rank, f"{position}, {message}; at {cause.location}; {limit}", cause.stack)
 
 
+def _furthest_behind(reports: list[HangReport]) -> HangReport:
+    """Return the report with the lowest phase count.
+
+    Of reports with the same count, it is the one with the longest time without progress.
+    """
+
+    def sort_key(report: HangReport) -> tuple[int, float, int]:
+        return report.phase_count, -report.still_seconds, report.rank
+
+    return min(reports, key=sort_key)
+
+
 def _list_states(reports: list[HangReport]) -> str:
-    """Return the states of at most three ranks, and the number of the remaining ranks."""
+    """Return a text with the states of the first three ranks and the number of further ranks."""
     states = []
     for report in reports[:3]:
         state = "waits" if report.is_waiting else "stands still"
@@ -173,41 +200,42 @@ def _list_states(reports: list[HangReport]) -> str:
 
 
 def _rank_in_other_collective(reports: list[HangReport]) -> tuple[HangReport, str]:
-    """Return the rank that waits in another collective than most ranks, with a message."""
-    groups: dict[int, list[HangReport]] = {}
+    """Return the report of the rank that waits in another collective than most ranks, and a message.
+
+    Ranks with the same phase count wait in the same collective.
+    """
+    groups: dict[int, list[HangReport]] = {}  # by phase count
     for report in reports:
         groups.setdefault(report.phase_count, []).append(report)
 
     def sort_key(group: list[HangReport]) -> tuple[int, bool, int]:
-        """Order groups: the smallest first, then one in an odd phase, then the one that is furthest ahead."""
+        """Order groups by size, then groups with an odd rank first, then the group furthest ahead first."""
         has_odd_rank = any(report.is_odd for report in group)
-        phases_behind = -group[0].phase_count
-        return len(group), not has_odd_rank, phases_behind
+        phase_count = group[0].phase_count
+        return len(group), not has_odd_rank, -phase_count
 
-    likeliest, *other_groups = sorted(groups.values(), key=sort_key)
-    cause = likeliest[0]
-    seconds = f"for {cause.still_seconds:.1f} s"
+    likeliest_group, *other_groups = sorted(groups.values(), key=sort_key)
+    cause = likeliest_group[0]
+    duration = f"for {cause.still_seconds:.1f} s"
     if not other_groups:
-        return cause, f"waits in the same collective as all ranks {seconds}: check the network"
-    peer = other_groups[-1][0]
-    return cause, f"waits in another collective than {peer} {seconds}: one left it out"
+        return cause, f"waits in the same collective as all ranks {duration}: check the network"
+    largest_group = other_groups[-1]
+    return cause, f"waits in another collective than {largest_group[0]} {duration}: one left it out"
 
 
 @dataclass(eq=False)
 class Watch:
-    """A thread that raises an alarm for its rank and answers the alarms of other ranks.
+    """A thread that raises an alarm if its rank hangs, and reacts to the alarms of other ranks.
 
-    ``folder`` belongs to one attempt of a run, and all its ranks see it. The function ``leave``
-    gets the diagnosis and this rank's report, and ends the process. Time in which this thread did not run (in
-    a stopped process, or on an overloaded machine) does not count.
+    Time in which this thread did not run (in a stopped process, or on an overloaded machine) does not count.
     """
 
     rank_status: RankStatus
     rank: int
-    size: int
-    folder: Path
-    seconds: float
-    leave: Callable[[HangDiagnosis, HangReport], None]
+    size: int  # the number of ranks
+    folder: Path  # the files of one attempt of the run. All its ranks read and write here.
+    seconds: float  # the time limit of a rank without progress
+    leave: Callable[[HangDiagnosis, HangReport], None]  # gets this rank's report, and ends the process
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -215,11 +243,11 @@ class Watch:
         shortest, longest = REPORT_SECONDS
         self.report_seconds = min(longest, max(shortest, self.seconds / _TICKS))
         self.still_seconds = 0.0
-        self._counts = self.rank_status.counts
-        self._last_look = self.clock()
+        self._last_counts = self.rank_status.counts
+        self._last_check_time = self.clock()
         self._main_thread = threading.main_thread().ident or 0
         self._is_closed = threading.Event()
-        self._is_leaving = False
+        self._has_alarm = False
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> Watch:
@@ -229,64 +257,69 @@ class Watch:
     def close(self) -> None:
         """Stop watching. After an alarm this does not return, because ``leave`` ends the process."""
         self._is_closed.set()
-        if self._is_leaving:
+        if self._has_alarm:
             self._thread.join()
 
     def _run(self) -> None:
         while not self._is_closed.wait(self.tick):
-            if self.find_alarm():
-                self._is_leaving = True
-                # The forced exit needs neither the interpreter's lock nor a disk.
+            if self.check_alarm():
+                self._has_alarm = True
+                # The forced exit needs neither the interpreter's lock nor a disk. File 2 is stderr.
                 faulthandler.dump_traceback_later(self.report_seconds + _EXIT_SECONDS, exit=True, file=2)
                 report = self.write_report()
-                self.leave(diagnose(self._collect_reports(report), self.size, self.seconds), report)
+                diagnosis = diagnose(self._collect_reports(report), self.size, self.seconds)
+                self.leave(diagnosis, report)
                 faulthandler.cancel_dump_traceback_later()  # Only the ``leave`` of a test returns.
                 return
 
-    def find_alarm(self) -> bool:
+    def check_alarm(self) -> bool:
         """Raise an alarm if this rank is stuck. Return whether this rank or a peer has raised one.
 
-        The thread calls this once a tick.
+        The thread calls this method at each tick.
         """
-        look_time = self.clock()
-        # If more time has passed, the process was stopped.
-        passed_seconds = min(look_time - self._last_look, 2 * self.tick)
-        self._last_look = look_time
+        check_time = self.clock()
+        # The process was stopped if more than two ticks have passed. The surplus does not count.
+        passed_seconds = min(check_time - self._last_check_time, 2 * self.tick)
+        self._last_check_time = check_time
         counts = self.rank_status.counts
-        self.still_seconds += passed_seconds
-        if counts != self._counts:
+        if counts == self._last_counts:
+            self.still_seconds += passed_seconds
+        else:
             self.still_seconds = 0.0
-        self._counts = counts
+        self._last_counts = counts
+        alarm_file = self.folder / ALARM
         if self._is_stuck():
-            with contextlib.suppress(OSError):  # Without the file, the other ranks still notice the hang.
-                write_text(self.folder / ALARM, "", durable=False)
+            # If the file cannot be written, the other ranks notice the hang by their own limits.
+            with contextlib.suppress(OSError):
+                write_text(alarm_file, "", durable=False)
             return True
-        return self.size > 1 and (self.folder / ALARM).exists()
+        return self.size > 1 and alarm_file.exists()
 
     def _is_stuck(self) -> bool:
-        """Return whether this rank has not moved for too long.
+        """Return whether this rank has made no progress for too long.
 
-        Before its first step a rank may take any time. It is stuck if it waits too long for a peer.
+        Before its first step, a rank may compute for any time. It is stuck only if it waits for a peer for
+        ``START_SECONDS`` and for the limit.
         """
         if self.rank_status.step:
             return self.still_seconds >= self.seconds
         return self.rank_status.is_waiting and self.still_seconds >= max(self.seconds, START_SECONDS)
 
     def write_report(self) -> HangReport:
-        """Write this rank's report for all ranks to read, and return it."""
-        rank_status = self.rank_status
-        frame = sys._current_frames().get(self._main_thread)
+        """Write this rank's report to ``folder``, for all ranks. Return the report."""
+        status = self.rank_status
+        main_frame = sys._current_frames().get(self._main_thread)
         stack, other_stacks = _stacks(self._main_thread)
         report = HangReport(
             rank=self.rank,
-            step=rank_status.step,
-            phase=rank_status.phase,
-            phase_count=rank_status.phase_count,
-            is_waiting=rank_status.is_waiting,
-            is_odd=rank_status.is_waiting and rank_status.phase not in rank_status.collective_phases,
+            step=status.step,
+            phase=status.phase,
+            phase_count=status.phase_count,
+            is_waiting=status.is_waiting,
+            is_odd=status.is_waiting and status.phase not in status.collective_phases,
             still_seconds=self.still_seconds,
             host=platform.node(),
-            location=_innermost_frames(frame),
+            location=_innermost_frames(main_frame),
             stack=stack,
             other_stacks=other_stacks,
         )
@@ -294,17 +327,18 @@ class Watch:
             write_json(self.folder / f"rank-{self.rank}.json", asdict(report), durable=False)
         return report
 
-    def _collect_reports(self, report: HangReport) -> list[HangReport]:
-        """Return ``report``, which is this rank's, and the reports of the ranks that answer in time."""
+    def _collect_reports(self, own_report: HangReport) -> list[HangReport]:
+        """Return ``own_report`` and the reports that other ranks write in time."""
+        # Another rank may notice the alarm one tick later than this rank.
         deadline = time.monotonic() + self.report_seconds + self.tick
-        reports = [report]
+        reports = [own_report]
         missing_ranks = set(range(self.size)) - {self.rank}
         while missing_ranks and time.monotonic() < deadline:
             for rank in sorted(missing_ranks):
                 fields = read_json(self.folder / f"rank-{rank}.json")
                 if not fields:
                     continue  # The rank has not written its report yet.
-                with contextlib.suppress(TypeError):  # Other fields are not a report.
+                with contextlib.suppress(TypeError):  # The file has other fields than a report.
                     reports.append(HangReport(**fields))
                     missing_ranks.discard(rank)
             if missing_ranks:
@@ -313,7 +347,7 @@ class Watch:
 
 
 def _innermost_frames(frame: FrameType | None) -> str:
-    """Return file, line and function of the three innermost frames, the innermost first."""
+    """Return a text with file, line and function of the three innermost frames, the innermost first."""
     if frame is None:
         return ""
     calls = reversed(traceback.extract_stack(frame, limit=3))
@@ -323,7 +357,7 @@ def _innermost_frames(frame: FrameType | None) -> str:
 def _stacks(main_thread: int) -> tuple[str, str]:
     """Return the stack of the main thread, and the stacks of all other threads except the caller's.
 
-    The outermost frames stand first.
+    The outermost frame of each stack comes first.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()

@@ -1,4 +1,7 @@
-"""The interface of encoders: audio in, frames of a fixed width out."""
+"""The interface of encoders: audio in, frames of a fixed width out.
+
+Legend: B rows, S samples, T frames, M mel bins, L layers.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,17 @@ from speechtrain.features.logmel import LogMel
 class Encoder(nn.Module, ABC):
     """A front end and a network: (B, S) audio to (B, T, ``width``) frames."""
 
-    width: int
+    width: int  # values of an output frame
     sample_rate: int  # Hz. The data module converts recordings to this rate.
     frozen: bool = False  # if True, ``encode`` records no graph and the weights do not change
-    normalise_audio: bool = False  # the data layer gives recordings zero mean and unit variance
+    normalise_audio: bool = False  # if True, the data layer gives recordings zero mean and unit variance
     reads_padding: bool = False  # if True, the frames of a row depend on the padding of its batch
 
     def encode(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Call ``forward`` for a recogniser, without gradients if ``frozen``."""
+        """Return the frames and lengths of ``forward``, without gradients if ``frozen``.
+
+        Recognisers call this. A pretraining model, which trains the encoder itself, calls its parts.
+        """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             encoded: tuple[Tensor, Tensor] = self(batch)
         return encoded
@@ -40,23 +46,23 @@ class Encoder(nn.Module, ABC):
         """Prepare for the next update. ``Task.advance`` calls this and explains ``step`` and ``seed``."""
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
-        """Add the draws and counts that ``forward`` needs to the batch, before it moves to the device.
+        """Return the batch with the random masks that ``forward`` needs, in ``extra``.
 
-        ``Task.prepare`` calls this and explains ``seed``.
+        ``Task.prepare`` calls this on the host, before the batch moves to the device, and explains ``seed``.
         """
         return batch
 
     @abstractmethod
     def frames(self, samples: int) -> int:
-        """Return the length that ``forward`` returns for ``samples`` samples. The host computes it."""
+        """Return the number of frames of a row with ``samples`` samples, without a forward pass."""
 
     @abstractmethod
     def activation_bytes(self) -> float:
-        """Return a prediction of the bytes that forward keeps for backward, per second of a row's audio."""
+        """Return the predicted bytes that forward stores for backward, for each second of a row's audio."""
 
 
 class LogMelEncoder(Encoder):
-    """An encoder whose network reads ``features`` of audio that ``augment`` changes in training."""
+    """An encoder whose network reads the log-mel ``features`` of audio, augmented in training."""
 
     def __init__(self, features: LogMel, augment: Augment) -> None:
         super().__init__()
@@ -72,8 +78,11 @@ class LogMelEncoder(Encoder):
         return frames
 
 
-def kept_layers(seed: int, layers: int, probability: float) -> Tensor:
-    """Draw the factors (L,) of layer drop for an update: 0 with ``probability``, else 1."""
+def layer_drop_factors(seed: int, layers: int, probability: float) -> Tensor:
+    """Return random factors (L,) of the layers' outputs: 0 with ``probability``, which drops a layer, else 1.
+
+    ``seed`` is the seed of the update, so all micro-batches and ranks drop the same layers.
+    """
     draws = uniform_at(seed, EncoderStream.LAYERS, np.arange(layers, dtype=np.int64))
     return torch.from_numpy((draws >= probability).astype(np.float32))
 

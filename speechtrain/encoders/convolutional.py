@@ -1,7 +1,9 @@
 """Convolutional encoders, as lists of blocks: ContextNet (Han et al., 2020), QuartzNet (Kriman et al., 2020).
 
-Legend: B rows, T frames, C channels, k kernel taps, s stride. Frames after a row's end are 0 in every
-layer, because the norm writes zeros there and the activations keep them. So no result depends on padding.
+Legend: B rows, T frames, C channels, s stride.
+
+The output of every layer is 0 in the frames after a row's end: the norm writes zeros there, and each
+activation maps 0 to 0. So no result depends on the padding of a batch.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swish": F.silu, "relu": F
 
 def _tds_uniform(weight: Tensor) -> None:
     """Draw a weight within ±2/√fan-in, as time-depth separable networks and NeMo's ContextNet do."""
-    bound = 2.0 / weight[0].numel() ** 0.5
+    fan_in = weight[0].numel()
+    bound = 2.0 / fan_in**0.5
     nn.init.uniform_(weight, -bound, bound)
 
 
@@ -37,18 +40,22 @@ INITS: dict[str, Callable[[Tensor], object]] = {
     "xavier_uniform": nn.init.xavier_uniform_,
 }
 
-_MOST = {"filters": 2**16, "kernel": 1023, "repeat": 100, "stride": 100, "dilation": 100, "times": 100}
-_MOST_CONVOLUTIONS = 1000
-# With up to 16 channels-last channels in bf16 and a wide kernel, oneDNN of torch 2.13 hangs.
-_FEW_CHANNELS = 16
-# The 20 convolutions of 4 blocks have about 700 operations. Lazy devices compile thousands slowly.
-_BLOCKS_OF_A_GRAPH = 4
+# The largest valid values of a block's settings.
+_LARGEST = {"filters": 2**16, "kernel": 1023, "repeat": 100, "stride": 100, "dilation": 100, "times": 100}
+_MOST_CONVOLUTIONS = 1000  # in a whole network
+# The bf16 convolution of oneDNN in torch 2.13 hangs with a wide kernel and a channels-last input of at most
+# this number of channels.
+_MOST_HANGING_CHANNELS = 16
+# A lazy device compiles the graph of this number of blocks at once. With 20 convolutions they have about 700
+# operations, and graphs of thousands of operations take long to compile.
+_BLOCKS_PER_GRAPH = 4
 
 
 class SeparableConv(nn.Module):
-    """Depthwise convolution over time, pointwise convolution and norm: to (B, T/s, out).
+    """Depthwise convolution over time, pointwise convolution and BatchNorm.
 
-    With a kernel of 1, the depthwise convolution is omitted.
+    Maps (B, T, inputs) to (B, ceil(T/s), filters). With a kernel of 1, there is only the pointwise
+    convolution.
     """
 
     def __init__(self, inputs: int, filters: int, kernel: int, stride: int = 1, dilation: int = 1) -> None:
@@ -61,23 +68,38 @@ class SeparableConv(nn.Module):
         self.norm = MaskedBatchNorm(filters, momentum=0.1, eps=1e-3)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        """Convolve rows with ``lengths`` (B,) frames in the output."""
+        """Convolve ``x`` (B, T, inputs). ``lengths`` (B,) are the frames of each row after the stride."""
         if self.depthwise is None:
             x = x[:, :: self.stride]
         else:
-            # Gaudi needs an image, here of height 1. Its channels-last layout costs CPUs no copy.
-            weight, options = self.depthwise.weight[:, :, None], ((1, self.stride), (0, self.padding))
-            image = x.transpose(1, 2)[:, :, None]
-            if len(weight) <= _FEW_CHANNELS:
-                image = image.contiguous()
-            image = F.conv2d(image, weight, None, *options, (1, self.dilation), len(weight))
-            x = image[:, :, 0].transpose(1, 2)
+            x = self._convolve_channels(x, self.depthwise.weight)
         y: Tensor = self.norm(self.pointwise(x), lengths)
         return y
 
+    def _convolve_channels(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Convolve each channel of ``x`` (B, T, inputs) over time by its ``weight`` (inputs, 1, kernel)."""
+        channels = len(weight)
+        # Gaudi needs an image, whose height is 1 here. The transposed view has the channels-last layout,
+        # which CPUs convolve without a copy.
+        image = x.transpose(1, 2)[:, :, None]
+        if channels <= _MOST_HANGING_CHANNELS:
+            image = image.contiguous()
+        image = F.conv2d(
+            image,
+            weight[:, :, None],
+            stride=(1, self.stride),
+            padding=(0, self.padding),
+            dilation=(1, self.dilation),
+            groups=channels,
+        )
+        return image[:, :, 0].transpose(1, 2)
+
 
 class SqueezeExcitation(nn.Module):
-    """Scales channels by a function of their means over a row's valid frames, at least in fp32."""
+    """Multiplies each channel by a gate, which depends on the means of all channels over the row's frames.
+
+    It computes in fp32 or wider, because a mean over many frames is inexact in bf16.
+    """
 
     def __init__(self, channels: int, reduction: int, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -87,7 +109,7 @@ class SqueezeExcitation(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        """Scale frames (B, T, C) that are 0 after each row's ``lengths`` (B,)."""
+        """Scale frames (B, T, C), which must be 0 after the ``lengths`` (B,) of the rows."""
         with full_precision(x.device):
             wide = at_least_fp32(x)
             mean = wide.sum(1) / lengths.clamp(min=1)[:, None].to(wide.dtype)
@@ -98,61 +120,66 @@ class SqueezeExcitation(nn.Module):
 class Block(nn.Module):
     """Separable convolutions, then squeeze and excitation, then the residual sum.
 
-    The last convolution has the stride. Activation and dropout follow each of the other convolutions and the
-    residual sum.
+    Only the last convolution has the stride. Activation and dropout follow each of the other convolutions and
+    the residual sum. ``settings`` is an item of ``ConvolutionalEncoder.blocks`` with all its keys.
     """
 
-    def __init__(self, inputs: int, block: dict[str, Any], activation: str, squeeze: int) -> None:
+    def __init__(self, inputs: int, settings: dict[str, Any], activation: str, squeeze: int) -> None:
         super().__init__()
-        filters, kernel, stride, repeat = (block[k] for k in ("filters", "kernel", "stride", "repeat"))
+        filters, kernel, stride = settings["filters"], settings["kernel"], settings["stride"]
+        strides = [1] * (settings["repeat"] - 1) + [stride]
         self.convs, width = nn.ModuleList(), inputs
-        for conv_stride in [1] * (repeat - 1) + [stride]:
-            self.convs.append(SeparableConv(width, filters, kernel, conv_stride, block["dilation"]))
+        for conv_stride in strides:
+            self.convs.append(SeparableConv(width, filters, kernel, conv_stride, settings["dilation"]))
             width = filters
         self.activation, self.stride = ACTIVATIONS[activation], int(stride)
         self.squeeze = SqueezeExcitation(filters, squeeze, self.activation) if squeeze else None
-        self.residual = SeparableConv(inputs, filters, 1, stride) if block["residual"] else None
-        self.dropout = nn.Dropout(block["dropout"])
+        self.residual = SeparableConv(inputs, filters, 1, stride) if settings["residual"] else None
+        self.dropout = nn.Dropout(settings["dropout"])
 
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Map frames (B, T, inputs) of ``lengths`` (B,) to (B, ceil(T/s), filters) and their lengths (B,)."""
         inputs = x
-        frames = torch.div(lengths + (self.stride - 1), self.stride, rounding_mode="floor")
+        strided_lengths = torch.div(lengths + (self.stride - 1), self.stride, rounding_mode="floor")
         *convs, strided_conv = self.convs
         for conv in convs:
             x = self.dropout(self.activation(conv(x, lengths)))
-        x = strided_conv(x, frames)
+        x = strided_conv(x, strided_lengths)
         if self.squeeze is not None:
-            x = self.squeeze(x, frames)
+            x = self.squeeze(x, strided_lengths)
         if self.residual is not None:
-            x = x + self.residual(inputs, frames)
-        return self.dropout(self.activation(x)), frames
+            x = x + self.residual(inputs, strided_lengths)
+        return self.dropout(self.activation(x)), strided_lengths
 
-    def values(self, inputs: int, filters: int) -> float:
-        """Return the number of values that forward keeps for backward, for each frame of the input."""
-        input_convs = len(self.convs) - 1
-        return inputs + 4.0 * filters * (input_convs + 1 / self.stride)
+    def stored_values(self, inputs: int, filters: int) -> float:
+        """Return the number of values that forward stores for backward, for each frame of the input.
+
+        A convolution stores 4 values for each filter and frame. Only the last one has fewer frames.
+        """
+        unstrided_convs = len(self.convs) - 1
+        return inputs + 4.0 * filters * (unstrided_convs + 1 / self.stride)
 
 
 class ConvolutionalEncoder(LogMelEncoder, PolicyAware):
     """Blocks of separable convolutions on log-mel features. Every published network is a list of blocks.
 
-    An item of ``blocks`` has two kinds of optional keys:
+    An item of ``blocks`` is a mapping with two kinds of optional keys:
 
-    - ``filters``, ``kernel`` (odd), ``repeat`` (convolutions), ``residual`` and ``dropout`` replace the
-      parameters of these names.
-    - ``stride``, ``dilation`` and ``times`` (equal blocks in a row) are 1 by default.
+    - ``filters`` (output channels), ``kernel`` (odd, in frames), ``repeat`` (number of convolutions),
+      ``residual`` and ``dropout`` replace the parameters of these names.
+    - ``stride`` (frames), ``dilation`` (frames) and ``times`` (equal blocks in a row) are 1 by default.
 
-    ``squeeze`` is the reduction of squeeze and excitation, and 0 omits both. ``init`` is the distribution of
-    the initial weights: ``tds_uniform`` within 2/sqrt(fan-in) (Hannun et al., 2019), as in NeMo's ContextNet,
-    or ``xavier_uniform`` (Glorot and Bengio, 2010), as in NeMo's QuartzNet.
+    ``squeeze`` is the number by which squeeze and excitation divides the channels, and 0 omits it. ``init``
+    is the distribution of the initial weights: ``tds_uniform`` within 2/sqrt(fan-in) (Hannun et al., 2019),
+    as in NeMo's ContextNet, or ``xavier_uniform`` (Glorot and Bengio, 2010), as in NeMo's QuartzNet.
 
     Raises ValueError for a block with an unknown key or a value out of range.
     """
 
     shard_units = ("blocks",)  # Sharded runs gather the parameters of one block at a time.
     _policy: ComputePolicy = PLAIN
-    _values = 0.0  # that forward keeps for backward, for each feature frame
-    _output_share = 1.0  # output frames for each feature frame
+    _stored_values = 0.0  # values that forward stores for backward, for each feature frame
+    _output_frames = 1.0  # output frames for each feature frame
 
     def __init__(
         self,
@@ -174,16 +201,17 @@ class ConvolutionalEncoder(LogMelEncoder, PolicyAware):
         defaults |= {"residual": residual, "dropout": dropout}
         self.blocks, self.width = nn.ModuleList(), features.features
         self._strides: list[int] = []
-        for block in _complete(blocks, defaults):
-            for _ in range(block["times"]):
-                self._append(Block(self.width, block, activation, squeeze), block["filters"])
-        for weight in self.parameters():
-            if weight.dim() > 1:
-                INITS[init](weight)
+        for settings in _complete_blocks(blocks, defaults):
+            for _ in range(settings["times"]):
+                self._append_block(Block(self.width, settings, activation, squeeze), settings["filters"])
+        for parameter in self.parameters():
+            is_weight = parameter.dim() > 1  # The parameters of the norms have one dimension.
+            if is_weight:
+                INITS[init](parameter)
 
-    def _append(self, block: Block, filters: int) -> None:
-        self._values += self._output_share * block.values(self.width, filters)
-        self._output_share /= block.stride
+    def _append_block(self, block: Block, filters: int) -> None:
+        self._stored_values += self._output_frames * block.stored_values(self.width, filters)
+        self._output_frames /= block.stride
         self.blocks.append(block)
         self._strides.append(block.stride)
         self.width = filters
@@ -193,24 +221,26 @@ class ConvolutionalEncoder(LogMelEncoder, PolicyAware):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         x, lengths = self.augmented(batch)
-        for index, block in enumerate(self.blocks, 1):
+        for number, block in enumerate(self.blocks, 1):
             x, lengths = block(x, lengths)
             is_lazy = self._policy.static_shapes and not self._policy.compiler
-            if is_lazy and index % _BLOCKS_OF_A_GRAPH == 0:
-                x = EndSegment.apply(self._policy.mark_step, x)[0]  # type: ignore[no-untyped-call]
+            if is_lazy and number % _BLOCKS_PER_GRAPH == 0:
+                (x,) = EndSegment.apply(self._policy.mark_step, x)  # type: ignore[no-untyped-call]
         return x, lengths
 
     def frames(self, samples: int) -> int:
         frames = self.features.frames(samples)
         for stride in self._strides:
-            frames = -(-frames // stride)
+            frames = -(-frames // stride)  # rounded up
         return frames
 
     def activation_bytes(self) -> float:
-        # The values are measured as the tensors that autograd saves in an update. Before the blocks, the
-        # front end has 8 copies of the waveform. The prediction is within a factor of 2 for the networks in
-        # conf/encoder.
-        return 4 * max(self._values / self.features.frame_seconds, 8.0 * self.sample_rate)
+        # The values were counted as the tensors that autograd saves in an update. Before the blocks run, the
+        # front end has 8 copies of the waveform in memory, which can be more. The prediction is within a
+        # factor of 2 of the count for the networks in conf/encoder. A value has 4 bytes.
+        block_values = self._stored_values / self.features.frame_seconds
+        front_end_values = 8.0 * self.sample_rate
+        return 4 * max(block_values, front_end_values)
 
 
 def _check(init: str, activation: str, squeeze: int) -> None:
@@ -221,40 +251,51 @@ def _check(init: str, activation: str, squeeze: int) -> None:
     require_least(0, squeeze=squeeze)
 
 
-def _complete(blocks: list[dict[str, Any]], defaults: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return ``blocks`` with every key. Raises ValueError, which names the item and its key."""
+def _complete_blocks(blocks: list[dict[str, Any]], defaults: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return ``blocks`` with every key. ``defaults`` are the encoder's parameters that a block may replace.
+
+    Raises ValueError for an unknown key, for a value out of range and for too many convolutions. The message
+    begins with the item and its key, or with the parameter whose default is out of range.
+    """
     if not blocks:
         raise ValueError("blocks is empty: it must list at least one block")
     all_defaults = defaults | {"stride": 1, "dilation": 1, "times": 1}
-    complete, convolutions = [], 0
+    complete_blocks, convolutions = [], 0
     for index, block in enumerate(blocks):
         for key in block.keys() - all_defaults.keys():
             keys = ", ".join(all_defaults)
             raise ValueError(f"blocks[{index}].{key}: a block takes no {key!r}, but only {keys}")
-        complete_block = all_defaults | block
-        for key, setting in complete_block.items():
-            name = key
-            if key in block or key not in defaults:
-                name = f"blocks[{index}].{key}"
+        settings = all_defaults | block
+        for key, setting in settings.items():
+            is_parameter = key in defaults and key not in block
+            name = key if is_parameter else f"blocks[{index}].{key}"
             _check_setting(name, key, setting)
-        complete.append(complete_block)
-        convolutions += complete_block["times"] * complete_block["repeat"]
+        complete_blocks.append(settings)
+        convolutions += settings["times"] * settings["repeat"]
     if convolutions > _MOST_CONVOLUTIONS:
         raise ValueError(
             f"blocks have {convolutions} convolutions, but at most {_MOST_CONVOLUTIONS} are possible"
         )
-    return complete
+    return complete_blocks
 
 
 def _check_setting(name: str, key: str, setting: Any) -> None:
-    """Raise ValueError if the setting of a block's ``key`` is out of range."""
+    """Raise ValueError if the ``setting`` of a block's ``key`` is out of range.
+
+    The message begins with ``name``.
+    """
     if key == "residual":
-        is_valid, valid = isinstance(setting, bool), "true or false"
+        valid_range = "true or false"
+        is_valid = isinstance(setting, bool)
     elif key == "dropout":
-        is_valid, valid = type(setting) in (int, float) and 0 <= setting < 1, "at least 0 and below 1"
+        valid_range = "at least 0 and below 1"
+        is_valid = type(setting) in (int, float) and 0 <= setting < 1
     else:
-        is_valid, valid = type(setting) is int and 1 <= setting <= _MOST[key], f"1 to {_MOST[key]}"
+        largest = _LARGEST[key]
+        valid_range = f"1 to {largest}"
+        is_valid = type(setting) is int and 1 <= setting <= largest
         if key == "kernel":
-            is_valid, valid = is_valid and setting % 2 == 1, f"odd, {valid}"
+            valid_range = f"odd, {valid_range}"
+            is_valid = is_valid and setting % 2 == 1
     if not is_valid:
-        raise ValueError(f"{name} is {setting!r}: it must be {valid}")
+        raise ValueError(f"{name} is {setting!r}: it must be {valid_range}")

@@ -1,9 +1,11 @@
 """FastConformer (Rekesh et al., ASRU 2023) in the form of Hugging Face's ``ParakeetEncoder``.
 
 Strided depthwise-separable convolutions over the log-mel frames, then Conformer layers (Gulati et al., 2020)
-with relative positions (Dai et al., 2019, section 3.3). Parameters have the names of ``ParakeetEncoder``.
+with relative positions (Dai et al., 2019, section 3.3). The parameters have the names of ``ParakeetEncoder``,
+so published weights load without a conversion of names.
 
-Legend: B rows, T frames, M mel bins, D width, H heads, C channels, k kernel taps.
+Legend: B rows, T frames, M mel bins, D width, H heads, K keys, L layers, k kernel taps. The distance of a
+query and a key is the frame of the query minus the frame of the key.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware
-from speechtrain.encoders.base import LogMelEncoder, kept_layers
+from speechtrain.encoders.base import LogMelEncoder, layer_drop_factors
 from speechtrain.errors import require_least, require_shares
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
@@ -28,56 +30,60 @@ from speechtrain.nn.full_precision import at_least_fp32
 from speechtrain.nn.norm import MaskedBatchNorm
 from speechtrain.nn.transformer import FORBIDDEN
 
-_SLICE = 2**22  # values of a slice of rows after the first convolution, which are 16 MB
+_SLICE_VALUES = 2**22  # values of a slice of rows after the first convolution, which are 16 MB
 
 
 class Subsampling(nn.Module, PolicyAware):
     """Strided convolutions over time and frequency: (B, T, M) to (B, ceil(T / factor), D).
 
     The first convolution is dense. Each of the others is depthwise, then pointwise. Frames beyond a row's
-    length are 0 after each convolution. On CPUs, a batch is convolved in slices of rows, and backward
-    computes the values of a slice again. At 256 channels, these values are more than half of a small model's
-    memory.
+    length are 0 after each convolution.
+
+    On CPUs, a batch is convolved in slices of rows, and backward computes the values of a slice again. At 256
+    channels, storing these values would take more than half of a small model's memory.
     """
 
     def __init__(self, mels: int, factor: int, channels: int, width: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Conv2d(1, channels, 3, stride=2, padding=1), nn.ReLU(inplace=True)])
-        for _ in range(factor.bit_length() - 2):
+        halvings = factor.bit_length() - 1  # ``factor`` is a power of 2.
+        for _ in range(halvings - 1):
             self.layers += [
                 nn.Conv2d(channels, channels, 3, stride=2, padding=1, groups=channels),
                 nn.Conv2d(channels, channels, 1),
                 nn.ReLU(inplace=True),
             ]
         self.linear = nn.Linear(channels * (mels // factor), width)
-        self.values = channels * mels // 4  # after the first convolution, for each input frame
+        self.values = channels * mels // 4  # values after the first convolution, for each input frame
         self.apply_policy(PLAIN)
 
     def apply_policy(self, policy: ComputePolicy) -> None:
-        self._is_sliced = policy.feature_frames > 0
+        self._is_sliced = policy.feature_frames > 0  # This is the case on CPUs only.
 
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        rows, convolve = len(x), self._convolve
+        """Map log-mel frames (B, T, M) and lengths (B,) to subsampled frames and their lengths (B,)."""
+        slice_rows, convolve = len(x), self._convolve
         if self._is_sliced:
             row_values = self.values * x.shape[1]
-            rows = max(1, _SLICE // row_values)
-        if rows < len(x) and torch.is_grad_enabled():
+            slice_rows = max(1, _SLICE_VALUES // row_values)
+        if slice_rows < len(x) and torch.is_grad_enabled():
             convolve = partial(checkpoint, convolve, use_reentrant=False, preserve_rng_state=False)
-        parts = map(convolve, torch.split(x, rows), torch.split(lengths, rows))
-        frames, counts = (torch.cat(part) for part in zip(*parts, strict=True))
-        return self.linear(frames), counts
+        slices = map(convolve, torch.split(x, slice_rows), torch.split(lengths, slice_rows))
+        frames, frame_lengths = (torch.cat(parts) for parts in zip(*slices, strict=True))
+        return self.linear(frames), frame_lengths
 
     def _convolve(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output of the convolutions (B, ceil(T / factor), channels · bins) and lengths (B,)."""
         x = x[:, None]
         for layer in self.layers:
             x = layer(x)
             if isinstance(layer, nn.Conv2d):
                 if layer.stride[0] == 2:
                     lengths = torch.div(lengths + 1, 2, rounding_mode="floor")
-                    valid = torch.arange(x.shape[2], device=x.device) < lengths[:, None]
+                    is_valid = torch.arange(x.shape[2], device=x.device) < lengths[:, None]
                 # The product and ReLU write into ``x``, because a copy of the first output would need much
-                # memory: it has 32 times the values of the input.
-                x = x.mul_(valid[:, None, :, None].to(x.dtype))
+                # memory: it has ``channels`` / 4 times the values of the input.
+                x = x.mul_(is_valid[:, None, :, None].to(x.dtype))
         return x.transpose(1, 2).flatten(2), lengths
 
 
@@ -89,46 +95,54 @@ class RelativeAttention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width, bias=bias) for _ in range(3))
         self.o_proj = nn.Linear(width, width, bias=bias)
         self.relative_k_proj = nn.Linear(width, width, bias=False)
+        # u and v of the paper are added to the query for the scores of keys and of distances.
         self.bias_u = nn.Parameter(torch.zeros(heads, width // heads))
         self.bias_v = nn.Parameter(torch.zeros(heads, width // heads))
         self.heads, self.dropout = heads, dropout
 
-    def forward(self, x: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
-        """Attend from frames (B, T, D) to the ``allowed`` keys (B, T or 1, T).
+    def forward(self, x: Tensor, positions: Tensor, allowed_keys: Tensor) -> Tensor:
+        """Return the attention's output (B, T, D) for frames (B, T, D).
 
-        ``positions`` (2T − 1, D) are the embeddings of the distances T − 1 to 1 − T.
+        ``positions`` (2T − 1, D) are the embeddings of the distances T − 1 to 1 − T. ``allowed_keys``
+        (B, T, T) or (B, 1, T) is True for keys to which a query may attend.
         """
         rows, frames, width = x.shape
         shape = (rows, frames, self.heads, width // self.heads)
         q, k, v = (layer(x).view(shape) for layer in (self.q_proj, self.k_proj, self.v_proj))
         distance_keys = self.relative_k_proj(positions).view(1, len(positions), *shape[2:])
         scores = self._scores(q, k, distance_keys)
-        weights = scores.masked_fill(~allowed[:, None], FORBIDDEN).softmax(-1).to(v.dtype)
+        weights = scores.masked_fill(~allowed_keys[:, None], FORBIDDEN).softmax(-1).to(v.dtype)
         context = torch.matmul(F.dropout(weights, self.dropout, self.training), v.transpose(1, 2))
         y: Tensor = self.o_proj(context.transpose(1, 2).reshape(rows, frames, width))
         return y
 
     def _scores(self, queries: Tensor, keys: Tensor, distance_keys: Tensor) -> Tensor:
-        """Return the scores (B, H, T, T) of each key for each query, in fp32 or wider."""
+        """Return the score (B, H, T, T) of each query with each key, in fp32 or wider."""
         key_scores = _scaled_scores(queries + self.bias_u, keys)
         distance_scores = _scaled_scores(queries + self.bias_v, distance_keys)
-        return at_least_fp32(key_scores) + at_least_fp32(_by_key(distance_scores))
+        return at_least_fp32(key_scores) + at_least_fp32(_distances_to_keys(distance_scores))
 
 
 def _scaled_scores(queries: Tensor, keys: Tensor) -> Tensor:
-    """Return the scaled products (B, H, T, K) of queries (B, T, H, ·) and keys (B or 1, K, H, ·)."""
+    """Return the scaled dot products (B, H, T, K) of queries (B, T, H, ·) and keys (B or 1, K, H, ·)."""
     scaled = queries * queries.shape[-1] ** -0.5
     return torch.matmul(scaled.transpose(1, 2), keys.permute(0, 2, 3, 1))
 
 
-def _by_key(scores: Tensor) -> Tensor:
-    """Convert scores (B, H, T, 2T − 1) of the distances T − 1 to 1 − T to scores of the keys (B, H, T, T)."""
+def _distances_to_keys(scores: Tensor) -> Tensor:
+    """Convert scores (B, H, T, 2T − 1) of the distances T − 1 to 1 − T to scores of the keys (B, H, T, T).
+
+    Query t needs the distances t to t − T + 1, which are T columns from column T − 1 − t on. A column of
+    padding makes the rows 2T long. Without the first T values, rows of 2T − 1 values begin at these columns.
+    """
     rows, heads, frames, distances = scores.shape
     skewed = F.pad(scores, (1, 0)).view(rows, heads, distances + 1, frames)[:, :, 1:]
     return skewed.reshape(rows, heads, frames, distances)[..., :frames]
 
 
 class FeedForward(nn.Module):
+    """Two linear layers with SiLU and dropout between them: (…, D) to (…, D)."""
+
     def __init__(self, width: int, hidden: int, dropout: float, bias: bool) -> None:
         super().__init__()
         self.linear1, self.linear2 = nn.Linear(width, hidden, bias=bias), nn.Linear(hidden, width, bias=bias)
@@ -140,9 +154,9 @@ class FeedForward(nn.Module):
 
 
 class Convolution(nn.Module):
-    """The Conformer's convolution: gated pointwise, depthwise over k frames, BatchNorm, pointwise.
+    """The Conformer's convolution: gated pointwise, depthwise over k frames, BatchNorm, SiLU, pointwise.
 
-    In training, only valid frames count for the BatchNorm. In transformers' model, padded frames also count.
+    The statistics of the BatchNorm count only valid frames. In transformers' model, padding also counts.
     """
 
     def __init__(self, width: int, kernel: int, bias: bool) -> None:
@@ -153,20 +167,27 @@ class Convolution(nn.Module):
         self.pointwise_conv2 = nn.Conv1d(width, width, 1, bias=bias)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """Convolve frames (B, T, D) of rows with ``lengths`` (B,)."""
         value, gate = _pointwise(self.pointwise_conv1, x).chunk(2, -1)
-        valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
-        x = value * gate.sigmoid() * valid[..., None].to(value.dtype)
+        is_valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+        x = value * gate.sigmoid() * is_valid[..., None].to(value.dtype)
         x = self.depthwise_conv(x.transpose(1, 2)).transpose(1, 2)
         return _pointwise(self.pointwise_conv2, F.silu(self.norm(at_least_fp32(x), lengths)))
 
 
 def _pointwise(conv: nn.Conv1d, x: Tensor) -> Tensor:
-    """Compute a convolution over one frame as a matmul (B, T, D), which avoids two transposed copies."""
+    """Apply a convolution with a kernel of 1 to ``x`` (B, T, D).
+
+    A matmul computes it, because Conv1d needs the channels before the frames, which costs two copies.
+    """
     return F.linear(x, conv.weight[:, :, 0], conv.bias)
 
 
 class ConformerLayer(nn.Module):
-    """Half a feed-forward, attention, convolution, half a feed-forward, LayerNorm: (B, T, D) to (B, T, D)."""
+    """Feed-forward, attention, convolution, feed-forward, LayerNorm: (B, T, D) to (B, T, D).
+
+    Each part is a residual branch behind a LayerNorm. The feed-forward branches count half (Gulati et al.).
+    """
 
     def __init__(
         self,
@@ -189,10 +210,10 @@ class ConformerLayer(nn.Module):
         self.norm_self_att, self.norm_conv, self.norm_out = (nn.LayerNorm(width) for _ in range(3))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, lengths: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor, positions: Tensor, allowed_keys: Tensor) -> Tensor:
         branch = self.feed_forward1(self.norm_feed_forward1(x))
         x = x + 0.5 * self.dropout(branch)
-        x = x + self.dropout(self.self_attn(self.norm_self_att(x), positions, allowed))
+        x = x + self.dropout(self.self_attn(self.norm_self_att(x), positions, allowed_keys))
         x = x + self.dropout(self.conv(self.norm_conv(x), lengths))
         branch = self.feed_forward2(self.norm_feed_forward2(x))
         x = x + 0.5 * self.dropout(branch)
@@ -203,13 +224,19 @@ class ConformerLayer(nn.Module):
 class FastConformer(LogMelEncoder):
     """Log-mel frames, subsampled by ``subsampling`` (a power of 2), then ``layers`` Conformer layers.
 
-    ``dropout`` follows the subsampling, and ``position_dropout`` applies to the relative positions.
-    ``residual_dropout`` applies to each branch of a layer. NeMo has it, transformers does not. ``context``
-    [left, right] limits attention to this number of frames on each side, and null allows all frames.
-    ``layer_drop`` is the same as in ``Transformer``. Raises ValueError for values out of range.
+    - ``kernel`` is the number of frames of a layer's depthwise convolution. ``channels`` is the number of
+      channels of the subsampling.
+    - ``dropout`` follows the subsampling, and ``position_dropout`` applies to the relative positions.
+    - ``residual_dropout`` applies to each branch of a layer. NeMo has it, transformers does not.
+    - ``layer_drop`` is the probability with which an update skips a layer, as in ``Transformer``.
+    - ``scale_input`` multiplies the subsampled frames by the square root of ``width``.
+    - ``context`` [left, right] limits attention to this number of frames on each side, and null allows all
+      frames.
+
+    Raises ValueError for values out of range.
     """
 
-    shard_units = ("subsampling", "layers")
+    shard_units = ("subsampling", "layers")  # Sharded runs gather the parameters of one layer at a time.
     _update_seed = 0
 
     def __init__(
@@ -242,7 +269,7 @@ class FastConformer(LogMelEncoder):
         require_least(1, heads=heads, channels=channels)
         if width % heads or width % 2:
             raise ValueError(f"width is {width}: it must be even and a multiple of heads, {heads}")
-        _check_spans(kernel, subsampling, features.features, context)
+        _check_frame_settings(kernel, subsampling, features.features, context)
         self.subsampling = Subsampling(features.features, subsampling, channels, width)
         new_layer = partial(ConformerLayer, width, feed_forward, heads, kernel, residual_dropout)
         new_layer = partial(
@@ -258,10 +285,10 @@ class FastConformer(LogMelEncoder):
         self._update_seed = seed
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
-        """Add ``keep`` (L,), the factors of the layers, to ``extra`` in training with ``layer_drop``."""
+        """Return the batch with ``keep`` (L,), the factors of layer drop, in ``extra``. Only for training."""
         if not (self.training and self.layer_drop):
             return batch
-        keep = kept_layers(self._update_seed, len(self.layers), self.layer_drop)
+        keep = layer_drop_factors(self._update_seed, len(self.layers), self.layer_drop)
         return replace(batch, extra=batch.extra | {"keep": keep})
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -272,13 +299,16 @@ class FastConformer(LogMelEncoder):
     def contextualise(
         self, features: Tensor, lengths: Tensor, keep: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Map features (B, T', M) of ``lengths`` (B,) to frames (B, T, D) and their lengths (B,)."""
+        """Map log-mel features (B, T', M) of ``lengths`` (B,) to frames (B, T, D) and their lengths (B,).
+
+        T is ceil(T' / subsampling). ``keep`` (L,) is 0 for layers to drop, else 1.
+        """
         x, lengths = self.subsampling(features, lengths)
         x = self.dropout(x * self.scale)
         positions = self.position_dropout(_positions(x))
-        allowed = self._allowed_keys(lengths, x.shape[1])
+        allowed_keys = self._allowed_keys(lengths, x.shape[1])
         for index, layer in enumerate(self.layers):
-            y = layer(x, lengths, positions, allowed)
+            y = layer(x, lengths, positions, allowed_keys)
             if keep is not None:
                 factor = keep[index].to(x.dtype)
                 y = y * factor + x * (1 - factor)
@@ -286,37 +316,42 @@ class FastConformer(LogMelEncoder):
         return x, lengths
 
     def _allowed_keys(self, lengths: Tensor, frames: int) -> Tensor:
-        """Return for each frame whether it may attend to each key: (B, T, T), or (B, 1, T) for all frames."""
+        """Return whether each query may attend to each key: (B, T, T), or (B, 1, T) if queries do not differ.
+
+        ``lengths`` (B,) are the frames of each row, and ``frames`` is T.
+        """
         frame = torch.arange(frames, device=lengths.device)
         # A row without any valid frame attends to its first frame, because softmax over no key is NaN.
-        allowed = (frame < lengths.clamp(min=1)[:, None])[:, None]
+        is_valid = (frame < lengths.clamp(min=1)[:, None])[:, None]
         if self.context is None:
-            return allowed
+            return is_valid
         left, right = self.context
-        distance = frame - frame[:, None]
-        is_near = (distance >= -left) & (distance <= right)
+        offset = frame - frame[:, None]  # (T, T) the frame of the key minus the frame of the query
+        is_near = (offset >= -left) & (offset <= right)
         # A frame attends to itself, because a frame beyond the row's end may have no other key.
-        return (allowed & is_near) | (distance == 0)
+        return (is_valid & is_near) | (offset == 0)
 
     def frames(self, samples: int) -> int:
-        return -(-self.features.frames(samples) // self.factor)
+        return -(-self.features.frames(samples) // self.factor)  # rounded up
 
     def activation_bytes(self) -> float:
-        # The tensors that autograd keeps were counted with saved-tensor hooks at rows of 15 s. A frame of a
-        # layer keeps 24 widths, 3 hidden widths of each feed-forward and 14 bytes per head and key.
-        rate = 1 / self.features.frame_seconds
+        # The tensors that autograd stores were counted with saved-tensor hooks for rows of 15 s. A frame of a
+        # layer stores 24 widths, 3 hidden widths of each feed-forward, and 14 bytes per head and key. A value
+        # has 4 bytes.
+        feature_rate = 1 / self.features.frame_seconds  # log-mel frames per second
         channels = self.subsampling.linear.in_features
-        front_end = rate * (6 * self.features.features + channels * self.factor * 0.75)
+        front_end_values = feature_rate * (6 * self.features.features + channels * self.factor * 0.75)
         layer = self.layers[0]
         assert isinstance(layer, ConformerLayer)
         layer_values = 24.0 * self.width + 6 * layer.feed_forward1.linear1.out_features
         key_values = 14 / 4 * layer.self_attn.heads
-        layer_values += key_values * 15 * rate / self.factor
-        all_layers = rate / self.factor * len(self.layers) * layer_values
-        return 4 * (front_end + all_layers)
+        layer_values += key_values * 15 * feature_rate / self.factor
+        all_layer_values = feature_rate / self.factor * len(self.layers) * layer_values
+        return 4 * (front_end_values + all_layer_values)
 
 
-def _check_spans(kernel: int, subsampling: int, mels: int, context: Sequence[int] | None) -> None:
+def _check_frame_settings(kernel: int, subsampling: int, mels: int, context: Sequence[int] | None) -> None:
+    """Raise ValueError for a kernel, a subsampling factor or an attention context that is not valid."""
     if kernel < 1 or kernel % 2 == 0:
         raise ValueError(f"kernel is {kernel}: it must be odd")
     if subsampling < 2 or subsampling.bit_count() > 1 or mels % subsampling:
@@ -328,10 +363,13 @@ def _check_spans(kernel: int, subsampling: int, mels: int, context: Sequence[int
 
 
 def _positions(x: Tensor) -> Tensor:
-    """Return the sines and cosines, in turn, of the distances T − 1 to 1 − T: (2T − 1, D)."""
+    """Return the embeddings (2T − 1, D) of the distances T − 1 to 1 − T for frames ``x`` (B, T, D).
+
+    Sine and cosine alternate, with D / 2 frequencies from 1 to almost 1 / 10000 (Vaswani et al., 2017).
+    """
     frames, width = x.shape[1:]
     distance = torch.arange(frames - 1, -frames, -1, device=x.device, dtype=torch.float32)
-    even = torch.arange(0, width, 2, device=x.device, dtype=torch.float32)
-    frequencies = torch.exp(even * (-math.log(10000.0) / width))
+    even_channel = torch.arange(0, width, 2, device=x.device, dtype=torch.float32)
+    frequencies = torch.exp(even_channel * (-math.log(10000.0) / width))
     angle = distance[:, None] * frequencies
     return torch.stack((angle.sin(), angle.cos()), -1).flatten(1).to(x.dtype)

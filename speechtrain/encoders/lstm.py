@@ -1,4 +1,7 @@
-"""The LSTM encoder of recognition models: audio in, frames of a fixed width out."""
+"""The LSTM encoder of recognition models: audio in, frames of a fixed width out.
+
+Legend: B rows, T feature frames, F features, H hidden units, k factor of StackTime.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,20 @@ from speechtrain.nn.lstm import LSTM, EndSegment
 from speechtrain.nn.norm import MaskedBatchNorm
 from speechtrain.nn.stack_time import StackTime, stack_time
 
-_SHORTEST_SEGMENT = 20  # frames after the pivot that are worth two calls of each stack (NVIDIA's value)
+# With fewer frames after the pivot, a second call of each stack costs more than it saves (NVIDIA's value).
+_SHORTEST_SEGMENT = 20
 
 
 class LSTMEncoder(LogMelEncoder, PolicyAware):
     """LSTM stack, StackTime, LSTM stack (MLPerf RNN-T, or AIDK's smaller encoder with its norms).
 
     ``feature_norm`` is AIDK's BatchNorm on the features. ``layer_norm`` is AIDK's LayerNorm after each stack.
-    Every published size of this encoder is a configuration.
+    ``stack_time`` is the factor k by which StackTime divides the frames.
 
     With ``split_segments``, the frames beyond the median length are computed for the longer half of the rows
-    only, as in NVIDIA's MLPerf entry. This saves time and memory if the lengths of rows differ. The host then
-    reads the lengths. The results are the same without dropout, whose masks are drawn for each segment. With
-    static shapes, the option has no effect.
+    only, as in NVIDIA's MLPerf entry. This saves time and memory if the lengths of rows differ. It costs a
+    read of the lengths by the host. The results are the same without dropout. With dropout they differ,
+    because each segment has its own masks. With static shapes, the option has no effect.
     """
 
     shard_units = ("pre_rnn", "post_rnn")  # Sharded runs gather the parameters of one stack at a time.
@@ -53,12 +57,13 @@ class LSTMEncoder(LogMelEncoder, PolicyAware):
         super().__init__(features, augment)
         width = features.features
         self.feature_norm = MaskedBatchNorm(width) if feature_norm else None
-        lstm = partial(LSTM, hidden=hidden, dropout=dropout, layer_norm=layer_norm)
-        lstm = partial(lstm, forget_gate_bias=forget_gate_bias, init_scale=init_scale)
-        self.pre_rnn = lstm(width, layers=pre_layers)
+        new_lstm = partial(LSTM, hidden=hidden, dropout=dropout, layer_norm=layer_norm)
+        new_lstm = partial(new_lstm, forget_gate_bias=forget_gate_bias, init_scale=init_scale)
+        self.pre_rnn = new_lstm(width, layers=pre_layers)
         self.stack_time = StackTime(stack_time)
-        self.post_rnn = lstm(hidden * stack_time, layers=post_layers)
+        self.post_rnn = new_lstm(hidden * stack_time, layers=post_layers)
         self.width = hidden
+        # ``units_of`` reads ``uneven_calls``: a rank may call a stack once or twice in a step.
         self.split_segments = self.uneven_calls = split_segments
         self._policy = PLAIN
 
@@ -70,10 +75,12 @@ class LSTMEncoder(LogMelEncoder, PolicyAware):
         if self.feature_norm is not None:
             x = self.feature_norm(x, lengths)
         if self._policy.lstm_segment:
-            return self._in_segments(x, lengths)
-        pivot = self._pivot(lengths) if self.split_segments and not self._policy.static_shapes else 0
+            return self._encode_in_segments(x, lengths)
+        pivot = 0
+        if self.split_segments and not self._policy.static_shapes:
+            pivot = self._pivot(lengths)
         if pivot and x.shape[1] - pivot >= _SHORTEST_SEGMENT:
-            return self._in_halves(x, lengths, pivot)
+            return self._encode_around_pivot(x, lengths, pivot)
         x, _ = self.pre_rnn(x)
         x, lengths = self.stack_time(x, lengths)
         x, _ = self.post_rnn(x)
@@ -82,85 +89,96 @@ class LSTMEncoder(LogMelEncoder, PolicyAware):
     def _pivot(self, lengths: Tensor) -> int:
         """Return the frame at which the shorter half of the rows has ended, or 0 if there is one row.
 
-        The frame is a multiple of StackTime's factor.
+        The frame is rounded up to a multiple of StackTime's factor, so that no stacked frame is split.
         """
         if len(lengths) < 2:
             return 0
         factor = self.stack_time.factor
         median = int(lengths.sort(descending=True).values[len(lengths) // 2])
-        return -(-median // factor) * factor
+        stacked_median = -(-median // factor)
+        return stacked_median * factor
 
-    def _stacked_lengths(self, lengths: Tensor) -> Tensor:
-        factor = self.stack_time.factor
-        return torch.div(lengths + (factor - 1), factor, rounding_mode="floor")
+    def _encode_around_pivot(self, x: Tensor, lengths: Tensor, pivot: int) -> tuple[Tensor, Tensor]:
+        """Encode the frames before ``pivot`` of all rows, then the frames after it of the longer half.
 
-    def _in_halves(self, x: Tensor, lengths: Tensor, pivot: int) -> tuple[Tensor, Tensor]:
-        """Encode the frames before ``pivot`` of all rows, then the frames after it of the longer half."""
-        longer = lengths.argsort(descending=True)[: len(lengths) // 2]
+        Returns the frames (B, ceil(T/k), H) and their lengths (B,).
+        """
+        longer_rows = lengths.argsort(descending=True)[: len(lengths) // 2]
         y, pre_state = self.pre_rnn(x[:, :pivot])
         y, _ = self.stack_time(y, lengths.clamp(max=pivot))
         y, post_state = self.post_rnn(y)
-        z, _ = self.pre_rnn(x[longer, pivot:], _select_rows(pre_state, longer))
-        z, _ = self.stack_time(z, (lengths[longer] - pivot).clamp(min=0))
-        z, _ = self.post_rnn(z, _select_rows(post_state, longer))
-        padded = z.new_zeros(len(x), *z.shape[1:]).index_copy(0, longer, z)
-        return torch.cat((y, padded), 1), self._stacked_lengths(lengths)
+        z, _ = self.pre_rnn(x[longer_rows, pivot:], _select_rows(pre_state, longer_rows))
+        z, _ = self.stack_time(z, (lengths[longer_rows] - pivot).clamp(min=0))
+        z, _ = self.post_rnn(z, _select_rows(post_state, longer_rows))
+        all_rows = z.new_zeros(len(x), *z.shape[1:]).index_copy(0, longer_rows, z)
+        return torch.cat((y, all_rows), 1), self._stacked_lengths(lengths)
 
-    def _in_segments(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Run all layers over a few frames at a time. One graph serves all segments of a recording.
+    def _stacked_lengths(self, lengths: Tensor) -> Tensor:
+        """Return the lengths (B,) after StackTime: the frames divided by its factor and rounded up."""
+        factor = self.stack_time.factor
+        return torch.div(lengths + (factor - 1), factor, rounding_mode="floor")
+
+    def _encode_in_segments(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Run all layers over a few frames at a time. All segments of a recording use one lazy graph.
 
         A graph of all frames has tens of thousands of operations, which take minutes to compile. The inputs
         and the zero states are made before the first segment, because they would make its graph differ.
+        Returns the frames (B, ceil(T/k), H) and their lengths (B,).
         """
         factor = self.stack_time.factor
-        size = max(1, self._policy.lstm_segment // factor) * factor
-        frames = -(-x.shape[1] // factor)
+        segment_frames = max(1, self._policy.lstm_segment // factor) * factor
+        stacked_frames = -(-x.shape[1] // factor)
         stacked_lengths = self._stacked_lengths(lengths)
-        segments = _cut(x, size)
-        frames_left, position = lengths + 0, torch.arange(size, device=x.device)
-        states = self._zero_states(x)
+        segments = _split_frames(x, segment_frames)
+        frames_left, position = lengths + 0, torch.arange(segment_frames, device=x.device)
+        states = [*self.pre_rnn.zeros(x, len(x)), *self.post_rnn.zeros(x, len(x))]
         self._policy.mark_step()
         outputs = []
         for segment in segments:
             is_valid = position < frames_left[:, None]
-            frames_left = frames_left - size
-            *states, y = self._segment(segment, is_valid, states)
+            frames_left = frames_left - segment_frames
+            *states, y = self._encode_segment(segment, is_valid, states)
             outputs.append(y)
-        # The backward of these products copies all slices of the gradient before the last segment's backward.
-        return torch.cat([y * 1.0 for y in outputs], 1)[:, :frames], stacked_lengths
+        # The gradient of the concatenation is split into views. The backward of the product by 1 copies all
+        # of them before the backward of the last segment, which would otherwise have another graph.
+        return torch.cat([y * 1.0 for y in outputs], 1)[:, :stacked_frames], stacked_lengths
 
-    def _zero_states(self, x: Tensor) -> list[Tensor]:
-        return [*self.pre_rnn.zeros(x, len(x)), *self.post_rnn.zeros(x, len(x))]
+    def _encode_segment(self, x: Tensor, is_valid: Tensor, states: list[Tensor]) -> tuple[Tensor, ...]:
+        """Return the states of both stacks after a segment, and the output of the segment.
 
-    def _segment(self, x: Tensor, is_valid: Tensor, states: list[Tensor]) -> tuple[Tensor, ...]:
-        """Return the states of both stacks after a segment, and the output of the segment."""
+        ``x`` is (B, frames, F), and ``is_valid`` (B, frames) is False beyond a row's end. The states are four
+        tensors: hidden and cell state of the first stack, then of the second stack.
+        """
         y, pre_state = self.pre_rnn(x, (states[0], states[1]))
         y = stack_time(y * is_valid[:, :, None].to(y.dtype), self.stack_time.factor)
         y, post_state = self.post_rnn(y, (states[2], states[3]))
-        segment: tuple[Tensor, ...] = EndSegment.apply(  # type: ignore[no-untyped-call]
+        states_and_output: tuple[Tensor, ...] = EndSegment.apply(  # type: ignore[no-untyped-call]
             self._policy.mark_step, *pre_state, *post_state, y
         )
-        return segment
+        return states_and_output
 
     def frames(self, samples: int) -> int:
-        return -(-self.features.frames(samples) // self.stack_time.factor)
+        return -(-self.features.frames(samples) // self.stack_time.factor)  # rounded up
 
     def activation_bytes(self) -> float:
         # Measured with oneDNN's LSTM. The peak has about 6 values per unit and frame, 6 copies of the
         # features and 8 of the waveform. For the sizes in conf/encoder, the prediction is within a factor
-        # of 2.
-        rate = 1 / self.features.frame_seconds
-        units = self.pre_rnn.lstm.num_layers + self.post_rnn.lstm.num_layers / self.stack_time.factor
-        values = rate * (6 * self.width * units + 6 * self.features.features)
+        # of 2. A value has 4 bytes.
+        frame_rate = 1 / self.features.frame_seconds
+        # The layers of the second stack have fewer frames.
+        layers = self.pre_rnn.lstm.num_layers + self.post_rnn.lstm.num_layers / self.stack_time.factor
+        values = frame_rate * (6 * self.width * layers + 6 * self.features.features)
         return 4 * (values + 8 * self.features.sample_rate)
 
 
-def _cut(x: Tensor, size: int) -> list[Tensor]:
+def _split_frames(x: Tensor, size: int) -> list[Tensor]:
     """Return copies of the segments of frames (B, T, ·). The last one is padded to ``size`` frames."""
     x = F.pad(x, (0, 0, 0, -x.shape[1] % size))
+    # The addition makes a copy, because a view would belong to the graph of the whole tensor.
     return [x[:, start : start + size] + 0 for start in range(0, x.shape[1], size)]
 
 
 def _select_rows(state: tuple[Tensor, Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the state of ``rows`` (N,) of an LSTM: two tensors (layers, N, H) from (layers, B, H)."""
     hidden, cell = state
     return hidden[:, rows], cell[:, rows]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import EncoderStream, seed_at
-from speechtrain.encoders.base import Encoder, kept_layers
+from speechtrain.encoders.base import Encoder, layer_drop_factors
 from speechtrain.errors import require_shares
 from speechtrain.features.augment import Augment
 from speechtrain.nn.conv_extractor import ConvBlock, ConvExtractor, LayerNorm
@@ -26,15 +26,17 @@ class Wav2Vec2Encoder(Encoder):
     """Raw audio (B, S) to frames (B, T, ``width``), by convolutions and a Transformer.
 
     The defaults are the published base model. The large model has ``conv_bias``, ``conv_norm`` layer,
-    ``pre_norm``, 24 layers of 1024 units, no dropout. See ``ConvExtractor`` and ``Transformer`` for
-    the parts. ``conv_layers`` None is the published extractor.
+    ``pre_norm``, 24 layers of 1024 units and no dropout. ``ConvExtractor`` and ``Transformer`` explain their
+    parameters. If ``conv_layers`` is None, the extractor is the published one.
 
-    A recogniser calls the encoder with a batch. In training, the host draws in ``prepare`` the frames and
-    channels to mask, independently for each row (``mask`` and ``channel_mask``), and the layers to drop, each
-    with probability ``layer_drop``. Pretraining calls ``extract``, draws its own masks, and calls
-    ``contextualise``. ``augment`` adds its noise to the waveform in training. Its other parts apply to
-    spectrograms and do nothing here. ``normalise_audio`` is an attribute for the data layer, which then gives
-    whole recordings zero mean and unit variance (eps 1e-5), before any crop.
+    - A recogniser calls the encoder with a batch. In training, ``prepare`` draws on the host the frames and
+      the channels to mask (``mask`` and ``channel_mask``), independently for each row. It also draws the
+      layers to drop, each with probability ``layer_drop``.
+    - Pretraining calls ``extract``, draws its own masks, and calls ``contextualise``.
+    - ``augment`` adds its noise to the waveform in training. Its other parts are for spectrograms and do
+      nothing here.
+    - With ``normalise_audio``, the data layer gives whole recordings zero mean and unit variance (eps 1e-5),
+      before any crop.
 
     Raises ConfigError for values out of range.
     """
@@ -100,11 +102,11 @@ class Wav2Vec2Encoder(Encoder):
         self._update_seed = seed
 
     def extract(self, audio: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map audio (B, S) and samples (B,) to features (B, T, C), frames (B,) and the feature penalty ().
+        """Map audio (B, S) of ``lengths`` (B,) to features (B, T, C), their lengths (B,) and a penalty ().
 
         The features are after their LayerNorm and before the projection. The penalty is the mean square
-        of the features before the LayerNorm, in fp32, over all values of the batch with the padding, as in
-        the published code. ``gradient_scale`` also applies to the gradient of the penalty.
+        of the features before the LayerNorm, in fp32, over all values of the batch. As in the published
+        code, the padding counts, and ``gradient_scale`` also applies to the gradient of the penalty.
         """
         x = self.extractor(audio)
         penalty = x.float().square().mean()
@@ -118,7 +120,7 @@ class Wav2Vec2Encoder(Encoder):
         channel_mask: Tensor | None = None,
         keep: Tensor | None = None,
     ) -> Tensor:
-        """Map features (B, T, C) and frames (B,) to contextual frames (B, T, D).
+        """Map features (B, T, C) of ``lengths`` (B,) to contextual frames (B, T, D).
 
         After the projection, frames where ``mask`` (B, T) is true become the mask embedding. Channels where
         ``channel_mask`` (B, D) is true become 0. ``keep`` (L,) is 0 for layers to drop, else 1. The masks are
@@ -127,11 +129,11 @@ class Wav2Vec2Encoder(Encoder):
         x = self.input_dropout(self.projection(features))
         embedding = self.mask_embedding.to(x.dtype)
         if mask is None:
-            # The embedding gets a gradient of zeros, because data-parallel training waits for a gradient.
+            # The embedding gets a gradient of zeros, because DDP waits for a gradient of each parameter.
             x = x + 0.0 * embedding
         else:
-            hidden = mask.to(x.dtype)[:, :, None]
-            x = x * (1 - hidden) + embedding * hidden
+            is_masked = mask.to(x.dtype)[:, :, None]  # 1 or 0
+            x = x * (1 - is_masked) + embedding * is_masked
         if channel_mask is not None:
             x = x * (1 - channel_mask.to(x.dtype))[:, None, :]
         y: Tensor = self.transformer(x, lengths, keep)
@@ -142,53 +144,62 @@ class Wav2Vec2Encoder(Encoder):
         features, lengths, _ = self.extract(audio, batch.audio_lengths)
         if not self.training:
             return self.contextualise(features, lengths), lengths
-        draws = (batch.extra.get(name) for name in ("mask", "channel_mask", "keep"))
-        return self.contextualise(features, lengths, *draws), lengths
+        extra = batch.extra
+        frames = self.contextualise(
+            features,
+            lengths,
+            mask=extra.get("mask"),
+            channel_mask=extra.get("channel_mask"),
+            keep=extra.get("keep"),
+        )
+        return frames, lengths
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
-        """Add the boolean mask (B, T) and channel_mask (B, D), and keep (L,), to ``extra`` in training."""
+        """Return the batch with the arguments of ``contextualise`` in ``extra``, if the encoder is training.
+
+        These are the boolean ``mask`` (B, T) and ``channel_mask`` (B, D), and ``keep`` (L,).
+        """
         if not self.training:
             return batch
         extra: dict[str, Tensor] = {}
         rows, samples = batch.audio.shape
         if self.mask is not None:
-            frames = [self.frames(length) for length in batch.audio_lengths.tolist()]
+            row_frames = [self.frames(length) for length in batch.audio_lengths.tolist()]
+            frames, frame_seed = self.frames(samples), seed_at(seed, EncoderStream.FRAMES)
             # A very short row may be masked completely, because it still has a transcript.
-            mask = self.mask.draw(
-                frames, self.frames(samples), seed_at(seed, EncoderStream.FRAMES), counted=[False] * rows
-            )
+            mask = self.mask.draw(row_frames, frames, frame_seed, counted=[False] * rows)
             extra["mask"] = torch.from_numpy(mask)
         if self.channel_mask is not None:
-            widths = [self.width] * rows
-            channel_mask = self.channel_mask.draw(widths, self.width, seed_at(seed, EncoderStream.CHANNELS))
+            widths, channel_seed = [self.width] * rows, seed_at(seed, EncoderStream.CHANNELS)
+            channel_mask = self.channel_mask.draw(widths, self.width, channel_seed)
             extra["channel_mask"] = torch.from_numpy(channel_mask)
         if self.layer_drop:
             extra["keep"] = self.draw_keep()
         return replace(batch, extra=batch.extra | extra)
 
     def draw_keep(self) -> Tensor:
-        """Draw the layers' factors (L,) for this update: 0 with probability ``layer_drop``, else 1."""
-        return kept_layers(self._update_seed, len(self.transformer.layers), self.layer_drop)
+        """Return random factors (L,) of the layers: 0 with probability ``layer_drop``, else 1."""
+        return layer_drop_factors(self._update_seed, len(self.transformer.layers), self.layer_drop)
 
     def frames(self, samples: int) -> int:
         return self.extractor.frames(samples)
 
     def activation_bytes(self) -> float:
-        # The tensors that autograd keeps were counted with saved-tensor hooks. A convolution keeps its output
-        # and the outputs of GELU and norm. A frame of a Transformer layer keeps 13 widths, 2 hidden widths
-        # and, with attention dropout, 9 bytes per head and key, here for rows of 15 s. The prediction is
-        # within a factor of 2 of the count for the sizes in conf/encoder.
-        rate, values = float(self.sample_rate), 0.0
+        # The tensors that autograd stores were counted with saved-tensor hooks. A convolution stores its
+        # output and the outputs of GELU and norm. A frame of a Transformer layer stores 13 widths, 2 hidden
+        # widths and, with attention dropout, 9 bytes per head and key, here for rows of 15 s. The prediction
+        # is within a factor of 2 of the count for the sizes in conf/encoder. A value has 4 bytes.
+        frame_rate, values = float(self.sample_rate), 0.0
         blocks = zip(self.extractor.layers, self.extractor.widths, self.extractor.spans, strict=True)
-        for layer, channels, (_, stride) in blocks:
-            assert isinstance(layer, ConvBlock)
-            rate /= stride
-            outputs = 2 if isinstance(layer.norm, nn.Identity) else 3
-            values += rate * channels * outputs
-        block = self.transformer.layers[0]
-        assert isinstance(block, TransformerLayer)
-        unit = 13.0 * self.width + 2 * block.feed_forward_in.out_features
-        if block.attention.dropout:
-            unit += 9 / 4 * block.attention.heads * 15 * rate
-        values += rate * (4 * self.width + len(self.transformer.layers) * unit)
+        for block, channels, (_, stride) in blocks:
+            assert isinstance(block, ConvBlock)
+            frame_rate /= stride
+            outputs = 2 if isinstance(block.norm, nn.Identity) else 3
+            values += frame_rate * channels * outputs
+        layer = self.transformer.layers[0]
+        assert isinstance(layer, TransformerLayer)
+        layer_values = 13.0 * self.width + 2 * layer.feed_forward_in.out_features
+        if layer.attention.dropout:
+            layer_values += 9 / 4 * layer.attention.heads * 15 * frame_rate
+        values += frame_rate * (4 * self.width + len(self.transformer.layers) * layer_values)
         return 4 * values

@@ -1,4 +1,4 @@
-"""Augment makes all changes of a model's input that apply in training only. One YAML file configures them.
+"""Augment changes the input of a model at random, in training only. One YAML file configures all changes.
 
 Legend: B rows, S samples, T frames, F features of a frame.
 """
@@ -13,27 +13,19 @@ from speechtrain.errors import ConfigError
 from speechtrain.features.specaugment import SpecAugment
 
 
-def _range(
-    name: str, bounds: list[float] | None, default: float, positive: bool = False
-) -> tuple[float, float]:
-    numbers = [default, default] if bounds is None else [float(bound) for bound in bounds]
-    if len(numbers) != 2 or numbers[0] > numbers[1]:
-        raise ConfigError(f"{name} is {numbers}. It must be two ascending numbers, or null for none")
-    if positive and numbers[0] <= 0:
-        raise ConfigError(f"{name} is {numbers}. Both numbers must be above 0")
-    return numbers[0], numbers[1]
-
-
 class Augment(nn.Module):
     """Noise, vocal tract length perturbation and SpecAugment. By default, all of them are off.
 
-    A model calls ``waveform``, then its front end with ``warp`` and with ``spectrogram`` as the mask. None of
-    these changes anything in evaluation. ``speed`` is an attribute only, (1, 1) for none. The data layer
-    reads it, since it resamples before it plans batches.
+    A model calls ``waveform``, then its front end with ``warp`` and with ``spectrogram`` as the mask. In
+    evaluation, none of these methods changes anything.
 
-    ``noise_db`` is the range of signal-to-noise ratios, uniform in decibels. ``noise_probability`` is the
-    share of utterances that get noise. ``noise_tilt`` from 0 (white) to 1 tilts the noise's spectrum to low
-    or high frequencies. ``warp`` w draws factors uniform in 1 ± w. SpecAugment defines the other arguments.
+    - ``speed`` is the range of speed factors, (1, 1) for none. Only the data layer reads it, because
+      recordings are resampled before batches are planned.
+    - ``noise_db`` is the range of signal-to-noise ratios, uniform in decibels. ``noise_probability`` is the
+      fraction of utterances that get noise. ``noise_tilt`` from 0 (white) to 1 tilts the spectrum of the
+      noise to low or high frequencies.
+    - ``warp`` w draws the factors of vocal tract length uniformly from 1 − w to 1 + w.
+    - SpecAugment explains the other arguments.
 
     Raises ConfigError for values out of range.
     """
@@ -53,12 +45,12 @@ class Augment(nn.Module):
         time_width_min: int = 0,
     ) -> None:
         super().__init__()
-        for name, share in (("noise_probability", noise_probability), ("noise_tilt", noise_tilt)):
-            if not 0.0 <= share <= 1.0:
-                raise ConfigError(f"{name} is {share}. It must be from 0 to 1")
+        for name, number in {"noise_probability": noise_probability, "noise_tilt": noise_tilt}.items():
+            if not 0.0 <= number <= 1.0:
+                raise ConfigError(f"{name} is {number}. It must be from 0 to 1")
         if not 0.0 <= warp < 0.5:
             raise ConfigError(f"warp is {warp}. It must be 0 or more and below 0.5")
-        self.speed = _range("speed", speed, 1.0, positive=True)
+        self.speed = _range("speed", speed, 1.0, is_positive=True)
         self.noise_db = _range("noise_db", noise_db, 0.0)
         self.noise_probability = noise_probability if noise_db is not None else 0.0
         self.noise_tilt, self.warp_range = noise_tilt, warp
@@ -72,38 +64,56 @@ class Augment(nn.Module):
         )
 
     def waveform(self, audio: Tensor, lengths: Tensor) -> Tensor:
-        """Add Gaussian noise to audio (B, S) within each row's length (B,), in samples."""
+        """Return audio (B, S) with Gaussian noise. ``lengths`` (B,) are samples, beyond which noise is 0."""
         if not self.training or self.noise_probability == 0.0:
             return audio
         rows, samples = audio.shape
-        valid = torch.arange(samples, device=audio.device) < lengths[:, None]
-        power = (audio * valid).square().sum(1) / lengths.clamp(min=1)
-        draws = torch.rand(3, rows, device=audio.device)
+        is_valid = torch.arange(samples, device=audio.device) < lengths[:, None]
+        power = (audio * is_valid).square().sum(1) / lengths.clamp(min=1)
+        draws = torch.rand(3, rows, device=audio.device)  # for the decibels, the choice of rows and the tilt
         low, high = self.noise_db
         decibels = low + (high - low) * draws[0]
-        # 10^(-dB/20) is computed by exp, which every device supports.
+        # The amplitude ratio 10^(-dB/20) is exp(-dB · ln(10)/20). Every device supports exp.
         level = power.sqrt() * torch.exp(decibels * -0.11512925464970229)
         level = level * (draws[1] < self.noise_probability)
         noise = self._noise(audio, draws[2])
-        return audio + noise * level[:, None] * valid
+        return audio + noise * level[:, None] * is_valid
 
-    def _noise(self, audio: Tensor, draws: Tensor) -> Tensor:
-        """Draw noise (B, S) like ``audio``. Uniform draws (B,) tilt its spectrum, and its power stays 1."""
+    def _noise(self, audio: Tensor, tilt_draws: Tensor) -> Tensor:
+        """Return noise (B, S) of power 1 in the type of ``audio`` (B, S).
+
+        ``tilt_draws`` (B,), uniform in [0, 1), decide the tilt of each row's spectrum.
+        """
         noise = torch.randn_like(audio)
         if self.noise_tilt:
-            tilt = (self.noise_tilt * (2.0 * draws - 1.0))[:, None]
+            tilt = (self.noise_tilt * (2.0 * tilt_draws - 1.0))[:, None]
             delayed = F.pad(noise[:, :-1], (1, 0))
             noise = (noise + tilt * delayed) * (1.0 + tilt.square()).rsqrt()
         return noise
 
     def warp(self, rows: int, device: torch.device) -> Tensor | None:
-        """Draw the vocal tract length factors (B,) of a batch. Returns None without warp."""
+        """Return random factors of vocal tract length (B,) for a batch, or None if they are off."""
         if not self.training or self.warp_range == 0.0:
             return None
         draws = torch.rand(rows, device=device)
         return 1.0 + self.warp_range * (2.0 * draws - 1.0)
 
     def spectrogram(self, features: Tensor, lengths: Tensor) -> Tensor:
-        """Apply SpecAugment's masks to features (B, T, F) with frames (B,)."""
+        """Return features (B, T, F) of ``lengths`` (B,) with the masks of SpecAugment."""
         masked: Tensor = self.specaugment(features, lengths)
         return masked
+
+
+def _range(
+    name: str, bounds: list[float] | None, default: float, is_positive: bool = False
+) -> tuple[float, float]:
+    """Return the lower and the upper bound of the argument ``name``, which are ``default`` without bounds.
+
+    Raises ConfigError for bounds that are not a range, or not above 0 if ``is_positive``.
+    """
+    numbers = [default, default] if bounds is None else [float(bound) for bound in bounds]
+    if len(numbers) != 2 or numbers[0] > numbers[1]:
+        raise ConfigError(f"{name} is {numbers}. It must be two ascending numbers, or null for none")
+    if is_positive and numbers[0] <= 0:
+        raise ConfigError(f"{name} is {numbers}. Both numbers must be above 0")
+    return numbers[0], numbers[1]

@@ -1,24 +1,27 @@
-"""LogMel converts waveforms to normalised log-mel frames, on the waveforms' device.
+"""LogMel converts waveforms to normalised log-mel frames, on the device of the waveforms.
 
-One module has two published front ends: form ``dali`` (MLPerf RNN-T v1.0) and form ``torch`` (MLPerf's
-alternative in torch, also Intel's and NeMo's). Form ``parakeet`` is ``torch`` with floor(n/hop) frames
-(Hugging Face's ``ParakeetFeatureExtractor``):
+The module computes two published front ends, which the setting ``form`` selects: ``dali`` (MLPerf RNN-T v1.0)
+and ``torch`` (MLPerf's alternative in torch, also Intel's and NeMo's). They differ in these details, for a
+waveform of n samples and a window of N samples. A third form, ``parakeet``, is ``torch`` with floor(n/hop)
+frames (Hugging Face's ``ParakeetFeatureExtractor``).
 
 =================  ===================================  ====================================
 detail             form ``dali``                        form ``torch``
 =================  ===================================  ====================================
 first sample       x0 − c·x0                            x0
 Hann window        0.5 − 0.5·cos(2π(n + ½)/N)           0.5 − 0.5·cos(2πn/(N − 1))
-frames of n        floor(n/hop) + 1                     ceil(n/hop)
+frames             floor(n/hop) + 1                     ceil(n/hop)
 logarithm          ln max(x, floor)                     ln(x + floor)
 deviation          population                           sample, plus 1e-5
 =================  ===================================  ====================================
 
-The result of a row does not depend on its padding. The borders reflect at the first and last sample of the
+The result of a row does not depend on its padding: the borders reflect at the first and last sample of the
 row, statistics cover the frames of the row, and the dither of evaluation is a function of the samples. Output
 shapes depend on input shapes only, and the host does not read any tensor.
 
-Legend: B rows, S samples, T frames, K frequency bins, M mel bins, F features of an output frame.
+Legend: B rows, S samples, K frequency bins, M mel bins, F features of an output frame. A column is a frame
+before splicing, which concatenates ``splice`` columns to one output frame. T is the number of columns or of
+output frames.
 """
 
 from __future__ import annotations
@@ -58,10 +61,10 @@ def slaney_mel(hertz: float) -> float:
 
 
 def mel_bank(edges: Tensor, frequencies: Tensor) -> Tensor:
-    """Compute triangular filters of unit area over hertz.
+    """Return the weights (..., K, M) of triangular mel filters, whose area over hertz is 1.
 
-    ``edges`` (..., M+2) are the ascending corner frequencies. A filter is 0 at the peaks of its neighbours.
-    ``frequencies`` (K,) are the frequencies of the spectrum's bins. Returns (..., K, M).
+    ``edges`` (..., M + 2) are frequencies in ascending order. Filter m rises from edge m to edge m + 1 and
+    falls to edge m + 2. ``frequencies`` (K,) are the frequencies of the bins of the spectrum.
     """
     low, peak, high = edges[..., None, :-2], edges[..., None, 1:-1], edges[..., None, 2:]
     column = frequencies[:, None]
@@ -70,10 +73,11 @@ def mel_bank(edges: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def warp_frequencies(hertz: Tensor, warp: Tensor, nyquist: float) -> Tensor:
-    """Warp frequencies (N,) by each row's factor (B,) -> (B, N), for vocal tract length perturbation.
+    """Return frequencies (B, N) for vocal tract length perturbation, from ``hertz`` (N,) and ``warp`` (B,).
 
-    The warp is piecewise linear (Jaitly and Hinton, 2013, equation 1). Its factor is ``warp`` up to a pivot
-    of 0.6·nyquist·min(warp, 1)/warp (4800 Hz at 16 kHz). From there it is linear to nyquist, which is fixed.
+    The mapping is piecewise linear (Jaitly and Hinton, 2013, equation 1). Up to a pivot of
+    0.6 · nyquist · min(warp, 1) / warp (4800 Hz at 16 kHz for a factor of 1), frequencies are multiplied by
+    ``warp``. From there to ``nyquist``, which does not change, the mapping is linear.
     """
     factor = warp.to(hertz.dtype)[:, None]
     pivot = 0.6 * nyquist * factor.clamp(max=1.0) / factor
@@ -84,52 +88,59 @@ def warp_frequencies(hertz: Tensor, warp: Tensor, nyquist: float) -> Tensor:
 def trim_silence(
     audio: Tensor, lengths: Tensor, decibels: float = -60.0, window: int = 2048
 ) -> tuple[Tensor, Tensor]:
-    """Cut leading and trailing silence from each row: (B, S), (B,) -> (B, S), (B,), padded with zeros.
+    """Return audio (B, S) without leading and trailing silence, padded with zeros, and its lengths (B,).
 
-    A position is silent if the mean power of the last ``window`` samples is more than ``-decibels`` below the
-    row's maximum of this power. The result starts one window before the first position that is not silent. A
-    row of zeros does not change (NVIDIA DALI, NonsilentRegion with its defaults).
+    A position is silent if the mean power of the last ``window`` samples is below the row's maximum of this
+    power by more than −``decibels``. The result starts one window before the first position that is not
+    silent. A row of zeros does not change (NVIDIA DALI, NonsilentRegion with its defaults).
     """
     samples = audio.shape[1]
     position = torch.arange(samples, device=audio.device)
-    valid = position < lengths[:, None]
-    loud = _is_loud(audio, valid, decibels, window)
-    first_loud = samples - (loud * (samples - position)).max(1).values
-    end = (loud * (position + 1)).max(1).values
+    is_valid = position < lengths[:, None]
+    is_loud = _is_loud(audio, is_valid, decibels, window)
+    # The first and the last loud position are computed by products and maxima, which have fixed shapes.
+    first_loud = samples - (is_loud * (samples - position)).max(1).values
+    end = (is_loud * (position + 1)).max(1).values
     start = (first_loud - (window - 1)).clamp(min=0)
     new_lengths = (end - start).clamp(min=0)
     source = (position + start[:, None]).clamp(max=samples - 1)
     return audio.gather(1, source) * (position < new_lengths[:, None]), new_lengths
 
 
-def _is_loud(audio: Tensor, valid: Tensor, decibels: float, window: int) -> Tensor:
-    """Return whether the power of the last ``window`` samples reaches ``decibels`` below its maximum."""
-    squares = (audio.float() * valid).square()
-    power = _moving_sum(squares, window) * valid
+def _is_loud(audio: Tensor, is_valid: Tensor, decibels: float, window: int) -> Tensor:
+    """Return whether each position (B, S) is valid and not silent, as ``trim_silence`` defines it."""
+    squares = (audio.float() * is_valid).square()
+    power = _moving_sum(squares, window) * is_valid
     threshold = power.max(1, keepdim=True).values * 10.0 ** (decibels / 10.0)
-    is_loud: Tensor = (power >= threshold) & valid
+    is_loud: Tensor = (power >= threshold) & is_valid
     return is_loud
 
 
 def _moving_sum(values: Tensor, window: int) -> Tensor:
     """Return the sum of the last ``window`` values at each position of (B, S).
 
-    Sums of 1, 2, 4, … values are added, so 2048 values take eleven additions. fp32 is precise enough for sums
-    of positive numbers at -60 dB. It would not be for a difference of cumulative sums.
+    Sums of 1, 2, 4, … values are added, so 2048 values need eleven additions. In fp32, sums of positive
+    numbers are precise enough for −60 dB. A difference of cumulative sums would not be.
     """
     samples = values.shape[1]
-    total, width = torch.zeros_like(values), 0
-    for bit in range(window.bit_length()):
-        if window >> bit & 1:
-            total = total + F.pad(values, (width, 0))[:, :samples]
-            width += 1 << bit
-        values = values + F.pad(values, (1 << bit, 0))[:, :samples]
+    total, summed_values = torch.zeros_like(values), 0
+    sums, size = values, 1  # ``sums`` has the sum of the last ``size`` values.
+    while size <= window:
+        is_part_of_window = window & size
+        if is_part_of_window:
+            total = total + F.pad(sums, (summed_values, 0))[:, :samples]
+            summed_values += size
+        sums = sums + F.pad(sums, (size, 0))[:, :samples]
+        size *= 2
     return total
 
 
 @functools.cache
 def _dither_table() -> Tensor:
-    """Return standard normal samples (P,), equal on every machine: Box-Muller in float64 on the host."""
+    """Return DITHER_PERIOD standard normal samples, which are equal on every machine.
+
+    They are computed by the Box-Muller transform in float64 on the host.
+    """
     index = np.arange(DITHER_PERIOD)
     radius = np.sqrt(-2.0 * np.log1p(-uniform_at(_DITHER_SEED, 0, index)))
     angle = 2.0 * np.pi * uniform_at(_DITHER_SEED, 1, index)
@@ -142,24 +153,29 @@ class LogMel(MovedModule, PolicyAware):
 
     A GPU may round the inputs of the mel filters' matmul (``nn.full_precision``).
 
-    The order is: trim silence, dither, pre-emphasis, power spectrum, mel, logarithm, normalise per utterance
-    and bin, mask (SpecAugment), splice, pad the feature axis. ``splice_first`` splices before it normalises
-    and masks the spliced frames (Intel's older model).
+    The order is: trim silence, dither, pre-emphasis, power spectrum, mel, logarithm, normalise each bin of an
+    utterance, mask (SpecAugment), splice, pad the feature axis. With ``splice_first``, columns are spliced
+    before they are normalised and masked (Intel's older model).
 
-    ``log_floor`` is the floor of the logarithm in the table above (MLPerf 1e-20, NeMo 2^-24).
-    ``padding`` is the content before and after a waveform: ``reflect`` (its reflection) or ``constant``
-    (zeros). Features are padded with zeros to a multiple of ``pad_features_to`` (0: no padding).
-    The policy selects the transform and the number of frames that are transformed at once.
+    - ``form`` is explained in the module. ``log_floor`` is the floor of the logarithm in the table there
+      (MLPerf 1e-20, NeMo 2^-24).
+    - ``padding`` is the content before and after a waveform: ``reflect`` (its reflection) or ``constant``
+      (zeros).
+    - ``splice`` is the number of columns in an output frame.
+    - ``pad_features_to``: features are padded with zeros to a multiple of it. 0 does not pad.
+    - ``trim_silence_db`` is the ``decibels`` of ``trim_silence``, and null does not trim.
+
+    The policy selects the transform and the number of columns that are transformed at once.
 
     Raises ConfigError for arguments that do not fit together.
     """
 
-    window: Tensor
-    bank: Tensor
-    edges: Tensor
-    frequencies: Tensor
-    basis: Tensor
-    noise: Tensor
+    window: Tensor  # (n_fft,) the Hann window, followed by zeros
+    bank: Tensor  # (K, M) the mel filters
+    edges: Tensor  # (M + 2,) the edges of the mel filters in hertz
+    frequencies: Tensor  # (K,) the frequencies of the bins in hertz
+    basis: Tensor  # (samples of the window, 2 · K) cosines and sines, for devices without FFT
+    noise: Tensor  # the table of dither
 
     def __init__(
         self,
@@ -183,8 +199,8 @@ class LogMel(MovedModule, PolicyAware):
     ) -> None:
         super().__init__()
         self.sample_rate, self.n_fft, self.mels = sample_rate, n_fft, mels
-        self.hop = round(hop_seconds * sample_rate)
-        self.width = round(window_seconds * sample_rate)
+        self.hop = round(hop_seconds * sample_rate)  # samples
+        self.width = round(window_seconds * sample_rate)  # samples of the window
         self.f_min = f_min
         self.f_max = sample_rate / 2 if f_max is None else f_max
         self.preemphasis, self.dither, self.log_floor = preemphasis, dither, log_floor
@@ -193,8 +209,7 @@ class LogMel(MovedModule, PolicyAware):
         self.trim_silence_db = trim_silence_db
         self._spectrum, self._block_frames = ComputePolicy().spectrum, ComputePolicy().feature_frames
         self._check()
-        self.features = splice * mels
-        """F, the width of an output frame, in features."""
+        self.features = splice * mels  # F
         if pad_features_to:
             self.features = math.ceil(self.features / pad_features_to) * pad_features_to
         for name, constant in self._constants().items():
@@ -206,7 +221,7 @@ class LogMel(MovedModule, PolicyAware):
 
     @property
     def _left(self) -> int:
-        """The samples of a frame before its centre. The forms differ for windows of odd width."""
+        """The number of samples of a window before its centre. The forms differ for windows of odd width."""
         return self.width // 2 if self._is_dali else (self.width + 1) // 2
 
     @property
@@ -215,8 +230,8 @@ class LogMel(MovedModule, PolicyAware):
         return self.hop * self.splice / self.sample_rate
 
     def frames(self, samples: int) -> int:
-        """Return the output frames of a waveform of ``samples``, an upper bound if silence is trimmed."""
-        return -(-self._columns(samples) // self.splice)
+        """Return the number of output frames of ``samples`` samples. If silence is trimmed, it is a bound."""
+        return -(-self._columns(samples) // self.splice)  # rounded up
 
     def forward(
         self,
@@ -227,55 +242,61 @@ class LogMel(MovedModule, PolicyAware):
         warp: Tensor | None = None,
         mask: Callable[[Tensor, Tensor], Tensor] = lambda frames, lengths: frames,
     ) -> tuple[Tensor, Tensor]:
-        """Map waveforms (B, S) and samples (B,) to features (B, T, F) and frames (B,).
+        """Map waveforms (B, S) of ``lengths`` (B,) to features (B, T, F) and their lengths (B,).
 
-        T is ``frames(S)``, and zeros follow each row's end. In training, the global generator draws the
-        dither. In evaluation it is addressed by ``keys`` (B,) int64 (``dither_offset``), and without keys
-        nothing is added. ``warp`` (B,) holds each row's vocal tract length factor. ``mask`` is called as
-        ``mask(frames, lengths)`` with the input of SpecAugment: normalised frames (B, T, M) before they are
-        spliced, or the spliced frames with ``splice_first``.
+        T is ``frames(S)``, and zeros follow each row's end.
+
+        - In training, the global generator draws the dither. In evaluation, ``keys`` (B,) int64 select it
+          (``dither_offset``), and without keys no dither is added.
+        - ``warp`` (B,) has the factor of vocal tract length of each row.
+        - ``mask`` is SpecAugment, called as ``mask(frames, lengths)``. Its input is the normalised columns
+          (B, T, M), or the spliced frames with ``splice_first``.
         """
         with full_precision(audio.device):
             audio = audio.float()
             if self.trim_silence_db is not None:
                 audio, lengths = trim_silence(audio, lengths, self.trim_silence_db)
-            signal = self._surround(self._emphasise(self._dithered(audio, keys), lengths), lengths)
+            audio = self._emphasise(self._dithered(audio, keys), lengths)
+            signal = self._extend(audio, lengths)
             columns = self._columns(audio.shape[1])
-            valid = self._valid_columns(columns, lengths)
-            return self._finish(self._log_mel(signal, columns, warp), valid, mask)
+            is_valid = self._is_valid_column(columns, lengths)
+            return self._finish(self._log_mel(signal, columns, warp), is_valid, mask)
 
     def _columns(self, samples: int) -> int:
+        """Return the number of columns of ``samples`` samples: the row "frames" of the module's table."""
         if self.form == "parakeet":
             return max(1, samples // self.hop)
         return samples // self.hop + 1 if self._is_dali else -(-samples // self.hop)
 
-    def _valid_columns(self, columns: int, lengths: Tensor) -> Tensor:
-        """Return whether each column (B, T) belongs to its row, by the samples (B,)."""
+    def _is_valid_column(self, columns: int, lengths: Tensor) -> Tensor:
+        """Return whether each column (B, T) belongs to its row, which has ``lengths`` (B,) samples."""
         starts = torch.arange(columns, device=lengths.device) * self.hop
         margin = self.hop - 1 if self.form == "parakeet" else 0  # Form parakeet has whole hops only.
         ends = lengths[:, None] - margin
         return starts <= ends if self._is_dali else starts < ends
 
     def _dithered(self, audio: Tensor, keys: Tensor | None) -> Tensor:
+        """Return audio (B, S) with dither, as ``forward`` explains."""
         if self.dither == 0.0 or (keys is None and not self.training):
             return audio
         if self.training or keys is None:
             return audio + self.dither * torch.randn_like(audio)
         # The dither of sample s is entry (key + s) of a fixed table, which costs one read. A hash and
-        # Box-Muller on the device would cost twenty operations.
+        # Box-Muller on the device would cost twenty operations. The period is a power of 2.
         entries = torch.arange(audio.shape[1], device=audio.device) + keys[:, None]
         entries = entries & (DITHER_PERIOD - 1)
         noise = self.noise.gather(0, entries.flatten())
         return audio + self.dither * noise.view_as(audio)
 
     def _emphasise(self, audio: Tensor, lengths: Tensor) -> Tensor:
+        """Return audio (B, S) after pre-emphasis, with 0 after the end of each row."""
         before_first = audio[:, :1] if self._is_dali else torch.zeros_like(audio[:, :1])
         emphasised = audio - self.preemphasis * torch.cat([before_first, audio[:, :-1]], dim=1)
-        valid = torch.arange(audio.shape[1], device=audio.device) < lengths[:, None]
-        return emphasised * valid
+        is_valid = torch.arange(audio.shape[1], device=audio.device) < lengths[:, None]
+        return emphasised * is_valid
 
-    def _surround(self, audio: Tensor, lengths: Tensor) -> Tensor:
-        """Extend each row at both ends for the windows at its borders: (B, S) -> (B, S + n_fft)."""
+    def _extend(self, audio: Tensor, lengths: Tensor) -> Tensor:
+        """Return audio (B, S) extended at both ends of each row for the windows there: (B, S + n_fft)."""
         left, right = self._left, self.n_fft - self._left
         if self.padding == "constant":
             return F.pad(audio, (left, right))
@@ -291,72 +312,87 @@ class LogMel(MovedModule, PolicyAware):
         return signal.scatter_add(1, left + ends + overhang, tail)
 
     def _log_mel(self, signal: Tensor, columns: int, warp: Tensor | None) -> Tensor:
-        """Compute log-mel columns (B, T, M) of the extended signal. ``warp`` (B,) changes the mel filters."""
+        """Return the log-mel columns (B, T, M) of a signal (B, S + n_fft). ``columns`` is T.
+
+        ``warp`` (B,) changes the mel filters.
+        """
         bank = self.bank.expand(signal.shape[0], -1, -1)
         if warp is not None:
-            warped = warp_frequencies(self.edges, warp, self.sample_rate / 2)
-            bank = mel_bank(warped, self.frequencies)
-        if self._spectrum == "conv":  # A strided convolution needs neither frames nor blocks.
-            parts = F.conv1d(signal[:, None], self.basis.t()[:, None], stride=self.hop)
-            return self._mel(self._power(parts.transpose(1, 2)[:, :columns]), bank)
-        frames = signal.unfold(1, self.n_fft, self.hop)
-        return self._log_mel_of_frames(frames[:, :columns], bank)
+            warped_edges = warp_frequencies(self.edges, warp, self.sample_rate / 2)
+            bank = mel_bank(warped_edges, self.frequencies)
+        if self._spectrum == "conv":  # A strided convolution needs neither windows nor blocks.
+            spectrum = F.conv1d(signal[:, None], self.basis.t()[:, None], stride=self.hop)
+            return self._log_mel_of_power(self._power(spectrum.transpose(1, 2)[:, :columns]), bank)
+        windows = signal.unfold(1, self.n_fft, self.hop)
+        return self._log_mel_by_blocks(windows[:, :columns], bank)
 
-    def _log_mel_of_frames(self, frames: Tensor, bank: Tensor) -> Tensor:
-        """Compute log-mel columns (B, T, M) of frames (B, T, n_fft) in blocks that stay in the cache."""
-        rows, columns, _ = frames.shape
+    def _log_mel_by_blocks(self, windows: Tensor, bank: Tensor) -> Tensor:
+        """Return the log-mel columns (B, T, M) of windows (B, T, n_fft).
+
+        They are computed in blocks of rows and columns that fit the cache. ``bank`` is (B, K, M).
+        """
+        rows, columns, _ = windows.shape
         block = self._block_frames or rows * columns
         block_rows, block_columns = max(1, block // max(columns, 1)), min(block, max(columns, 1))
-        strips = []
+        row_blocks = []
         for row in range(0, rows, block_rows):
-            strip, strip_bank = frames[row : row + block_rows], bank[row : row + block_rows]
+            row_windows, row_bank = windows[row : row + block_rows], bank[row : row + block_rows]
             blocks = []
             for column in range(0, columns, block_columns):
-                blocks.append(self._block(strip[:, column : column + block_columns], strip_bank))
-            strips.append(torch.cat(blocks, dim=1))
-        return torch.cat(strips)
+                block_windows = row_windows[:, column : column + block_columns]
+                blocks.append(self._log_mel_of_windows(block_windows, row_bank))
+            row_blocks.append(torch.cat(blocks, dim=1))
+        return torch.cat(row_blocks)
 
-    def _block(self, frames: Tensor, bank: Tensor) -> Tensor:
+    def _log_mel_of_windows(self, windows: Tensor, bank: Tensor) -> Tensor:
+        """Return the log-mel columns (B, T, M) of windows (B, T, n_fft)."""
         if self._spectrum == "fft":
-            squares = torch.view_as_real(torch.fft.rfft(frames * self.window)).square()
-            return self._mel(squares[..., 0] + squares[..., 1], bank)
-        parts = torch.matmul(frames[..., : self.width], self.basis)
-        return self._mel(self._power(parts), bank)
+            squares = torch.view_as_real(torch.fft.rfft(windows * self.window)).square()
+            return self._log_mel_of_power(squares[..., 0] + squares[..., 1], bank)
+        spectrum = torch.matmul(windows[..., : self.width], self.basis)
+        return self._log_mel_of_power(self._power(spectrum), bank)
 
-    def _power(self, parts: Tensor) -> Tensor:
-        """Return the power (B, T, K) of a spectrum (B, T, 2·K): real parts, then imaginary parts."""
-        squares, bins = parts.square(), self.frequencies.numel()
+    def _power(self, spectrum: Tensor) -> Tensor:
+        """Return the power (B, T, K) of a spectrum (B, T, 2 · K): real parts, then imaginary parts."""
+        squares, bins = spectrum.square(), self.frequencies.numel()
         return squares[..., :bins] + squares[..., bins:]
 
-    def _mel(self, power: Tensor, bank: Tensor) -> Tensor:
+    def _log_mel_of_power(self, power: Tensor, bank: Tensor) -> Tensor:
+        """Return the log-mel columns (B, T, M) of a power spectrum (B, T, K)."""
         mel = torch.matmul(power, bank)
         mel = mel.clamp(min=self.log_floor) if self._is_dali else mel + self.log_floor
         return mel.log()
 
     def _finish(
-        self, x: Tensor, valid: Tensor, mask: Callable[[Tensor, Tensor], Tensor]
+        self, x: Tensor, is_valid: Tensor, mask: Callable[[Tensor, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Normalise, mask, splice and pad columns: (B, T', M), valid (B, T') -> (B, T, F), (B,)."""
-        present = valid[:, :, None].to(x.dtype)
-        spliced = stack_time(present, self.splice)  # (B, T, splice): 1 for each valid part of an output frame
-        counts = (spliced[:, :, 0] > 0).sum(1)
-        if self.splice_first:
-            # Parts beyond the row's end are 0 and do not enter the statistics.
-            x = stack_time(x, self.splice).view(*spliced.shape, self.mels)
-            x = mask(self._normalised(x, spliced[..., None]).flatten(2), counts)
-        else:
-            x = mask(self._normalised(x, present), valid.sum(1))
-            x = stack_time(x, self.splice)
-        return F.pad(x, (0, self.features - x.shape[2])), counts
+        """Normalise, mask, splice and pad columns (B, T', M). ``is_valid`` (B, T') excludes the padding.
 
-    def _normalised(self, x: Tensor, present: Tensor) -> Tensor:
-        """Give dim 1 mean 0 and deviation 1 if ``present``. Other elements and constant bins become 0."""
+        Returns the output frames (B, T, F) and their number (B,).
+        """
+        column_weight = is_valid[:, :, None].to(x.dtype)  # 1 or 0
+        frame_weights = stack_time(column_weight, self.splice)  # (B, T, splice) of the columns of a frame
+        lengths = (frame_weights[:, :, 0] > 0).sum(1)
+        if self.splice_first:
+            # Columns beyond the row's end are 0 and do not enter the statistics.
+            x = stack_time(x, self.splice).view(*frame_weights.shape, self.mels)
+            x = mask(self._normalised(x, frame_weights[..., None]).flatten(2), lengths)
+        else:
+            x = mask(self._normalised(x, column_weight), is_valid.sum(1))
+            x = stack_time(x, self.splice)
+        return F.pad(x, (0, self.features - x.shape[2])), lengths
+
+    def _normalised(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return ``x`` with mean 0 and deviation 1 along axis 1, over elements of ``weight`` 1.
+
+        Elements of weight 0 and constant bins become 0.
+        """
         if not self.normalise:
-            return x * present
+            return x * weight
         # Without this subtraction, the rounded mean of a constant bin could differ from its values.
-        x = (x - x[:, :1]) * present
-        count = present.sum(1, keepdim=True).clamp(min=1.0)
-        x = (x - x.sum(1, keepdim=True) / count) * present
+        x = (x - x[:, :1]) * weight
+        count = weight.sum(1, keepdim=True).clamp(min=1.0)
+        x = (x - x.sum(1, keepdim=True) / count) * weight
         squares = x.square().sum(1, keepdim=True)
         if self._is_dali:
             return x * (squares / count).clamp(min=1e-30).rsqrt()
@@ -364,7 +400,7 @@ class LogMel(MovedModule, PolicyAware):
         return x / (variance.sqrt() + 1e-5)
 
     def _constants(self) -> dict[str, Tensor]:
-        """Return the window, filters and tables. They are computed in float64 and stored in fp32."""
+        """Return the buffers by their names. They are computed in float64 and returned in fp32."""
         window = self._hann_window()
         bins = torch.arange(self.n_fft // 2 + 1, dtype=torch.float64)
         frequencies = bins * (self.sample_rate / self.n_fft)
@@ -390,7 +426,7 @@ class LogMel(MovedModule, PolicyAware):
         return 0.5 - 0.5 * cosine
 
     def _fourier_basis(self, bins: Tensor) -> Tensor:
-        """Return the cosines and then the sines of the bins (K,) at each sample of a window (N, 2·K)."""
+        """Return the cosines, then the sines, of ``bins`` (K,) at each sample: (samples, 2 · K)."""
         samples = torch.arange(self.width, dtype=torch.float64)
         angle = samples[:, None] * bins * (2.0 * math.pi / self.n_fft)
         return torch.cat([angle.cos(), angle.sin()], dim=1)
@@ -407,6 +443,8 @@ class LogMel(MovedModule, PolicyAware):
             self.register_buffer("basis", basis, persistent=False)
 
     def _check(self) -> None:
+        """Raise ConfigError for the first setting that is not valid."""
+
         def require(is_valid: bool, problem: str) -> None:
             if not is_valid:
                 raise ConfigError(problem)

@@ -11,23 +11,21 @@ from torch import Tensor, nn
 from speechtrain.errors import ConfigError
 
 
-def _rounded(x: Tensor) -> Tensor:
-    return (x + 0.5).floor()
-
-
 class SpecAugment(nn.Module):
-    """Sets random bands of frequency and time to zero, drawn for each utterance, in training only.
+    """Sets random bands of frequency and time to zero in training (Park et al., 2019).
 
-    The masks are as in Park et al. (2019) and in two reference systems:
+    - ``freq_masks`` and ``time_masks`` are the numbers of masks of an utterance. If ``time_masks`` is below
+      1, the number is ``round(time_masks × frames)``.
+    - ``freq_width`` (features) and ``time_width`` (frames) are the largest widths of a mask. A ``time_width``
+      below 1 is a fraction of the utterance. The names with ``_min`` are the smallest widths.
 
-    - Adaptive (MLPerf RNN-T): 2 frequency masks of 0 to 20 bins, and 10 time masks of 0 to 3 % of the
-      utterance's frames. A ``time_width`` below 1 is a fraction of the utterance. If ``time_masks`` is below
-      1, the number of time masks is ``round(time_masks × frames)``.
-    - Fixed (Intel): 2 masks of 6 features and 2 masks of 6 frames. Widths and their minima are equal.
+    Two reference systems are special cases. MLPerf's RNN-T, whose settings are the defaults, has 2 frequency
+    masks of 0 to 20 bins, and 10 time masks of 0 to 3 % of the frames. Intel's has 2 masks of exactly 6
+    features and 2 masks of exactly 6 frames.
 
-    Widths are uniform from the minimum to the maximum, both included. Starts are uniform over all positions
-    at which the mask fits before the end of the utterance. Draws use the device's global generator, and the
-    host does not read any tensor.
+    Widths are uniform from the smallest to the largest width, both included. Starts are uniform over all
+    positions at which the mask fits before the end of the utterance. Draws use the device's global generator,
+    and the host does not read any tensor.
     """
 
     def __init__(
@@ -54,25 +52,25 @@ class SpecAugment(nn.Module):
         self.time_masks, self.time_width, self.time_width_min = time_masks, time_width, time_width_min
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        """Set the masked features of (B, T, F) with frames (B,) to 0."""
+        """Return features (B, T, F) of ``lengths`` (B,) with 0 in all masks."""
         if not self.training:
             return x
         if self.freq_masks:
-            keep = self._keep_features(x)
-            x = x * keep[:, None, :].to(x.dtype)
+            is_unmasked = self._unmasked_features(x)
+            x = x * is_unmasked[:, None, :].to(x.dtype)
         if self.time_masks:
-            keep = self._keep_frames(x.shape[1], lengths)
-            x = x * keep[:, :, None].to(x.dtype)
+            is_unmasked = self._unmasked_frames(x.shape[1], lengths)
+            x = x * is_unmasked[:, :, None].to(x.dtype)
         return x
 
-    def _keep_features(self, x: Tensor) -> Tensor:
+    def _unmasked_features(self, x: Tensor) -> Tensor:
         """Return True (B, F) for each feature of (B, T, F) that no frequency mask covers."""
         rows, _, width = x.shape
         sizes = torch.full((rows, 1), float(width), device=x.device)
         limits = sizes.clamp(max=float(self.freq_width))
-        return self._keep(width, self.freq_masks, sizes, limits=limits, minimum=self.freq_width_min)
+        return self._unmasked(width, self.freq_masks, sizes, limits=limits, minimum=self.freq_width_min)
 
-    def _keep_frames(self, frames: int, lengths: Tensor) -> Tensor:
+    def _unmasked_frames(self, frames: int, lengths: Tensor) -> Tensor:
         """Return True (B, T) for each frame that no time mask covers. Rows have ``lengths`` (B,) frames."""
         sizes = lengths[:, None].float()
         if self.time_width < 1:
@@ -81,25 +79,34 @@ class SpecAugment(nn.Module):
             limits = sizes.clamp(max=float(self.time_width))
         count = int(self.time_masks)
         if self.time_masks < 1:
-            count = int(frames * self.time_masks + 0.5)  # The longest row uses all masks.
-            used = torch.arange(count, device=lengths.device) < _rounded(sizes * self.time_masks)
-            limits = limits * used
-        return self._keep(frames, count, sizes, limits=limits, minimum=self.time_width_min)
+            # All rows have the masks of a row of T frames. The masks that a shorter row has too many get the
+            # width 0.
+            count = int(frames * self.time_masks + 0.5)
+            is_used = torch.arange(count, device=lengths.device) < _rounded(sizes * self.time_masks)
+            limits = limits * is_used
+        return self._unmasked(frames, count, sizes, limits=limits, minimum=self.time_width_min)
 
-    def _keep(self, axis: int, masks: int, sizes: Tensor, limits: Tensor, minimum: int) -> Tensor:
-        """Draw masks and return True (B, axis) for each position that none of them covers.
+    def _unmasked(self, axis: int, masks: int, sizes: Tensor, limits: Tensor, minimum: int) -> Tensor:
+        """Return True (B, ``axis``) for each position that none of N random masks covers.
 
-        ``sizes`` (B, 1) are the lengths of the rows. ``limits`` (B, 1 or N) are the largest widths of masks.
+        ``axis`` is the size of the axis, T or F. ``masks`` is N. ``sizes`` (B, 1) are the lengths of the rows
+        along the axis. ``limits`` (B, 1 or N) and ``minimum`` are the largest and the smallest width of a
+        mask.
         """
         draws = torch.rand(2, sizes.shape[0], masks, device=sizes.device)
         least_widths = limits.clamp(max=float(minimum))
         # The draws are below 1, but a rounded product can reach the bound.
         extra_widths = (draws[0] * (limits - least_widths + 1.0)).floor()
         widths = torch.minimum(least_widths + extra_widths, limits)
-        room = sizes - widths
-        starts = (draws[1] * (room + 1.0)).floor()
-        starts = torch.minimum(starts, room)[..., None]
+        latest_starts = sizes - widths
+        starts = (draws[1] * (latest_starts + 1.0)).floor()
+        starts = torch.minimum(starts, latest_starts)[..., None]
         ends = starts + widths[..., None]
         position = torch.arange(axis, device=sizes.device)
-        inside = (position >= starts) & (position < ends)
-        return inside.sum(1) == 0
+        is_masked = (position >= starts) & (position < ends)  # (B, N, axis)
+        return is_masked.sum(1) == 0
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Return ``x`` rounded to whole numbers, halves up."""
+    return (x + 0.5).floor()

@@ -44,13 +44,13 @@ _HELD_OUT_WARNING = (
 )
 
 PIECE_SECONDS = 20.0
-"""Longest piece of a recording: few utterances of speech corpora are longer."""
+"""The default maximum of a piece of a recording. Few utterances of speech corpora are longer."""
 
 LONGEST_SECONDS = 86_400.0
-"""Longest recording, unless data.max_decoded_seconds is set: a small file may claim years."""
+"""The maximum of a recording, unless data.max_decoded_seconds is set. A small file may claim many years."""
 
 Audio = str | Path | Tensor | np.ndarray | tuple[Any, int]
-"""A file, a folder or a manifest, or samples (S,) at the run's rate, or a tuple of samples and rate in Hz."""
+"""The path of a file, folder or manifest, or samples (S,) at the run's rate, or (samples, rate in Hz)."""
 
 
 @dataclass
@@ -59,9 +59,9 @@ class _PendingTranscript:
 
     recording: Recording
     segments: list[Segment] = field(default_factory=list)
-    undecoded: int = 0  # pieces that are read and not decoded
-    is_read: bool = False
-    error: DataError | None = None
+    undecoded: int = 0  # the number of pieces that have been read but not decoded
+    is_read: bool = False  # whether all pieces have been read
+    error: DataError | None = None  # the reason why a piece could not be read
 
     def result(self) -> Transcript | DataError:
         """Return the transcript, or the error if the recording could not be read."""
@@ -73,17 +73,17 @@ class _PendingTranscript:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a recording, to be decoded."""
+    """A part of a recording that is not decoded yet."""
 
     transcript: _PendingTranscript
     start: float  # in seconds of the recording
-    samples: Samples
+    samples: Samples  # (S,)
 
 
 class TranscriptionError(DataError):
     """Some recordings could not be read.
 
-    ``results`` has the Transcript or the DataError of each recording, in the order of the input.
+    ``results`` contains the Transcript or the DataError of each recording, in the order of the input.
     """
 
     def __init__(self, results: Sequence[Transcript | DataError]) -> None:
@@ -96,16 +96,17 @@ class TranscriptionError(DataError):
 
 
 class LoadedRun:
-    """A run's model with the weights of one checkpoint, ready for use. It neither prints nor writes.
+    """A run's model with the weights of one checkpoint, ready for use. It neither prints nor writes files.
 
-    ``transcribe``, ``features`` and ``evaluate`` raise a SpeechtrainError that names the file or the key.
+    ``transcribe``, ``features`` and ``evaluate`` raise a SpeechtrainError whose message begins with the file
+    or the key. Recordings longer than ``max_seconds`` are refused.
     """
 
-    def __init__(self, opened: OpenedRun, most_seconds: float = LONGEST_SECONDS) -> None:
+    def __init__(self, opened: OpenedRun, max_seconds: float = LONGEST_SECONDS) -> None:
         self.opened = opened
         self.checkpoint = opened.checkpoint
         self.sample_rate = opened.task.sample_rate
-        self._most_seconds = most_seconds
+        self._max_seconds = max_seconds
 
     def __repr__(self) -> str:
         opened = self.opened
@@ -126,41 +127,42 @@ class LoadedRun:
         """Return the transcript of each recording.
 
         ``decoder`` is a choice of the config group ``decoder``, and ``options`` are its keys, as in
-        ``transcribe(["a.wav"], decoder="beam", width=8)``. By default, the decoder of the run searches.
+        ``transcribe(["a.wav"], decoder="beam", width=8)``. The default is the decoder of the run.
         Recordings are cut at pauses into pieces of at most ``piece_seconds``. Batches of ``batch`` pieces
         are decoded together. The texts do not depend on ``batch``.
 
-        A transcript has ``words`` with times if the decoder gives times. With ``timestamps``, a decoder
+        A transcript has ``words`` with times if the decoder computes times. With ``timestamps``, a decoder
         without times raises ConfigError.
 
         Raises TranscriptionError, a DataError, if a recording cannot be read. All other recordings are
-        transcribed first, and the error has their transcripts.
+        transcribed first, and the error contains their transcripts.
         """
         task = self.opened.task
         run_decoder = task.decoder
-        task.decoder = self._decoder(decoder, options)
+        task.decoder = self._build_decoder(decoder, options)
         try:
             results = list(self.transcripts(self.recordings(audio), batch, piece_seconds))
             if timestamps:
                 _check_times(results, task.decoder)
         finally:
             task.decoder = run_decoder
-        if any(isinstance(result, DataError) for result in results):
+        transcripts = [result for result in results if isinstance(result, Transcript)]
+        if len(transcripts) < len(results):
             raise TranscriptionError(results)
-        return cast("list[Transcript]", results)
+        return transcripts
 
     def features(self, audio: Audio | Iterable[Audio]) -> list[np.ndarray]:
-        """Return the encoder's frames (T, W) of each recording, fp32. One frame is ``frame_seconds`` long.
+        """Return the encoder's output (T, W) for each recording: T frames of width W, fp32.
 
-        A recording is encoded whole. Raises ConfigError for a model without an encoder, and DataError for a
-        recording that cannot be read.
+        The frames of a recording begin ``frame_seconds`` apart. A recording is encoded as one piece. Raises
+        ConfigError for a model without an encoder, and DataError for a recording that cannot be read.
         """
         encoder = self._encoder()
         features = []
         for recording in self.recordings(audio):
             if isinstance(recording, DataError):
                 raise recording
-            for _, samples in recording.pieces(recording.seconds):
+            for _, samples in recording.pieces(recording.seconds):  # one piece
                 batch = self._batch([samples])
                 with torch.no_grad(), self.opened.policy.autocast(self.opened.device.name):
                     frames, lengths = encoder.encode(batch)
@@ -171,23 +173,27 @@ class LoadedRun:
 
     @property
     def frame_seconds(self) -> float:
-        """Seconds from one frame of ``features`` to the next."""
-        return float(100 / self._encoder().frames(100 * self.sample_rate))
+        """Seconds from the start of one frame of ``features`` to the start of the next, a mean over 100 s."""
+        seconds = 100
+        frame_count = self._encoder().frames(seconds * self.sample_rate)
+        return float(seconds / frame_count)
 
     def evaluate(self, sets: Mapping[str, str] | None = None) -> dict[str, Outcome]:
-        """Evaluate on the run's evaluation sets, or on ``sets``: manifests or folders by name.
+        """Return the outcome on each of the run's evaluation sets, by the name of the set.
 
-        An outcome has ``metrics``, such as ``wer`` (a fraction), and ``examples``, the decoded utterances.
+        ``sets`` replaces the run's sets: paths of manifests or folders, by name. An outcome has ``metrics``,
+        such as ``wer`` (a fraction), and ``examples``, the decoded utterances.
         """
-        opened, config = self.opened, copy.deepcopy(self.opened.config)
-        is_optional = part_class("data", config.data).train_is_optional
+        opened = self.opened
+        config = copy.deepcopy(opened.config)
         _choose_sets(config, sets or {})
-        if is_optional and config.data.valid:
-            config.data.train = ""  # Evaluation does not use the training set, so it is not opened.
+        train_is_optional = part_class("data", config.data).train_is_optional
+        if train_is_optional and config.data.valid:
+            config.data.train = ""  # Without a path, the training set is not opened.
         data = build_data(config, opened.tokenizer, opened.task)
         try:
             if isinstance(data, SpeechData) and data.training_set.hold_out:
-                _warn_of_another_held_out_set(self.checkpoint, data)
+                _check_held_out_set(self.checkpoint, data)
             return evaluate(
                 opened.task,
                 data.valid(),
@@ -199,7 +205,8 @@ class LoadedRun:
         finally:
             data.close()
 
-    def _decoder(self, choice: str, options: Mapping[str, Any]) -> Any:
+    def _build_decoder(self, choice: str, options: Mapping[str, Any]) -> Any:
+        """Return the decoder ``choice`` with ``options``, or the run's decoder if both are empty."""
         if not choice and not options:
             return self.opened.task.decoder
         config = copy.deepcopy(self.opened.config)
@@ -210,30 +217,43 @@ class LoadedRun:
         return build(config, "decoder")
 
     def recordings(self, audio: Audio | Iterable[Audio]) -> Iterator[Recording | DataError]:
-        """Yield the recordings of ``audio``. Each is opened when the caller asks for it."""
+        """Yield the recordings of ``audio``, or a DataError for a file that cannot be opened.
+
+        Each file is opened when the iterator reaches it.
+        """
         if isinstance(audio, (str, Path, Tensor, np.ndarray, tuple)):
             audio = [audio]
         for number, source in enumerate(audio, 1):
             if isinstance(source, str | Path):
-                yield from recordings(str(source), self.sample_rate, self._most_seconds)
+                yield from recordings(str(source), self.sample_rate, self._max_seconds)
             else:
-                yield self._of_samples(source, f"recording {number}")
+                yield self._recording_of_samples(source, f"recording {number}")
 
-    def _of_samples(self, samples: Any, name: str) -> Recording:
-        """Return a recording of ``samples`` (S,) or of a tuple of samples and rate. Raises DataError."""
+    def _recording_of_samples(self, samples: Any, name: str) -> Recording:
+        """Return a recording of ``samples`` (S,) or of (samples, rate in Hz).
+
+        Raises DataError for samples of another shape or type, and for infinite samples.
+        """
         rate = self.sample_rate
         if isinstance(samples, tuple):
             samples, rate = samples
-        waveform = _in_full_scale(np.asarray(samples), name)
+        waveform = _scale_to_one(np.asarray(samples), name)
         if waveform.ndim != 1 or not len(waveform) or not np.isfinite(waveform).all():
             raise DataError(f"{name}: samples of shape {waveform.shape}. Give finite samples of shape (S,)")
         waveform = change_rate(waveform, int(rate), self.sample_rate)
 
-        def part(start: float, seconds: float) -> Samples:
-            begin = round(start * self.sample_rate)
-            return waveform[begin : begin + round(seconds * self.sample_rate)]
+        def read(start_seconds: float, seconds: float) -> Samples:
+            start = round(start_seconds * self.sample_rate)
+            end = start + round(seconds * self.sample_rate)
+            return waveform[start:end]
 
-        return Recording(name, "", len(waveform) / self.sample_rate, part, self.sample_rate)
+        return Recording(
+            name,
+            audio="",  # The samples are not from a file.
+            seconds=len(waveform) / self.sample_rate,
+            read=read,
+            sample_rate=self.sample_rate,
+        )
 
     def transcripts(
         self,
@@ -241,9 +261,12 @@ class LoadedRun:
         batch: int = 4,
         piece_seconds: float = PIECE_SECONDS,
     ) -> Iterator[Transcript | DataError]:
-        """Yield the transcript or the error of each recording, in order and as early as possible."""
-        queue: deque[_PendingTranscript | DataError] = deque()
-        pieces: list[_Piece] = []
+        """Yield the transcript or the error of each recording, in order and as early as possible.
+
+        A batch of ``batch`` pieces may contain pieces of several recordings.
+        """
+        queue: deque[_PendingTranscript | DataError] = deque()  # the recordings that are not yielded yet
+        pieces: list[_Piece] = []  # the next batch
         for recording in recordings:
             if isinstance(recording, DataError):
                 queue.append(recording)
@@ -264,7 +287,7 @@ class LoadedRun:
         yield from _take_complete(queue)
 
     def _decode(self, pieces: list[_Piece]) -> None:
-        """Add a segment for each piece to its transcript, and empty ``pieces``."""
+        """Decode ``pieces`` as one batch, add a segment for each to its transcript, and clear the list."""
         if not pieces:
             return
         batch = self._batch([piece.samples for piece in pieces])
@@ -280,54 +303,64 @@ class LoadedRun:
 
     def _batch(self, pieces: Sequence[Samples]) -> Batch:
         """Collate pieces (S,) to a batch on the device."""
-        rate, normalise = self.sample_rate, self.opened.task.normalise_audio
-        batch = collate([audio_row("piece", piece, rate, normalise) for piece in pieces], rate)
-        batch = self.opened.task.prepare(batch, seed_at(*batch.keys.tolist()))
+        task = self.opened.task
+        rows = [audio_row("piece", piece, self.sample_rate, task.normalise_audio) for piece in pieces]
+        batch = collate(rows, self.sample_rate)
+        seed = seed_at(*batch.keys.tolist())  # It depends on the samples only, as in every evaluation.
+        batch = task.prepare(batch, seed)
         return self.opened.device.move(batch)
 
     def _encoder(self) -> Encoder:
+        """Return the task's encoder. Raises ConfigError for a task without one."""
         encoder = getattr(self.opened.task, "encoder", None)
         if encoder is None:
             raise ConfigError(f"{type(self.opened.task).__name__} has no encoder, and so no features")
         return cast("Encoder", encoder)
 
 
-def _in_full_scale(samples: np.ndarray, name: str) -> Samples:
-    """Return samples in fp32, and integers scaled to [-1, 1] by the range of their type.
+def _scale_to_one(samples: np.ndarray, name: str) -> Samples:
+    """Return samples in fp32. Integers are scaled to [-1, 1] by the range of their type.
 
-    The middle of an unsigned range becomes 0. Raises DataError for other types, and for integers of 64 bits,
-    since the type of sums and lists says nothing about their full scale.
+    The middle of an unsigned range becomes 0. Raises DataError for other types. Integers of 64 bits are
+    refused, because NumPy also uses this type for lists and sums of smaller integers, so the range is
+    unknown.
     """
-    kind, bits = samples.dtype.kind, 8 * samples.dtype.itemsize
-    if kind == "f":
+    if samples.dtype.kind == "f":
         return samples.astype(np.float32, copy=False)
-    if kind not in "iu" or bits == 64:
+    is_unsigned = samples.dtype.kind == "u"
+    is_integer = is_unsigned or samples.dtype.kind == "i"
+    bits = 8 * samples.dtype.itemsize
+    if not is_integer or bits == 64:
         types = "floats in [-1, 1], or integers of 8, 16 or 32 bits"
         raise DataError(f"{name}: samples of type {samples.dtype}. Give {types}")
     full_scale = 2.0 ** (bits - 1)
-    middle = full_scale if kind == "u" else 0.0
+    middle = full_scale if is_unsigned else 0.0
     return ((samples - middle) / full_scale).astype(np.float32)
 
 
 def load(
     run: str | Path, *overrides: str, checkpoint: str = "best", config_dir: str | None = None
 ) -> LoadedRun:
-    """Load a run: the directory that speechtrain train printed.
+    """Load the run in the directory ``run``, which speechtrain train printed.
 
-    ``overrides`` are KEY=VALUE pairs for the run's config, such as ``"device.threads=1"`` or
-    ``"device=cuda"``. ``checkpoint`` is ``best``, ``last`` or a folder's name. ``config_dir`` is a folder of
-    the caller's own choices. Raises RunError without a run or a usable checkpoint, and ConfigError for a key
-    that the run lacks.
+    - ``overrides`` are KEY=VALUE pairs for the run's config, such as ``"device.threads=1"`` or
+      ``"device=cuda"``.
+    - ``checkpoint`` is ``best``, ``last`` or the name of a checkpoint's folder.
+    - ``config_dir`` is a folder with further choices of config groups, as for ``--config-dir``.
+
+    Raises RunError without a run or a usable checkpoint, and ConfigError for a key that the run lacks.
     """
     opened = open_run(Path(run), checkpoint, overrides, config_dir)
-    most_seconds = LONGEST_SECONDS
+    max_seconds = LONGEST_SECONDS
+    # The run's own value of this key is for evaluation sets, with a default of an hour. Only an override
+    # counts.
     if any(override.startswith("data.max_decoded_seconds=") for override in overrides):
-        most_seconds = float(opened.config.data.max_decoded_seconds)
-    return LoadedRun(opened, most_seconds)
+        max_seconds = float(opened.config.data.max_decoded_seconds)
+    return LoadedRun(opened, max_seconds)
 
 
 def _check_times(results: Iterable[Transcript | DataError], decoder: Any) -> None:
-    """Raise ConfigError for a transcript with text and without the times of its words."""
+    """Raise ConfigError if a transcript has a text but no times of words."""
     for result in results:
         if isinstance(result, Transcript) and result.text and not result.words:
             name = type(decoder).__name__
@@ -335,7 +368,10 @@ def _check_times(results: Iterable[Transcript | DataError], decoder: Any) -> Non
 
 
 def _take_complete(queue: deque[_PendingTranscript | DataError]) -> Iterator[Transcript | DataError]:
-    """Remove complete transcripts and errors from the head of ``queue``, and yield them."""
+    """Remove complete transcripts and errors from the head of ``queue``, and yield them.
+
+    Stop at the first transcript that is not complete, because the order of the recordings must be kept.
+    """
     while queue:
         head = queue[0]
         if isinstance(head, DataError):
@@ -349,18 +385,23 @@ def _take_complete(queue: deque[_PendingTranscript | DataError]) -> Iterator[Tra
 
 
 def _choose_sets(config: DictConfig, sets: Mapping[str, str]) -> None:
-    """Replace the run's evaluation sets by ``sets``, if any. Raises ConfigError if no set remains."""
+    """Replace the run's evaluation sets by ``sets``, unless it is empty.
+
+    Raises ConfigError if the run then has no evaluation set.
+    """
+    has_sets_key = "valid" in config.data
     if sets:
-        if "valid" not in config.data:
+        if not has_sets_key:
             raise ConfigError(f"--set: {config.data._target_} takes no evaluation set. Remove --set")
         config.data.valid = dict(sets)
-    if "valid" in config.data and not (config.data.valid or config.data.get("hold_out")):
+    if has_sets_key and not config.data.valid and not config.data.get("hold_out"):
         raise ConfigError(f"{config.run_dir} has no evaluation set. Give one with --set NAME=FILE")
 
 
-def _warn_of_another_held_out_set(checkpoint: Path, data: SpeechData) -> None:
-    """Warn if the set ``held_out`` is not the set that the run held out."""
-    with contextlib.suppress(RunError):  # The weights are intact. A damaged state only loses the warning.
+def _check_held_out_set(checkpoint: Path, data: SpeechData) -> None:
+    """Warn if the set ``held_out`` of ``data`` differs from the set that the run held out in training."""
+    # A damaged training state raises RunError. The weights are intact, so only the warning is left out.
+    with contextlib.suppress(RunError):
         training_state = read_state(checkpoint).get("data")
         if not isinstance(training_state, dict):
             return

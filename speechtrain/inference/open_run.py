@@ -1,6 +1,6 @@
-"""Open a run, finished or in progress, for use: its config, its weights, its tokenizer.
+"""Open a run for use, for example to transcribe: its config, its weights and its tokenizer.
 
-The module writes nothing and takes no lock, so a run in progress may be opened at any time.
+The module writes no files and locks nothing, so a run in progress may be opened at any time.
 """
 
 from __future__ import annotations
@@ -39,17 +39,54 @@ class OpenedRun:
     """A run's parts, ready for evaluation, and the checkpoint of its weights."""
 
     config: DictConfig
-    checkpoint: Path
+    checkpoint: Path  # the folder of the checkpoint
     device: Device
     policy: ComputePolicy
-    task: Task
+    task: Task  # on the device, in eval mode
     tokenizer: Tokenizer
 
 
-def _config_for_use(run_dir: Path) -> DictConfig:
-    """Load a run's stored config without its folders for the cache and staged data.
+def open_run(
+    run_dir: Path, checkpoint: str, overrides: Sequence[str], config_dir: str | None = None
+) -> OpenedRun:
+    """Build a run's task with the weights of ``checkpoint`` (``best``, ``last`` or a folder's name).
 
-    Commands that use the run do not write to these folders.
+    ``overrides`` are KEY=VALUE pairs for the run's config, such as ``device.threads=1``. They may also choose
+    another device, precision or decoder, also from the folder ``config_dir``. Without a choice of the device,
+    the run's device is used if this host has it. Otherwise ``device=auto`` is used, and a log line says so.
+
+    Raises RunError without a run or a usable checkpoint, and ConfigError for a key that the config lacks.
+    """
+    if not (run_dir / CONFIG).is_file():
+        raise RunError(f"{run_dir} has no {CONFIG}. Give the run directory that speechtrain train printed")
+    config = _config_for_use(run_dir)
+    auto_device_line = _apply_for_use(config, overrides, config_dir)
+    folder, weights = read_weights(run_dir, checkpoint)
+    # The device may need environment variables before Python starts. Then this process starts again here.
+    restart_for(build_device(config))
+    if auto_device_line:
+        _LOG.warning(auto_device_line)
+    device, precision = open_device(config, 0)
+    policy = recorded_policy(read_device(run_dir), device, precision)
+    if policy is None:  # This device is not the device for which training chose its kernels.
+        policy = device.policy(precision.dtype)
+    misfit = f"{folder} does not fit {run_dir / CONFIG}"
+    _check_size(config, weights, misfit)
+    task, tokenizer = build_task(config)
+    apply_policy(task, policy)
+    try:
+        task.load_state_dict(migrate_names(weights, task.state_dict()))
+    except RuntimeError as error:
+        raise RunError(f"{misfit}: {one_line(str(error), 200)}") from None
+    torch_device = device.tensor(torch.zeros(())).device
+    task.to(torch_device)
+    return OpenedRun(config, folder, device, policy, task=task.eval(), tokenizer=tokenizer)
+
+
+def _config_for_use(run_dir: Path) -> DictConfig:
+    """Return the run's stored config, without the folders for the cache and for staged data.
+
+    Commands that use a run do not write to these folders.
     """
     config = read_config(run_dir)
     relocate(config, None, str(run_dir.resolve()))
@@ -59,48 +96,23 @@ def _config_for_use(run_dir: Path) -> DictConfig:
     return config
 
 
-def open_run(
-    run_dir: Path, checkpoint: str, overrides: Sequence[str], config_dir: str | None = None
-) -> OpenedRun:
-    """Build a run's task with the weights of ``checkpoint`` (``best``, ``last`` or a folder's name).
-
-    ``overrides`` are KEY=VALUE pairs for its config, such as ``device.threads=1``. They may also choose
-    another device, precision or decoder, also from the folder ``config_dir``. Without a choice, the run's
-    device is used if this host has it. Otherwise ``device=auto`` is used, and a log line says so.
-
-    Raises RunError without a run or a usable checkpoint, and ConfigError for a key that the config lacks.
-    """
-    if not (run_dir / CONFIG).is_file():
-        raise RunError(f"{run_dir} has no {CONFIG}. Give the run directory that speechtrain train printed")
-    config = _config_for_use(run_dir)
-    auto_device_line = _apply_for_use(config, overrides, config_dir)
-    folder, weights = read_weights(run_dir, checkpoint)
-    restart_for(build_device(config))
-    if auto_device_line:
-        _LOG.warning(auto_device_line)
-    device, precision = open_device(config, 0)
-    policy = recorded_policy(read_device(run_dir), device, precision) or device.policy(precision.dtype)
-    misfit = f"{folder} does not fit {run_dir / CONFIG}"
-    _check_size(config, weights, misfit)
-    task, tokenizer = build_task(config)
-    apply_policy(task, policy)
-    try:
-        task.load_state_dict(migrate_names(weights, task.state_dict()))
-    except RuntimeError as error:
-        raise RunError(f"{misfit}: {one_line(str(error), 200)}") from None
-    task.to(device.tensor(torch.zeros(())).device)
-    return OpenedRun(config, folder, device, policy, task=task.eval(), tokenizer=tokenizer)
-
-
 def _apply_for_use(config: DictConfig, overrides: Sequence[str], config_dir: str | None) -> str:
-    """Apply ``overrides``. Return the log line of ``device=auto`` if it is used, or an empty text.
+    """Apply ``overrides`` to ``config``. Return the log line of ``device=auto``, empty if it is not used.
 
-    ``device=auto`` replaces a device that this host lacks unless ``overrides`` choose the device. If the new
-    device lacks the run's precision, it computes in fp32 unless ``overrides`` choose the precision.
+    - ``device=auto`` replaces a device that this host lacks, unless ``overrides`` choose the device.
+    - If the replacement does not support the run's precision, fp32 replaces the precision, unless
+      ``overrides`` choose the precision.
     """
-    choices = {key_of_override(override): override.partition("=")[2] for override in overrides}
-    device_overrides = [override for override in overrides if key_of_override(override).startswith("device.")]
-    other_overrides = [override for override in overrides if override not in device_overrides]
+    choices = {}
+    device_overrides = []
+    other_overrides = []
+    for override in overrides:
+        key = key_of_override(override)
+        _, _, choices[key] = override.partition("=")
+        if key.startswith("device."):
+            device_overrides.append(override)
+        else:
+            other_overrides.append(override)
     apply_overrides(config, other_overrides, config_dir)
     line = ""
     if choices.get("device") == AUTO:
@@ -112,38 +124,43 @@ def _apply_for_use(config: DictConfig, overrides: Sequence[str], config_dir: str
         if "precision" not in choices and not build_device(config).supports(dtype):
             set_group(config, "precision", "fp32")
             line += ", precision=fp32"
-    # The keys of the device are set last, because a new choice of the device replaces all of them.
+    # The device's keys are set last, because a new choice of the device replaces all its keys.
     apply_overrides(config, device_overrides)
     return line
 
 
 def _check_size(config: DictConfig, weights: Mapping[str, Tensor], misfit: str) -> None:
-    """Raise RunError, which begins with ``misfit``, for a network far larger than its stored weights.
+    """Raise RunError if the config describes a network of more than twice the stored weights.
 
-    The check allocates no memory for the network.
+    A changed config could otherwise exhaust the memory. This check allocates no memory for the network. The
+    error begins with ``misfit``.
     """
     _, network_size = size_of_network(config, build_tokenizer(config))
-    stored_size = sum(map(Tensor.numel, weights.values()))
+    stored_size = sum([tensor.numel() for tensor in weights.values()])
     if network_size > 2 * stored_size:
         raise RunError(f"{misfit}: {stored_size:,} of {network_size:,} weights")
 
 
 def read_weights(run_dir: Path, checkpoint: str) -> tuple[Path, dict[str, Tensor]]:
-    """Return folder and verified weights of a checkpoint. Raises RunError, which lists the checkpoints."""
+    """Return the folder and the verified weights of a checkpoint: ``best``, ``last`` or a folder's name.
+
+    Raises RunError if the checkpoint does not exist or is damaged.
+    """
     checkpointer = Checkpointer(run_dir)
     names = [folder.name for folder in checkpointer.folders()]
     choices = ["best", "last", *names]
     if names and checkpoint not in choices:
-        near = nearest(checkpoint, choices)
-        raise RunError(f"{checkpointer.root} has no {checkpoint!r}: choose {', '.join(choices)}{near}")
-    for _ in range(2):  # A run in progress may delete a checkpoint while it is read.
+        suggestion = nearest(checkpoint, choices)
+        raise RunError(f"{checkpointer.root} has no {checkpoint!r}: choose {', '.join(choices)}{suggestion}")
+    # A run in progress may delete a checkpoint while it is read here. Then another one is read.
+    for _ in range(2):
         try:
             return checkpointer.weights(checkpoint)
         except OSError:
             continue
         except RunError:
-            former_names = names
+            earlier_names = names
             names = [folder.name for folder in checkpointer.folders()]
-            if names == former_names:
+            if names == earlier_names:  # No checkpoint was deleted, so the error stays.
                 raise
     return checkpointer.weights(checkpoint)

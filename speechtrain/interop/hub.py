@@ -1,57 +1,72 @@
-"""Finds models of Hugging Face: ``hf:FOLDER``, or ``hf:NAME`` of the hub. ``hf:NAME@COMMIT`` is pinned."""
+"""Find models in Hugging Face's format, and upload a folder to the hub.
+
+A model is named ``hf:FOLDER`` (a local folder), ``hf:NAME`` (the newest version on Hugging Face's hub) or
+``hf:NAME@COMMIT`` (a fixed version on the hub).
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from speechtrain.errors import DataError, MachineError, one_line
+from speechtrain.errors import ConfigError, DataError, MachineError, one_line
 from speechtrain.files import absolute_path
 
 PREFIX = "hf:"
+# Patterns of the files to download.
 _SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 # A pickle is used only if the model has no other weights. It is read without running its code.
-_OLD_WEIGHTS = ("pytorch_model.bin",)
+_PICKLED_WEIGHTS = ("pytorch_model.bin",)
 
 
 def folder_of(name: str, weights: bool = True) -> Path:
-    """Return the local folder of the model ``name``: that folder itself, or a snapshot in the hub's cache.
+    """Return the folder of the model ``name``: a local folder, or a snapshot in the cache of the hub's files.
 
-    Without ``weights``, only the model's settings are downloaded.
+    Files that are missing in the cache are downloaded. Without ``weights``, these are only the settings.
 
-    Raises DataError if the hub does not have the name, and if neither the cache has the model nor the hub
-    can be reached. Raises MachineError without ``huggingface_hub``.
+    Raises DataError if the hub does not have the model, or if the hub cannot be reached and the cache does
+    not have it. Raises MachineError without ``huggingface_hub``.
     """
     name = name.removeprefix(PREFIX)
     local_folder = absolute_path(name)
     if local_folder.is_dir():
         return local_folder
     model, _, commit = name.partition("@")
-    settings = _snapshot(model, commit or "main", _SETTINGS)
+    settings_folder = _snapshot(model, commit or "main", _SETTINGS)
     if not weights:
-        return settings
-    folder = _snapshot(model, settings.name, (*_SETTINGS, *_WEIGHTS))
+        return settings_folder
+    # The name of a branch may refer to a newer commit by now. The weights must be of the settings' commit.
+    commit = settings_folder.name
+    folder = _snapshot(model, commit, (*_SETTINGS, *_WEIGHTS))
     if not any(folder.glob("*.safetensors")):
-        folder = _snapshot(model, settings.name, (*_SETTINGS, *_OLD_WEIGHTS))
+        folder = _snapshot(model, commit, (*_SETTINGS, *_PICKLED_WEIGHTS))
     return folder
 
 
 def pinned(name: str) -> str:
-    """Return ``name`` with the absolute path of its folder, or with the hub's present commit of the model."""
+    """Return a name that always refers to the same model as ``name`` does now.
+
+    It contains the absolute path of a local folder, or the commit of the version on the hub.
+    """
     name = name.removeprefix(PREFIX)
     local_folder = absolute_path(name)
     if local_folder.is_dir():
         return f"{PREFIX}{local_folder}"
-    model = name.partition("@")[0]
+    model, _, _ = name.partition("@")
     commit = folder_of(name, weights=False).name
     return f"{PREFIX}{model}@{commit}"
 
 
 @functools.cache
-def _snapshot(model: str, commit: str, patterns: tuple[str, ...]) -> Path:
-    """Download the files that match ``patterns``. The name of the returned folder is the commit."""
+def _snapshot(model: str, revision: str, patterns: tuple[str, ...]) -> Path:
+    """Download the files that match ``patterns``, and return their folder.
+
+    ``revision`` is a commit or a branch of the model. The name of the folder is the commit.
+    """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         from huggingface_hub import snapshot_download
@@ -60,10 +75,63 @@ def _snapshot(model: str, commit: str, patterns: tuple[str, ...]) -> Path:
             f"{PREFIX}{model} needs huggingface_hub: pip install -e '.[interop]', or give a folder"
         ) from None
     try:
-        return Path(snapshot_download(model, revision=commit, allow_patterns=list(patterns)))
-    except (OSError, ValueError) as error:  # The errors of the network libraries and of the hub.
-        reason = one_line(str(error).partition("\n")[0], 160)
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns)))
+    except (OSError, ValueError) as error:  # The network libraries and the hub raise many subclasses.
+        first_line, _, _ = str(error).partition("\n")
+        reason = one_line(first_line, 160)
         raise DataError(
             f"{PREFIX}{model}: neither a folder nor a model that the hub gives "
             f"({type(error).__name__}: {reason}). Correct the name, or copy the model to a folder and name it"
         ) from None
+
+
+def check_upload(name: str, needs_token: bool) -> None:
+    """Check that a folder can be uploaded as the model ``name`` of the hub. Opens no connection.
+
+    Raises ConfigError for another form than OWNER/MODEL, and MachineError without ``huggingface_hub`` or, if
+    it is needed, a token.
+    """
+    try:
+        from huggingface_hub import get_token
+
+        hub_names = importlib.import_module("huggingface_hub.utils")
+    except ImportError:
+        raise MachineError(f"--push {name} needs huggingface_hub: pip install -e '.[interop]'") from None
+    try:
+        hub_names.validate_repo_id(name)
+    except ValueError as error:
+        raise ConfigError(f"--push {name}: {one_line(str(error), 200)}") from None
+    if "/" not in name:
+        raise ConfigError(f"--push {name}: name the owner too, as in --push OWNER/{name}")
+    if needs_token and get_token() is None:
+        page = "https://huggingface.co/settings/tokens"
+        raise MachineError(
+            f"--push {name} needs a token of the hub. Create one that may write at {page}, and set HF_TOKEN "
+            "or run hf auth login. --dry-run needs none"
+        )
+
+
+def upload(folder: Path, names: Sequence[str], model: str) -> str:
+    """Upload the files ``names`` of a folder to ``model`` of the hub, and return the address of the commit.
+
+    The hub checks the card README.md first. A model that the hub does not have yet becomes private. Raises
+    MachineError if the hub refuses or cannot be reached.
+    """
+    from huggingface_hub import HfApi, ModelCard
+
+    errors = importlib.import_module("huggingface_hub.errors")
+    api = HfApi()
+    try:
+        ModelCard.load(folder / "README.md").validate()
+        api.create_repo(model, private=True, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=model,
+            folder_path=folder,
+            allow_patterns=list(names),
+            commit_message="Export of speechtrain",
+        )
+    except (OSError, ValueError, errors.HTTPError) as error:
+        reason = one_line(f"{type(error).__name__}: {error}", 300)
+        fix = f"The files are in {folder}. Repeat the command with --force"
+        raise MachineError(f"--push {model}: the hub did not store the model ({reason}). {fix}") from None
+    return commit.commit_url

@@ -1,7 +1,8 @@
-"""Reads and writes Hugging Face's Parakeet: FastConformer with CTC, RNN-T or TDT (token and duration).
+"""Read and write Hugging Face's Parakeet models: FastConformer with CTC, RNN-T or TDT (token and duration).
 
-Arguments come from config.json and the feature extractor's file, and weights from safetensors. The encoder's
-parameters have the same names in both formats. ``_RULES`` has the other names.
+The arguments of a model are read from config.json and the feature extractor's file, and the weights from
+safetensors. "Our" names are speechtrain's, "foreign" names are Hugging Face's. The encoder's parameters have
+the same names in both. ``_RULES`` has the other names.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from speechtrain.text.huggingface import HuggingFace
 from speechtrain.text.vocabulary import Characters, SentencePiece, Tokenizer
 
 KINDS = {"parakeet_ctc": "CTC", "parakeet_rnnt": "RNNT", "parakeet_tdt": "TDT"}
-_RULES = {  # Our prefixes of parameters, and Hugging Face's.
+"""The kind of a model, by the ``model_type`` in its config."""
+# The foreign prefixes of parameters, by our prefixes.
+_RULES = {
     "joint.encoder.": "encoder_projector.",
     "joint.prediction.": "decoder.decoder_projector.",
     "joint.output.": "joint.head.",
@@ -56,19 +59,22 @@ _ENCODER = Settings(
     attention_bias=("attention_bias", True),
     convolution_bias=("convolution_bias", True),
 )
+# Settings of the encoder for which only this value is supported.
 _FIXED = {"hidden_act": "silu", "subsampling_conv_kernel_size": 3, "subsampling_conv_stride": 2}
 # NeMo's recipes have this dropout in the prediction network and the joint. The format does not store it.
 _DROPOUT = 0.2
 
 
 def huggingface_name(name: str) -> str:
-    """Return Hugging Face's name of our parameter ``name``."""
-    prefix = next(prefix for prefix in _RULES if name.startswith(prefix))
-    return _RULES[prefix] + name.removeprefix(prefix)
+    """Return Hugging Face's name of our parameter ``name``. Raises KeyError for a parameter without one."""
+    for prefix, foreign_prefix in _RULES.items():
+        if name.startswith(prefix):
+            return foreign_prefix + name.removeprefix(prefix)
+    raise KeyError(name)
 
 
 def _our_name(foreign_name: str) -> str | None:
-    """Return our name of a parameter of Hugging Face's model, or None if no rule fits the parameter."""
+    """Return our name of a parameter of Hugging Face's model, or None for a parameter without one."""
     for prefix, foreign_prefix in _RULES.items():
         if foreign_name.startswith(foreign_prefix):
             return prefix + foreign_name.removeprefix(foreign_prefix)
@@ -76,17 +82,20 @@ def _our_name(foreign_name: str) -> str | None:
 
 
 def is_parakeet(folder: Path) -> bool:
-    return str(read_json(folder / "config.json", follow=True).get("model_type")) in KINDS
+    """Return whether ``folder`` is the directory of a Parakeet model."""
+    config = read_json(folder / "config.json", follow=True)
+    return str(config.get("model_type")) in KINDS
 
 
 def has_encoder(task: Any) -> bool:
+    """Return whether the encoder of ``task`` is a FastConformer."""
     return isinstance(getattr(task, "encoder", None), FastConformer)
 
 
 def nodes(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the config nodes of model, encoder and tokenizer that build the model in ``folder``.
+    """Return the config nodes that build the model in ``folder``: ``model``, ``encoder`` and ``tokenizer``.
 
-    Raises DataError if the directory does not describe a model that is supported.
+    Raises DataError if the directory does not describe a supported model.
     """
     path = folder / "config.json"
     try:
@@ -108,10 +117,13 @@ def nodes(folder: Path) -> dict[str, dict[str, Any]]:
 
 def _refuse_unsupported_values(config: Mapping[str, Any], path: Path) -> None:
     """Raise DataError for the first setting whose value is not supported."""
-    encoder_config, kind = config["encoder_config"], KINDS[config["model_type"]]
-    blank_key = "pad_token_id" if kind == "CTC" else "blank_token_id"
-    checks = [(key, encoder_config.get(key, supported), supported) for key, supported in _FIXED.items()]
-    if kind != "CTC":
+    encoder_config = config["encoder_config"]
+    is_ctc = KINDS[config["model_type"]] == "CTC"
+    blank_key = "pad_token_id" if is_ctc else "blank_token_id"
+    checks = []  # the name of a setting, its value in the file, and the supported value
+    for key, supported in _FIXED.items():
+        checks.append((key, encoder_config.get(key, supported), supported))
+    if not is_ctc:
         checks.append(("hidden_act", config.get("hidden_act", "relu"), "relu"))
     checks.append(("the blank's id", config[blank_key], int(config["vocab_size"]) - 1))
     for name, stored, supported in checks:
@@ -120,7 +132,7 @@ def _refuse_unsupported_values(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _node(part: type, **arguments: Any) -> dict[str, Any]:
-    """Return the config of ``part`` with all keys that a user may set."""
+    """Return a config node that builds ``part``: the defaults of all parameters, and ``arguments``."""
     defaults = {}
     for name, parameter in inspect.signature(part).parameters.items():
         if parameter.default is not parameter.empty:
@@ -129,22 +141,33 @@ def _node(part: type, **arguments: Any) -> dict[str, Any]:
 
 
 def _model_node(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the node of the model: CTC, or a transducer, whose joint predicts durations for TDT."""
+    """Return the node of the model: a CTC or a transducer. The joint of a TDT also predicts durations."""
     kind = KINDS[config["model_type"]]
     if kind == "CTC":
         return _node(CTC, dropout=0.0)
-    width, layers = int(config["decoder_hidden_size"]), int(config.get("num_decoder_layers", 2))
+    width = int(config["decoder_hidden_size"])
+    layers = int(config.get("num_decoder_layers", 2))
     joint = _node(Joint, hidden=width, dropout=_DROPOUT)
-    durations = list(config.get("durations", ())) if kind == "TDT" else []
-    if durations:
-        joint["durations"] = durations
-    sizes = {"embedding": width, "hidden": width, "layers": layers}
-    prediction = _node(LSTMPrediction, **sizes, dropout=_DROPOUT, init_scale=1.0, start="blank")
+    if kind == "TDT" and config.get("durations"):
+        joint["durations"] = list(config["durations"])
+    prediction = _node(
+        LSTMPrediction,
+        embedding=width,
+        hidden=width,
+        layers=layers,
+        dropout=_DROPOUT,
+        init_scale=1.0,
+        start="blank",
+    )
     return _node(RNNT, joint=joint, prediction=prediction)
 
 
 def _features_node(folder: Path, mels: int) -> dict[str, Any]:
-    """Return the node of ``LogMel``. The file with its settings has two names, by transformers' version."""
+    """Return the node of ``LogMel``.
+
+    Its settings are in processor_config.json, or in preprocessor_config.json of older versions of
+    transformers.
+    """
     settings = read_json(folder / "processor_config.json", follow=True).get("feature_extractor")
     if not settings:
         settings = read_json(folder / "preprocessor_config.json", follow=True)
@@ -186,22 +209,24 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 def write(task: Any, weights: Mapping[str, Tensor], folder: Path) -> float:
     """Write a FastConformer recogniser as ``ParakeetForCTC``, ``…RNNT`` or ``…TDT``, with its processor.
 
-    Returns the largest difference of the outputs of both encoders and heads for the same features.
+    Returns the largest difference between our model's and Hugging Face's frames and logits.
 
     Raises ConfigError for a model that the format cannot store, and DataError if the outputs differ.
     """
-    config, kind = _config_of(task)
+    arguments, kind = _config_of(task)
     transformers = wav2vec2_hf.transformers_library()
-    settings = getattr(transformers, f"Parakeet{kind}Config")(**config)
+    config_class = getattr(transformers, f"Parakeet{kind}Config")
     model_class = getattr(transformers, f"ParakeetFor{kind}")
+    config = config_class(**arguments)
     state = _state_of(task, weights, kind)
-    with torch.device("meta"):
-        model = model_class(settings)
+    with torch.device("meta"):  # The initial weights are replaced, so they need no memory.
+        model = model_class(config)
     with wav2vec2_hf.replacing_files(folder) as temporary:
         model.load_state_dict(state, assign=True, strict=False)
-        # The weights do not contain the buffers of this module, so they are on the meta device. A new module
-        # computes them.
-        model.encoder.encode_positions = type(model.encoder.encode_positions)(settings.encoder_config)
+        # The buffers of this module are not among the weights, so they are still on the meta device. A new
+        # module computes them.
+        positions_class = type(model.encoder.encode_positions)
+        model.encoder.encode_positions = positions_class(config.encoder_config)
         if kind != "CTC":
             _set_generation(model.generation_config, task)
         model.save_pretrained(temporary)
@@ -211,10 +236,15 @@ def write(task: Any, weights: Mapping[str, Tensor], folder: Path) -> float:
 
 
 def _set_generation(config: Any, task: Any) -> None:
-    """Set the first input of Hugging Face's search, and keep the search from taking durations for labels."""
+    """Set the settings of Hugging Face's search.
+
+    The first input of the prediction network is the blank. The outputs of a TDT's joint after the labels are
+    durations, so the search must not choose them as labels.
+    """
     config.decoder_start_token_id = task.tokenizer.blank
     if getattr(task.joint, "durations", None):
-        config.suppress_tokens = list(range(task.tokenizer.size, task.joint.output.out_features))
+        label_count = task.tokenizer.size
+        config.suppress_tokens = list(range(label_count, task.joint.output.out_features))
 
 
 def _state_of(task: Any, weights: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
@@ -224,24 +254,26 @@ def _state_of(task: Any, weights: Mapping[str, Tensor], kind: str) -> dict[str, 
         if not name.startswith("ctc."):
             state[huggingface_name(name)] = tensor.detach().float().clone()
     if kind == "CTC":
-        state["ctc_head.weight"] = state["ctc_head.weight"][:, :, None]
+        state["ctc_head.weight"] = state["ctc_head.weight"][:, :, None]  # a convolution of width 1
     else:
         _fit_embedding(state, task)
     return state
 
 
 def _fit_embedding(state: dict[str, Tensor], task: Any) -> None:
-    """Widen the embedding to the width of the LSTM. Add a row for the blank if the embedding has none.
+    """Widen the embedding (labels, width) to the width of the LSTM, and add a row for the blank if needed.
 
     The new values are zeros, so the outputs of the prediction network stay the same.
     """
-    table = state["decoder.embedding.weight"]
-    inputs = state["decoder.lstm.weight_ih_l0"]
-    if not task.prediction.starts_with_blank:  # Then the input before the first label is a zero vector.
-        table = torch.cat([table, torch.zeros_like(table[:1])])
-    missing = (0, task.prediction.width - table.shape[1])
-    state["decoder.embedding.weight"] = nn.functional.pad(table, missing)
-    state["decoder.lstm.weight_ih_l0"] = nn.functional.pad(inputs, missing)
+    embedding = state["decoder.embedding.weight"]
+    input_weights = state["decoder.lstm.weight_ih_l0"]
+    if not task.prediction.starts_with_blank:
+        # Our prediction network then starts with a zero vector. Hugging Face's starts with the blank's row.
+        blank_row = torch.zeros_like(embedding[:1])
+        embedding = torch.cat([embedding, blank_row])
+    new_columns = task.prediction.width - embedding.shape[1]
+    state["decoder.embedding.weight"] = nn.functional.pad(embedding, (0, new_columns))
+    state["decoder.lstm.weight_ih_l0"] = nn.functional.pad(input_weights, (0, new_columns))
 
 
 def _config_of(task: Any) -> tuple[dict[str, Any], str]:
@@ -250,15 +282,19 @@ def _config_of(task: Any) -> tuple[dict[str, Any], str]:
     Raises ConfigError for a model that the format cannot store.
     """
     blank = task.tokenizer.blank
-    config = {"vocab_size": task.tokenizer.size, "pad_token_id": blank}
-    config["encoder_config"] = _encoder_config(task.encoder)
+    config = {
+        "vocab_size": task.tokenizer.size,
+        "pad_token_id": blank,
+        "encoder_config": _encoder_config(task.encoder),
+    }
     if type(task) is CTC:
         return config, "CTC"
     problem = _problem_of_transducer(task)
     if problem:
         raise not_exportable(problem)
     prediction = task.prediction
-    config |= {"decoder_hidden_size": prediction.width, "blank_token_id": blank}
+    config["decoder_hidden_size"] = prediction.width
+    config["blank_token_id"] = blank
     config["num_decoder_layers"] = prediction.rnn.lstm.num_layers
     durations = getattr(task.joint, "durations", None)
     if not durations:
@@ -268,6 +304,7 @@ def _config_of(task: Any) -> tuple[dict[str, Any], str]:
 
 
 def _encoder_config(encoder: Any) -> dict[str, Any]:
+    """Return Hugging Face's settings of an encoder. Raises ConfigError if the format cannot store it."""
     if not isinstance(encoder, FastConformer):
         raise not_exportable("an encoder that is not a FastConformer")
     if encoder.context is not None:
@@ -297,9 +334,9 @@ def _encoder_config(encoder: Any) -> dict[str, Any]:
 
 
 def _problem_of_transducer(task: Any) -> str:
-    """Return the first property of a model that Parakeet's transducers cannot have, or "" if all fit.
+    """Return the first property of a model that Parakeet's transducers cannot have.
 
-    An auxiliary CTC is not checked.
+    Returns an empty text if the format can store the model. An auxiliary CTC is not checked.
     """
     prediction = getattr(task, "prediction", None)
     if type(task) is not RNNT or not isinstance(prediction, LSTMPrediction):
@@ -308,11 +345,13 @@ def _problem_of_transducer(task: Any) -> str:
         return "model.prediction.layer_norm=true"
     if prediction.width != task.joint.hidden or prediction.embedding.embedding_dim > prediction.width:
         return "a prediction network that is narrower or wider than the joint"
-    return "" if task.joint.bias == "both" else "model.joint.bias=single"
+    if task.joint.bias != "both":
+        return "model.joint.bias=single"
+    return ""
 
 
 def exportable_part(task: Any) -> tuple[Any, str]:
-    """Return the part of a recogniser that the format can store, and one line on it for the user.
+    """Return the part of a recogniser that the format can store, and a description of it for the user.
 
     A transducer is written without its auxiliary CTC. If the format cannot store the transducer, the part
     is the encoder with the auxiliary CTC.
@@ -323,11 +362,14 @@ def exportable_part(task: Any) -> tuple[Any, str]:
     if not problem:
         return task, "the transducer without its auxiliary CTC"
     ctc = CTC(task.tokenizer, task.encoder)
-    ctc.output, ctc.decoder = task.ctc, task.decoder
-    return ctc.train(task.training), f"the encoder with its auxiliary CTC, since Parakeet has no {problem}"
+    ctc.output = task.ctc
+    ctc.decoder = task.decoder
+    ctc.train(task.training)
+    return ctc, f"the encoder with its auxiliary CTC, since Parakeet has no {problem}"
 
 
 def _processor(task: Any, kind: str, transformers: Any) -> Any:
+    """Return Hugging Face's processor: the feature extractor and the tokenizer of a model."""
     features = task.encoder.features
     extractor = transformers.ParakeetFeatureExtractor(
         feature_size=features.features,
@@ -345,7 +387,7 @@ def _processor(task: Any, kind: str, transformers: Any) -> Any:
 
 
 def _library_tokenizer(tokenizer: Tokenizer) -> Any:
-    """Return a tokenizer of the library ``tokenizers`` that decodes as ours. Its last id is the blank."""
+    """Return a tokenizer of the library ``tokenizers`` that decodes labels as ``tokenizer`` does."""
     tokenizers = importlib.import_module("tokenizers")
     if isinstance(tokenizer, HuggingFace):
         return tokenizer.library()
@@ -364,7 +406,7 @@ def _library_tokenizer(tokenizer: Tokenizer) -> Any:
 
 @torch.no_grad()
 def _difference(task: Any, model: Any) -> float:
-    """Return the largest difference of the two models' frames and logits for the same features."""
+    """Return the largest difference of the two models' frames and logits, for the same random features."""
     encoder: FastConformer = task.encoder
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(1, 20 * encoder.factor, encoder.features.features, generator=generator)
@@ -383,15 +425,19 @@ def _difference(task: Any, model: Any) -> float:
 def _logits(
     task: Any, model: Any, frames: Tensor, reference_frames: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the logits of our task and of Hugging Face's ``model``. A CTC ignores the labels."""
+    """Return the logits of our task and of Hugging Face's ``model``, each from its own frames.
+
+    The ``labels`` (1, U) are the inputs of the prediction networks. A CTC ignores them.
+    """
     if type(task) is CTC:
         return task.output(frames).log_softmax(-1), model.ctc_head(reference_frames).log_softmax(-1)
     # ``joint.encoder`` and ``joint.prediction`` are the projections to the width of the joint.
+    # The outputs have the shapes (1, T, 1, H) and (1, 1, U + 1, H), so the joint combines all pairs.
     encoded = task.joint.encoder(frames)[:, :, None]
     predicted = task.joint.prediction(task.prediction(labels))[:, None]
-    # Hugging Face's prediction network does not add the first input itself.
-    inputs = nn.functional.pad(labels, (1, 0), value=task.tokenizer.blank)
+    # Our prediction network adds its first input to the labels. Hugging Face's does not.
+    reference_labels = nn.functional.pad(labels, (1, 0), value=task.tokenizer.blank)
     reference_encoded = model.encoder_projector(reference_frames)[:, :, None]
-    reference_predicted = model.decoder(inputs)[:, None]
-    # Hugging Face's joint takes the prediction first, and our joint takes the encoder's output first.
+    reference_predicted = model.decoder(reference_labels)[:, None]
+    # The arguments of the two joints have opposite orders.
     return task.joint(encoded, predicted), model.joint(reference_predicted, reference_encoded)

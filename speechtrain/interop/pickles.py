@@ -1,7 +1,9 @@
-"""Reads foreign torch.save files by ``torch.load(weights_only=True)``, without running their code.
+"""Read the torch.save files of other projects, without running their code.
 
-An allow-list maps each name in a file to an ``Inert`` stand-in, so no class of fairseq or OmegaConf is
-imported. torch itself builds the tensors.
+A pickle names the classes and functions that build its objects, and a malicious file can name any. So a file
+is read only if all its names are harmless. ``torch.load(weights_only=True)`` builds the tensors. Each object
+of another class, for example of fairseq or OmegaConf, becomes an ``Inert`` object, so that these packages are
+not imported.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from torch import Tensor
 from speechtrain.errors import DataError, one_line
 from speechtrain.files import names_in_archive, names_in_pickle, open_filled
 
-# The admitted names are the types of settings and meters from the standard library, and dense tensors and
-# their types from torch. All other names of the two are refused, even names that torch admits (sparse and
-# quantised tensors).
-_ADMITTED = re.compile(
+# The harmless names of the standard library and of torch: the types of settings and of meters (running means
+# of metrics), and dense tensors and their dtypes. Other names of these two are refused, even names that torch
+# allows (sparse and quantised tensors). Names of other packages become ``Inert``.
+_HARMLESS_NAMES = re.compile(
     r"argparse\.Namespace|enum\.(Int)?Enum|_?operator\.getitem|copyreg\.(_reconstructor|__newobj__)"
     r"|collections\.(OrderedDict|defaultdict|deque|Counter)|typing\.(Any|Union|Optional|List|Dict|Tuple)"
     r"|pathlib\.(Pure)?(Posix|Windows)?Path|datetime\.(datetime|date|time|timedelta|timezone)|_codecs\.encode"
@@ -31,52 +33,58 @@ _ADMITTED = re.compile(
     r"|(bfloat|u?int|float|complex)\d+|bool|nn\.parameter\.Parameter|_tensor\._rebuild_from_type_v2"
     r"|_utils\._rebuild_(tensor(_v2)?|parameter(_with_state)?))"
 )
-_MOST_SETTINGS = 2**17
+_MAX_SETTINGS = 2**17
 
 
 class Inert:
-    """Stands in for an object of a class that is not loaded. It keeps the object's arguments and state."""
+    """Replaces an object of a class that is not imported.
 
-    __slots__ = ("__dict__", "arguments")  # The dictionary has only the object's own state.
+    ``arguments`` are the arguments of the object's constructor. ``vars()`` returns the object's attributes.
+    """
+
+    __slots__ = ("__dict__", "arguments")  # With a slot, ``arguments`` is not among the object's attributes.
     arguments: tuple[Any, ...]
-    name = ""
+    name = ""  # the name of the replaced class. Each has its own subclass.
 
     def __new__(cls, *arguments: Any) -> Inert:
-        stand_in = super().__new__(cls)
-        stand_in.arguments = arguments
-        return stand_in
+        inert = super().__new__(cls)
+        inert.arguments = arguments
+        return inert
 
     def __setstate__(self, state: Any) -> None:
-        # A pickled state is a dictionary of attributes, or the pair of that dictionary and of the slots.
+        # A pickled state is a dictionary of attributes, or a tuple of this dictionary and one of slots.
         parts = state if isinstance(state, tuple) else (state,)
         for part in parts:
             if isinstance(part, dict):
-                vars(self).update({str(name): attribute for name, attribute in part.items()})
+                for name, attribute in part.items():
+                    vars(self)[str(name)] = attribute
 
 
 def read_pickle(path: Path) -> Any:
-    """Read a file of ``torch.save``, in its zip format or in the format before torch 1.6.
+    """Return the object in a file of ``torch.save``, in the zip format or in the format before torch 1.6.
 
-    Tensors of the zip format stay in the file until they are used. A file of the older format is read
-    whole. Objects of classes outside the standard containers are ``Inert``.
+    Tensors of a zip file are mapped into memory and read when they are used. A file of the older format is
+    read completely. Objects of classes outside the standard containers are ``Inert``.
 
-    Raises DataError if the file has a name that no checkpoint needs (its code has not run then), and if
-    the file is damaged or of another kind.
+    Raises DataError if the file contains a name that no checkpoint needs. Its code has not run then. Raises
+    DataError also if the file is damaged or of another kind.
     """
     try:
         with open_filled(path) as file:
             is_zip = file.read(4) == b"PK\x03\x04"
-        # This verifies the checksums, which torch.load does not.
+        # This verifies the checksums of a zip file. torch.load does not.
         names = names_in_archive(path, verify=True) if is_zip else _names_in_legacy(path)
-        refused = sorted(name for name in names if not _is_admitted(name))
+        refused = sorted([name for name in names if not _is_harmless(name)])
         if not refused:
-            with torch.serialization.safe_globals([(_stand_in(name), name) for name in names]):
+            with torch.serialization.safe_globals([(_replacement(name), name) for name in names]):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except FileNotFoundError:
         raise DataError(f"{path} does not exist") from None
     except Exception as error:  # A damaged file makes the readers raise errors of many types.
-        message = str(error).rpartition("WeightsUnpickler error: ")[2].strip()
-        reason = one_line(message.partition("\n")[0], 120)
+        # torch puts advice before the cause and on the lines after it.
+        _, _, cause = str(error).rpartition("WeightsUnpickler error: ")
+        first_line, _, _ = cause.strip().partition("\n")
+        reason = one_line(first_line, 120)
         raise DataError(
             f"{path} cannot be read as a torch checkpoint ({type(error).__name__}: {reason}). Give the file "
             "that fairseq or Hugging Face wrote, or download it again"
@@ -88,18 +96,26 @@ def read_pickle(path: Path) -> Any:
 
 
 def _names_in_legacy(path: Path) -> set[str]:
+    """Return the names of classes and functions in a file of the format before torch 1.6."""
+    names: set[str] = set()
     with path.open("rb") as file:
         # The file has five pickles: magic number, version, system, content, and the keys of the storages.
-        return set().union(*(names_in_pickle(file) for _ in range(5)))
+        for _ in range(5):
+            names |= names_in_pickle(file)
+    return names
 
 
-def _is_admitted(name: str) -> bool:
-    root = name.partition(".")[0]
-    return bool(_ADMITTED.fullmatch(name)) or (root != "torch" and root not in sys.stdlib_module_names)
+def _is_harmless(name: str) -> bool:
+    """Return whether a file may contain ``name``. Names of other packages become ``Inert``, so they may."""
+    root, _, _ = name.partition(".")
+    is_replaced = root != "torch" and root not in sys.stdlib_module_names
+    return is_replaced or _HARMLESS_NAMES.fullmatch(name) is not None
 
 
-def _stand_in(name: str) -> Any:
-    if name == "collections.defaultdict":  # torch adds items to plain dictionaries and lists only.
+def _replacement(name: str) -> Any:
+    """Return the object that the reader uses for ``name``, unless torch has its own object for it."""
+    # torch adds the items of a pickled container to dictionaries and lists, not to subclasses.
+    if name == "collections.defaultdict":
         return lambda *_: {}
     if name == "collections.deque":
         return lambda *_: []
@@ -109,15 +125,15 @@ def _stand_in(name: str) -> Any:
 def tensors_of(stored: Mapping[Any, Any], path: Path) -> dict[str, Tensor]:
     """Return copies of the tensors in ``stored``, by name. ``stored`` was read from ``path``.
 
-    Raises DataError if a tensor is larger than its storage, or if all tensors have more values than the
-    file has bytes. Names that share one storage would otherwise take many times the file's size in fp32.
+    Raises DataError if a tensor is larger than its storage, or if the tensors have more values together than
+    the file has bytes. Otherwise a small file with many names for one storage could exhaust the memory.
     """
     tensors = {}
     total_values = 0
     for name, tensor in stored.items():
         if not isinstance(tensor, Tensor):
             continue
-        tensor = torch.detach(tensor)  # A file can set attributes, which a detached tensor does not have.
+        tensor = torch.detach(tensor)  # A detached tensor does not have the attributes that a file may set.
         total_values += tensor.numel()
         is_too_large = tensor.nbytes > tensor.untyped_storage().nbytes()
         if is_too_large or total_values > path.stat().st_size:
@@ -127,34 +143,43 @@ def tensors_of(stored: Mapping[Any, Any], path: Path) -> dict[str, Tensor]:
 
 
 def plain_settings(settings: Any) -> Any:
-    """Convert settings (namespaces, OmegaConf, enums) to dictionaries, lists and numbers.
+    """Return settings (namespaces, OmegaConf, enums) as dictionaries, lists, texts and numbers.
 
     Raises DataError for settings that contain themselves.
     """
     try:
-        return _convert(settings, iter(range(_MOST_SETTINGS)))
+        return _convert(settings, iter(range(_MAX_SETTINGS)))
     except (RecursionError, StopIteration):
         raise DataError("the checkpoint's settings contain themselves, or too many values") from None
 
 
-def _convert(settings: Any, budget: Iterator[int]) -> Any:
-    """Convert ``settings``. Each value takes one number of ``budget``. At its end StopIteration is raised."""
-    next(budget)
+def _convert(settings: Any, counter: Iterator[int]) -> Any:
+    """Return ``settings`` as plain values. Each value advances ``counter``.
+
+    At the end of ``counter``, this raises StopIteration. It limits the number of values.
+    """
+    next(counter)
     if isinstance(settings, dict):
         converted = {}
         for key, setting in settings.items():
             if isinstance(key, Inert):
-                key = _convert(key, budget)
-            converted[key] = _convert(setting, budget)
+                key = _convert(key, counter)
+            converted[key] = _convert(setting, counter)
         return converted
     if isinstance(settings, list | tuple | set):
-        return [_convert(setting, budget) for setting in settings]
+        return [_convert(setting, counter) for setting in settings]
     if not isinstance(settings, Inert):
         return settings
     state = vars(settings)
-    if type(settings).name.startswith("omegaconf."):  # A node also points to its parent.
-        return _convert(state.get("_val", state.get("_content")), budget)
-    attributes = {name: _convert(setting, budget) for name, setting in state.items() if name[:1] != "_"}
-    if not attributes and len(settings.arguments) == 1:  # The argument of an enum's member is its value.
-        return _convert(settings.arguments[0], budget)
+    if type(settings).name.startswith("omegaconf."):
+        # The value of a leaf node is ``_val``, and of a container ``_content``. Its other attributes, such as
+        # its parent, are not settings.
+        return _convert(state.get("_val", state.get("_content")), counter)
+    attributes = {}
+    for name, setting in state.items():
+        if not name.startswith("_"):
+            attributes[name] = _convert(setting, counter)
+    if not attributes and len(settings.arguments) == 1:
+        # This is a member of an enum. Its only argument is its value.
+        return _convert(settings.arguments[0], counter)
     return attributes

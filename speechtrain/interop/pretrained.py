@@ -1,6 +1,7 @@
-"""Common parts of the wav2vec 2.0 converters: our names of tensors, and the arguments that build a model.
+"""A wav2vec 2.0 model outside of any run, and the common parts of its converters.
 
-``wav2vec2_fairseq`` and ``wav2vec2_hf`` convert files of their formats to ``Pretrained`` and back.
+``wav2vec2_fairseq`` and ``wav2vec2_hf`` convert files of their formats to ``Pretrained`` and back. "Our"
+names are speechtrain's, "foreign" names are those formats'.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from speechtrain.nn.transformer import TransformerLayer
 
 MOST_LAYERS = 1_000
 Shapes = dict[str, tuple[int, ...]]
+"""The shape of each tensor, by our name."""
 Rule = tuple[str, str]
-"""A pattern that matches a whole name, and its replacement, in the syntax of ``re``."""
+"""A pattern that matches a whole name of ours, and its foreign replacement, in the syntax of ``re``."""
 CONV, LAYER = r"encoder\.extractor\.layers\.(\d+)", r"encoder\.transformer\.layers\.(\d+)"
-"""Patterns of our names of a convolution and of a transformer layer. Each captures the layer's number."""
+"""Patterns of our names of a convolution and of a transformer layer. The group is the layer's number."""
+# Foreign names of the four projections of an attention. The two formats have the same names.
 _ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
 
 
@@ -50,7 +53,7 @@ class Pretrained:
 
     @property
     def is_encoder(self) -> bool:
-        """True if the model has no quantiser, which only pretraining needs."""
+        """Whether the model has no quantiser, which only pretraining needs."""
         return not self.model
 
     @property
@@ -64,8 +67,11 @@ class Pretrained:
         return Pretrained(self.encoder, {}, weights)
 
     def build(self) -> tuple[Wav2Vec2Encoder, Wav2Vec2 | None]:
-        """Build the encoder and the task in evaluation mode, with the weights. ``is_encoder`` has no task."""
-        with torch.device("meta"):
+        """Return the encoder and the pretraining task with the weights, in evaluation mode.
+
+        The task is None if the model has no quantiser.
+        """
+        with torch.device("meta"):  # The initial weights are replaced, so they need no memory.
             module, encoder = self._module()
         module.load_state_dict(self.weights, assign=True)
         module.eval()
@@ -77,7 +83,8 @@ class Pretrained:
 
         Raises ConfigError for arguments that are out of range.
         """
-        layers, convolutions = self.encoder["layers"], len(self.encoder["conv_layers"])
+        layers = self.encoder["layers"]
+        convolutions = len(self.encoder["conv_layers"])
         if max(layers, convolutions) > MOST_LAYERS:
             raise ConfigError(f"{layers} layers and {convolutions} convolutions: the most are {MOST_LAYERS}")
         with torch.device("meta"):
@@ -85,7 +92,7 @@ class Pretrained:
         return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
     def _module(self) -> tuple[nn.Module, Wav2Vec2Encoder]:
-        """Build the module whose state has the names of ``weights``. Also return its encoder."""
+        """Return a new module whose tensors have the names of ``weights``, and its encoder."""
         arguments = dict(self.encoder)
         for name in ("mask", "channel_mask"):
             mask = arguments[name]
@@ -95,15 +102,17 @@ class Pretrained:
             return Wav2Vec2(encoder, **self.model), encoder
         parts = nn.ModuleDict({"encoder": encoder})
         if self.labels:
-            parts["output"] = nn.Linear(encoder.width, len(self.labels) + 1)
+            parts["output"] = nn.Linear(encoder.width, len(self.labels) + 1)  # one more class: the blank
         return parts, encoder
 
 
 def describe(module: nn.Module, weights: Mapping[str, Tensor], encoder_only: bool = False) -> Pretrained:
-    """Describe the model in a task: a ``Wav2Vec2``, a ``CTC`` of characters, or only the encoder of any task.
+    """Return the model of the task ``module`` with ``weights``.
 
-    Raises ConfigError if the task has no wav2vec 2.0 encoder, or if it is another task and ``encoder_only``
-    is false.
+    The task is a ``Wav2Vec2`` or a ``CTC`` of characters. With ``encoder_only`` it is any task, and only its
+    encoder is returned.
+
+    Raises ConfigError if the task has no wav2vec 2.0 encoder, and for another task without ``encoder_only``.
     """
     encoder = getattr(module, "encoder", None)
     if not isinstance(encoder, Wav2Vec2Encoder):
@@ -116,6 +125,7 @@ def describe(module: nn.Module, weights: Mapping[str, Tensor], encoder_only: boo
         return Pretrained(arguments, _model_arguments(module), tensors)
     if type(module) is CTC and "|" not in module.tokenizer.labels:
         labels = module.tokenizer.labels
+        # A tokenizer of subwords decodes its labels to another text, for example with spaces for "▁".
         has_subwords = module.tokenizer.decode(range(len(labels))) != "".join(labels)
         if not has_subwords:
             return Pretrained(arguments, {}, tensors, tuple(labels))
@@ -133,6 +143,7 @@ def not_exportable(reason: str) -> ConfigError:
 
 
 def _encoder_arguments(encoder: Wav2Vec2Encoder) -> dict[str, Any]:
+    """Return the arguments that build a copy of ``encoder``."""
     transformer = encoder.transformer
     layer = transformer.layers[0]
     assert isinstance(layer, TransformerLayer)
@@ -160,9 +171,11 @@ def _encoder_arguments(encoder: Wav2Vec2Encoder) -> dict[str, Any]:
 def _extractor_arguments(extractor: ConvExtractor) -> dict[str, Any]:
     block = extractor.layers[0]
     assert isinstance(block, ConvBlock)
-    spans = zip(extractor.widths, extractor.spans, strict=True)
+    conv_layers = []
+    for width, (kernel, stride) in zip(extractor.widths, extractor.spans, strict=True):
+        conv_layers.append([width, kernel, stride])
     return {
-        "conv_layers": [[width, *span] for width, span in spans],
+        "conv_layers": conv_layers,
         "conv_bias": block.conv.bias is not None,
         "conv_norm": "group" if isinstance(block.norm, nn.GroupNorm) else "layer",
         "gradient_scale": extractor.gradient_scale,
@@ -170,12 +183,12 @@ def _extractor_arguments(extractor: ConvExtractor) -> dict[str, Any]:
 
 
 def _model_arguments(task: Wav2Vec2) -> dict[str, Any]:
-    groups, entries, width = task.quantizer.codebook.shape
+    codebooks, codes, width = task.quantizer.codebook.shape
     return {
         "final_width": task.final_proj.out_features,
-        "codebooks": groups,
-        "codes": entries,
-        "code_width": groups * width,
+        "codebooks": codebooks,
+        "codes": codes,
+        "code_width": codebooks * width,  # One code of each codebook is concatenated.
         "temperature": list(task.temperature),
         "negatives": task.negatives,
         "contrast_temperature": task.contrast_temperature,
@@ -186,43 +199,45 @@ def _model_arguments(task: Wav2Vec2) -> dict[str, Any]:
 
 
 class Settings(dict[str, tuple[str, Any]]):
-    """Maps each of our arguments to another format's name of it, and to the default for files without it.
+    """Maps each of our arguments to the foreign name of the setting, and to the default for files without it.
 
     >>> Settings(layers=("encoder_layers", 12), heads=("heads", 8)).read({"encoder_layers": "24"})
     {'layers': 24, 'heads': 8}
     """
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return our arguments from the settings of a file. Each is converted to the type of its default."""
+        """Return our arguments from the settings in a file, each converted to the type of its default."""
         arguments = {}
         for argument, (setting, default) in self.items():
             arguments[argument] = type(default)(settings.get(setting, default))
         return arguments
 
     def write(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the other format's settings from our arguments."""
+        """Return the foreign settings from our arguments."""
         return {setting: arguments[argument] for argument, (setting, _) in self.items()}
 
 
 def rename(name: str, rules: Sequence[Rule]) -> str:
-    """Rename ``name`` by the first rule whose pattern matches all of it. Raises KeyError if none does.
+    """Return the foreign name of our tensor ``name``, by the first rule whose pattern matches the whole name.
 
-    Both foreign formats have the same names for query, key, value and output of an attention.
+    Afterwards, the names of an attention's projections are replaced. Raises KeyError if no rule matches.
 
     >>> rename("encoder.norm.bias", [(r"encoder\\.norm\\.(.+)", r"layer_norm.\\1")])
     'layer_norm.bias'
     """
     for pattern, replacement in rules:
-        if match := re.fullmatch(pattern, name):
-            foreign_name = match.expand(replacement)
-            return re.sub(
-                r"(?<=\.)(query|key|value|output)(?=\.)", lambda part: _ATTENTION[part[1]], foreign_name
-            )
+        match = re.fullmatch(pattern, name)
+        if match:
+            words = match.expand(replacement).split(".")
+            return ".".join([_ATTENTION.get(word, word) for word in words])
     raise KeyError(name)
 
 
 def export_tensors(weights: Mapping[str, Tensor], foreign_name_of: Callable[[str], str]) -> dict[str, Tensor]:
-    """Rename weights to another format's names. A codebook (G, V, width) becomes (1, G V, width)."""
+    """Return weights under foreign names and in foreign shapes.
+
+    The codebooks (G, V, width), G books of V codes, become (1, G V, width).
+    """
     exported = {}
     for name, tensor in weights.items():
         if name == "quantizer.codebook":
@@ -234,26 +249,28 @@ def export_tensors(weights: Mapping[str, Tensor], foreign_name_of: Callable[[str
 def import_tensors(
     tensors: Mapping[str, Tensor], shapes: Shapes, foreign_name_of: Callable[[str], str], where: str
 ) -> dict[str, Tensor]:
-    """Rename another format's tensors to our names, in fp32, each of the expected shape.
+    """Return foreign tensors under our names, in fp32 and with our ``shapes``.
 
     Raises DataError for a tensor that is missing, has another shape or is not expected. The message begins
     with ``where``.
     """
-    weights, expected = {}, set()
+    weights = {}
+    expected_names = set()
     for name, shape in shapes.items():
         foreign_name = foreign_name_of(name)
-        expected.add(foreign_name)
+        expected_names.add(foreign_name)
         if foreign_name not in tensors:
             raise DataError(f"{where}: the tensor {foreign_name} is missing, and the config needs it")
         tensor = tensors[foreign_name]
         foreign_shape = shape
         if name == "quantizer.codebook":
-            foreign_shape = (1, shape[0] * shape[1], shape[2])
+            codebooks, codes, width = shape
+            foreign_shape = (1, codebooks * codes, width)
         if tuple(tensor.shape) != foreign_shape:
             sizes = f"{tuple(tensor.shape)}, and the config needs {foreign_shape}"
             raise DataError(f"{where}: the tensor {foreign_name} is {sizes}")
         weights[name] = tensor.detach().to(torch.float32).reshape(shape).contiguous()
-    unexpected = [foreign_name for foreign_name in tensors if foreign_name not in expected]
+    unexpected = [foreign_name for foreign_name in tensors if foreign_name not in expected_names]
     if unexpected:
         raise DataError(
             f"{where}: the tensor {unexpected[0]} is not part of wav2vec 2.0 as the config describes it"

@@ -1,7 +1,7 @@
-"""Reads fairseq's wav2vec 2.0 checkpoints of every layout, without running pickled code. Writes one of them.
+"""Read fairseq's wav2vec 2.0 checkpoints of every layout, without running pickled code, and write one layout.
 
-fairseq cannot be installed together with speechtrain. So tests compare keys, shapes and types with the
-published model, and names with Hugging Face's. docs/interchange.md has the check against fairseq.
+fairseq cannot be installed together with speechtrain. So the tests compare keys, shapes and types with the
+published model, and names with Hugging Face's model. docs/interchange.md describes the check against fairseq.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from speechtrain.interop.pretrained import (
 )
 from speechtrain.nn.masking import SpanMask
 
-_LONGEST_TEXT = 10_000  # The characters of a list in the settings that are read.
+_LONGEST_TEXT = 10_000  # the maximum of characters of a list that the settings store as text
+# fairseq's names, by our names. ``_NORMS`` has one more rule for each kind of norm.
 _COMMON: list[Rule] = [
     (r"encoder\.mask_embedding", r"mask_emb"),
     (rf"{CONV}\.conv\.(\w+)", r"feature_extractor.conv_layers.\1.0.\2"),
@@ -86,14 +88,22 @@ _DIMENSIONS = {
     r"encoder\.pos_conv\.0\.weight_v|feature_extractor\.conv_layers\.\d+\.0\.weight": 3,
 }
 """The number of dimensions of tensors that are used before all shapes are compared, by a pattern of names."""
-_CONV_NORMS = {"default": "group", "layer_norm": "layer"}
-_FIXED = {"activation_fn": "gelu", "layer_type": "transformer", "quantize_input": False}
-_FIXED |= {"crop_seq_to_multiple": 1}
-"""Settings of the encoder of which only one value is supported."""
-_UNMASKED = {"require_same_masks": True, "mask_dropout": 0.0, "mask_channel_before": False}
-_NEGATIVES = {"negatives_from_everywhere": False, "cross_sample_negatives": 0, "codebook_negatives": 0}
-_OBJECTIVE = {**_UNMASKED, **_NEGATIVES, "infonce": True}
-"""Settings of pretraining's objective of which only one value is supported."""
+_CONV_NORMS = {"default": "group", "layer_norm": "layer"}  # our norm by fairseq's extractor_mode
+_FIXED = {
+    "activation_fn": "gelu",
+    "layer_type": "transformer",
+    "quantize_input": False,
+    "crop_seq_to_multiple": 1,
+}
+"""Settings of the encoder for which only this value is supported."""
+_FIXED_MASKS = {"require_same_masks": True, "mask_dropout": 0.0, "mask_channel_before": False}
+_FIXED_NEGATIVES = {
+    "negatives_from_everywhere": False,
+    "cross_sample_negatives": 0,
+    "codebook_negatives": 0,
+}
+_FIXED_OBJECTIVE = {**_FIXED_MASKS, **_FIXED_NEGATIVES, "infonce": True}
+"""Settings of pretraining's objective for which only this value is supported."""
 
 
 def _mask_settings(kind: str) -> Settings:
@@ -109,51 +119,55 @@ def _mask_settings(kind: str) -> Settings:
 
 
 def fairseq_name(name: str, conv_norm: str) -> str:
-    """Return fairseq's name of our tensor ``name``. The name of an extractor's norm depends on its kind."""
+    """Return fairseq's name of our tensor ``name``. The names of norms depend on their kind ``conv_norm``."""
     return rename(name, [_NORMS[conv_norm], *_COMMON])
 
 
 def state_of(pretrained: Pretrained) -> OrderedDict[str, Tensor]:
     """Return the weights under fairseq's names and in its shapes."""
-    kind = pretrained.encoder["conv_norm"]
-    return OrderedDict(export_tensors(pretrained.weights, lambda name: fairseq_name(name, kind)))
+    conv_norm = pretrained.encoder["conv_norm"]
+    return OrderedDict(export_tensors(pretrained.weights, partial(fairseq_name, conv_norm=conv_norm)))
 
 
 def read(path: str | Path) -> Pretrained:
-    """Read a wav2vec 2.0 checkpoint in any layout of fairseq. No pickled code is run.
+    """Return the model in a wav2vec 2.0 checkpoint of any layout of fairseq. No pickled code is run.
 
-    - The settings may be a dictionary, OmegaConf's or a Namespace.
-    - Tensors may be half precision. The pair of tensors of the positional convolution may have the names of
-      any torch version.
+    - The settings may be a dictionary, an OmegaConf object or a Namespace.
+    - Tensors may be half precision. The two tensors of the positional convolution may have the names of any
+      torch version.
     - Gaudi's four-dimensional convolutions lose the dimension before the last.
-    - Of a fine-tuned model only the encoder is read.
-    - Optimizer states are not read, except in files of torch before 1.6, which are read whole.
+    - Only the encoder of a fine-tuned model is read.
+    - Optimizer states are not read, except in files of torch before 1.6, which are read completely.
 
     Raises DataError for a file that is refused or damaged, and for another model than wav2vec 2.0 or another
-    variant of it. The message names the first tensor or setting that does not fit.
+    variant of it. The message has the first tensor or setting that does not fit.
     """
     path = Path(path)
     content = read_pickle(path)
-    prefix = _prefix(content, path)
-    settings, task, criterion = _settings(content, bool(prefix), path)
+    prefix = _find_prefix(content, path)
+    is_finetuned = prefix != ""
+    settings, task, criterion = _settings(content, is_finetuned, path)
     tensors = _tensors(content["model"], prefix, path)
-    has_targets = "final_proj.weight" in tensors or not prefix
-    fixed = _FIXED | _OBJECTIVE if has_targets else _FIXED
+    has_quantizer = "final_proj.weight" in tensors or not is_finetuned
+    fixed = _FIXED | _FIXED_OBJECTIVE if has_quantizer else _FIXED
     _refuse_unsupported_values({**settings, **criterion}, fixed, path)
     try:
         encoder = _encoder_arguments(settings, task, tensors, path=path)
-        model = _model_arguments(settings, criterion, encoder) if has_targets else {}
-        shapes = Pretrained(encoder, model, {}).shapes()
+        model = _model_arguments(settings, criterion, encoder) if has_quantizer else {}
+        shapes = Pretrained(encoder, model, weights={}).shapes()
     except (ConfigError, TypeError, SyntaxError, RuntimeError, *MALFORMED) as error:
         reason = one_line(str(error), 200)
         raise DataError(f"{path}: the settings do not describe a wav2vec 2.0 model: {reason}") from None
-    norm = encoder["conv_norm"]
-    weights = import_tensors(tensors, shapes, lambda name: fairseq_name(name, norm), where=str(path))
+    foreign_name_of = partial(fairseq_name, conv_norm=encoder["conv_norm"])
+    weights = import_tensors(tensors, shapes, foreign_name_of, where=str(path))
     return Pretrained(encoder, model, weights)
 
 
-def _prefix(content: Any, path: Path) -> str:
-    """Return the prefix of the tensors of wav2vec 2.0. It is empty if the model is not fine-tuned."""
+def _find_prefix(content: Any, path: Path) -> str:
+    """Return the prefix of the names of wav2vec 2.0's tensors in a checkpoint.
+
+    It is empty for a pretrained model. A fine-tuned model contains wav2vec 2.0 as a part, with a prefix.
+    """
     tensors = content.get("model") if isinstance(content, dict) else None
     if isinstance(tensors, dict):
         for name in map(str, tensors):
@@ -163,13 +177,16 @@ def _prefix(content: Any, path: Path) -> str:
 
 
 def _settings(
-    content: Mapping[str, Any], is_tuned: bool, path: Path
+    content: Mapping[str, Any], is_finetuned: bool, path: Path
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the settings of the wav2vec 2.0 model, of its task and of its criterion."""
+    """Return the settings of the wav2vec 2.0 model, of its task and of its criterion.
+
+    New files store the settings under ``cfg``, old files under ``args``.
+    """
     settings = plain_settings(content.get("cfg")) or plain_settings(content.get("args"))
     if not isinstance(settings, dict):
         raise DataError(f"{path} has neither cfg nor args, so the model's settings are unknown")
-    if is_tuned:
+    if is_finetuned:
         settings = _section(settings, "model").get("w2v_args")
         if not isinstance(settings, dict):
             raise DataError(f"{path} is fine-tuned, and the settings of its model (w2v_args) are missing")
@@ -177,26 +194,30 @@ def _settings(
 
 
 def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a section of the settings. Old files have no sections: there, return all settings."""
+    """Return a section of the settings, or all settings of an old file, which has no sections."""
     section = settings.get(name)
     return section if isinstance(section, dict) else settings
 
 
 def _tensors(stored: Mapping[str, Any], prefix: str, path: Path) -> dict[str, Tensor]:
-    """Return the tensors below ``prefix`` with the names and shapes of a new checkpoint."""
-    # The layers of a fine-tuned model outside the encoder do not have the prefix.
-    encoder = {
-        str(name).removeprefix(prefix): stored[name] for name in stored if str(name).startswith(prefix)
-    }
-    tensors = tensors_of(encoder, path)
-    for original, name in (("original0", "weight_g"), ("original1", "weight_v")):
-        new_name = f"encoder.pos_conv.0.parametrizations.weight.{original}"
+    """Return the tensors of wav2vec 2.0 without ``prefix``, in one layout for files of all versions."""
+    # The layers of a fine-tuned model outside wav2vec 2.0 do not have the prefix.
+    without_prefix = {}
+    for name in map(str, stored):
+        if name.startswith(prefix):
+            without_prefix[name.removeprefix(prefix)] = stored[name]
+    tensors = tensors_of(without_prefix, path)
+    # New versions of torch have other names for the two tensors of a weight norm.
+    for torch_name, name in (("original0", "weight_g"), ("original1", "weight_v")):
+        new_name = f"encoder.pos_conv.0.parametrizations.weight.{torch_name}"
         if new_name in tensors:
             tensors[f"encoder.pos_conv.0.{name}"] = tensors.pop(new_name)
+    # On Gaudi, the convolutions over time have a further dimension of size 1.
     for name, tensor in tensors.items():
         if name.startswith("feature_extractor.") and tensor.dim() == 4:
             tensors[name] = tensor.squeeze(2)
     _check_dimensions(tensors, path)
+    # Old files have one tensor for query, key and value.
     for name in list(tensors):
         if name.endswith(("in_proj_weight", "in_proj_bias")):
             base, _, kind = name.rpartition("in_proj_")
@@ -207,6 +228,7 @@ def _tensors(stored: Mapping[str, Any], prefix: str, path: Path) -> dict[str, Te
 
 
 def _check_dimensions(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raise DataError for a tensor whose number of dimensions differs from ``_DIMENSIONS``."""
     for name, tensor in tensors.items():
         for pattern, dimensions in _DIMENSIONS.items():
             if re.fullmatch(pattern, name) and tensor.dim() != dimensions:
@@ -222,30 +244,37 @@ def _refuse_unsupported_values(settings: Mapping[str, Any], fixed: Mapping[str, 
 def _encoder_arguments(
     settings: Mapping[str, Any], task: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path
 ) -> dict[str, Any]:
-    norm = str(settings.get("extractor_mode", "default"))
-    if norm not in _CONV_NORMS:
-        raise DataError(f"{path}: extractor_mode is {norm!r}, not default or layer_norm")
+    """Return the arguments of ``Wav2Vec2Encoder``. Sizes that the settings lack follow from the tensors."""
+    extractor_mode = str(settings.get("extractor_mode", "default"))
+    if extractor_mode not in _CONV_NORMS:
+        raise DataError(f"{path}: extractor_mode is {extractor_mode!r}, not default or layer_norm")
     width = int(settings.get("encoder_embed_dim", len(tensors["mask_emb"])))
-    sizes = {"encoder_embed_dim": width, "encoder_ffn_embed_dim": 4 * width}
-    sizes["encoder_attention_heads"] = width // 64
-    position = tensors.get("encoder.pos_conv.0.weight_v")
-    if position is not None:
-        sizes["conv_pos"] = position.shape[2]
+    default_sizes = {
+        "encoder_embed_dim": width,
+        "encoder_ffn_embed_dim": 4 * width,
+        "encoder_attention_heads": width // 64,
+    }
+    position_weight = tensors.get("encoder.pos_conv.0.weight_v")
+    if position_weight is not None:
+        default_sizes["conv_pos"] = position_weight.shape[2]
     channel_mask = None
     if settings.get("mask_channel_prob"):
-        channel_mask = _mask(settings, "mask_channel", 0)
+        channel_mask = _mask(settings, "mask_channel", min_masks=0)
     return {
         "conv_layers": _conv_layers(settings.get("conv_feature_layers"), tensors, path),
-        "conv_norm": _CONV_NORMS[norm],
-        **_ENCODER.read({**sizes, **settings}),
+        "conv_norm": _CONV_NORMS[extractor_mode],
+        **_ENCODER.read({**default_sizes, **settings}),
         **_TASK.read(task),
-        "mask": _mask(settings, "mask", 2),
+        "mask": _mask(settings, "mask", min_masks=2),
         "channel_mask": channel_mask,
     }
 
 
 def _mask(settings: Mapping[str, Any], kind: str, min_masks: int) -> dict[str, Any]:
-    """Return the arguments of ``SpanMask`` from the settings of a mask."""
+    """Return the arguments of ``SpanMask`` from the settings of a mask.
+
+    ``kind`` is as in ``_mask_settings``. fairseq has a fixed number for ``min_masks``.
+    """
     overlap = not settings.get(f"no_{kind}_overlap", False)
     return {**_mask_settings(kind).read(settings), "overlap": overlap, "min_masks": min_masks}
 
@@ -253,20 +282,24 @@ def _mask(settings: Mapping[str, Any], kind: str, min_masks: int) -> dict[str, A
 def _model_arguments(
     settings: Mapping[str, Any], criterion: Mapping[str, Any], encoder: Mapping[str, Any]
 ) -> dict[str, Any]:
+    """Return the arguments of ``Wav2Vec2`` except the encoder."""
+    # For both widths, a missing setting or 0 means the default.
     final_width = int(settings.get("final_dim") or 0) or encoder["width"]
-    diversity_weight, penalty_weight = [*_numbers(criterion.get("loss_weights")), 0.0, 0.0][:2]
+    code_width = int(settings.get("latent_dim") or 0) or final_width
+    loss_weights = _numbers(criterion.get("loss_weights"))
+    loss_weights += [0.0, 0.0]  # Missing weights are 0.
     return {
         "final_width": final_width,
-        "code_width": int(settings.get("latent_dim") or 0) or final_width,
+        "code_width": code_width,
         **_MODEL.read(settings),
         "temperature": _numbers(settings.get("latent_temp")) or [2.0, 0.5, 0.999995],
-        "diversity_weight": diversity_weight,
-        "penalty_weight": penalty_weight,
+        "diversity_weight": loss_weights[0],
+        "penalty_weight": loss_weights[1],
     }
 
 
 def _numbers(setting: Any) -> list[float]:
-    """Return a list of numbers, which may be stored as text. A missing list is empty."""
+    """Return the numbers in a setting, a list or the text of a list. None means an empty list."""
     if isinstance(setting, str):
         setting = ast.literal_eval(setting[:_LONGEST_TEXT])
     return [float(number) for number in setting or []]
@@ -275,35 +308,42 @@ def _numbers(setting: Any) -> list[float]:
 def _conv_layers(text: Any, tensors: Mapping[str, Tensor], path: Path) -> list[list[int]]:
     """Return [channels, kernel, stride] of each convolution.
 
-    ``text`` is a Python expression, which is parsed and never run. Without it, the layers follow from the
-    tensors if the kernels are as in the published models.
+    ``text`` is a Python expression such as ``[(512, 10, 5)] + [(512, 3, 2)] * 4``. It is parsed and never
+    run. If it is None, the layers follow from the tensors, provided that the kernels are as in the published
+    models.
     """
     if text is None:
-        names = (f"feature_extractor.conv_layers.{i}.0.weight" for i in range(32))
+        names = [f"feature_extractor.conv_layers.{index}.0.weight" for index in range(32)]
         weights = [tensors[name] for name in names if name in tensors]
-        strides = _STRIDES.get(tuple(weight.shape[2] for weight in weights))
+        channels = [weight.shape[0] for weight in weights]
+        kernels = [weight.shape[2] for weight in weights]
+        strides = _STRIDES.get(tuple(kernels))
         if strides is None:
             raise DataError(f"{path}: the settings have no conv_feature_layers, so the strides are unknown")
-        layers = zip(weights, strides, strict=True)
-        return [[len(weight), weight.shape[2], stride] for weight, stride in layers]
+        return [list(layer) for layer in zip(channels, kernels, strides, strict=True)]
     try:
-        layers = _sequence(ast.parse(str(text)[:_LONGEST_TEXT], mode="eval").body)
+        expression = ast.parse(str(text)[:_LONGEST_TEXT], mode="eval")
+        layers = _sequence(expression.body)
         return [[int(channels), int(kernel), int(stride)] for channels, kernel, stride in layers]
     except (SyntaxError, TypeError, *MALFORMED):
         raise DataError(f"{path}: conv_feature_layers is {str(text)[:80]!r}, not a list of triples") from None
 
 
 def _sequence(node: ast.expr) -> Any:
-    """Evaluate an expression of lists, tuples and integers with + and *. Raises ValueError for any other."""
+    """Return the value of an expression of lists, tuples and integers with + and *.
+
+    A tuple becomes a list. Raises ValueError for any other expression.
+    """
     if isinstance(node, ast.List | ast.Tuple):
         return [_sequence(element) for element in node.elts]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _sequence(node.left) + _sequence(node.right)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        repeated, times = _sequence(node.left), _sequence(node.right)
-        if not isinstance(times, int) or len(repeated) * times > MOST_LAYERS:
+        elements = _sequence(node.left)
+        repetitions = _sequence(node.right)
+        if not isinstance(repetitions, int) or len(elements) * repetitions > MOST_LAYERS:
             raise ValueError
-        return repeated * times
+        return elements * repetitions
     number = ast.literal_eval(node)
     if not isinstance(number, int):
         raise ValueError
@@ -320,13 +360,18 @@ def checkpoint_of(pretrained: Pretrained, updates: int = 0) -> dict[str, Any]:
             "fairseq's wav2vec 2.0 needs a quantiser and projections, and this is an encoder. Export the "
             "pretraining run, or use --to huggingface"
         )
-    names = {"criterion_name": "Wav2vecCriterion", "optimizer_name": "FairseqAdam"}
+    history = {
+        "criterion_name": "Wav2vecCriterion",
+        "optimizer_name": "FairseqAdam",
+        "lr_scheduler_state": {"best": None},
+        "num_updates": updates,
+    }
     return {
         "args": None,
         "cfg": _config(pretrained),
         "model": state_of(pretrained),
         "criterion": None,
-        "optimizer_history": [{**names, "lr_scheduler_state": {"best": None}, "num_updates": updates}],
+        "optimizer_history": [history],
         "task_state": {},
         "extra_state": {
             "metrics": {},
@@ -340,10 +385,11 @@ def checkpoint_of(pretrained: Pretrained, updates: int = 0) -> dict[str, Any]:
 
 
 def _model_settings(encoder: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    modes = {norm: mode for mode, norm in _CONV_NORMS.items()}
+    """Return fairseq's settings of the model, from our arguments of the encoder and of the model."""
+    extractor_modes = {norm: mode for mode, norm in _CONV_NORMS.items()}
     return {
         "_name": "wav2vec2",
-        "extractor_mode": modes[encoder["conv_norm"]],
+        "extractor_mode": extractor_modes[encoder["conv_norm"]],
         "conv_feature_layers": str([tuple(layer) for layer in encoder["conv_layers"]]),
         "activation_fn": "gelu",
         **_ENCODER.write(encoder),
@@ -354,18 +400,23 @@ def _model_settings(encoder: Mapping[str, Any], model: Mapping[str, Any]) -> dic
         **_written_mask(encoder["mask"], "mask"),
         **_written_mask(encoder["channel_mask"], "mask_channel"),
         "quantize_targets": True,
-        **dict.fromkeys(("quantize_input", "same_quantizer", "target_glu", "checkpoint_activations"), False),
-        **_UNMASKED,
-        **_NEGATIVES,
+        "quantize_input": False,
+        "same_quantizer": False,
+        "target_glu": False,
+        "checkpoint_activations": False,
+        **_FIXED_MASKS,
+        **_FIXED_NEGATIVES,
     }
 
 
 def _config(pretrained: Pretrained) -> dict[str, Any]:
-    encoder, model = pretrained.encoder, pretrained.model
-    empty = ("common", "checkpoint", "dataset", "distributed_training", "optimization")
+    """Return all of fairseq's settings, by section. The sections that describe no model are empty."""
+    encoder = pretrained.encoder
+    model = pretrained.model
+    empty_sections = ("common", "checkpoint", "dataset", "distributed_training", "optimization")
     return {
         "_name": None,
-        **{name: {} for name in empty},
+        **{section: {} for section in empty_sections},
         "model": _model_settings(encoder, model),
         "task": {"_name": "audio_pretraining", "data": "", **_TASK.write(encoder)},
         "criterion": {
@@ -382,16 +433,16 @@ def _config(pretrained: Pretrained) -> dict[str, Any]:
 def _written_mask(mask: Mapping[str, Any] | None, kind: str) -> dict[str, Any]:
     """Return all settings of a mask, also if it masks nothing.
 
-    The reason: fairseq's fine-tuning replaces a setting only if its name is there.
+    fairseq's fine-tuning replaces the settings of a checkpoint, but only settings that the checkpoint has.
     """
     mask = mask or asdict(SpanMask(probability=0.0))
     return {**_mask_settings(kind).write(mask), f"no_{kind}_overlap": not mask["overlap"]}
 
 
 def write(pretrained: Pretrained, content: Mapping[str, Any], path: str | Path) -> None:
-    """Write ``content``, the checkpoint of ``checkpoint_of``, and read it back.
+    """Write ``content``, which ``checkpoint_of(pretrained)`` has returned, to ``path``.
 
-    Raises DataError and writes nothing if the model that was read back is not equal bit by bit.
+    The file is read back. Raises DataError, and leaves no file, if the model differs in any bit.
     """
     path = Path(path)
     with atomic(path) as temporary:
@@ -401,9 +452,14 @@ def write(pretrained: Pretrained, content: Mapping[str, Any], path: str | Path) 
 
 
 def _is_equal(loaded: Pretrained, pretrained: Pretrained) -> bool:
-    """Compare all but the masks: fairseq has fixed numbers for some of our settings (``min_masks``)."""
-    encoder = {name: argument for name, argument in loaded.encoder.items() if not name.endswith("mask")}
-    if not encoder.items() <= pretrained.encoder.items() or loaded.model != pretrained.model:
+    """Return whether two models have equal weights, and equal arguments except the masks.
+
+    fairseq has fixed numbers for some settings of our masks (``min_masks``).
+    """
+    for name, argument in loaded.encoder.items():
+        if not name.endswith("mask") and argument != pretrained.encoder.get(name):
+            return False
+    if loaded.model != pretrained.model:
         return False
     if loaded.weights.keys() != pretrained.weights.keys():
         return False

@@ -1,7 +1,8 @@
-"""Reads and writes directories of Hugging Face's wav2vec 2.0 models. Each conversion is checked as it runs.
+"""Read and write directories of Hugging Face's wav2vec 2.0 models. Each conversion is checked when it runs.
 
-``transformers`` (extra ``interop``) is the reference of the check: its model and ours get the same second
-of audio. If the outputs differ by more than ``LIMIT``, the conversion raises an error and writes nothing.
+The reference of the check is the package ``transformers`` (extra ``interop``): its model and our model
+process the same second of audio. If the outputs differ by more than ``LIMIT``, the conversion raises an error
+and writes nothing.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from speechtrain.nn.masking import SpanMask
 LIMIT = 1e-4
 """The largest allowed difference between the two models' outputs, which are of order 1."""
 
+# The names in Hugging Face's ``Wav2Vec2ForPreTraining``, by our names.
 _RULES: list[Rule] = [
     (r"encoder\.mask_embedding", r"wav2vec2.masked_spec_embed"),
     (rf"{CONV}\.conv\.(\w+)", r"wav2vec2.feature_extractor.conv_layers.\1.conv.\2"),
@@ -109,10 +111,10 @@ _PUBLISHED_MODEL: dict[str, dict[str, Any]] = {
     "group": {"temperature": [2.0, 0.5, 0.999995], "penalty_weight": 10.0},
     "layer": {"temperature": [2.0, 0.1, 0.999995], "penalty_weight": 0.0},
 }
-_PREFIX = "wav2vec2."
+_PREFIX = "wav2vec2."  # of the tensors in models with heads. ``Wav2Vec2Model`` has no prefix.
 _PROJECTION = "wav2vec2.feature_projection.projection"
 _MASK_EMBEDDING = "masked_spec_embed"
-# The two tensors of a weight norm: their names in our files, and in Hugging Face's model in memory.
+# The names of the two tensors of a weight norm, in our files and in Hugging Face's model in memory.
 _WEIGHT_NORM_NAMES = {
     "weight_g": "parametrizations.weight.original0",
     "weight_v": "parametrizations.weight.original1",
@@ -128,7 +130,7 @@ def huggingface_name(name: str) -> str:
 
 
 def is_available() -> bool:
-    """True if ``transformers`` is installed."""
+    """Return whether ``transformers`` is installed."""
     return importlib.util.find_spec("transformers") is not None
 
 
@@ -136,7 +138,8 @@ def transformers_library() -> Any:
     """Import transformers and turn off its log lines. Raises MachineError if it cannot be imported."""
     try:
         module = importlib.import_module("transformers")
-        module.Wav2Vec2Model  # noqa: B018 - This imports the class, and torchaudio if that is installed.
+        # transformers imports a class, and then also torchaudio if it is installed, at the first use.
+        module.Wav2Vec2Model  # noqa: B018
     except (ImportError, OSError, RuntimeError) as error:
         raise MachineError(
             "a conversion to or from Hugging Face needs transformers, which cannot be imported "
@@ -169,7 +172,8 @@ def _build_model(pretrained: Pretrained) -> Any:
         model = model_class(config)
     names = set(model.state_dict())
     width = pretrained.encoder["width"]
-    # Hugging Face's model has this projection even between equal widths.
+    # Hugging Face's model has this projection even between equal widths, where our encoder has none. If our
+    # encoder has the projection, its tensors replace the identity.
     identity = {f"{_PROJECTION}.weight": torch.eye(width), f"{_PROJECTION}.bias": torch.zeros(width)}
     tensors = identity | export_tensors(pretrained.weights, huggingface_name)
     state = {}
@@ -191,14 +195,14 @@ def _difference_between(pretrained: Pretrained, model: Any) -> float:
     """Return the largest difference between the outputs of ``pretrained`` and of Hugging Face's ``model``."""
     encoder, task = pretrained.build()
     audio = _test_audio()
-    base = getattr(model, "wav2vec2", model)
-    reference = base(audio)
+    reference_encoder = getattr(model, "wav2vec2", model)  # ``Wav2Vec2Model`` itself, or inside another class
+    reference = reference_encoder(audio)
     features, lengths, _ = encoder.extract(audio, torch.tensor([audio.shape[1]]))
     hidden = encoder.contextualise(features, lengths)
     pairs = [(hidden, reference.last_hidden_state), (features, reference.extract_features)]
     # No output depends on the mask embedding, since no frame of this audio is masked. Hugging Face's model
     # has no mask embedding if it masks nothing.
-    mask_embedding = getattr(base, _MASK_EMBEDDING, None)
+    mask_embedding = getattr(reference_encoder, _MASK_EMBEDDING, None)
     if mask_embedding is not None:
         pairs.append((encoder.mask_embedding, mask_embedding))
     if pretrained.labels:
@@ -211,10 +215,10 @@ def _difference_between(pretrained: Pretrained, model: Any) -> float:
 
 
 def _quantizer_pairs(task: Wav2Vec2, model: Any, features: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return the outputs of both quantisers for the same ``features``, and the codebooks.
+    """Return two pairs: the projected codes that both quantisers choose for ``features``, and the codebooks.
 
-    The features are the same so that rounding does not decide between two codes. The codebooks are
-    compared because a second of audio does not choose every code.
+    Both get the same features. Otherwise a rounding difference could make them choose different codes. The
+    codebooks are compared because a second of audio does not use every code.
     """
     quantized = task.quantizer(features, 1.0, torch.ones(features.shape[:2]))
     reference, _ = model.quantizer(features)
@@ -233,7 +237,10 @@ def _test_audio() -> Tensor:
 
 
 def largest_difference(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """Return the largest difference within the pairs. It is infinite if shapes differ or a value is NaN."""
+    """Return the largest absolute difference within the pairs.
+
+    It is infinite if the shapes of a pair differ or a value is NaN.
+    """
     largest = 0.0
     for output, reference in pairs:
         if output.shape != reference.shape:
@@ -254,13 +261,14 @@ def check_difference(difference: float, where: str) -> float:
 
 
 def read(folder: str | Path) -> tuple[Pretrained, float]:
-    """Read a model from Hugging Face's directory. Also return the difference of its outputs from ours.
+    """Return the model in Hugging Face's directory ``folder``, and the largest difference of its outputs.
 
-    - ``Wav2Vec2ForPreTraining`` and ``Wav2Vec2Model`` are read, and ``Wav2Vec2ForCTC`` without its head.
-    - Weights come from model.safetensors (or its shards), or from pytorch_model.bin without running pickled
-      code.
+    - The directory may contain a ``Wav2Vec2ForPreTraining``, a ``Wav2Vec2Model``, or a ``Wav2Vec2ForCTC``,
+      of which the head is not read.
+    - The weights are read from model.safetensors (or its shards), or from pytorch_model.bin without running
+      pickled code.
     - The format does not store the gradient scale, the temperature and the feature penalty. They get the
-      values that were published for models with this norm.
+      published values for models with the same norm.
 
     Raises DataError for a directory that is incomplete or has another model, for the first tensor that
     does not fit, and if the outputs differ. Raises MachineError without transformers.
@@ -271,15 +279,18 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
     tensors = _normalise_names(read_tensors(folder))
     is_encoder = "quantizer.codevectors" not in tensors
     model_class = transformers.Wav2Vec2ForPreTraining
-    if is_encoder:  # Our encoder does not have the heads of fine-tuned models.
+    if is_encoder:
         model_class = transformers.Wav2Vec2Model
+        # Without the prefix, only the heads of fine-tuned models remain. They are left out.
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(_PREFIX)}
     pretrained = _describe(folder, config, is_encoder)
     shapes = pretrained.shapes()
     if "encoder.projection.weight" not in shapes:
         _drop_identity(tensors, folder)
-    if not (config.get("mask_time_prob", 0.05) or config.get("mask_feature_prob")):
-        # Hugging Face's model has no mask embedding if it masks nothing.
+    masks_frames = config.get("mask_time_prob", 0.05)
+    masks_channels = config.get("mask_feature_prob")
+    if not masks_frames and not masks_channels:
+        # Hugging Face's model then has no mask embedding.
         tensors.setdefault(_PREFIX + _MASK_EMBEDDING, torch.zeros(pretrained.encoder["width"]))
     weights = import_tensors(tensors, shapes, huggingface_name, where=str(folder))
     pretrained = Pretrained(pretrained.encoder, pretrained.model, weights)
@@ -288,6 +299,7 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
 
 
 def _load_model(model_class: Any, folder: Path) -> Any:
+    """Return Hugging Face's model in ``folder``, in fp32 and evaluation mode. Raises DataError."""
     try:
         return model_class.from_pretrained(folder, local_files_only=True).float().eval()
     except Exception as error:  # transformers raises errors of many types for a file that we can read.
@@ -296,12 +308,12 @@ def _load_model(model_class: Any, folder: Path) -> Any:
 
 
 def read_arguments(folder: Path) -> Pretrained:
-    """Read the encoder's arguments from a directory, without its weights. Raises DataError."""
+    """Return the encoder of the model in ``folder``, without its weights. Raises DataError."""
     return _describe(folder, _read_config(folder), is_encoder=True)
 
 
 def _describe(folder: Path, config: Mapping[str, Any], is_encoder: bool) -> Pretrained:
-    """Return the model of a config, without its weights. Raises DataError if it cannot be built."""
+    """Return the model that ``config`` describes, without its weights. Raises DataError."""
     try:
         pretrained = _parse_config(folder, config, is_encoder)
         pretrained.shapes()
@@ -321,9 +333,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != "wav2vec2":
         raise DataError(f"{path} describes the model type {kind!r}, and only wav2vec2 is supported")
-    fixed = {"hidden_act": "gelu", "feat_extract_activation": "gelu", "add_adapter": False}
-    fixed |= {"layer_norm_eps": 1e-5, "adapter_attn_dim": None}
-    for key, supported in fixed.items():
+    supported_values = {
+        "hidden_act": "gelu",
+        "feat_extract_activation": "gelu",
+        "add_adapter": False,
+        "layer_norm_eps": 1e-5,
+        "adapter_attn_dim": None,
+    }
+    for key, supported in supported_values.items():
         if config.get(key, supported) != supported:
             raise DataError(f"{path}: {key} is {config[key]!r}, and only {supported!r} is supported")
     return config
@@ -358,9 +375,13 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _shards(index: Path) -> list[Path]:
-    """Return the files that an index lists. Their folders are ignored: all are in the index's folder."""
+    """Return the files that an index lists.
+
+    Only their names are used. All files are in the folder of the index, so a path cannot lead elsewhere.
+    """
     try:
-        shard_of_tensor = json.loads(read_bytes(index, follow=True))["weight_map"]
+        content = json.loads(read_bytes(index, follow=True))
+        shard_of_tensor = content["weight_map"]
         names = {Path(name).name for name in shard_of_tensor.values()}
     except (OSError, KeyError, TypeError, AttributeError, *MALFORMED) as error:
         raise DataError(f"{index} lists no files ({type(error).__name__}). Download it again") from None
@@ -368,7 +389,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _normalise_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors of any class and version to the names of ``Wav2Vec2ForPreTraining``."""
+    """Return tensors of any model class and version under the names of ``Wav2Vec2ForPreTraining``."""
     if not any(name.startswith(_PREFIX) for name in tensors):
         tensors = {_PREFIX + name: tensor for name, tensor in tensors.items()}
     normalised = {}
@@ -398,36 +419,42 @@ def _drop_identity(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def _parse_config(folder: Path, config: Mapping[str, Any], is_encoder: bool) -> Pretrained:
+    """Return our arguments for a config, without weights. Wrong values raise errors of many types."""
     encoder = _ENCODER.read(config)
     norm = encoder["conv_norm"]
     if norm not in _PUBLISHED_ENCODER:
-        norm = "group"  # The encoder's constructor refuses the unknown norm, with a message that names it.
-    sizes = [config.get(name, default) for name, default in _CONVOLUTION.items()]
+        norm = "group"  # The encoder's constructor later refuses the unknown norm, with a good message.
+    conv_sizes = [config.get(key, default) for key, default in _CONVOLUTION.items()]
+    conv_layers = []
+    for channels, kernel, stride in zip(*conv_sizes, strict=False):
+        conv_layers.append([int(channels), int(kernel), int(stride)])
     audio = read_json(folder / "preprocessor_config.json", follow=True)
     channel_settings = _CHANNEL_MASK.read(config)
     channel_mask = asdict(SpanMask(**channel_settings)) if channel_settings["probability"] else None
     encoder |= {
-        "conv_layers": [list(map(int, layer)) for layer in zip(*sizes, strict=False)],
+        "conv_layers": conv_layers,
         "normalise_audio": bool(audio.get("do_normalize", norm == "layer")),
         "sample_rate": int(audio.get("sampling_rate", 16000)),
         "mask": asdict(SpanMask(**_MASK.read(config))),
         "channel_mask": channel_mask,
         **_PUBLISHED_ENCODER[norm],
     }
-    if is_encoder:
-        return Pretrained(encoder, {}, {})
-    return Pretrained(encoder, _MODEL.read(config) | _PUBLISHED_MODEL[norm], {})
+    model = {} if is_encoder else _MODEL.read(config) | _PUBLISHED_MODEL[norm]
+    return Pretrained(encoder, model, weights={})
 
 
 def config_of(pretrained: Pretrained) -> dict[str, Any]:
     """Return the arguments of ``Wav2Vec2Config`` for a model."""
-    encoder, labels = pretrained.encoder, pretrained.labels
-    columns = map(list, zip(*encoder["conv_layers"], strict=True))
+    encoder = pretrained.encoder
+    labels = pretrained.labels
+    channels, kernels, strides = zip(*encoder["conv_layers"], strict=True)
     config = {
         "hidden_act": "gelu",
         "final_dropout": 0.0,
         **_ENCODER.write(encoder),
-        **dict(zip(_CONVOLUTION, columns, strict=True)),
+        "conv_dim": list(channels),
+        "conv_kernel": list(kernels),
+        "conv_stride": list(strides),
         "mask_time_prob": 0.0,
         "mask_feature_prob": 0.0,
     }
@@ -438,17 +465,20 @@ def config_of(pretrained: Pretrained) -> dict[str, Any]:
     if pretrained.model:
         config |= _MODEL.write(pretrained.model)
     if labels:
-        config |= {"vocab_size": len(labels) + 1, "pad_token_id": len(labels)}
+        blank = len(labels)  # Hugging Face's CTC uses the padding as the blank.
+        config |= {"vocab_size": len(labels) + 1, "pad_token_id": blank}
     return config
 
 
 def write(pretrained: Pretrained, folder: str | Path) -> float:
-    """Write ``Wav2Vec2ForPreTraining``, ``…ForCTC`` or ``Wav2Vec2Model``. Return the outputs' difference.
+    """Write a ``Wav2Vec2ForPreTraining``, ``Wav2Vec2ForCTC`` or ``Wav2Vec2Model`` to ``folder``.
 
-    All files, with the vocabulary of a CTC layer, are written next to ``folder``. transformers loads them
-    from there, and its model is compared with ours on the same audio. Then the files are moved.
+    1. The files, with the vocabulary of a CTC layer, are written to a temporary directory next to ``folder``.
+    2. transformers loads them from there, and its model is compared with ours on the same audio.
+    3. The files move into ``folder``.
 
-    Raises DataError if the outputs differ, and MachineError without transformers.
+    Returns the largest difference between the outputs of the two models. Raises DataError if it is above
+    ``LIMIT``, and MachineError without transformers.
     """
     folder = Path(folder)
     model = _build_model(pretrained)
@@ -473,11 +503,19 @@ def write(pretrained: Pretrained, folder: str | Path) -> float:
 def _write_vocabulary(labels: Sequence[str], folder: Path) -> None:
     """Write the files of ``Wav2Vec2CTCTokenizer``. Its padding is the blank, and ``|`` is the space."""
     symbols = ["|" if label == " " else label for label in labels]
-    ids = {symbol: label for label, symbol in enumerate([*symbols, "<pad>"])}
-    names = {"unk_token": None, "bos_token": None, "eos_token": None, "pad_token": "<pad>"}
-    names |= {"tokenizer_class": "Wav2Vec2CTCTokenizer", "word_delimiter_token": "|"}
+    symbols.append("<pad>")
+    ids = {symbol: number for number, symbol in enumerate(symbols)}
+    tokenizer_config = {
+        "unk_token": None,
+        "bos_token": None,
+        "eos_token": None,
+        "pad_token": "<pad>",
+        "tokenizer_class": "Wav2Vec2CTCTokenizer",
+        "word_delimiter_token": "|",
+        "do_lower_case": False,
+    }
     write_json(folder / "vocab.json", ids, durable=False)
-    write_json(folder / "tokenizer_config.json", {**names, "do_lower_case": False}, durable=False)
+    write_json(folder / "tokenizer_config.json", tokenizer_config, durable=False)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Reads weights of any known format under our names, and initialises a module from them."""
+"""Read weights of any known format under our names, and initialise a module with them."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ _SPAN_MASK = "speechtrain.nn.masking.SpanMask"
 _ENCODER = "speechtrain.encoders.wav2vec2.Wav2Vec2Encoder"
 _MODEL = "speechtrain.models.wav2vec2.Wav2Vec2"
 NAME = "imported"
-"""The name of the choices of ``encoder=`` and ``model=`` in an imported model's directory."""
+"""The name of the choices for ``encoder=`` and ``model=`` that ``write_imported`` writes."""
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
-    """Read the tensors at ``path``, in any known format, on the CPU and under our names.
+    """Return the tensors at ``path``, in any known format, on the CPU and under our names.
 
-    The content decides on the format, not the name. These are known:
+    The format follows from the content, not from the file's name. The known formats are:
 
     - a run directory (its best checkpoint is read), and a checkpoint's folder
     - a directory or a .safetensors file with our names
     - a fairseq .pt file
-    - a Hugging Face directory, or ``hf:`` with such a directory or a model of Hugging Face's hub
+    - a Hugging Face directory, or ``hf:`` followed by such a directory or a model's name on Hugging Face's
+    hub
 
-    Files of other systems are checked against Hugging Face's model. Without transformers, a fairseq file
-    is read with a warning and a Hugging Face directory is refused.
+    wav2vec 2.0 models of fairseq and Hugging Face are compared with Hugging Face's model. Without
+    transformers, a fairseq file is read with a warning, and a Hugging Face directory is refused.
 
-    Raises RunError, DataError or MachineError. Each message names the path and a remedy.
+    Raises RunError, DataError or MachineError. Each message has the path and the fix.
     """
     location = hub.folder_of(path) if path.startswith(hub.PREFIX) else absolute_path(path)
     if location.is_dir():
@@ -78,23 +79,28 @@ def read_labels(path: str) -> list[str] | None:
 def _read_huggingface(folder: Path) -> dict[str, Tensor]:
     if parakeet_hf.is_parakeet(folder):
         return parakeet_hf.read_weights(folder)
-    return wav2vec2_hf.read(folder)[0].weights
+    pretrained, _ = wav2vec2_hf.read(folder)
+    return pretrained.weights
 
 
 def _is_safetensors(path: Path) -> bool:
+    """Return whether a file has the format safetensors: 8 bytes with the header's length, then JSON."""
     with path.open("rb") as file:
-        return file.read(9)[8:] == b"{"  # The file begins with the header's length in 8 bytes and the header.
+        file.seek(8)
+        return file.read(1) == b"{"
 
 
 def read_nodes(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the config nodes that fit weights of fairseq or Hugging Face, by group.
+    """Return config nodes that build the model of fairseq or Hugging Face at ``path``, by config group.
 
-    The only node of a wav2vec 2.0 model is ``encoder``. Our own weights have no nodes.
+    For a wav2vec 2.0 model, only the group ``encoder`` has a node. For our own weights the result is empty,
+    because the run that wrote them has its config.
 
-    Raises DataError for a file that cannot be used. A fairseq file is read whole: 2 s for 1 GB.
+    Raises DataError for a file that cannot be used. A fairseq file is read completely: 2 s for 1 GB.
     """
     folder = path if path.is_dir() else path.parent
-    if not (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
+    is_run = (folder / "checkpoints").is_dir()
+    if not is_run and (folder / "config.json").is_file():
         if parakeet_hf.is_parakeet(folder):
             return parakeet_hf.nodes(folder)
         return {"encoder": _encoder_node(wav2vec2_hf.read_arguments(folder))}
@@ -104,15 +110,16 @@ def read_nodes(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_fairseq(path: Path) -> tuple[Pretrained, float | None]:
-    """Read a fairseq checkpoint, and compare it by ``check_fairseq``. Return the model and the difference."""
+    """Return the model in a fairseq checkpoint, and the result of ``check_fairseq``."""
     pretrained = wav2vec2_fairseq.read(path)
     return pretrained, check_fairseq(pretrained, path)
 
 
 def check_fairseq(pretrained: Pretrained, path: Path) -> float | None:
-    """Return the difference of our outputs from those by Hugging Face's model, or None without transformers.
+    """Return the largest difference between the outputs of our model and of Hugging Face's model.
 
-    Raises DataError if the difference is above ``wav2vec2_hf.LIMIT``.
+    Returns None if transformers is not installed. Raises DataError, which begins with ``path``, if the
+    difference is above ``wav2vec2_hf.LIMIT``.
     """
     if not wav2vec2_hf.is_available():
         return None
@@ -120,8 +127,10 @@ def check_fairseq(pretrained: Pretrained, path: Path) -> float | None:
 
 
 def _read_folder(folder: Path) -> dict[str, Tensor]:
+    """Return the weights in a run directory, a checkpoint's folder or another directory with weights."""
     if (folder / "checkpoints").is_dir():
-        return Checkpointer(folder).weights("best")[1]
+        _, weights = Checkpointer(folder).weights("best")
+        return weights
     if (folder / "checkpoint.json").is_file():
         Checkpointer(folder.parent).verify(folder, only=WEIGHTS)
     elif (folder / "config.json").is_file():
@@ -136,36 +145,37 @@ def _read_folder(folder: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Initialised:
-    """The names of the tensors of a module after ``initialise``."""
+    """The names of a module's tensors after ``initialise``, divided by the source of their values."""
 
-    loaded: list[str]  # These have the file's values.
-    fresh: list[str]  # These are unchanged: the file lacks them, or they were skipped.
+    loaded: list[str]  # tensors with the values of the file
+    fresh: list[str]  # unchanged tensors, because the file lacks them or they were skipped
 
 
 @torch.no_grad()
 def initialise(
     module: nn.Module, weights: Mapping[str, Tensor], path: str, skip: Container[str] = ()
 ) -> Initialised:
-    """Set the parameters and buffers of ``module`` to the weights of the same names that are not in ``skip``.
+    """Copy ``weights`` to the parameters and buffers of ``module`` with the same names, except ``skip``.
 
-    The module's ``encoder.`` is loaded whole or not at all. Other tensors may be missing in the weights.
-    ``path`` is for messages.
+    The weights must contain all tensors of the module's ``encoder``. Other tensors may be missing. ``path``
+    is for messages.
 
     Raises ConfigError, with the module unchanged, for a tensor of another shape, for a missing tensor of
     the encoder, and if no tensor would be loaded.
     """
     targets = module.state_dict()
-    stored = {name: tensor for name, tensor in migrate_names(weights, targets).items() if name not in skip}
+    renamed = migrate_names(weights, targets)
+    stored = {name: tensor for name, tensor in renamed.items() if name not in skip}
     for name, target in targets.items():
-        is_of_encoder = name.startswith("encoder.")
-        if is_of_encoder and name not in stored:
-            raise ConfigError(f"init_from={path}: {name} is missing in it ({_advice(stored)})")
+        is_in_encoder = name.startswith("encoder.")
+        if is_in_encoder and name not in stored:
+            raise ConfigError(f"init_from={path}: {name} is missing in it ({_encoder_advice(stored)})")
         if name in stored and stored[name].shape != target.shape:
             advice = "set the keys below model. as in the run that wrote it"
-            if is_of_encoder:
-                advice = _advice(stored)
-            sizes = f"{tuple(stored[name].shape)} there and {tuple(target.shape)} here"
-            raise ConfigError(f"init_from={path}: {name} is {sizes} ({advice})")
+            if is_in_encoder:
+                advice = _encoder_advice(stored)
+            shapes = f"{tuple(stored[name].shape)} there and {tuple(target.shape)} here"
+            raise ConfigError(f"init_from={path}: {name} is {shapes} ({advice})")
     loaded = [name for name in targets if name in stored]
     if not loaded:
         raise ConfigError(f"init_from={path}: none of its tensors fits {type(module).__name__}")
@@ -174,8 +184,11 @@ def initialise(
     return Initialised(loaded, fresh=[name for name in targets if name not in stored])
 
 
-def _advice(weights: Mapping[str, Tensor]) -> str:
-    """Return the encoder= choices that have the shapes of these weights, or the remedy if there is none."""
+def _encoder_advice(weights: Mapping[str, Tensor]) -> str:
+    """Return advice for a user whose encoder does not fit ``weights``.
+
+    It lists the ``encoder=`` choices with the shapes of the weights. If there are none, it says what to do.
+    """
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items() if name.startswith("encoder.")}
     if not shapes:
         return "it has no encoder"
@@ -194,30 +207,35 @@ def _advice(weights: Mapping[str, Tensor]) -> str:
 
 def _encoder_choices() -> dict[str, Shapes]:
     """Return the shapes of each wav2vec 2.0 encoder in conf/encoder, by the name of the choice."""
-    choices = {}
     folder = Path(str(importlib.resources.files("speechtrain.conf")), "encoder")
     files = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(folder.glob("*.yaml"))}
-    for name, content in files.items():
-        node: dict[str, Any] = {}
-        for base in content.pop("defaults", ()):  # As in Hydra, the keys of a base file come first.
-            node.update(files.get(str(base), {}))
-        node.update(content)
-        if name.startswith("_") or node.pop("_target_", None) != _ENCODER:
+    choices = {}
+    for choice, content in files.items():
+        arguments: dict[str, Any] = {}
+        for base in content.pop(
+            "defaults", ()
+        ):  # As in Hydra, the file's own keys replace those in its bases.
+            arguments.update(files.get(str(base), {}))
+        arguments.update(content)
+        is_base_file = choice.startswith("_")
+        if is_base_file or arguments.pop("_target_", None) != _ENCODER:
             continue
+        arguments.update({"mask": None, "channel_mask": None})
         try:
             with torch.device("meta"):
-                encoder = Wav2Vec2Encoder(**(node | {"mask": None, "channel_mask": None}))
+                encoder = Wav2Vec2Encoder(**arguments)
         except (SpeechtrainError, TypeError):  # This choice needs a value from another group.
             continue
         state = encoder.state_dict()
-        choices[name] = {f"encoder.{key}": tuple(tensor.shape) for key, tensor in state.items()}
+        choices[choice] = {f"encoder.{name}": tuple(tensor.shape) for name, tensor in state.items()}
     return choices
 
 
 def write_imported(pretrained: Pretrained, folder: Path) -> None:
-    """Write model.safetensors, and the YAML files that build its model in encoder/ and model/.
+    """Write a directory with model.safetensors, and config choices that build its model.
 
-    The directory is both a Hydra ``--config-dir`` and an ``init_from``.
+    The choices are encoder/imported.yaml and, for a model with a quantiser, model/imported.yaml. So the
+    directory can be the value of ``--config-dir`` and of ``init_from``.
     """
     with wav2vec2_hf.replacing_files(folder) as temporary:
         (temporary / "encoder").mkdir()

@@ -1,6 +1,7 @@
 """CTC loss (Graves et al., 2006): torch's kernel, or static shapes for devices that record graphs.
 
-Legend: B rows, T frames, V classes, U labels, S = 2 U + 1 states (the labels with blanks around each).
+Legend: B rows, T frames, V classes, U labels, S = 2 U + 1 alignment states: a blank, then each label with a
+blank after it. All scores are natural log-probabilities.
 """
 
 from __future__ import annotations
@@ -29,41 +30,45 @@ def ctc_loss(
     """Return the negative log-likelihood (B,) of the first ``symbols`` (B,) of ``labels`` (B, U).
 
     ``scores`` (B, T, V) are log-probabilities, of which the first ``frames`` (B,) count. A row whose labels
-    do not fit into its frames has loss 0 and no gradient. ``policy.ctc`` selects the kernel. ``static``
-    computes the same loss, and the host reads no value: each row takes T steps forward and T steps backward.
-    It also replaces a vendor's kernel that is not loaded.
+    do not fit into its frames has the loss 0 and no gradient.
+
+    ``policy.ctc`` selects the kernel. ``static`` computes the same loss in shapes that do not depend on data,
+    with T steps forward and T steps backward for every row. The host does not read any value. ``static``
+    also replaces a vendor's kernel that is not loaded.
     """
-    kernel = None if policy.ctc == "static" else policy.ctc_kernel
-    if policy.ctc != "torch" and kernel is None:
+    vendor_kernel = None if policy.ctc == "static" else policy.ctc_kernel
+    if policy.ctc != "torch" and vendor_kernel is None:
         loss: Tensor = _StaticLoss.apply(scores, labels, frames, symbols, blank)  # type: ignore[no-untyped-call]
         return loss
-    if kernel is not None:
-        return _vendor_loss(kernel, scores, labels, frames, symbols, blank)
-    by_time = scores.transpose(0, 1)
-    return F.ctc_loss(by_time, labels, frames, symbols, blank, reduction="none", zero_infinity=True)
+    if vendor_kernel is not None:
+        return _vendor_loss(vendor_kernel, scores, labels, frames, symbols, blank)
+    time_major = scores.transpose(0, 1)
+    return F.ctc_loss(time_major, labels, frames, symbols, blank, reduction="none", zero_infinity=True)
 
 
 def _vendor_loss(
     kernel: Callable[..., Tensor], scores: Tensor, labels: Tensor, frames: Tensor, symbols: Tensor, blank: int
 ) -> Tensor:
-    """Return the loss (B,) of the vendor's kernel, and of its only path for a row without labels.
+    """Return the loss (B,), by the vendor's ``kernel`` for rows with labels.
 
-    Such rows are all rows of a warm-up batch and the padding of a last batch. Vendors do not test their
-    kernels with them, and a weight of 0 does not remove a NaN.
+    A row without labels has only one path, the blanks, whose loss is computed here. Such rows are all rows of
+    a warm-up batch and the padding of a last batch. Vendors do not test their kernels with such rows, and the
+    weight 0 of the rows would not remove a NaN.
     """
-    has_arcs = (symbols > 0) & (frames > 0)
-    kernel_scores = scores.masked_fill(~has_arcs[:, None, None], 0.0)
+    has_labels = (symbols > 0) & (frames > 0)
+    kernel_scores = scores.masked_fill(~has_labels[:, None, None], 0.0)
     symbols = symbols.clamp(min=min(1, labels.shape[1]))
     losses = kernel(kernel_scores.transpose(0, 1), labels, frames.clamp(min=1), symbols, blank, "none", True)
     is_valid = torch.arange(scores.shape[1], device=frames.device) < frames[:, None]
     blank_losses = -(scores[:, :, blank] * is_valid.to(scores.dtype)).sum(1)
-    return losses.masked_fill(~has_arcs, 0.0) + blank_losses.masked_fill(has_arcs, 0.0)
+    return losses.masked_fill(~has_labels, 0.0) + blank_losses.masked_fill(has_labels, 0.0)
 
 
 class _StaticLoss(torch.autograd.Function):
-    """Forward and backward recursions in the log domain.
+    """The loss by forward and backward recursions over log-probabilities.
 
-    The gradient with respect to a state's emission is minus the state's posterior probability.
+    An emission is the score of a state's symbol in a frame. The gradient over it is minus the posterior
+    probability of the state in that frame.
     """
 
     @staticmethod
@@ -74,24 +79,27 @@ class _StaticLoss(torch.autograd.Function):
         emissions = scores.gather(2, states[:, None].expand(-1, scores.shape[1], -1))
         skip, end, begin = _transitions(states, symbols, blank, scores.dtype)
         alphas = _forward_variables(emissions, begin, skip, frames)
-        ending = alphas[-1][:, 0] + end
-        highest = ending.max(1).values
-        relative = ending - highest[:, None]
-        total = highest + relative.exp().sum(1).log()
-        is_possible = ((total > _NEVER / 2) & (frames > 0)).to(scores.dtype)
-        ctx.save_for_backward(torch.cat(alphas, 1), emissions, states, skip, end, frames, total, is_possible)
+        # The log-likelihood is the logsumexp of the final states.
+        final_scores = alphas[-1][:, 0] + end
+        highest = final_scores.max(1).values
+        relative = final_scores - highest[:, None]
+        log_likelihood = highest + relative.exp().sum(1).log()
+        is_possible = ((log_likelihood > _NEVER / 2) & (frames > 0)).to(scores.dtype)
+        ctx.save_for_backward(
+            torch.cat(alphas, 1), emissions, states, skip, end, frames, log_likelihood, is_possible
+        )
         ctx.classes = scores.shape[2]
-        return -total * is_possible
+        return -log_likelihood * is_possible
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        alphas, emissions, states, skip, end, frames, total, is_possible = ctx.saved_tensors
+        alphas, emissions, states, skip, end, frames, log_likelihood, is_possible = ctx.saved_tensors
         betas = _backward_variables(emissions, skip, end, frames)
         frame = torch.arange(alphas.shape[1], device=frames.device)
         weight = (frame < frames[:, None]).to(end.dtype) * (is_possible * upstream)[:, None]
-        # The posteriors are at most 1, except in impossible rows. The weight of these rows is 0.
-        log_posteriors = alphas + torch.cat(betas, 1) - total[:, None, None]
+        # The clamp matters only for rows without a path. The weight of these rows is 0.
+        log_posteriors = alphas + torch.cat(betas, 1) - log_likelihood[:, None, None]
         posteriors = log_posteriors.clamp(max=0.0).exp()
         symbol = torch.arange(ctx.classes, device=states.device)
         has_symbol = (states[:, :, None] == symbol).to(end.dtype)
@@ -108,9 +116,10 @@ def _states(labels: Tensor, blank: int) -> Tensor:
 def _transitions(
     states: Tensor, symbols: Tensor, blank: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-weights (B, S), 0 or ``_NEVER``, of the skips to a state, of the final and the first states.
+    """Return the scores of skips into each state, of path ends and of path beginnings in each state.
 
-    A skip leads from the state two before over a blank, and only between different labels.
+    Each is (B, S), 0 where it is allowed and ``_NEVER`` where it is not. A skip leads over a blank from one
+    label to a different label.
     """
     width = states.shape[1]
     position = torch.arange(width, device=states.device)
@@ -127,39 +136,42 @@ def _transitions(
 
 
 def _forward_variables(emissions: Tensor, begin: Tensor, skip: Tensor, frames: Tensor) -> list[Tensor]:
-    """Return log-probabilities (B, 1, S) of the path beginnings that end in a state, for each frame.
+    """Return for each frame the log-probability (B, 1, S) of all path beginnings that lead to a state there.
 
     After a row's last frame, its variables are repeated.
     """
     alpha = begin + emissions[:, 0]
     alphas = [alpha[:, None]]
     for t in range(1, emissions.shape[1]):
-        arrival = _log_sum(alpha, _shifted(alpha, 1))
-        arrival = _log_sum(arrival, _shifted(alpha, 2) + skip) + emissions[:, t]
-        alpha = torch.where((frames > t)[:, None], arrival, alpha)
+        next_alpha = _log_sum(alpha, _shifted(alpha, 1))
+        next_alpha = _log_sum(next_alpha, _shifted(alpha, 2) + skip) + emissions[:, t]
+        alpha = torch.where((frames > t)[:, None], next_alpha, alpha)
         alphas.append(alpha[:, None])
     return alphas
 
 
 def _backward_variables(emissions: Tensor, skip: Tensor, end: Tensor, frames: Tensor) -> list[Tensor]:
-    """Return log-probabilities (B, 1, S) of the path endings that follow a state, for each frame."""
+    """Return for each frame the log-probability (B, 1, S) of all path endings that follow a state there."""
     length = emissions.shape[1]
     beta = torch.full_like(end, _NEVER)
     betas = [beta[:, None]] * length
     for t in range(length - 1, -1, -1):
-        departure = beta
+        previous_beta = beta
         if t + 1 < length:
             onward = beta + emissions[:, t + 1]
-            departure = _log_sum(onward, _shifted(onward, -1))
-            departure = _log_sum(departure, _shifted(onward + skip, -2))
-        beta = torch.where((frames == t + 1)[:, None], end, departure)
+            previous_beta = _log_sum(onward, _shifted(onward, -1))
+            previous_beta = _log_sum(previous_beta, _shifted(onward + skip, -2))
+        is_last_frame = (frames == t + 1)[:, None]
+        beta = torch.where(is_last_frame, end, previous_beta)
         betas[t] = beta[:, None]
     return betas
 
 
 def _log_sum(a: Tensor, b: Tensor) -> Tensor:
-    """Return log(exp a + exp b)."""
-    # a + softplus(b - a) would lose b if a is _NEVER. logaddexp would leave a lazy graph.
+    """Return log(exp(a) + exp(b)).
+
+    ``logaddexp`` would leave a lazy graph, and a + softplus(b − a) would lose ``b`` if ``a`` is ``_NEVER``.
+    """
     return torch.maximum(a, b) + F.softplus(-(a - b).abs())
 
 

@@ -1,30 +1,37 @@
 """The exact transducer (RNN-T) loss of an additive joint, without its (B, T, U + 1, V) lattice.
 
-Joint, dropout, softmax and loss are one autograd function. It processes the lattice in chunks of cells
-and keeps two log-probabilities per cell, of blank and of the next label. The recursion over them gives
-every cell's occupancy, the probability that an alignment passes through the cell. Gradients of all inputs
-are computed only in cells whose occupancy matters: in a third to a half of the cells at random
-initialisation, in a fourteenth after the model has learned an alignment. In these cells the joint is
-computed again, unless its logits are in the buffer of a few megabytes that is reused for each utterance.
+Legend: B utterances, T frames, U labels, P = U + 1 positions, H joint width, V symbols (the labels and the
+blank), K durations, R reach (the longest duration plus 1), D diagonals, N cells of a chunk.
 
-Shape legend: B utterances, T frames, U labels, P = U + 1 positions, H joint width, V symbols, K durations,
-N cells of a chunk. Cell (b, t, u) means: frame t, with u labels already emitted. A path continues by blank,
-to (b, t + 1, u), or by the next label, to (b, t, u + 1). The last cell's blank ends the path.
+The lattice has a cell for each frame t and each position u, the number of labels before the cell. An arc
+leads from a cell to another: the blank from (t, u) to (t + 1, u), the next label from (t, u) to (t, u + 1). A
+path is a sequence of arcs from cell (0, 0) to the blank of the last cell. The loss is minus the logarithm of
+the sum of the probabilities of all paths. With ``durations`` (TDT), an arc also has a duration d, and the
+durations have a softmax of their own. A label then leads to (t + d, u + 1), and a blank to (t + d, u), for
+d > 0. A path ends with the blank that leads exactly to frame T after all labels.
 
-With ``durations`` (TDT), each arc also has a duration d, which has a softmax over the durations. A label
-leads to (b, t + d, u + 1), a blank of d > 0 to (b, t + d, u). The blank that leads to frame T exactly, after
-all labels, ends the path.
+Algorithm: joint, dropout, softmax and loss are one autograd function. It processes the lattice in chunks of
+cells and stores two log-probabilities for each cell, of the blank and of the next label. The recursion over
+them gives the occupancy of each cell, which is the probability that a path passes through it. Gradients of
+all inputs are computed only in cells whose occupancy matters: in a third to a half of the cells at random
+initialisation, and in a fourteenth after the model has learned an alignment. In these cells the joint is
+computed again, unless its logits are in a buffer of a few megabytes, which each group of utterances uses
+again.
 
-On a CPU the result is bit-equal from run to run at a fixed number of threads.
-Cells of occupancy below ``skip_below`` add nothing to the gradient. With 0, all cells are visited, and
-gradients agree with float64 to 1e-6 instead of 3e-6. About ``chunk`` cells are in memory at once, and
-``keep`` bytes of logits are stored for the gradients, so that fewer logits are computed twice. Forward
-computes the gradients and backward scales them. If the upstream gradients differ between utterances that
-have frames, backward computes the gradients again.
-``static`` computes every cell of the padded lattice twice, in shapes that depend on no data, and reads
-nothing back from the device. ``skip_below`` and ``keep`` then have no effect. Without ``static`` the work
-depends on the data. Under ``torch.compile``, call ``torch.compiler.disable(transducer_loss)``, because the
-function otherwise compiles in dozens of pieces, anew for each shape.
+Cost:
+
+- ``skip_below``: cells of lower occupancy add nothing to the gradient. With 0, all cells are visited, and
+  gradients agree with float64 to 1e-6 instead of 3e-6.
+- ``chunk``: about this number of cells is in memory at once.
+- ``keep``: this number of bytes of logits is stored for the gradients, so that fewer logits are computed
+  twice.
+- ``static``: every cell of the padded lattice is computed twice, in shapes that do not depend on data. The
+  host reads nothing from the device. ``skip_below`` and ``keep`` then have no effect.
+
+Forward computes the gradients and backward scales them. If the upstream gradients differ between utterances
+that have frames, backward computes the gradients again. On a CPU the result is bit-equal from run to run at a
+fixed number of threads. Under ``torch.compile``, call ``torch.compiler.disable(transducer_loss)``. Otherwise
+the function compiles in dozens of pieces, anew for each shape.
 
 Loss: Graves, "Sequence transduction with recurrent neural networks" (2012), sections 2.4 and 2.5.
 Yu et al., "FastEmit: low-latency streaming ASR with sequence-level emission regularization" (ICASSP 2021).
@@ -74,36 +81,45 @@ def transducer_loss(
 ) -> Tensor:
     """Return the negative log-likelihood (B,) under ``Linear(dropout(activation(encoder + prediction)))``.
 
-    ``activation`` is ``relu`` (MLPerf, NeMo) or ``tanh`` (Graves, ESPnet, icefall).
-    ``encoder`` (B, T, H) and ``prediction`` (B, U + 1, H) are the joint's two projections before their sum,
-    ``weight`` (V, H) and ``bias`` (V,) its output layer, all of any floating-point dtype. A layer without
-    bias passes zeros. ``labels`` (B, U) are the targets without blanks, ids below V, and ``encoder_lengths``
-    (B,) and ``label_lengths`` (B,) count frames and labels, all of any integer dtype. Every tensor is on one
-    device, with any strides. Values beyond the lengths are never read, so they may be NaN, and labels -1.
-    The result is in nats, not divided by any length. Most recipes call its ``.mean()`` the loss. An
-    utterance without frames (a padding row) has loss 0 and no gradient. The result is fp32 (float64 for a
-    float64 ``compute_dtype``) and is differentiable once.
+    The result is in nats and is not divided by any length. Most recipes call its ``.mean()`` the loss. It is
+    fp32, or float64 for a float64 ``compute_dtype``, and is differentiable once.
 
-    ``blank`` is the blank's id, from 0 to V - 1.
-    ``dropout`` is the joint's dropout rate, rounded to a multiple of 1/65536. Kept units are divided by the
-    exact keep rate. Pass 0 in evaluation. The mask is a function of ``seed`` (an int, or an int64 tensor on
-    the device), which must differ from step to step, and of the cell. It does not depend on which cells are
-    visited.
-    ``fastemit`` multiplies the gradient of label arcs by 1 + ``fastemit``. The loss's value is unchanged.
-    ``durations``, ascending, select the TDT loss: ``weight`` (V + K, H) and ``bias`` (V + K,) have a row for
-    each duration after the rows of the symbols. ``sigma`` is subtracted from the log-probability of every
-    symbol, so paths of few arcs, with long durations, gain. An utterance without a path has loss 0 and no
-    gradient: it has too few frames for its labels, or no durations add up to its frames. ``fastemit`` must
-    be 0 with durations.
-    An utterance with an impossible label, whose ``bias`` is -inf, has loss +inf and no gradient.
-    ``compute_dtype`` is the type of the matmuls: float32, bfloat16 or float64. By default it is float64 for a
-    float64 ``encoder``, else float32. Softmax, recursion and sums over cells are always fp32 or wider, and
-    autocast has no effect here.
-    ``skip_below``, ``chunk``, ``keep`` and ``static`` set the cost (see the module).
+    Tensors, all on one device and with any strides. Values beyond the lengths are never read, so they may be
+    NaN, and labels may be -1:
+
+    - ``encoder`` (B, T, H) and ``prediction`` (B, U + 1, H) are the joint's two projections before their sum.
+    - ``weight`` (V, H) and ``bias`` (V,) are the joint's output layer. Pass zeros for a layer without bias.
+    - ``labels`` (B, U) are the targets without blanks, with ids below V.
+    - ``encoder_lengths`` (B,) and ``label_lengths`` (B,) are the numbers of frames and of labels.
+
+    Settings:
+
+    - ``blank`` is the id of the blank, from 0 to V - 1.
+    - ``activation`` is ``relu`` (MLPerf, NeMo) or ``tanh`` (Graves, ESPnet, icefall).
+    - ``dropout`` is the joint's dropout rate, rounded to a multiple of 1/65536. The other units are divided
+      by the exact rate at which they remain. Pass 0 in evaluation. The mask is a function of the cell and of
+      ``seed`` (an int, or an int64 tensor on the device), which must differ from step to step.
+    - ``fastemit`` multiplies the gradient of label arcs by 1 + ``fastemit``. The value of the loss does not
+      change. With durations it must be 0.
+    - ``durations``, in frames and ascending, select the TDT loss. ``weight`` (V + K, H) and ``bias``
+      (V + K,) then have a row for each duration after the rows of the symbols.
+    - ``sigma`` is subtracted from the log-probability of every symbol of the TDT loss, which favours paths of
+      few arcs with long durations.
+    - ``compute_dtype`` is the type of the matmuls: float32, bfloat16 or float64. By default it is float64 for
+      a float64 ``encoder``, else float32. Softmax, recursion and sums over cells are always fp32 or wider,
+      and autocast has no effect here.
+    - ``skip_below``, ``chunk``, ``keep`` and ``static`` decide the cost, as the module explains.
+
+    Special cases:
+
+    - An utterance without frames, which is a padding row, has the loss 0 and no gradient.
+    - With durations, an utterance without a path has the loss 0 and no gradient. It has too few frames for
+      its labels, or no sum of durations equals its number of frames.
+    - An utterance with an impossible label, whose ``bias`` is -inf, has the loss +inf and no gradient.
 
     Raises ValueError for impossible dtypes, devices, shapes, lengths, labels or rates. With ``static``,
-    lengths and labels are not checked, because a read would stall a device. An id of V or more is then
-    undefined.
+    lengths and labels are not checked, because a read would stall a device. The loss is then undefined for an
+    id of V or more.
     """
     _check_settings(activation, dropout, fastemit, chunk, keep)
     durations = _check_durations(durations, fastemit, sigma)
@@ -115,14 +131,15 @@ def transducer_loss(
 
 
 def _losses(joint: _Joint, tensors: tuple[Tensor, ...], seed: int | Tensor, static: bool) -> Tensor:
+    """Return the losses (B,) of ``tensors``, which are in the order of ``transducer_loss``."""
     encoder, prediction, weight, bias, *targets = tensors
-    # The seed moves as data. As a constant it would compile the graph again at each step.
-    keys = torch.as_tensor(seed, dtype=torch.int64).reshape(1).view(torch.int32).to(encoder.device)
+    # The seed is a tensor, because a lazy device would compile the graph again for each constant.
+    seed_halves = torch.as_tensor(seed, dtype=torch.int64).reshape(1).view(torch.int32).to(encoder.device)
     labels, frames, symbols = (tensor.long() for tensor in targets)
-    inputs = _Inputs(encoder, prediction, weight, bias, labels, frames, symbols, keys=keys)
+    inputs = _Inputs(encoder, prediction, weight, bias, labels, frames, symbols, seed_halves=seed_halves)
     if not static:
-        _check_contents(inputs, joint.blank, len(bias) - len(joint.durations))
-    joint = replace(joint, chunk=min(joint.chunk, math.prod(_lattice(inputs))))
+        _check_values(inputs, joint.blank, len(bias) - len(joint.durations))
+    joint = replace(joint, chunk=min(joint.chunk, math.prod(_lattice_shape(inputs))))
     is_training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     function = _StaticLoss if static else _RaggedLoss
     loss: Tensor = function.apply(*inputs, joint, is_training)  # type: ignore[no-untyped-call]
@@ -137,9 +154,9 @@ class _Inputs(NamedTuple):
     weight: Tensor  # (V + K, H)
     bias: Tensor  # (V + K,)
     labels: Tensor  # (B, U)
-    frames: Tensor  # (B,)
-    symbols: Tensor  # (B,)
-    keys: Tensor  # (2,) int32, the halves of the seed
+    frames: Tensor  # (B,) the number of frames of each utterance
+    symbols: Tensor  # (B,) the number of labels of each utterance
+    seed_halves: Tensor  # (2,) int32, the lower and the upper half of the seed
 
 
 def _check_settings(activation: str, dropout: float, fastemit: float, chunk: int, keep: int) -> None:
@@ -154,13 +171,16 @@ def _check_settings(activation: str, dropout: float, fastemit: float, chunk: int
 
 
 def _check_durations(durations: Sequence[int], fastemit: float, sigma: float) -> tuple[int, ...]:
+    """Return the durations. Raises ValueError if they do not fit ``fastemit`` and ``sigma``."""
     durations = check_durations(durations)
-    if (fastemit and durations) or not (sigma == 0 or (durations and sigma > 0)):
+    is_valid_sigma = sigma == 0 or (durations and sigma > 0)
+    if (fastemit and durations) or not is_valid_sigma:
         raise ValueError(f"fastemit is {fastemit}, sigma {sigma}: one excludes durations, one needs them")
     return durations
 
 
 def _matmul_dtype(compute_dtype: torch.dtype | None, encoder_dtype: torch.dtype) -> torch.dtype:
+    """Return the type of the matmuls. Raises ValueError for another type."""
     if compute_dtype is None:
         return torch.float64 if encoder_dtype == torch.float64 else torch.float32
     if compute_dtype not in (torch.float32, torch.bfloat16, torch.float64):
@@ -168,20 +188,25 @@ def _matmul_dtype(compute_dtype: torch.dtype | None, encoder_dtype: torch.dtype)
     return compute_dtype
 
 
+# The axes of each tensor of ``transducer_loss``, in the order of its parameters.
 _AXES = {"encoder": "B T H", "prediction": "B U+1 H", "weight": "V H", "bias": "V", "labels": "B U"}
-_AXES |= dict.fromkeys(("encoder_lengths", "label_lengths"), "B")
+_AXES |= {"encoder_lengths": "B", "label_lengths": "B"}
 
 
 def _check_tensors(blank: int, durations: int, *tensors: Any) -> None:
-    """Refuse wrong types, devices and shapes, without a read of the numbers."""
+    """Raise ValueError for wrong types, devices and shapes, without a read of the values.
+
+    ``durations`` is the number of durations, whose rows are part of the axis V here.
+    """
     encoder = tensors[0]
-    sizes: dict[str, int] = {}
+    sizes: dict[str, int] = {}  # the size of each axis, from the first tensor that has the axis
     for (name, axes), tensor in zip(_AXES.items(), tensors, strict=True):
         _check_type(name, tensor)
         if tensor.device != encoder.device:
             raise ValueError(f"{name} is on {tensor.device}, encoder on {encoder.device}")
         _check_shape(name, tuple(tensor.shape), axes, sizes)
-        sizes["U"] = sizes.get("U+1", 1) - 1
+        if "U+1" in sizes:
+            sizes["U"] = sizes["U+1"] - 1
     symbols = sizes["V"] - durations
     if not 0 <= blank < symbols:
         raise ValueError(f"blank is {blank}. It must be the id of a class, 0 to {symbols - 1}")
@@ -200,89 +225,100 @@ def _check_type(name: str, tensor: Any) -> None:
 
 
 def _check_shape(name: str, shape: tuple[int, ...], axes: str, sizes: dict[str, int]) -> None:
-    """Refuse a shape whose axes differ from ``sizes``, and add the sizes of new axes."""
+    """Raise ValueError for a shape that differs from ``sizes``. Add the sizes of new axes to ``sizes``."""
     axis_names = axes.split()
     fits = len(shape) == len(axis_names)
     for axis, size in zip(axis_names, shape, strict=False):
-        fits = fits and sizes.setdefault(axis, size) == size
+        axis_size = sizes.setdefault(axis, size)
+        fits = fits and axis_size == size
     if not fits:
         raise ValueError(f"{name} has shape {shape}. It must be ({axes}), where {sizes}")
 
 
-def _check_contents(inputs: _Inputs, blank: int, vocabulary: int) -> None:
+def _check_values(inputs: _Inputs, blank: int, vocabulary: int) -> None:
+    """Raise ValueError for lengths and labels that are out of range. ``vocabulary`` is V."""
     labels, frames, symbols = inputs.labels, inputs.frames, inputs.symbols
     max_labels, max_frames = labels.shape[1], inputs.encoder.shape[1]
-    misfits = (frames < 0) | (frames > max_frames) | (symbols < 0) | (symbols > max_labels)
-    if bool(misfits.any()):
+    is_misfit = (frames < 0) | (frames > max_frames) | (symbols < 0) | (symbols > max_labels)
+    if bool(is_misfit.any()):
         lengths = f"{frames.tolist()} and {symbols.tolist()}"
         raise ValueError(f"lengths {lengths} do not fit {max_frames} frames and {max_labels} labels")
-    is_impossible = (labels < 0) | (labels >= vocabulary) | (labels == blank)
-    counts = _count(max_labels, labels) < symbols[:, None]
-    if bool((is_impossible & counts).any()):
+    is_invalid = (labels < 0) | (labels >= vocabulary) | (labels == blank)
+    is_within_length = _indices(max_labels, labels) < symbols[:, None]
+    if bool((is_invalid & is_within_length).any()):
         raise ValueError(f"a label is the blank {blank} or outside the vocabulary of {vocabulary}")
 
 
 @dataclass(frozen=True)
 class _Joint:
-    """Settings that forward and backward share."""
+    """The settings of ``transducer_loss``, which forward and backward share."""
 
     blank: int
     activation: str
     dropout: float
     fastemit: float
-    dtype: torch.dtype  # of matmuls
-    skip_below: float
+    dtype: torch.dtype  # the type of matmuls
+    skip_below: float  # occupancy
     chunk: int  # cells
     keep: int  # bytes
-    durations: tuple[int, ...] = ()
+    durations: tuple[int, ...] = ()  # frames
     sigma: float = 0.0
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of softmaxes and sums."""
+        """The type of softmaxes and sums, which is fp32 or wider."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
-    def dropped(self) -> int:
-        """The number of a draw's 65536 possible values that drop a unit."""
+    def dropped_values(self) -> int:
+        """The number of values that drop a unit, of the 65536 possible values of a 16-bit draw."""
         return round(self.dropout * 65536)
 
     @property
     def scale(self) -> float:
-        """The scale of kept units, applied to the weight, which has fewer elements."""
-        return 65536 / (65536 - self.dropped)
+        """The factor of the units that are not dropped. It multiplies the weight, which is smaller."""
+        return 65536 / (65536 - self.dropped_values)
 
-    def parts(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits of symbols and the logits of durations."""
+    def split_logits(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits (…, V) of symbols and the logits (…, K) of durations, from logits (…, V + K)."""
         symbols = logits.shape[-1] - len(self.durations)
         return logits[..., :symbols], logits[..., symbols:]
 
-    def slope(self, hidden: Tensor) -> Tensor:
-        """Overwrite units with the activation's derivative at their inputs. Dropped units of tanh are wrong.
+    def slope_(self, hidden: Tensor) -> Tensor:
+        """Overwrite hidden units by the slope of the activation, computed from its output.
 
-        A comparison that makes a new tensor takes three times as long.
+        A dropped unit of tanh is 0, and gets the slope 1. The caller must set this slope to 0. The operations
+        are in place, because a new tensor takes three times as long.
         """
-        return hidden.gt_(0) if self.activation == "relu" else hidden.square_().neg_().add_(1)
+        if self.activation == "relu":
+            return hidden.gt_(0)
+        return hidden.square_().neg_().add_(1)
 
 
 _ACTIVATIONS = {"relu": torch.relu_, "tanh": torch.tanh_}
 
 
 class _Posteriors(NamedTuple):
-    """The loss, and the posterior probabilities of cells and arcs given the labels."""
+    """The loss, and the posterior probabilities of cells and arcs if the labels are known.
+
+    The share of an arc is the fraction of the paths through its cell that continue by the arc, from 0 to 1.
+    """
 
     loss: Tensor  # (B,)
     occupancy: Tensor  # (B, T, P) probability that a path passes through the cell, 0 outside the lattice
-    label_share: Tensor  # (B, T, P) fraction of the paths through the cell that continue by its label
-    duration_shares: tuple[Tensor, ...] = ()  # (B, T, P) for each duration: fraction of its arcs
+    label_share: Tensor  # (B, T, P) the share of the next label
+    duration_shares: tuple[Tensor, ...] = ()  # for each duration: (B, T, P) the share of arcs that have it
 
 
 def _differentials(joint: _Joint, posteriors: _Posteriors, arcs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the cell's weight and the differences softmax - fraction of blank, label and each duration.
+    """Return the factors of each cell's gradient over its logits, each (B, T, P).
 
-    Each is (B, T, P). A cell's gradient over its logits is the weight times these differences. Among the
-    symbols, only blank and label have a nonzero fraction. Their differences and the durations' are computed
-    in full precision, because the terms cancel.
+    The first one is the weight of the cell. The others are the differences of softmax and share for blank,
+    next label and each duration. The gradient over a logit is the weight times its difference. The share of
+    all other symbols is 0, so their difference is their softmax.
+
+    ``arcs`` are the log-probabilities (B, T, P) of blank, next label and each duration. The differences are
+    computed in full precision, because their terms cancel.
     """
     blank, label, *durations = arcs
     share = posteriors.label_share
@@ -293,29 +329,33 @@ def _differentials(joint: _Joint, posteriors: _Posteriors, arcs: Sequence[Tensor
         blank.exp() - (1 - share) / emphasis,
         label.exp() - (1 + joint.fastemit) * share / emphasis,
     ]
-    for log_p, fraction in zip(durations, posteriors.duration_shares, strict=True):
-        fields.append(log_p.exp() - fraction)
+    for log_p, duration_share in zip(durations, posteriors.duration_shares, strict=True):
+        fields.append(log_p.exp() - duration_share)
     return [field.to(joint.wide) for field in fields]
 
 
 class _Gradients(NamedTuple):
+    """The gradients of the first four of ``_Inputs``."""
+
     encoder: Tensor
     prediction: Tensor
     weight: Tensor
     bias: Tensor
 
-    def like(self, inputs: _Inputs) -> tuple[Tensor | None, ...]:
-        """Cast to the inputs' dtypes, with None for the function's other arguments."""
+    def for_inputs(self, inputs: _Inputs) -> tuple[Tensor | None, ...]:
+        """Return the result of an autograd function's backward: the gradients in the types of ``inputs``.
+
+        The function's other six arguments have no gradient.
+        """
         gradients = [gradient.to(tensor.dtype) for gradient, tensor in zip(self, inputs, strict=False)]
-        return (*gradients, *[None] * 6)
+        return (*gradients, None, None, None, None, None, None)
 
 
 class _RaggedLoss(torch.autograd.Function):
-    """The loss over ragged cells.
+    """The loss over the cells within the lengths of each utterance.
 
-    Forward also computes the gradients, for an upstream gradient of 1 and utterance by utterance, while the
-    logits are still in memory. Backward scales them. If the upstream gradient differs between utterances,
-    backward computes them again.
+    Forward also computes the gradients, for an upstream gradient of 1, while the logits are still in memory.
+    Backward scales them. If the upstream gradient differs between utterances, backward computes them again.
     """
 
     @staticmethod
@@ -333,19 +373,20 @@ class _RaggedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        # ``forward`` has saved the 8 inputs, then the arcs, then the 4 gradients.
         inputs = _Inputs(*ctx.saved_tensors[:8])
-        *arcs, _, _, _, _ = ctx.saved_tensors[8:]
-        gradients = ctx.saved_tensors[-4:]
+        arcs, gradients = ctx.saved_tensors[8:-4], ctx.saved_tensors[-4:]
         factors = upstream[inputs.frames > 0]
-        if bool((factors == factors[:1]).all()):
+        is_same_factor = bool((factors == factors[:1]).all())
+        if is_same_factor:
             factor = factors[:1].sum()  # 0 if no utterance has frames
-            return _Gradients(*(gradient * factor for gradient in gradients)).like(inputs)
+            return _Gradients(*(gradient * factor for gradient in gradients)).for_inputs(inputs)
         with full_precision(upstream.device):
             walk = _RaggedWalk(ctx.joint, inputs)
-            walk.arcs = arcs
+            walk.arcs = list(arcs)
             all_rows = slice(0, len(upstream))
             walk.add_gradients(all_rows, walk.posteriors(all_rows), upstream)
-        return walk.gradients().like(inputs)
+        return walk.gradients().for_inputs(inputs)
 
 
 class _StaticLoss(torch.autograd.Function):
@@ -369,15 +410,15 @@ class _StaticLoss(torch.autograd.Function):
         inputs, differentials = _Inputs(*ctx.saved_tensors[:8]), ctx.saved_tensors[8:]
         with full_precision(upstream.device):
             gradients = _StaticWalk(ctx.joint, inputs).gradients(differentials, upstream)
-        return gradients.like(inputs)
+        return gradients.for_inputs(inputs)
 
 
 class _Walk:
-    """The parts that both walks share."""
+    """Computes the joint in the cells of the lattice, forward and backward."""
 
     def __init__(self, joint: _Joint, inputs: _Inputs) -> None:
         self.joint, self.frames, self.symbols = joint, inputs.frames, inputs.symbols
-        self.shape = _lattice(inputs)
+        self.shape = _lattice_shape(inputs)
         self.weight = (inputs.weight.to(joint.wide) * joint.scale).to(joint.dtype)
         self.bias = inputs.bias.to(joint.dtype)
         self.dropout = _dropout(joint, inputs)
@@ -387,13 +428,17 @@ class _Walk:
 
 
 class _RaggedWalk(_Walk):
-    """Visits the cells within the lengths, ``chunk`` at a time. Gradients visit only cells that matter."""
+    """Visits the cells within the lengths, ``chunk`` at a time. Gradients visit only cells that matter.
+
+    A cell is an index of the flattened lattice (B · T · P). Utterances are ``rows`` here, which is a slice
+    of B.
+    """
 
     def __init__(self, joint: _Joint, inputs: _Inputs) -> None:
         super().__init__(joint, inputs)
-        self.encoder = inputs.encoder.to(joint.wide).flatten(0, 1)
-        self.prediction = inputs.prediction.to(joint.wide).flatten(0, 1)
-        self.targets = _targets(inputs, joint.blank).flatten()
+        self.encoder = inputs.encoder.to(joint.wide).flatten(0, 1)  # (B · T, H)
+        self.prediction = inputs.prediction.to(joint.wide).flatten(0, 1)  # (B · P, H)
+        self.targets = _targets(inputs, joint.blank).flatten()  # (B · P,)
         # log-probabilities (B, T, P) of blank, next label and each duration
         self.arcs = [self.encoder.new_zeros(self.shape) for _ in range(2 + len(joint.durations))]
         inputs_of_gradients = (self.encoder, self.prediction, self.weight, self.bias)
@@ -404,7 +449,7 @@ class _RaggedWalk(_Walk):
         self.stored_row = torch.full((self.arcs[0].numel(),), -1, device=self.bias.device)
 
     def losses(self, with_gradients: bool) -> Tensor:
-        """Compute the losses (B,) and, if asked, add the gradients for an upstream gradient of 1."""
+        """Return the losses (B,). If asked, also add the gradients for an upstream gradient of 1."""
         losses = self.encoder.new_zeros(self.shape[0])
         if with_gradients:
             logits = self.buffers.logits
@@ -419,6 +464,7 @@ class _RaggedWalk(_Walk):
         return losses
 
     def posteriors(self, rows: slice) -> _Posteriors:
+        """Return the posteriors of the utterances ``rows``, whose arcs must be computed."""
         symbols = self.symbols[rows]
         arcs = [field[rows] for field in self.arcs]
         return _posteriors(self.joint, arcs, self.frames[rows], symbols, is_static=False)
@@ -429,16 +475,17 @@ class _RaggedWalk(_Walk):
         weight = weight * upstream[rows, None, None]
         # The comparison is negated so that NaN cells are visited, and gradient checks detect them.
         matters = ~(posteriors.occupancy < self.joint.skip_below) & (weight != 0)
-        offset = rows.start * weight[0].numel()
+        first_cell = rows.start * weight[0].numel()
         weights, *differences = (field.flatten() for field in (weight, *arcs))
-        local_cells = matters.flatten().nonzero()[:, 0]
-        is_stored = self.stored_row[local_cells + offset] >= 0
+        local_cells = matters.flatten().nonzero()[:, 0]  # counted from ``first_cell``
+        is_stored = self.stored_row[local_cells + first_cell] >= 0
         for subset in (local_cells[is_stored], local_cells[~is_stored]):
             for chunk in torch.split(subset, self.joint.chunk):
-                cells = self._cells(chunk + offset)
-                self._add_cells(cells, weights[chunk], [field[chunk] for field in differences])
+                cells = self._cell_indices(chunk + first_cell)
+                self._add_cell_gradients(cells, weights[chunk], [field[chunk] for field in differences])
 
     def gradients(self) -> _Gradients:
+        """Return the sums of the gradients, in the shapes of the inputs."""
         encoder, prediction, weight, bias = self.sums
         batch, frames, positions = self.shape
         encoder = encoder.view(batch, frames, -1)
@@ -446,71 +493,79 @@ class _RaggedWalk(_Walk):
         return _Gradients(encoder, prediction, weight * self.joint.scale, bias)
 
     def _groups(self) -> Iterator[slice]:
-        """Yield groups of consecutive utterances whose logits fit the buffer. Each costs one recursion."""
+        """Yield groups of consecutive utterances. Each group costs one recursion.
+
+        The logits of a group fit the buffer, unless it is a single long utterance.
+        """
         start = cells = 0
         cell_counts = self.frames * (self.symbols + 1)
-        for row, count in enumerate(cell_counts.tolist()):
-            if row > start and cells + count > len(self.stored_logits):
+        for row, row_cells in enumerate(cell_counts.tolist()):
+            if row > start and cells + row_cells > len(self.stored_logits):
                 yield slice(start, row)
                 start, cells = row, 0
-            cells += count
+            cells += row_cells
         yield slice(start, self.shape[0])
 
     def _fill_arcs(self, rows: slice) -> None:
         """Compute the log-probabilities of the arcs, and store the logits that fit the buffer."""
         inside = _inside((len(self.frames[rows]), *self.shape[1:]), self.frames[rows], self.symbols[rows])
         cells = inside.flatten().nonzero()[:, 0] + rows.start * inside[0].numel()
-        is_stored = self._is_worth_storing(self._cells(cells))
-        stored = cells[is_stored]
-        self.stored_row[stored] = torch.arange(len(stored), device=stored.device)
-        for start, chunk in self._chunks(stored):
+        is_stored = self._is_worth_storing(self._cell_indices(cells))
+        stored_cells = cells[is_stored]
+        self.stored_row[stored_cells] = torch.arange(len(stored_cells), device=stored_cells.device)
+        for start, chunk in self._chunks(stored_cells):
             self._fill_cells(chunk, self.stored_logits[start : start + len(chunk)])
         for _, chunk in self._chunks(cells[~is_stored]):
             self._fill_cells(chunk, self.buffers.logits[: len(chunk)])
 
     def _chunks(self, cells: Tensor) -> list[tuple[int, Tensor]]:
-        """Return each chunk of the cells (N,) with its start."""
+        """Return the chunks of ``cells`` (·,), each with the index of its first cell in ``cells``."""
         # torch.split is not used, because it fails for no cells under the compiler of torch 2.11.
         size = self.joint.chunk
         return [(start, cells[start : start + size]) for start in range(0, len(cells), size)]
 
-    def _cells(self, flat: Tensor) -> _Cells:
-        return _Cells.from_flat(flat, *self.shape[1:])
+    def _cell_indices(self, cells: Tensor) -> _Cells:
+        return _Cells.from_flat(cells, *self.shape[1:])
 
     def _fill_cells(self, flat: Tensor, logits: Tensor) -> None:
-        """Write the logits (N, V + K), and the arcs of the cells ``flat`` (N,)."""
-        cells = self._cells(flat)
+        """Compute the logits and the arcs of the cells ``flat`` (N,). Write them to ``logits`` (N, V + K)."""
+        cells = self._cell_indices(flat)
         buffers = self.buffers
         torch.addmm(self.bias, self._hidden(cells), self.weight.t(), out=logits)
         if logits.dtype != buffers.wide_logits.dtype:
             logits = buffers.wide_logits[: len(logits)].copy_(logits)
-        symbols, durations = self.joint.parts(logits)
-        normalised, _ = self.joint.parts(buffers.normalised[: len(logits)])
-        log_p = torch.log_softmax(symbols, 1, out=normalised)
+        symbol_logits, duration_logits = self.joint.split_logits(logits)
+        log_p_buffer, _ = self.joint.split_logits(buffers.normalised[: len(logits)])
+        log_p = torch.log_softmax(symbol_logits, 1, out=log_p_buffer)
         label = log_p.gather(1, self.targets[cells.position_row, None])[:, 0]
-        arcs = (log_p[:, self.joint.blank], label, *durations.log_softmax(1).unbind(1))
+        arcs = (log_p[:, self.joint.blank], label, *duration_logits.log_softmax(1).unbind(1))
         for field, arc in zip(self.arcs, arcs, strict=True):
             field.view(-1)[cells.flat] = arc
 
     def _is_worth_storing(self, cells: _Cells) -> Tensor:
-        """Select the cells (N,) with the most alignments through them, as many as fit the buffer.
+        """Return whether to store the logits (N,) of each cell. As many as fit the buffer are stored.
 
-        This is the order of occupancy if all alignments are equally likely, nearly as at random
-        initialisation. Later it is a poor estimate, but then only few cells matter.
+        The cells with the most paths through them are chosen. If all paths were equally likely, this would be
+        the order of occupancy, and at random initialisation they nearly are. Later the order is a poor
+        estimate, but then only few cells matter.
         """
         capacity = len(self.stored_logits)
         if len(cells.flat) <= capacity:
             return torch.ones_like(cells.flat, dtype=torch.bool)
         frames_left = self.frames[cells.row] - 1 - cells.frame
         symbols_left = self.symbols[cells.row] - cells.position
-        before = _log_binomial(cells.frame + cells.position, cells.position)
-        after = _log_binomial(frames_left + symbols_left, symbols_left)
+        # The number of paths is the number of ways to the cell times the number of ways from the cell on.
+        log_ways_to = _log_binomial(cells.frame + cells.position, cells.position)
+        log_ways_on = _log_binomial(frames_left + symbols_left, symbols_left)
         is_stored = torch.zeros_like(cells.flat, dtype=torch.bool)
-        is_stored[(before + after).topk(capacity).indices] = True
+        is_stored[(log_ways_to + log_ways_on).topk(capacity).indices] = True
         return is_stored
 
-    def _add_cells(self, cells: _Cells, weight: Tensor, differences: list[Tensor]) -> None:
-        """Add the gradients of N cells, from their weight (N,) and differences (see ``_differentials``)."""
+    def _add_cell_gradients(self, cells: _Cells, weight: Tensor, differences: list[Tensor]) -> None:
+        """Add the gradients of N cells to the sums.
+
+        ``weight`` (N,) and ``differences``, each (N,), are the results of ``_differentials`` for the cells.
+        """
         hidden = self._hidden(cells)
         gradient = self._logit_gradient(cells, hidden, weight, differences)
         wide = self.joint.wide
@@ -520,8 +575,8 @@ class _RaggedWalk(_Walk):
         else:
             self.sums.weight.add_(torch.mm(gradient.t(), hidden))
         unit_gradient = torch.mm(gradient, self.weight, out=self.buffers.unit_gradients[: len(hidden)])
-        slope = self.joint.slope(hidden)
-        if self.joint.activation != "relu":  # The dropped units of relu are 0, and their slope is 0.
+        slope = self.joint.slope_(hidden)
+        if self.joint.activation != "relu":  # Dropped units of relu have the slope 0 already.
             self.dropout.apply_(slope, cells)
         unit_gradient *= slope
         unit_gradient = unit_gradient.to(wide)
@@ -531,17 +586,17 @@ class _RaggedWalk(_Walk):
     def _logit_gradient(
         self, cells: _Cells, hidden: Tensor, weight: Tensor, differences: list[Tensor]
     ) -> Tensor:
-        """Return the gradient over the logits (N, V + K)."""
+        """Return the gradient (N, V + K) over the logits. ``hidden`` is (N, H)."""
         dtype = self.joint.dtype
-        logits = self._logits(cells, hidden)
-        blank, label, *by_duration = (field.to(dtype) for field in differences)
+        symbol_logits, _ = self.joint.split_logits(self._logits(cells, hidden))
+        blank, label, *durations = (field.to(dtype) for field in differences)
         gradient = self.buffers.softmax[: len(hidden)]
-        symbols, durations = self.joint.parts(gradient)
-        torch.softmax(self.joint.parts(logits)[0], 1, out=symbols)
-        symbols.scatter_(1, self.targets[cells.position_row, None], label[:, None])
-        symbols[:, self.joint.blank] = blank
-        for column, field in enumerate(by_duration):
-            durations[:, column] = field
+        symbol_gradient, duration_gradient = self.joint.split_logits(gradient)
+        torch.softmax(symbol_logits, 1, out=symbol_gradient)
+        symbol_gradient.scatter_(1, self.targets[cells.position_row, None], label[:, None])
+        symbol_gradient[:, self.joint.blank] = blank
+        for column, difference in enumerate(durations):
+            duration_gradient[:, column] = difference
         gradient *= weight[:, None].to(dtype)
         return gradient
 
@@ -554,14 +609,15 @@ class _RaggedWalk(_Walk):
         return torch.addmm(self.bias, hidden, self.weight.t(), out=logits)
 
     def _hidden(self, cells: _Cells) -> Tensor:
-        """Compute the hidden units (N, H) after dropout, not scaled."""
-        n = len(cells.flat)
+        """Return the hidden units (N, H) after dropout. The weight contains the scale of dropout."""
+        count = len(cells.flat)
         buffers = self.buffers
-        hidden = torch.index_select(self.encoder, 0, cells.frame_row, out=buffers.frame_units[:n])
-        position_units = buffers.position_units[:n]
+        hidden = torch.index_select(self.encoder, 0, cells.frame_row, out=buffers.frame_units[:count])
+        position_units = buffers.position_units[:count]
         torch.index_select(self.prediction, 0, cells.position_row, out=position_units)
-        if self.joint.activation == "relu":  # relu may follow the rounding to the matmuls' dtype.
-            hidden = torch.add(hidden, position_units, out=buffers.units[:n])
+        if self.joint.activation == "relu":
+            # The sum is rounded to the matmuls' type at once, because relu gives the same result after it.
+            hidden = torch.add(hidden, position_units, out=buffers.units[:count])
         else:
             hidden += position_units
         self.dropout.apply_(_ACTIVATIONS[self.joint.activation](hidden), cells)
@@ -571,7 +627,7 @@ class _RaggedWalk(_Walk):
 class _Buffers:
     """Tensors for the N cells of a chunk, with one row for each cell.
 
-    Every chunk reuses them, because page faults of new megabytes cost more than the softmax's arithmetic.
+    All chunks use them, because the page faults of new memory cost more than the arithmetic of the softmax.
     """
 
     def __init__(self, joint: _Joint, weight: Tensor) -> None:
@@ -581,73 +637,79 @@ class _Buffers:
         self.units, self.unit_gradients = weight.new_empty(2, joint.chunk, width, dtype=joint.dtype)
         self.logits = weight.new_empty(joint.chunk, outputs, dtype=joint.dtype)
         self.normalised = weight.new_empty(joint.chunk, outputs, dtype=joint.wide)
-        # If the dtypes are equal, these share the memory of the two tensors above.
+        # If the dtypes are equal, these two tensors share the memory of the two tensors above.
         self.wide_logits = self.logits.to(joint.wide)
         self.softmax = self.normalised.to(joint.dtype)
 
 
 def _log_binomial(n: Tensor, k: Tensor) -> Tensor:
+    """Return the logarithm of the number of ways to choose k of n objects."""
     return torch.lgamma(n + 1.0) - torch.lgamma(k + 1.0) - torch.lgamma(n - k + 1.0)
 
 
 class _Cells(NamedTuple):
-    """Positions of N cells. All fields are (N,)."""
+    """The indices of N cells. All fields are (N,)."""
 
-    flat: Tensor  # in the flattened (B, T, P)
-    frame_row: Tensor  # in (B * T)
-    position_row: Tensor  # in (B * P)
-    row: Tensor
+    flat: Tensor  # the index in the flattened (B, T, P)
+    frame_row: Tensor  # the index in the flattened (B, T)
+    position_row: Tensor  # the index in the flattened (B, P)
+    row: Tensor  # the utterance
     frame: Tensor
     position: Tensor
 
     @classmethod
     def from_flat(cls, flat: Tensor, frames: int, positions: int) -> _Cells:
+        """Return the indices of cells ``flat`` (N,) in a lattice with T ``frames`` and P ``positions``."""
         frame_row = flat // positions
         row = frame_row // frames
+        frame = frame_row - row * frames
         position = flat - frame_row * positions
-        return cls(flat, frame_row, row * positions + position, row, frame_row - row * frames, position)
+        return cls(flat, frame_row, row * positions + position, row, frame, position)
 
 
 # -------------------------------------------------------------------------------- the walk in static shapes
 
 
 class _StaticWalk(_Walk):
-    """Visits every cell of the padded lattice, a few frames of all utterances at a time.
+    """Visits every cell of the padded lattice. A span is a slice of frames, which all utterances share.
 
-    Its operations can be recorded in a graph: no index_add, no in-place write into a slice.
+    A device can record its operations in a graph, because it avoids index_add and writes into slices.
     """
 
     def __init__(self, joint: _Joint, inputs: _Inputs) -> None:
         super().__init__(joint, inputs)
-        # A row uses as many frames as it has, but one position more than symbols: the one before the first.
-        beyond_frames = _count(self.shape[1], inputs.frames) >= inputs.frames[:, None]
-        beyond_symbols = _count(self.shape[2], inputs.symbols) > inputs.symbols[:, None]
+        # Values beyond the lengths may be NaN. An utterance has one position more than labels.
+        beyond_frames = _indices(self.shape[1], inputs.frames) >= inputs.frames[:, None]
+        beyond_positions = _indices(self.shape[2], inputs.symbols) > inputs.symbols[:, None]
         self.encoder = inputs.encoder.to(joint.wide).masked_fill(beyond_frames[..., None], 0)
-        self.prediction = inputs.prediction.to(joint.wide).masked_fill(beyond_symbols[..., None], 0)
+        self.prediction = inputs.prediction.to(joint.wide).masked_fill(beyond_positions[..., None], 0)
         self.targets = _targets(inputs, joint.blank)
         # The numbers of frames are data. As constants they would make each span another graph.
-        self.frame = _count(self.shape[1], self.encoder)
+        self.frame = _indices(self.shape[1], self.encoder)
 
     def log_probabilities(self) -> list[Tensor]:
-        """Log-probabilities (B, T, P) of blank, next label and each duration.
+        """Return the log-probabilities of blank, next label and each duration, each (B, T, P).
 
-        They are arbitrary but finite outside the lattice.
+        Outside the lattice of an utterance they are arbitrary but finite.
         """
-        pieces = [_span_arcs(self, self.encoder[:, span], self.frame[span]) for span in self._spans()]
-        return [torch.cat(fields, 1) for fields in zip(*pieces, strict=True)]
+        spans = [_span_arcs(self, self.encoder[:, span], self.frame[span]) for span in self._spans()]
+        return [torch.cat(fields, 1) for fields in zip(*spans, strict=True)]
 
     def arcs(self, hidden: Tensor) -> list[Tensor]:
         """Return the log-probabilities (B, t, P) of the arcs of t frames with the ``hidden`` units."""
-        symbols, durations = self._parts(hidden)
-        log_p = symbols.log_softmax(-1)
+        symbol_logits, duration_logits = self._logits(hidden)
+        log_p = symbol_logits.log_softmax(-1)
         targets = self.targets[:, None, :, None].expand(-1, log_p.shape[1], -1, -1)
         arcs = [log_p[..., self.joint.blank], log_p.gather(-1, targets)[..., 0]]
-        if self.joint.durations:  # Graphs accept no empty tensor.
-            arcs += durations.log_softmax(-1).unbind(-1)
+        if self.joint.durations:  # Graphs cannot contain the empty tensor that would be here without.
+            arcs += duration_logits.log_softmax(-1).unbind(-1)
         return arcs
 
     def gradients(self, differentials: Sequence[Tensor], upstream: Tensor) -> _Gradients:
-        """Compute the gradients of the inputs for the upstream gradients (B,)."""
+        """Return the gradients of the inputs for the upstream gradients (B,).
+
+        ``differentials`` are the results of ``_differentials``.
+        """
         wide = self.joint.wide
         masks = self._symbol_masks()
         fields = [differentials[0] * upstream[:, None, None], *differentials[1:]]
@@ -656,62 +718,67 @@ class _StaticWalk(_Walk):
         bias = torch.zeros_like(self.bias, dtype=wide)
         for span in self._spans():
             span_fields = [field[:, span, :, None] for field in fields]
-            part = _span_gradients(self, self.encoder[:, span], self.frame[span], masks, span_fields)
-            encoder.append(part.encoder)
-            prediction = prediction + part.prediction
-            weight = weight + part.weight
-            bias = bias + part.bias
+            span_sums = _span_gradients(self, self.encoder[:, span], self.frame[span], masks, span_fields)
+            encoder.append(span_sums.encoder)
+            prediction = prediction + span_sums.prediction
+            weight = weight + span_sums.weight
+            bias = bias + span_sums.bias
         return _Gradients(torch.cat(encoder, 1), prediction, weight * self.joint.scale, bias=bias)
 
     def part_of_gradients(
         self, hidden: Tensor, frame: Tensor, masks: tuple[Tensor, ...], fields: Sequence[Tensor]
     ) -> _Gradients:
-        """Compute the part of some frames (t,) in the gradients. The weight's gradient is not scaled."""
+        """Return the sums of the gradients over the cells of frames (t,). The weight's is not scaled."""
         wide = self.joint.wide
         gradient = self._logit_gradient(hidden, masks, fields)
         bias = gradient.sum((0, 1, 2), dtype=wide)
         weight = gradient.flatten(0, 2).t() @ hidden.flatten(0, 2)
-        slope = self.joint.slope(hidden)
-        if self.joint.activation != "relu":
+        slope = self.joint.slope_(hidden)
+        if self.joint.activation != "relu":  # Dropped units of relu have the slope 0 already.
             slope = self.dropout.applied(slope, frame)
         unit_gradient = (gradient @ self.weight).to(wide) * slope
         return _Gradients(unit_gradient.sum(2), unit_gradient.sum(1), weight.to(wide), bias=bias)
 
     def _symbol_masks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return 1 for the blank (V,), the next label (B, 1, P, V) and the remaining symbols, else 0."""
+        """Return masks, 1 or 0, of the blank (V,), the next label (B, 1, P, V) and all other symbols."""
         wide = self.joint.wide
-        symbol = _count(len(self.weight) - len(self.joint.durations), self.weight)
+        symbol = _indices(len(self.weight) - len(self.joint.durations), self.weight)
         is_blank = (symbol == self.joint.blank).to(wide)
         is_label = (symbol == self.targets[:, None, :, None]).to(wide) * (1 - is_blank)
         return is_blank, is_label, 1 - is_blank - is_label
 
     def _logit_gradient(self, hidden: Tensor, masks: tuple[Tensor, ...], fields: Sequence[Tensor]) -> Tensor:
-        """Return the gradient over the logits (B, frames of the span, P, V + K).
+        """Return the gradient (B, frames of the span, P, V + K) over the logits.
 
-        ``fields`` are the weight of the cells and the differences (see ``_differentials``).
+        ``fields`` are the results of ``_differentials`` for the cells of the span, with an axis for symbols.
         """
-        is_blank, is_label, is_remaining = masks
-        softmax = self._parts(hidden)[0].softmax(-1)
+        is_blank, is_label, is_other = masks
+        symbol_logits, _ = self._logits(hidden)
         cell_weight, blank, label, *durations = fields
-        gradient = softmax * is_remaining + blank * is_blank + label * is_label
+        gradient = symbol_logits.softmax(-1) * is_other + blank * is_blank + label * is_label
         if durations:
             gradient = torch.cat((gradient, *durations), -1)
         return (gradient * cell_weight).to(self.joint.dtype)
 
     def _spans(self) -> Iterator[slice]:
+        """Return slices of frames with about ``chunk`` cells of all utterances together."""
         batch, frames, positions = self.shape
         step = max(1, self.joint.chunk // (batch * positions))
         return (slice(start, min(start + step, frames)) for start in range(0, frames, step))
 
     def hidden(self, encoder: Tensor, frame: Tensor) -> Tensor:
-        """Compute the hidden units (B, t, P, H) of the frames (t,) after dropout, not scaled."""
-        hidden = _ACTIVATIONS[self.joint.activation](encoder[:, :, None] + self.prediction[:, None])
+        """Return the hidden units (B, t, P, H) of the frames (t,) after dropout.
+
+        The weight contains the scale of dropout.
+        """
+        sums = encoder[:, :, None] + self.prediction[:, None]
+        hidden = _ACTIVATIONS[self.joint.activation](sums)
         return self.dropout.applied(hidden, frame).to(self.joint.dtype)
 
-    def _parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits of symbols and the logits of durations."""
+    def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits of symbols (…, V) and of durations (…, K) for hidden units (…, H)."""
         logits = F.linear(hidden, self.weight, self.bias)
-        return self.joint.parts(logits.to(self.joint.wide))
+        return self.joint.split_logits(logits.to(self.joint.wide))
 
 
 @GraphFunction
@@ -724,25 +791,26 @@ def _span_arcs(walk: _StaticWalk, encoder: Tensor, frame: Tensor) -> list[Tensor
 def _span_gradients(
     walk: _StaticWalk, encoder: Tensor, frame: Tensor, masks: tuple[Tensor, ...], fields: Sequence[Tensor]
 ) -> _Gradients:
-    """Return the part of the frames (t,) in the gradients."""
+    """Return the sums of the gradients over the cells of the frames (t,)."""
     return walk.part_of_gradients(walk.hidden(encoder, frame), frame, masks, fields)
 
 
 # ------------------------------------------------------------------------------------- used by both walks
 
 
-def _count(size: int, like: Tensor) -> Tensor:
+def _indices(size: int, like: Tensor) -> Tensor:
+    """Return 0 to ``size`` − 1 on the device of ``like``."""
     return torch.arange(size, device=like.device)
 
 
 def _inside(shape: tuple[int, int, int], frames: Tensor, symbols: Tensor) -> Tensor:
-    """Return a mask (B, T, P), True for the cells in their utterance's lattice."""
-    frame_is_inside = _count(shape[1], frames) < frames[:, None]
-    position_is_inside = _count(shape[2], symbols) <= symbols[:, None]
-    return frame_is_inside[:, :, None] & position_is_inside[:, None, :]
+    """Return a mask of ``shape`` (B, T, P), True for the cells in the lattice of their utterance."""
+    is_frame_inside = _indices(shape[1], frames) < frames[:, None]
+    is_position_inside = _indices(shape[2], symbols) <= symbols[:, None]
+    return is_frame_inside[:, :, None] & is_position_inside[:, None, :]
 
 
-def _lattice(inputs: _Inputs) -> tuple[int, int, int]:
+def _lattice_shape(inputs: _Inputs) -> tuple[int, int, int]:
     """Return the lattice's shape (B, T, P)."""
     return inputs.encoder.shape[0], inputs.encoder.shape[1], inputs.prediction.shape[1]
 
@@ -750,7 +818,7 @@ def _lattice(inputs: _Inputs) -> tuple[int, int, int]:
 def _targets(inputs: _Inputs, blank: int) -> Tensor:
     """Return the next label (B, P) of each position, or blank after the last label."""
     padded = F.pad(inputs.labels, (0, 1))
-    beyond = _count(padded.shape[1], inputs.symbols) >= inputs.symbols[:, None]
+    beyond = _indices(padded.shape[1], inputs.symbols) >= inputs.symbols[:, None]
     return padded.masked_fill(beyond, blank).long()
 
 
@@ -759,10 +827,14 @@ def _targets(inputs: _Inputs, blank: int) -> Tensor:
 
 def _dropout(joint: _Joint, inputs: _Inputs) -> _Dropout | _NoDropout:
     batch, _, width = inputs.encoder.shape
-    return _Dropout(joint, batch, width, keys=inputs.keys) if joint.dropped else _NoDropout()
+    if not joint.dropped_values:
+        return _NoDropout()
+    return _Dropout(joint, batch, width, seed_halves=inputs.seed_halves)
 
 
 class _NoDropout:
+    """The null object of ``_Dropout``."""
+
     def apply_(self, hidden: Tensor, cells: _Cells) -> None:
         pass
 
@@ -771,79 +843,87 @@ class _NoDropout:
 
 
 class _Dropout:
-    """Drops a unit if its 16-bit draw, a hash of seed, cell and unit, is low. An int32 has two draws.
+    """Sets a unit to 0 if its draw is below a threshold. A draw is a hash of seed, cell and unit.
 
-    The hash is MurmurHash3's finaliser with the multipliers of Wellons' lowbias32. No mask is stored, and
-    the result does not depend on the padding or on which other cells are visited.
+    A draw has 16 bits. A word is an int32, which has the draws of two units. The hash is MurmurHash3's
+    finaliser with the multipliers of Wellons' lowbias32. No mask is stored, and the result does not depend on
+    the padding or on which other cells are visited.
     """
 
-    def __init__(self, joint: _Joint, batch: int, width: int, keys: Tensor) -> None:
-        self.threshold = joint.dropped - 32768
+    def __init__(self, joint: _Joint, batch: int, width: int, seed_halves: Tensor) -> None:
+        self.threshold = joint.dropped_values - 32768  # Draws are read as int16, from −32768 on.
         self.width = width
-        low, high = keys[:1], keys[1:]
-        row = _count(batch, keys).int()
-        word = _count((width + 1) // 2, keys).int()
-        self.row_keys = _mix(_mix(row + high) + low)
-        self.word_keys = _mix(_mix(word + low) + high)
-        self.words = keys.new_empty(joint.chunk, len(self.word_keys))
-        self.spare = torch.empty_like(self.words) if joint.chunk <= _IN_CACHE else None
+        low, high = seed_halves[:1], seed_halves[1:]
+        row = _indices(batch, seed_halves).int()
+        word = _indices((width + 1) // 2, seed_halves).int()
+        self.row_keys = _mix(_mix(row + high) + low)  # (B,)
+        self.word_keys = _mix(_mix(word + low) + high)  # (words of a cell,)
+        self.words = seed_halves.new_empty(joint.chunk, len(self.word_keys))
+        # Hashing with a second buffer is 1.15 times as fast if both buffers fit a CPU's cache. Otherwise its
+        # memory traffic, which is five times as high, makes it slower.
+        self.shifted_words = torch.empty_like(self.words) if joint.chunk <= _MOST_CELLS_IN_CACHE else None
 
     def apply_(self, hidden: Tensor, cells: _Cells) -> None:
-        """Set dropped units (N, H) to 0."""
-        n = len(hidden)
+        """Set the dropped ones of the units ``hidden`` (N, H) to 0."""
+        count = len(hidden)
         keys = self._cell_keys(self.row_keys[cells.row], cells.frame, cells.position)
-        words = torch.add(keys[:, None], self.word_keys, out=self.words[:n])
-        spare = None if self.spare is None else self.spare[:n]
-        _mix_in_place(words, spare)
-        hidden *= words.view(torch.int16)[:, : self.width].ge_(self.threshold)
+        words = torch.add(keys[:, None], self.word_keys, out=self.words[:count])
+        shifted_words = None
+        if self.shifted_words is not None:
+            shifted_words = self.shifted_words[:count]
+        _mix_in_place(words, shifted_words)
+        draws = words.view(torch.int16)[:, : self.width]
+        hidden *= draws.ge_(self.threshold)
 
     def applied(self, hidden: Tensor, frame: Tensor) -> Tensor:
-        """Return the units (B, t, P, H) of the frames (t,), with 0 for dropped units."""
-        position = _count(hidden.shape[2], hidden)
+        """Return the units ``hidden`` (B, t, P, H) of the frames (t,), with 0 for the dropped ones."""
+        position = _indices(hidden.shape[2], hidden)
         keys = self._cell_keys(self.row_keys[:, None, None], frame[:, None], position)
         words = _mix(keys[..., None] + self.word_keys)
-        # Both halves become the upper half of an int32, because Gaudi's graphs do not reinterpret bits.
+        # Gaudi's graphs cannot read an int32 as two int16. So each draw becomes the upper half of an int32,
+        # which is compared with the threshold times 65536.
         draws = torch.stack((words * 65536, words), -1).flatten(-2)
         return hidden * (draws[..., : self.width] >= self.threshold * 65536)
 
     def _cell_keys(self, row_keys: Tensor, frame: Tensor, position: Tensor) -> Tensor:
+        """Return a hash of each cell. The three tensors are broadcast."""
         cell = frame.int() * 65536 + position.int()
         return _mix(cell + row_keys)
 
 
-_IN_CACHE = 16384  # cells of a chunk
-_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)  # the second as int32
+_MOST_CELLS_IN_CACHE = 16384  # With more cells in a chunk, the words do not fit a CPU's cache.
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)  # 2**32 is subtracted to write the second one as int32.
 
 
 def _mix(word: Tensor) -> Tensor:
-    """Hash each int32 (MurmurHash3's finaliser)."""
+    """Return a hash of each int32 (MurmurHash3's finaliser)."""
     for multiplier in _MULTIPLIERS:
         word = _fold(word) * multiplier
     return _fold(word)
 
 
 def _fold(word: Tensor) -> Tensor:
-    """Compute ``word ^ (word >>> 16)``."""
+    """Return ``word ^ (word >>> 16)``, where ``>>>`` fills with zeros."""
     return word ^ (torch.bitwise_right_shift(word, 16) & 0xFFFF)
 
 
-def _mix_in_place(word: Tensor, spare: Tensor | None) -> None:
-    """Compute ``_mix`` in place, in a third of the time."""
+def _mix_in_place(word: Tensor, shifted_word: Tensor | None) -> None:
+    """Compute ``_mix`` in place, in a third of the time. ``shifted_word`` is a buffer of the same shape."""
     for multiplier in _MULTIPLIERS:
-        _fold_in_place(word, spare)
+        _fold_in_place(word, shifted_word)
         word *= multiplier
-    _fold_in_place(word, spare)
+    _fold_in_place(word, shifted_word)
 
 
-def _fold_in_place(word: Tensor, spare: Tensor | None) -> None:
-    # Halves need a fifth of the traffic of ``spare``, which is 1.15 times as fast in a CPU's cache.
-    if spare is None:
+def _fold_in_place(word: Tensor, shifted_word: Tensor | None) -> None:
+    """Compute ``_fold`` in place. Without the buffer ``shifted_word``, the upper half is read in place."""
+    if shifted_word is None:
         halves = word.view(torch.int16)
-        halves[..., ::2] ^= halves[..., 1::2]  # little-endian
+        halves[..., ::2] ^= halves[..., 1::2]  # In little-endian order, the lower half is the first one.
         return
-    torch.bitwise_right_shift(word, 16, out=spare)
-    spare &= 0xFFFF
-    word ^= spare
+    torch.bitwise_right_shift(word, 16, out=shifted_word)
+    shifted_word &= 0xFFFF
+    word ^= shifted_word
 
 
 # ----------------------------------------------------------------------------------------------- recursions
@@ -852,8 +932,12 @@ def _fold_in_place(word: Tensor, spare: Tensor | None) -> None:
 def _posteriors(
     joint: _Joint, arcs: Sequence[Tensor], frames: Tensor, symbols: Tensor, is_static: bool
 ) -> _Posteriors:
-    """Compute the posteriors. An utterance with an impossible label has loss +inf and no gradient."""
-    # A bias of -inf makes a class impossible.
+    """Return the posteriors of utterances with these numbers of ``frames`` (B,) and ``symbols`` (B,).
+
+    ``arcs`` are the log-probabilities (B, T, P) of blank, next label and each duration. An utterance with an
+    impossible label has the loss +inf, and an occupancy of 0, so that it has no gradient.
+    """
+    # The log-probability of an impossible class, whose bias is -inf, becomes finite.
     arcs = [field.clamp(min=_NEVER) for field in arcs]
     if joint.durations:
         if not is_static:
@@ -864,29 +948,33 @@ def _posteriors(
         recursion = _posteriors_by_diagonals if is_static else _posteriors_by_rows
         posteriors = recursion(arcs[0], arcs[1], frames, symbols)
         is_impossible = posteriors.loss > -_NEVER / 2
-    is_outside = is_impossible[:, None, None]
+    is_impossible_cell = is_impossible[:, None, None]
     return _Posteriors(  # torch.compile of torch 2.7 does not trace _replace.
         loss=posteriors.loss.masked_fill(is_impossible, torch.inf),
-        occupancy=posteriors.occupancy.masked_fill(is_outside, 0),
-        label_share=posteriors.label_share.masked_fill(is_outside, 0),
+        occupancy=posteriors.occupancy.masked_fill(is_impossible_cell, 0),
+        label_share=posteriors.label_share.masked_fill(is_impossible_cell, 0),
         duration_shares=posteriors.duration_shares,
     )
 
 
 def _has_impossible_label(label: Tensor, frames: Tensor, symbols: Tensor) -> Tensor:
-    """Return which utterances (B,) have a label that is impossible in each of their frames."""
-    _, longest, positions = label.shape
-    has_frame = (_count(longest, frames) < frames[:, None])[..., None]
-    has_label = _count(positions, symbols) < symbols[:, None]
-    likeliest = label.masked_fill(~has_frame, _NEVER).amax(1)
-    return ((likeliest <= _NEVER) & has_label).any(1) & (frames > 0)
+    """Return whether each utterance (B,) has a label that is impossible in all of its frames.
+
+    ``label`` (B, T, P) is the log-probability of the next label.
+    """
+    _, length, positions = label.shape
+    has_frame = (_indices(length, frames) < frames[:, None])[..., None]
+    has_label = _indices(positions, symbols) < symbols[:, None]
+    highest = label.masked_fill(~has_frame, _NEVER).amax(1)
+    return ((highest <= _NEVER) & has_label).any(1) & (frames > 0)
 
 
 def _posteriors_by_rows(blank: Tensor, label: Tensor, frames: Tensor, symbols: Tensor) -> _Posteriors:
-    """Compute the posteriors by frames. The label arcs within a frame are one logcumsumexp.
+    """Return the posteriors, by a recursion over the rows (frames) of the lattice.
 
-    The recursion is in float64, so differences of cumulative sums keep fp32 precision. The backward
-    variable is the forward variable of the lattice turned by 180 degrees. Both run in one loop.
+    All label arcs within a frame are one logcumsumexp. The recursion is in float64, so differences of
+    cumulative sums still have the precision of fp32. The backward variable beta is the forward variable alpha
+    of the lattice turned by 180 degrees, so one loop computes both.
     """
     blank, label = blank.double(), label.double()
     batch, length, positions = blank.shape
@@ -895,22 +983,24 @@ def _posteriors_by_rows(blank: Tensor, label: Tensor, frames: Tensor, symbols: T
     beta = _turned(turned_beta, turned_cells)
 
     inside = _inside((batch, length, positions), frames, symbols)
+    log_likelihood = beta[:, 0, 0]
     log_occupancy = alpha + beta - beta[:, :1, :1]
-    has_label = _count(positions, blank) < symbols[:, None]
-    leaves_by_label = inside & has_label[:, None]
-    log_share = label + F.pad(beta, (-1, 1)) - beta
-    loss = -beta[:, 0, 0]
+    has_label = _indices(positions, blank) < symbols[:, None]
+    has_label_arc = inside & has_label[:, None]
+    next_beta = F.pad(beta, (-1, 1))  # of the next position
+    log_share = label + next_beta - beta
     return _Posteriors(
-        loss.masked_fill(frames == 0, 0),
+        loss=(-log_likelihood).masked_fill(frames == 0, 0),
         occupancy=log_occupancy.exp().masked_fill(~inside, 0),
-        label_share=log_share.exp().masked_fill(~leaves_by_label, 0),
+        label_share=log_share.exp().masked_fill(~has_label_arc, 0),
     )
 
 
 def _arcs_into_rows(blank: Tensor, label: Tensor, turned_cells: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the arcs (2, B, T, P) into each cell by blank and by label, forward and backward.
+    """Return the log-probabilities of the blank arc and of the label arc into each cell.
 
-    They lead from the previous frame, and from the previous position, which has no effect at position 0.
+    Each is (2, B, T, P), for the lattice and for the turned lattice. A blank leads from the previous frame,
+    and a label from the previous position. The value for a label into position 0 has no effect.
     """
     by_blank = torch.stack((F.pad(blank, (0, 0, 1, -1)), _turned(blank, turned_cells)))
     by_label = torch.stack((F.pad(label, (1, -1)), _turned(label, turned_cells)))
@@ -918,23 +1008,30 @@ def _arcs_into_rows(blank: Tensor, label: Tensor, turned_cells: Tensor) -> tuple
 
 
 def _turned_cells(length: int, positions: int, frames: Tensor, symbols: Tensor) -> Tensor:
-    """Return the flat index (B, T * P) of each cell's image if the lattice turns by 180 degrees."""
-    turned_frame = (frames[:, None] - 1 - _count(length, frames)).clamp(min=0)
-    turned_position = (symbols[:, None] - _count(positions, symbols)).clamp(min=0)
+    """Return for each cell the flat index (B, T · P) of its image in the lattice turned by 180 degrees."""
+    turned_frame = (frames[:, None] - 1 - _indices(length, frames)).clamp(min=0)
+    turned_position = (symbols[:, None] - _indices(positions, symbols)).clamp(min=0)
     return (turned_frame[:, :, None] * positions + turned_position[:, None, :]).flatten(1)
 
 
 def _turned(field: Tensor, turned_cells: Tensor) -> Tensor:
+    """Return the values (B, T, P) of the lattice turned by 180 degrees."""
     return field.flatten(1).gather(1, turned_cells).view(field.shape)
 
 
 def _forward_by_rows(by_blank: Tensor, by_label: Tensor) -> Tensor:
-    """Return the forward variables (2, B, T, P) for the log-probabilities of the arcs into each cell."""
+    """Return the forward variables (2, B, T, P) from the results of ``_arcs_into_rows``.
+
+    The base of a cell is the log-probability of all labels in its frame up to the cell. In a frame, the
+    forward variable less the base is the logcumsumexp, over positions, of the paths that enter the frame.
+    """
     base = by_label.cumsum(-1)
     start = torch.full_like(base[:, :, :1], -torch.inf)
     start[..., 0] = 0
-    # A row is the variables of a frame less their base. Each step of the loop then has one addition.
-    steps = by_blank - base + torch.cat((torch.zeros_like(start), base[:, :, :-1]), 2)
+    previous_base = torch.cat((torch.zeros_like(start), base[:, :, :-1]), 2)
+    # A row has the forward variables of a frame less their base. The change of base is a part of each step,
+    # so that an iteration has only one addition.
+    steps = by_blank - base + previous_base
     row, rows = start[:, :, 0], []
     for t in range(by_blank.shape[2]):
         row = torch.logcumsumexp(row + steps[:, :, t], -1)
@@ -943,10 +1040,11 @@ def _forward_by_rows(by_blank: Tensor, by_label: Tensor) -> Tensor:
 
 
 def _posteriors_by_diagonals(blank: Tensor, label: Tensor, frames: Tensor, symbols: Tensor) -> _Posteriors:
-    """Compute the posteriors by diagonals t + u, normalised, because a path crosses each diagonal once.
+    """Return the posteriors, by a recursion over the diagonals d = t + u of the lattice.
 
-    Normalised sums stay small, so fp32 is exact enough, and the occupancy is a softmax. Forward and backward
-    run in one loop, the backward recursion over the padded lattice turned by 180 degrees.
+    A path crosses each diagonal once, so the variables of a diagonal can be normalised. They then stay small,
+    so fp32 is exact enough, and the occupancy is a softmax. One loop computes the forward variable alpha, and
+    the backward variable beta, which is the forward variable of the padded lattice turned by 180 degrees.
     """
     batch, length, positions = blank.shape
     no_blank, no_label, is_last = _arc_masks(length, positions, frames, symbols)
@@ -959,21 +1057,26 @@ def _posteriors_by_diagonals(blank: Tensor, label: Tensor, frames: Tensor, symbo
     log_occupancy = alpha + beta.flip(1, 2)
     occupancy = _straight(log_occupancy.softmax(-1), length) * inside
     label_share = _straight(log_odds.flip(1, 2).sigmoid(), length) * ~no_label
-    loss = _removed_loss(totals, beta, frames[:, None] - 1 + symbols[:, None])
+    last_diagonal = frames[:, None] - 1 + symbols[:, None]
+    loss = _loss_of_diagonals(totals, beta, last_diagonal)
     return _Posteriors(loss.masked_fill(frames == 0, 0), occupancy, label_share)
 
 
-def _removed_loss(totals: Tensor, beta: Tensor, last_diagonal: Tensor) -> Tensor:
-    """Return the loss (B,): minus the sum of the masses that the normalisation removes up to the last one."""
-    mass = (totals - beta) * beta.exp()
-    mass = mass.sum(-1).flip(1)
-    is_beyond = _count(mass.shape[1], mass) > last_diagonal
-    return -mass.masked_fill(is_beyond, 0).sum(-1)
+def _loss_of_diagonals(totals: Tensor, beta: Tensor, last_diagonal: Tensor) -> Tensor:
+    """Return the loss (B,): minus the sum of all logarithms that the normalisation has subtracted.
+
+    ``totals`` and ``beta`` (B, D, P) are the variables before and after normalisation. Their difference is
+    equal in all cells of a diagonal, so its mean with the weights exp(``beta``), whose sum is 1, is the
+    logarithm. Diagonals after ``last_diagonal`` (B, 1) are padding.
+    """
+    subtracted = ((totals - beta) * beta.exp()).sum(-1).flip(1)
+    is_padding = _indices(subtracted.shape[1], subtracted) > last_diagonal
+    return -subtracted.masked_fill(is_padding, 0).sum(-1)
 
 
 def _arc_masks(length: int, positions: int, frames: Tensor, symbols: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return masks (B, T, P) of the cells without a blank arc, without a label arc, and of the last cells."""
-    frame, position = _count(length, frames)[:, None], _count(positions, symbols)
+    """Return masks (B, T, P): cells without a blank arc, cells without a label arc, and the last cells."""
+    frame, position = _indices(length, frames)[:, None], _indices(positions, symbols)
     last_frame, last_position = frames[:, None, None] - 1, symbols[:, None, None]
     is_last = (frame == last_frame) & (position == last_position)
     no_blank = ((frame >= last_frame) | (position > last_position)) & ~is_last
@@ -982,12 +1085,14 @@ def _arc_masks(length: int, positions: int, frames: Tensor, symbols: Tensor) -> 
 
 
 def _arcs_into_diagonals(blank: Tensor, label: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the arcs into each cell from the previous diagonal, forward and backward.
+    """Return the arcs into each cell from the previous diagonal, for the lattice and the turned lattice.
 
-    ``blank`` and ``label`` are log-probabilities (B, D, P), and ``ends`` is 1 for the last cells. The arcs by
-    blank and by label are (2, B, D, P). The third tensor is 0 for a path's first cell, which no arc leads to.
+    ``blank`` and ``label`` (B, D, P) are the log-probabilities of the arcs from each cell. ``ends`` (B, D, P)
+    is 1 for the last cells, else 0. The results are (2, B, D, P): the log-probabilities of the blank arc and
+    of the label arc, and a factor of the variables of the previous diagonal. The factor is 0 for the first
+    cell of a path, which no arc leads to, and else 1.
     """
-    diagonal, position = _count(ends.shape[1], ends), _count(ends.shape[2], ends)
+    diagonal, position = _indices(ends.shape[1], ends), _indices(ends.shape[2], ends)
     is_first = diagonal[:, None] + position == 0
     begins = is_first.to(ends.dtype).expand_as(ends)  # A write into a slice would break the recorded graph.
     from_blank = F.pad(blank, (0, 0, 1, -1), value=_NEVER) * (1 - begins)
@@ -997,23 +1102,24 @@ def _arcs_into_diagonals(blank: Tensor, label: Tensor, ends: Tensor) -> tuple[Te
 
 
 def _normalised_diagonals(
-    by_blank: Tensor, by_label: Tensor, carries: Tensor
+    by_blank: Tensor, by_label: Tensor, factors: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the recursion over arcs (2, B, D, P).
+    """Run the recursion over the results of ``_arcs_into_diagonals``.
 
-    Returns four tensors (B, D, P): forward and backward variables, normalised over each diagonal, and for the
-    backward recursion the variables before normalisation and the log-odds of label against blank.
+    Returns four tensors (B, D, P). The first two are the variables of the lattice and of the turned lattice,
+    normalised over each diagonal. The others are, for the turned lattice, the variables before normalisation
+    and the log-odds of label against blank.
     """
     diagonal = torch.zeros_like(by_blank[:, :, 0])
-    arcs = [by_blank, by_label, carries]
+    arcs = [by_blank, by_label, factors]
     steps = by_blank.shape[2]
     count, size = equal_parts(steps)
     if count * size > steps:
         arcs = [F.pad(field, (0, 0, 0, count * size - steps)) for field in arcs]
     parts = []
     for start in range(0, steps, size):
-        blank, label, carry = (field[:, :, start : start + size] for field in arcs)
-        *part, diagonal = _diagonals_part(blank, label, carry, diagonal)
+        blank, label, factor = (field[:, :, start : start + size] for field in arcs)
+        *part, diagonal = _diagonals_part(blank, label, factor, diagonal)
         parts.append(part)
     alpha, beta, totals, log_odds = (torch.cat(part, 1)[:, :steps] for part in zip(*parts, strict=True))
     return alpha, beta, totals, log_odds
@@ -1021,12 +1127,12 @@ def _normalised_diagonals(
 
 @GraphFunction
 def _diagonals_part(
-    by_blank: Tensor, by_label: Tensor, carries: Tensor, diagonal: Tensor
+    by_blank: Tensor, by_label: Tensor, factors: Tensor, diagonal: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the results of ``_normalised_diagonals`` for d diagonals (B, d, P), and the last (2, B, P)."""
     columns = []
     for d in range(by_blank.shape[2]):
-        paths_by_blank = torch.addcmul(by_blank[:, :, d], carries[:, :, d], diagonal)
+        paths_by_blank = torch.addcmul(by_blank[:, :, d], factors[:, :, d], diagonal)
         paths_by_label = by_label[:, :, d] + F.pad(diagonal, (1, -1), value=_NEVER)
         total = torch.logaddexp(paths_by_blank, paths_by_label)
         diagonal = total.log_softmax(-1)
@@ -1038,132 +1144,156 @@ def _diagonals_part(
 def _posteriors_of_durations(
     joint: _Joint, arcs: Sequence[Tensor], frames: Tensor, symbols: Tensor
 ) -> _Posteriors:
-    """Compute the shares of arcs by diagonals t + u backward, then the occupancy forward from the shares.
+    """Return the posteriors with durations.
 
-    A share is the fraction of the paths through a cell that take an arc, a softmax over the cell's arcs. It
-    compares probabilities of near cells only, and occupancies are sums of products of shares, without
-    cancellation. So fp32 is exact enough. The arcs (2R) of a cell are blanks that lead 1 to R diagonals on,
-    then labels that lead as far. Arcs that do not exist have the share 0.
+    A recursion over the diagonals d = t + u, from the last one back, computes the shares of arcs. From the
+    shares, a recursion over the diagonals from the first one on computes the occupancy.
+
+    The share of an arc is a softmax over the arcs of its cell, which compares only near cells. Occupancies
+    are sums of products of shares, without cancellation. So fp32 is exact enough.
+
+    A cell has 2R arcs: first the blanks that lead 1 to R diagonals on, then the labels that lead 1 to R
+    diagonals on. Arcs that do not exist have the share 0. A blank of duration d leads d diagonals on, and a
+    label of duration d leads d + 1 diagonals on.
     """
     batch, length, positions = arcs[0].shape
     reach = joint.durations[-1] + 1
-    onward, goes_on = _arcs_of_durations(joint, arcs, frames, symbols)
-    loss, shares = _shares_backward(onward, goes_on, reach)
+    onward, continues = _arcs_of_durations(joint, arcs, frames, symbols)
+    loss, shares = _shares_backward(onward, continues, reach)
     has_no_path = (frames == 0) | (loss > -_NEVER / 2)
-    begins = (_count(positions, loss) == 0) & ~has_no_path[:, None]
-    occupied = _occupancy_forward(shares, begins.to(loss.dtype), reach)
+    begins = (_indices(positions, loss) == 0) & ~has_no_path[:, None]
+    diagonal_occupancy = _occupancy_forward(shares, begins.to(loss.dtype), reach)
 
-    occupancy = _lattice_field(occupied, length) * _inside((batch, length, positions), frames, symbols)
+    inside = _inside((batch, length, positions), frames, symbols)
+    occupancy = _lattice_field(diagonal_occupancy, length) * inside
     label_share = _lattice_field(shares[:, :, reach:].sum(2), length)
     duration_shares = _duration_shares(joint.durations, shares, length)
     return _Posteriors(loss.masked_fill(has_no_path, 0), occupancy, label_share, duration_shares)
 
 
-def _lattice_field(diagonals: Tensor, frames: int) -> Tensor:
-    """Rearrange diagonals (T + P, B, P) to the lattice (B, T, P)."""
-    return _straight(diagonals.transpose(0, 1), frames)
-
-
-def _duration_shares(durations: tuple[int, ...], shares: Tensor, frames: int) -> tuple[Tensor, ...]:
-    """Return the share (B, T, P) of the arcs of each duration."""
-    reach = durations[-1] + 1
-    fields = []
-    for d in durations:
-        share = shares[:, :, reach + d]
-        if d:
-            share = share + shares[:, :, d - 1]
-        fields.append(_lattice_field(share, frames))
-    return tuple(fields)
-
-
-def _shares_backward(onward: Tensor, goes_on: Tensor, reach: int) -> tuple[Tensor, Tensor]:
-    """Return the loss (B,) and the shares (T + P, B, 2R, P) from the results of ``_arcs_of_durations``."""
-    batch, _, positions = onward.shape[1:]
-    window = onward.new_full((batch, reach, positions), _NEVER)  # the diagonals that follow
-    removed, log_shares = torch.zeros_like(window[:, 0, 0]), list[Tensor]()
-    for d in range(len(onward) - 1, -1, -1):
-        log_share, total = _diagonal_shares(onward[d], window)
-        log_shares.append(log_share)
-        window = torch.cat(((total * goes_on[d])[:, None], window[:, :-1]), 1)
-        # At each diagonal, this would be a fifth of the operations.
-        if d % 4 == 0:
-            window, removed = _lowered(window, removed)
-    loss = -(window[:, 0, 0] + removed)
-    return loss, torch.stack(log_shares[::-1]).exp()
-
-
-def _lowered(window: Tensor, removed: Tensor) -> tuple[Tensor, Tensor]:
-    """Move each row's highest number from the window (B, R, P) to ``removed`` (B,), to keep numbers small."""
-    highest = window.amax((1, 2))
-    highest = highest * (highest > _NEVER / 2)
-    return window - highest[:, None, None], removed + highest
-
-
-def _diagonal_shares(onward: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-shares (B, 2R, P) of the arcs of a diagonal, and the log-sums (B, P) of their paths."""
-    paths = onward + torch.cat((window, F.pad(window, (-1, 1), value=_NEVER)), 1)
-    log_share = paths.log_softmax(1)
-    return log_share, paths.amax(1) - log_share.amax(1)  # The difference is logsumexp, which Gaudi lacks.
-
-
-def _occupancy_forward(shares: Tensor, begins: Tensor, reach: int) -> Tensor:
-    """Return the occupancy (T + P, B, P) of paths that begin with the probabilities ``begins`` (B, P)."""
-    pending = F.pad(begins[:, None], (0, 0, 0, reach - 1))
-    diagonals = []
-    for share in shares.unbind():
-        diagonal = pending[:, 0]
-        diagonals.append(diagonal)
-        flow = diagonal[:, None] * share
-        pending = F.pad(pending[:, 1:], (0, 0, 0, 1)) + flow[:, :reach] + F.pad(flow[:, reach:], (1, -1))
-    return torch.stack(diagonals)
-
-
 def _arcs_of_durations(
     joint: _Joint, arcs: Sequence[Tensor], frames: Tensor, symbols: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of all arcs by diagonals (T + P, B, 2R, P), and which paths continue.
+    """Return the log-probabilities (T + P, B, 2R, P) of all arcs by diagonals, and which cells continue.
 
-    The second tensor (T + P, B, P) is 0 if a path has ended, else 1. The lattice has an additional frame, in
-    which paths end.
+    The second tensor (T + P, B, P) is 0 for the cells in which paths end, else 1. These cells are in an
+    additional frame of the lattice, after the last frame of the utterance.
     """
     batch, length, positions = arcs[0].shape
     label_counts = symbols[:, None, None]
     cell_arcs = _cell_arcs(joint, arcs, frames, label_counts)
     padded = F.pad(torch.stack(cell_arcs, 1), (0, 0, 0, 1), value=_NEVER)
     onward = _skewed(padded.flatten(0, 1), _NEVER).view(batch, -1, length + positions, positions)
-    is_past_frames = _count(length + 1, frames)[:, None] == frames[:, None, None]
-    is_end = is_past_frames & (_count(positions, frames) == label_counts)
-    goes_on = 1 - _skewed(is_end.to(arcs[0].dtype), 0)
-    return onward.permute(2, 0, 1, 3).contiguous(), goes_on.transpose(0, 1)
+    is_end_frame = _indices(length + 1, frames)[:, None] == frames[:, None, None]
+    is_end = is_end_frame & (_indices(positions, frames) == label_counts)
+    continues = 1 - _skewed(is_end.to(arcs[0].dtype), 0)
+    return onward.permute(2, 0, 1, 3).contiguous(), continues.transpose(0, 1)
 
 
 def _cell_arcs(joint: _Joint, arcs: Sequence[Tensor], frames: Tensor, label_counts: Tensor) -> list[Tensor]:
-    """Return the log-probabilities (B, T, P) of a cell's 2R arcs: the blanks, then the labels."""
-    blank, label, *by_duration = arcs
-    frames_left = (frames[:, None] - _count(blank.shape[1], frames))[..., None]
-    position = _count(blank.shape[2], frames)
-    no_label, is_complete = position >= label_counts, position == label_counts
+    """Return the log-probabilities (B, T, P) of each of a cell's 2R arcs: the blanks, then the labels."""
+    blank, label, *durations = arcs
+    frames_left = (frames[:, None] - _indices(blank.shape[1], frames))[..., None]
+    position = _indices(blank.shape[2], frames)
+    no_label, is_after_labels = position >= label_counts, position == label_counts
     reach = joint.durations[-1] + 1
-    never = torch.full_like(blank, _NEVER)
-    blanks, labels = [never] * reach, [never] * reach
-    for d, log_p in zip(joint.durations, by_duration, strict=True):
+    no_arc = torch.full_like(blank, _NEVER)
+    blanks, labels = [no_arc] * reach, [no_arc] * reach
+    for d, log_p in zip(joint.durations, durations, strict=True):
         log_p = log_p - joint.sigma
         labels[d] = (label + log_p).masked_fill((frames_left <= d) | no_label, _NEVER)
-        if d:
-            ends_or_stays = (frames_left > d) | ((frames_left == d) & is_complete)
-            blanks[d - 1] = (blank + log_p).masked_fill(~ends_or_stays, _NEVER)
+        if d:  # A blank without duration does not exist.
+            ends_path = (frames_left == d) & is_after_labels
+            is_arc = (frames_left > d) | ends_path
+            blanks[d - 1] = (blank + log_p).masked_fill(~is_arc, _NEVER)
     return blanks + labels
 
 
+def _shares_backward(onward: Tensor, continues: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+    """Return the loss (B,) and the shares (T + P, B, 2R, P) from the results of ``_arcs_of_durations``."""
+    batch, _, positions = onward.shape[1:]
+    # The backward variables (B, R, P) of the R diagonals after the present one, less ``subtracted`` (B,).
+    window = onward.new_full((batch, reach, positions), _NEVER)
+    subtracted, log_shares = torch.zeros_like(window[:, 0, 0]), list[Tensor]()
+    for d in range(len(onward) - 1, -1, -1):
+        log_share, beta = _diagonal_shares(onward[d], window)
+        log_shares.append(log_share)
+        beta = beta * continues[d]  # A path that has ended has the log-probability 0.
+        window = torch.cat((beta[:, None], window[:, :-1]), 1)
+        # Doing this for each diagonal would be a fifth of all operations.
+        if d % 4 == 0:
+            window, subtracted = _lower(window, subtracted)
+    log_likelihood = window[:, 0, 0] + subtracted
+    return -log_likelihood, torch.stack(log_shares[::-1]).exp()
+
+
+def _diagonal_shares(onward: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-shares (B, 2R, P) of the arcs of a diagonal, and its backward variables (B, P).
+
+    ``onward`` (B, 2R, P) are the log-probabilities of the arcs. ``window`` (B, R, P) are the backward
+    variables of the diagonals that the arcs lead to. A label leads to the next position.
+    """
+    paths = onward + torch.cat((window, F.pad(window, (-1, 1), value=_NEVER)), 1)
+    log_share = paths.log_softmax(1)
+    return log_share, paths.amax(1) - log_share.amax(1)  # The difference is logsumexp, which Gaudi lacks.
+
+
+def _lower(window: Tensor, subtracted: Tensor) -> tuple[Tensor, Tensor]:
+    """Subtract the highest number of each row from ``window`` (B, R, P), and add it to ``subtracted`` (B,).
+
+    So the numbers stay small.
+    """
+    highest = window.amax((1, 2))
+    highest = highest * (highest > _NEVER / 2)  # A row without a path stays.
+    return window - highest[:, None, None], subtracted + highest
+
+
+def _occupancy_forward(shares: Tensor, begins: Tensor, reach: int) -> Tensor:
+    """Return the occupancy (T + P, B, P) of the cells by diagonals.
+
+    ``begins`` (B, P) is the probability that a path begins in a cell of the first diagonal.
+    """
+    # The occupancy (B, R, P) of the present diagonal and of the R − 1 diagonals after it, as far as arcs from
+    # earlier diagonals lead there.
+    window = F.pad(begins[:, None], (0, 0, 0, reach - 1))
+    diagonals = []
+    for share in shares.unbind():
+        diagonal = window[:, 0]
+        diagonals.append(diagonal)
+        flow = diagonal[:, None] * share
+        window = F.pad(window[:, 1:], (0, 0, 0, 1)) + flow[:, :reach] + F.pad(flow[:, reach:], (1, -1))
+    return torch.stack(diagonals)
+
+
+def _duration_shares(durations: tuple[int, ...], shares: Tensor, frames: int) -> tuple[Tensor, ...]:
+    """Return for each duration the share (B, T, P) of the blank and of the label that have it."""
+    reach = durations[-1] + 1
+    fields = []
+    for d in durations:
+        share = shares[:, :, reach + d]  # of the label
+        if d:
+            share = share + shares[:, :, d - 1]  # of the blank
+        fields.append(_lattice_field(share, frames))
+    return tuple(fields)
+
+
+def _lattice_field(diagonals: Tensor, frames: int) -> Tensor:
+    """Return values of diagonals (T + P, B, P) as values of the lattice (B, T, P)."""
+    return _straight(diagonals.transpose(0, 1), frames)
+
+
 def _skewed(field: Tensor, fill: float) -> Tensor:
-    """Rearrange (B, T, P) to diagonals (B, T + P - 1, P): [d, u] is cell (d - u, u), or ``fill``."""
+    """Return values of the lattice (B, T, P) by diagonals (B, T + P - 1, P).
+
+    Element [d, u] is the value of cell (d - u, u), or ``fill`` outside the lattice.
+    """
     batch, frames, positions = field.shape
     padded = F.pad(field.transpose(1, 2), (0, positions), value=fill).flatten(1)
     return padded[:, :-positions].reshape(batch, positions, frames + positions - 1).transpose(1, 2)
 
 
 def _straight(diagonals: Tensor, frames: int) -> Tensor:
-    """Invert ``_skewed``."""
+    """Return values of diagonals (B, D, P) as values of the lattice (B, T, P). It inverts ``_skewed``."""
     batch, steps, positions = diagonals.shape
     padded = F.pad(diagonals.transpose(1, 2).flatten(1), (0, positions))
     return padded.reshape(batch, positions, steps + 1)[:, :, :frames].transpose(1, 2)

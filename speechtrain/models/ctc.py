@@ -1,4 +1,7 @@
-"""CTC recognition (Graves et al., 2006): an encoder and one linear layer."""
+"""CTC recognition (Graves et al., 2006): an encoder and one linear layer.
+
+Legend: B rows, T frames, V classes with the blank last.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class CTC(Recogniser):
         self.output = nn.Linear(encoder.width, tokenizer.size)
 
     def scores(self, encoded: Tensor) -> Tensor:
-        """Map the encoder's frames to log-probabilities (B, T, V) fp32, blank last."""
+        """Return log-probabilities (B, T, V) in fp32 of the encoder's frames (B, T, ·)."""
         logits: Tensor = self.output(self.dropout(encoded))
         return logits.float().log_softmax(-1)
 
@@ -55,7 +58,7 @@ class CTC(Recogniser):
     def hypotheses(self, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
         scores = self.scores(encoded)
         if self.policy.static_shapes:
-            # The host merges equal labels, because the shapes of this operation depend on the data.
+            # The search runs on the host, because the shapes of its results depend on the data.
             scores, lengths = scores.cpu(), lengths.cpu()
         scorer = CTCScorer(self.tokenizer, self.frame_seconds)
         return self.decoder.decode(scorer, scores, lengths)

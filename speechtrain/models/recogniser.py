@@ -1,4 +1,7 @@
-"""The base of the models that recognise speech: an encoder, a loss on transcripts, and a decoder."""
+"""The base of the models that recognise speech: an encoder, a loss on transcripts, and a decoder.
+
+Legend: B rows, T encoder frames, W encoder width.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,10 @@ from speechtrain.text.vocabulary import Tokenizer
 class Recogniser(Task, PolicyAware):
     """A model that is trained on transcripts and evaluated by the WER of its decoder.
 
-    The loss of a batch is the sum over its utterances, and its weight is their number. The encoder does not
-    change in the first ``freeze_encoder_steps`` updates. A number below 1 is a fraction of the planned
-    updates. ``encoder_lr_scale`` multiplies the learning rate of the encoder's parameters.
+    - The loss of a batch is the sum over its utterances, and its weight is the number of utterances.
+    - In the first ``freeze_encoder_steps`` updates, the encoder does not change. If this number is below 1,
+      it is a fraction of the planned updates.
+    - ``encoder_lr_scale`` multiplies the learning rate of the encoder's parameters.
     """
 
     metric = "wer"
@@ -58,16 +62,20 @@ class Recogniser(Task, PolicyAware):
 
     @abstractmethod
     def losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
-        """Return the loss (B,) fp32 of each row from the frames (B, T, W), and the metrics of its terms."""
+        """Return the loss (B,) of each row in fp32, and the metrics of the terms of the loss.
+
+        ``encoded`` (B, T, W) are the encoder's frames, and ``lengths`` (B,) are the frames of each row.
+        """
 
     @abstractmethod
     def hypotheses(self, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
-        """Decode frames (B, T, W) of ``lengths`` (B,) with the model's decoder."""
+        """Return the hypothesis of each row for frames (B, T, W) of ``lengths`` (B,), by ``self.decoder``."""
 
     @property
     def frame_seconds(self) -> float:
-        """Seconds from one encoder frame to the next."""
-        return 100 / self.encoder.frames(100 * self.encoder.sample_rate)
+        """Seconds from one encoder frame to the next, as the mean over 100 seconds of audio."""
+        seconds = 100
+        return seconds / self.encoder.frames(seconds * self.encoder.sample_rate)
 
     def apply_policy(self, policy: ComputePolicy) -> None:
         self.policy = policy

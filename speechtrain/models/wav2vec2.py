@@ -1,6 +1,7 @@
 """wav2vec 2.0 pretraining (Baevski et al., 2020): find the code of a masked frame among codes of its row.
 
 Legend: B rows, T frames, M masked frames of a row, K negatives, C extractor channels, D width, G codebooks.
+"Upstream" is fairseq. ``masking.py`` explains tables (B, M) and surplus entries.
 """
 
 from __future__ import annotations
@@ -23,24 +24,26 @@ from speechtrain.nn.masking import draw_negatives, frame_table
 from speechtrain.nn.quantizer import GumbelQuantizer, Quantized, code_temperature, gumbel
 from speechtrain.task import Alarm, Evaluation, Loss, Sums, Task
 
-_PATIENCE = 100  # updates
-_MIN_LINES = 3  # log lines
+# A sign of collapse must last for this number of updates, and for this number of log lines.
+_PATIENCE, _MIN_LINES = 100, 3
 _NEAR_CHANCE = 0.01  # bits. The loss of a run that learns nothing is within 0.001 bits of chance.
 
 
 class CollapseWatch:
-    """Detects collapsed codebooks, which carry no information but have a low contrastive loss.
+    """Detects collapsed codebooks, whose codes do not depend on the audio.
 
-    With one code for all frames, every negative is excluded and the accuracy is 100 %. These are signs:
+    Their contrastive loss is low: with one code for all frames, every negative is excluded, and the accuracy
+    is 100 %. These are signs of a collapse:
 
     - Less than 5 % of a codebook's entries are in use (perplexity).
     - More than 20 % of the negatives have the code of their positive.
     - Less than 10 % of an utterance's codes are distinct.
     - The accuracy is above 97 %.
 
-    A sign in every log line of 100 updates raises the alarm. A dip of a healthy run is shorter. Every run
-    starts with a contrastive loss of ``chance`` bits. A loss that stays there for ``chance_updates`` updates
-    (0: never) also raises the alarm.
+    An alarm is raised if every log line of 100 updates has a sign. In a healthy run, signs last shorter.
+
+    Every run starts with a contrastive loss of ``chance`` bits. If the loss stays there for
+    ``chance_updates`` updates, this is also an alarm. With 0 it is never one.
     """
 
     def __init__(self, codebooks: int, codes: int, chance: float = 0.0, chance_updates: int = 0) -> None:
@@ -49,12 +52,15 @@ class CollapseWatch:
         self._reset()
 
     def _reset(self) -> None:
-        self._onset: int | None = None
-        self._sign_lines = 0
+        self._onset: int | None = None  # the step of the first log line with a sign, without a gap since then
+        self._sign_lines = 0  # the number of log lines since then
         self._has_alarm = False
 
     def __call__(self, step: int, means: Mapping[str, float], cause: str) -> Alarm | None:
-        """Return the alarm of the log line of ``step``, once per collapse. ``cause`` ends its message."""
+        """Return an alarm if the log line of ``step`` raises one, only once for a collapse.
+
+        ``means`` are the metrics of the log line. The message of the alarm ends with ``cause``.
+        """
         sign, patience = self._sign(means), _PATIENCE
         if not sign and self.chance_updates and means["loss_contrastive"] > self.chance - _NEAR_CHANCE:
             sign = f"the contrastive loss is at chance, {self.chance:.3f} bits"
@@ -71,7 +77,7 @@ class CollapseWatch:
         return Alarm(self._onset, f"the codebooks collapsed at step {step}: {sign}. {cause}")
 
     def _sign(self, means: Mapping[str, float]) -> str:
-        """Describe the first sign of a collapse in the metrics of a log line, or return an empty text."""
+        """Return a description of the first sign of a collapse in a log line, or an empty string."""
         for group in range(self.codebooks):
             codes_in_use = means[f"code_perplexity_{group}"]
             if codes_in_use < 0.05 * self.codes:
@@ -88,20 +94,19 @@ class CollapseWatch:
 class Wav2Vec2(Task, PolicyAware):
     """Contrastive pretraining of an encoder on raw audio, without transcripts.
 
-    Every row of a batch masks the same number of frames, and the loss gathers its inputs by index. A step
-    therefore has no data-dependent shape, and the host reads nothing back. With ``fixed_width``, the index
-    tables are as wide as the longest mask that the frames allow, and surplus entries have weight 0. All
-    shapes then depend only on the shape of the audio, as static devices need.
-
     The weight of the loss is the number N of masked frames in the batch. The loss is the sum of
 
     - the contrastive cross-entropy, summed over the masked frames,
     - N × ``diversity_weight`` × (1 − perplexity / codes),
     - N × ``penalty_weight`` × the mean square of the extractor's output.
 
-    The quantiser's temperature after n updates is
-    max(``temperature[0]`` × ``temperature[2]``^n, ``temperature[1]``). ``host_noise`` draws the Gumbel noise
-    on the host, so that all devices use the same noise.
+    In a batch, the same number of frames is masked in every row, and the loss gathers its inputs by index. So
+    the host reads nothing from the device. With ``fixed_width``, M is the largest possible number of masked
+    frames. All shapes then depend only on the shape of the audio, as static devices need.
+
+    ``temperature`` is [start, floor, decay]. The quantiser's temperature after n updates is
+    max(start × decay^n, floor). With ``host_noise``, the host draws the Gumbel noise, so that all devices use
+    the same noise.
     """
 
     metric = "loss"
@@ -145,9 +150,8 @@ class Wav2Vec2(Task, PolicyAware):
         self.fixed_width = fixed_width
         self.host_noise = host_noise
         self._step = 0
-        self._collapse = CollapseWatch(
-            codebooks, codes, chance=math.log2(1 + negatives), chance_updates=chance_updates
-        )
+        chance = math.log2(1 + negatives)
+        self._collapse_watch = CollapseWatch(codebooks, codes, chance=chance, chance_updates=chance_updates)
 
     def apply_policy(self, policy: ComputePolicy) -> None:
         self.fixed_width = self.fixed_width or policy.static_shapes
@@ -157,12 +161,13 @@ class Wav2Vec2(Task, PolicyAware):
         self.encoder.advance(step, seed)
 
     def watch(self, step: int, means: Mapping[str, float]) -> Alarm | None:
+        start, floor, _ = self.temperature
         cause = "Lower optimizer.lr, or raise model.diversity_weight"
-        if self.temperature[0] <= self.temperature[1]:
-            cause = f"model.temperature starts at its floor of {self.temperature[1]:g}. Set its start to 2"
+        if start <= floor:
+            cause = f"model.temperature starts at its floor of {floor:g}. Set its start to 2"
         elif self.diversity_weight == 0:
             cause = "model.diversity_weight is 0, so nothing keeps the codes in use. Set it to 0.1 to 0.5"
-        return self._collapse(step, means, cause)
+        return self._collapse_watch(step, means, cause)
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
         seeds = {stream: seed_at(seed, stream) for stream in BatchStream}
@@ -172,28 +177,33 @@ class Wav2Vec2(Task, PolicyAware):
         return replace(batch, extra=extra)
 
     def _mask_draws(self, batch: Batch, seeds: Mapping[BatchStream, int]) -> dict[str, Tensor]:
-        """Return the mask (B, T), and index, weight (B, M) and negatives (B, M, K) of the masked frames."""
+        """Return the random masks and negatives of a batch, by their names in ``Batch.extra``.
+
+        - ``mask`` (B, T) is True for masked frames.
+        - ``index`` (B, M) is the table of masked frames, and ``masked`` (B, M) has their weights.
+        - ``negatives`` (B, M, K) are entries of the table.
+        """
         encoder = self.encoder
         assert encoder.mask is not None
         lengths = [encoder.frames(samples) for samples in batch.audio_lengths.tolist()]
-        width = encoder.frames(batch.audio.shape[1])
+        frames = encoder.frames(batch.audio.shape[1])
         counted = _counted_rows(batch.ids, lengths, encoder.mask.shortest())
-        mask = encoder.mask.draw(lengths, width, seeds[BatchStream.FRAMES], equal=True, counted=counted)
-        table_width = encoder.mask.max_masked_frames(width) if self.fixed_width else None
+        mask = encoder.mask.draw(lengths, frames, seeds[BatchStream.FRAMES], equal=True, counted=counted)
+        table_width = encoder.mask.max_masked_frames(frames) if self.fixed_width else None
         index, weight = frame_table(mask, table_width)
         row_weight = batch.weight * torch.tensor(counted)
-        seed = seeds[BatchStream.NEGATIVES]
+        masked_counts, seed = mask.sum(1).tolist(), seeds[BatchStream.NEGATIVES]
         return {
             "mask": torch.from_numpy(mask),
             "index": index,
             "masked": weight * row_weight[:, None],
-            "negatives": draw_negatives(mask.sum(1).tolist(), index.shape[1], self.negatives, seed=seed),
+            "negatives": draw_negatives(masked_counts, index.shape[1], self.negatives, seed=seed),
         }
 
     def _training_draws(self, table_shape: torch.Size, seeds: Mapping[BatchStream, int]) -> dict[str, Tensor]:
-        """Return the draws that only training needs, for index tables of shape (B, M).
+        """Return the draws that only training needs, for tables of ``table_shape`` (B, M).
 
-        All are tensors and none is a Python number, so that a static device compiles once.
+        All of them are tensors. For Python numbers, a static device would compile the graph in each step.
         """
         encoder = self.encoder
         draws = {
@@ -213,9 +223,9 @@ class Wav2Vec2(Task, PolicyAware):
     def forward(self, batch: Batch) -> Loss:
         extra = batch.extra
         features, lengths, penalty = self.encoder.extract(batch.audio, batch.audio_lengths)
-        temperature = extra.get("temperature", torch.ones_like(penalty))  # Evaluation ignores it.
+        temperature = extra.get("temperature", torch.ones_like(penalty))  # Evaluation does not use it.
         contrastive, quantized = self._contrast(features, lengths, temperature, extra)
-        count = contrastive.frames
+        count = contrastive.frames  # N
         diversity = scale_scalar(quantized.diversity(), self.diversity_weight) * count
         feature_penalty = scale_scalar(penalty, self.penalty_weight) * count
         total = contrastive.loss + diversity + feature_penalty
@@ -233,12 +243,15 @@ class Wav2Vec2(Task, PolicyAware):
     def _contrast(
         self, features: Tensor, lengths: Tensor, temperature: Tensor, extra: Mapping[str, Tensor]
     ) -> tuple[Contrastive, Quantized]:
-        """Quantise the masked ``features`` (B, T, C), and find their codes from the frames around them."""
+        """Return the contrastive sums, and the codes of the masked ``features`` (B, T, C), which are targets.
+
+        ``temperature`` is (), and ``extra`` is ``Batch.extra``.
+        """
         context = self.encoder.contextualise(
             features, lengths, extra["mask"], channel_mask=extra.get("channel_mask"), keep=extra.get("keep")
         )
         index, weight = extra["index"], extra["masked"]
-        # Only masked frames are gathered, so dropout and projection cost half as much as on all frames.
+        # The masked frames, which are about half of all, are gathered first, to save dropout and projection.
         targets = F.dropout(_gather_frames(features, index), self.target_dropout, self.training)
         quantized = self.quantizer(targets, temperature, weight, extra.get("noise"))
         contrastive = contrastive_loss(
@@ -252,7 +265,7 @@ class Wav2Vec2(Task, PolicyAware):
         return contrastive, quantized
 
     def _negatives_metrics(self, contrastive: Contrastive) -> Sums:
-        """Return how well the codes differ from their negatives and are found among them."""
+        """Return metrics of the comparison of codes with their negatives."""
         count = contrastive.frames
         return {
             "accuracy": (contrastive.correct, count),
@@ -267,9 +280,9 @@ class Wav2Vec2(Task, PolicyAware):
         return Evaluation(metrics)
 
     def footprint(self) -> Footprint:
-        """Predict the memory of the encoder only.
+        """Return the memory of the encoder.
 
-        The memory of scores and negatives grows with the square of a row's masked frames.
+        The memory of the scores is not included, because it grows with the square of a row's masked frames.
         """
         return Footprint(self.encoder.activation_bytes())
 
@@ -286,8 +299,12 @@ def _check_encoder(encoder: object) -> None:
 
 
 def _counted_rows(ids: Sequence[str], lengths: Sequence[int], shortest: int) -> list[bool]:
-    """Return which rows count. A row of fewer than ``shortest`` frames does not, like a padding row."""
-    return [bool(name) and length >= shortest for name, length in zip(ids, lengths, strict=True)]
+    """Return whether each row counts in the loss.
+
+    A padding row, which has an empty id, does not count, and neither does a row of fewer than ``shortest``
+    frames.
+    """
+    return [bool(row_id) and length >= shortest for row_id, length in zip(ids, lengths, strict=True)]
 
 
 def _temperature_schedule(temperature: Sequence[float]) -> tuple[float, float, float]:
@@ -302,17 +319,20 @@ def _temperature_schedule(temperature: Sequence[float]) -> tuple[float, float, f
 
 
 def _codebook_metrics(quantized: Quantized, temperature: Tensor, count: Tensor) -> Sums:
-    """Return the use of the codebooks, together and each, and the quantiser's temperature."""
-    has_codes = (count > 0).to(count.dtype)  # A batch with only padding rows has no codes.
-    code = quantized.code_perplexity() * has_codes
-    prob = quantized.prob_perplexity() * has_codes
+    """Return the perplexities of all codebooks together and of each, and the quantiser's temperature.
+
+    ``count`` () is the number of masked frames.
+    """
+    has_codes = (count > 0).to(count.dtype)  # A batch with only padding rows does not have codes.
+    code_perplexity = quantized.code_perplexity() * has_codes
+    prob_perplexity = quantized.prob_perplexity() * has_codes
     metrics: Sums = {
-        "prob_perplexity": (prob.sum(), has_codes),
-        "code_perplexity": (code.sum(), has_codes),
+        "prob_perplexity": (prob_perplexity.sum(), has_codes),
+        "code_perplexity": (code_perplexity.sum(), has_codes),
         "temperature": (temperature, torch.ones_like(count)),
     }
-    for group in range(len(code)):
-        metrics[f"code_perplexity_{group}"] = (code[group], has_codes)
+    for group in range(len(code_perplexity)):
+        metrics[f"code_perplexity_{group}"] = (code_perplexity[group], has_codes)
     return metrics
 
 
@@ -325,5 +345,5 @@ def _detached(metrics: Sums) -> Sums:
 
 
 def _gather_frames(frames: Tensor, index: Tensor) -> Tensor:
-    """Gather frames (B, T, X) at ``index`` (B, M) to (B, M, X)."""
+    """Return the frames (B, M, ·) at ``index`` (B, M) of ``frames`` (B, T, ·)."""
     return frames.gather(1, index[:, :, None].expand(-1, -1, frames.shape[2]))

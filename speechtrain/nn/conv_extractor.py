@@ -33,12 +33,12 @@ class _ScaleGradient(Function):
 
 
 class _StridedMatmul(Function):
-    """Strided convolution of (B, T, C) rows by weights (out, k·C), as matmuls over strided views.
+    """Strided convolution of rows (B, T, C) by weights (out, k·C), as matmuls over strided views.
 
     Output frame t depends on k·C consecutive values of its row, which start at value t·s·C. A view with one
     line for each output frame would have overlapping lines if k is above s, and a matmul would copy it.
     Therefore the k taps are divided into ceil(k/s) blocks of at most s taps. The lines of one block do not
-    overlap. Forward and both gradients take one matmul for each block of a row, without copies.
+    overlap. Forward and both gradients need one matmul for each block of a row, without copies.
     """
 
     @staticmethod
@@ -79,14 +79,14 @@ class _StridedMatmul(Function):
     def _input_gradient(ctx: Any, gradient: Tensor, weight: Tensor, x_gradient: Tensor) -> Tensor:
         """Write the gradient of the input (B, T, C) into ``x_gradient`` and return it."""
         frames = gradient.shape[1]
-        # If the kernel is at least the stride, the first blocks of all frames adjoin and cover the first
-        # ``overwritten`` positions. They are written there, and all other blocks are added.
-        overwritten = frames * ctx.stride if ctx.kernel >= ctx.stride else 0
-        x_gradient[:, overwritten:] = 0
+        # If the kernel is at least the stride, the first blocks of all output frames together cover the first
+        # input frames without gaps. They are written there, and only the other blocks are added.
+        written_frames = frames * ctx.stride if ctx.kernel >= ctx.stride else 0
+        x_gradient[:, written_frames:] = 0
         for row, row_gradient in zip(x_gradient, gradient, strict=True):
             for columns, block in _blocks(row, frames, ctx.kernel, stride=ctx.stride):
                 is_first_block = columns.start == 0
-                if overwritten and is_first_block:
+                if written_frames and is_first_block:
                     torch.mm(row_gradient, weight[:, columns], out=block)
                 else:
                     block.addmm_(row_gradient, weight[:, columns])
@@ -94,9 +94,9 @@ class _StridedMatmul(Function):
 
 
 def _blocks(row: Tensor, frames: int, kernel: int, stride: int) -> list[tuple[slice, Tensor]]:
-    """Return for each block of taps its columns of the weights, and its view of ``row`` (T, C).
+    """Return for each block of taps its columns of the weights (out, k·C), and its view of ``row`` (T, C).
 
-    The view is (frames, columns). Its line t holds the values of the block for output frame t.
+    The view is (``frames``, columns). Its line t contains the values of the block for output frame t.
     """
     channels = row.shape[1]
     blocks = []
@@ -109,6 +109,7 @@ def _blocks(row: Tensor, frames: int, kernel: int, stride: int) -> list[tuple[sl
 
 
 Convolution = Callable[[Tensor, Tensor, "Tensor | None", int], Tensor]
+"""A function with the parameters and the result of ``conv1d``."""
 
 
 def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
@@ -123,11 +124,12 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tenso
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
-    """Compute ``conv1d`` by matmuls over strided views of time-major rows. It has first derivatives only."""
+    """Compute ``conv1d`` by matmuls over strided views. It has first derivatives only."""
     kernel = weight.shape[2]
     if x.shape[2] == 1:
         # For one channel, a copy of the frames costs less than several matmuls of few columns.
-        return F.linear(x[:, :, 0].unfold(1, kernel, stride).contiguous(), weight[:, 0], bias)
+        frames = x[:, :, 0].unfold(1, kernel, stride).contiguous()
+        return F.linear(frames, weight[:, 0], bias)
     flat_weight = weight.transpose(1, 2).flatten(1)  # (out, k·C), the order of a frame's values in memory
     y: Tensor = _StridedMatmul.apply(x.contiguous(), flat_weight, bias, kernel, stride)  # type: ignore[no-untyped-call]
     return y
@@ -137,7 +139,7 @@ CONVOLUTIONS: dict[str, Convolution] = {"conv1d": conv1d, "conv2d": conv2d, "mat
 
 
 class _NormOverTime(Function):
-    """Instance norm of (B, T, C) rows in time-major memory. Torch's own kernel transposes them."""
+    """Instance norm of rows (B, T, C) in this order of memory. Torch's own kernel would transpose them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -167,11 +169,13 @@ class _NormOverTime(Function):
 
 
 class InstanceNorm(nn.GroupNorm):
-    """GroupNorm with one group per channel, computed as instance norm: (B, T, C) over T, in fp32 or wider.
+    """GroupNorm with one group for each channel, over the frames of a row (B, T, C), in fp32 or wider.
 
-    The two norms have the same formula (biased variance, one scale and shift per channel). Instance norm is
-    a single operation also on devices that decompose group norm. ``time_major`` states the memory layout of
-    the input. The output does not depend on it. As in upstream, the statistics include a row's padding.
+    It is computed as instance norm, which has the same formula: the biased variance, and one scale and shift
+    for each channel. Instance norm is a single operation even on devices that decompose group norm.
+
+    ``time_major`` is whether the input is in the order (B, T, C) of memory. The output does not depend on it.
+    As in upstream, the statistics include the padding of a row.
     """
 
     def __init__(self, channels: int) -> None:
@@ -214,7 +218,7 @@ class ConvBlock(nn.Module, PolicyAware):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.conv.weight, self.conv.bias
-        if self._dtype is not None:  # autocast does not apply to the matmuls over strided views
+        if self._dtype is not None:  # Autocast does not apply to the matmuls over strided views.
             x, weight = x.to(self._dtype), weight.to(self._dtype)
             bias = None if bias is None else bias.to(self._dtype)
         y: Tensor = self.norm(self._convolve(x, weight, bias, self.stride))
@@ -236,9 +240,11 @@ class ConvExtractor(nn.Module):
       not depend on padding.
 
     ``gradient_scale`` multiplies the gradient that enters the extractor. 0 freezes the extractor: no graph
-    is recorded, and the parameters require no gradient. The compute policy selects how a convolution is
-    computed: ``conv1d`` (CUDA), ``conv2d`` (lazy devices, which have no strided views), or ``matmul``, which
-    is matmuls over strided views of memory (CPU). The parameters and their names do not depend on it.
+    is recorded, and the parameters require no gradient.
+
+    The compute policy selects the implementation of the convolution: ``conv1d`` (CUDA), ``conv2d`` (lazy
+    devices, which do not have strided views), or ``matmul`` (CPU). The parameters and their names do not
+    depend on it.
 
     Raises ConfigError for values out of range.
     """
@@ -252,18 +258,18 @@ class ConvExtractor(nn.Module):
     ) -> None:
         super().__init__()
         _check_settings(conv_layers, conv_norm, gradient_scale)
-        # Each layer has a pair of kernel and stride.
-        self.spans = [(int(kernel), int(stride)) for _, kernel, stride in conv_layers]
-        self.widths = [int(channels) for channels, _, _ in conv_layers]
+        self.spans = [(int(kernel), int(stride)) for _, kernel, stride in conv_layers]  # of each layer
+        self.widths = [int(channels) for channels, _, _ in conv_layers]  # of each layer
         self.channels = self.widths[-1]
         self.gradient_scale = gradient_scale
         self.layers = nn.ModuleList()
         inputs = 1
         for width, (kernel, stride) in zip(self.widths, self.spans, strict=True):
             norm: nn.Module = nn.Identity()
+            is_first_layer = len(self.layers) == 0
             if conv_norm == "layer":
                 norm = LayerNorm(width)
-            elif not self.layers:
+            elif is_first_layer:
                 norm = InstanceNorm(width)
             self.layers.append(ConvBlock(inputs, width, kernel, stride=stride, bias=conv_bias, norm=norm))
             inputs = width
@@ -282,13 +288,13 @@ class ConvExtractor(nn.Module):
         return scaled
 
     def frames(self, samples: int) -> int:
-        """Return the number of frames of ``samples`` samples: 49 of 16000 in the published configuration."""
+        """Return the number of frames of ``samples`` samples. In the published model, 16000 have 49."""
         for kernel, stride in self.spans:
             samples = max((samples - kernel) // stride + 1, 0)
         return samples
 
     def lengths(self, samples: Tensor) -> Tensor:
-        """Return the numbers of frames (B,) that cover valid samples only, for rows of ``samples`` (B,)."""
+        """Return the numbers of frames (B,) of rows with ``samples`` (B,). They cover no padding."""
         for kernel, stride in self.spans:
             samples = (torch.div(samples - kernel, stride, rounding_mode="floor") + 1).clamp(min=0)
         return samples

@@ -1,6 +1,7 @@
 """The joint network of a transducer: the sum of two projections, ReLU, and an output layer.
 
-Legend: H hidden width, V classes with the blank, K durations.
+Legend: H hidden width, V classes with the blank, K durations. A TDT joint (token-and-duration transducer, Xu
+et al., 2023) also predicts the number of frames, the duration, by which a path advances.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from torch import Tensor, nn
 
 from speechtrain.errors import require_least, require_shares
 
-_MAX_DURATION = 32  # the loss needs memory for each frame up to the longest duration
+_MAX_DURATION = 32  # frames. The memory of the loss grows with the longest duration.
 
 
 def check_durations(durations: Sequence[int]) -> tuple[int, ...]:
-    """Return the valid ``durations`` of a TDT joint. Without any, it is an ordinary joint.
+    """Return ``durations`` as a tuple, which is empty for a joint without durations.
 
-    Raises ValueError unless they are whole numbers of frames in ascending order, with one above 0.
+    Raises ValueError unless they are whole numbers of frames in ascending order, and the last is above 0.
     """
     if not durations:
         return ()
@@ -36,8 +37,7 @@ class Joint(nn.Module):
     of the encoder has a bias. The joint then equals Intel's older Linear layer over the concatenated inputs,
     with its weight split in two.
 
-    With ``durations``, in frames, this is the joint of a TDT (Xu et al., 2023): the output layer has one more
-    row for each duration.
+    With ``durations``, in frames, this is a TDT joint: the output layer has one more row for each duration.
     """
 
     def __init__(
@@ -62,6 +62,6 @@ class Joint(nn.Module):
         self.output = nn.Linear(self.hidden, classes + len(self.durations))
 
     def forward(self, encoded: Tensor, predicted: Tensor) -> Tensor:
-        """Map two projected inputs (…, H) to logits (…, V + K), without dropout."""
+        """Map the projections (…, H) of encoder and prediction to logits (…, V + K), without dropout."""
         logits: Tensor = self.output((encoded + predicted).relu())
         return logits

@@ -1,7 +1,10 @@
-"""Draws of masked frames and of their negatives, on the host, before the step.
+"""Random masked frames and their negatives, computed on the host before the step.
 
-The address of a draw is the seed of the micro-batch and the row, so a draw depends neither on the other rows
-nor on the padding. Legend: B rows, T frames, M masked frames of a row, K negatives.
+The draws of a row are seeded by the micro-batch's seed and the row's index. So they depend neither on the
+other rows nor on the padding.
+
+Legend: B rows, T frames, M masked frames of a row, K negatives. A table (B, M) has an entry for each masked
+frame of a row. If a row has fewer masked frames than M, its last entries are surplus entries.
 """
 
 from __future__ import annotations
@@ -27,10 +30,11 @@ KINDS = ("static", "uniform", "normal", "poisson")
 
 @dataclass(frozen=True)
 class SpanMask:
-    """Draw spans of masked frames for each row of a batch (wav2vec 2.0, Baevski et al. 2020, section 3.1).
+    """Masks random spans of frames in each row of a batch (wav2vec 2.0, Baevski et al. 2020, section 3.1).
 
-    A row of n frames gets ``int(probability × n / length + U[0, 1))`` spans, at least ``min_masks``.
-    ``probability`` 0 masks nothing. ``kind`` sets the lengths of the spans:
+    A row of n frames gets ``int(probability × n / length + u)`` spans, where u is uniform in [0, 1), but at
+    least ``min_masks``. ``probability`` 0 masks nothing. ``kind`` is the distribution of the spans' lengths,
+    in frames:
 
     - ``static``: all are ``length``.
     - ``uniform``: whole numbers from ``other`` to ``2 × length``.
@@ -76,16 +80,16 @@ class SpanMask:
         equal: bool = False,
         counted: Sequence[bool] | None = None,
     ) -> NDArray[np.bool_]:
-        """Draw the masked frames (B, ``width``) of rows of ``lengths`` frames, none beyond a row's length.
+        """Return a random mask (B, ``width``), True for masked frames, of rows of ``lengths`` frames.
 
-        ``equal`` gives every row the same number of masked frames: the smallest number among the ``counted``
-        rows (by default all rows). Masked frames beyond that number are removed at random. Rows that are not
-        counted are padding rows. If they have fewer masked frames, random other frames are added, as far as
-        the row is long enough. Padding rows never raise.
+        ``counted`` is False for padding rows. By default, no row is a padding row.
 
-        Raises:
-            ConfigError: the draw masks a whole counted row, so no context is left to predict from.
-                With static overlapping spans, rows of ``shortest()`` frames or more never raise.
+        With ``equal``, every row has the same number of masked frames, which is the smallest number among the
+        counted rows. Surplus frames of a row are unmasked at random. In a padding row with too few masked
+        frames, other frames are masked at random, as far as the row is long enough.
+
+        Raises ConfigError if all frames of a counted row are masked, because the model then has no context.
+        This cannot happen with static overlapping spans and rows of at least ``shortest()`` frames.
         """
         if counted is None:
             counted = [True] * len(lengths)
@@ -108,7 +112,7 @@ class SpanMask:
         return mask
 
     def max_masked_frames(self, width: int) -> int:
-        """Return an upper bound of the masked frames among ``width`` frames.
+        """Return an upper bound of the number of masked frames in a row of ``width`` frames.
 
         For static overlapping spans the bound is exact.
         """
@@ -132,26 +136,30 @@ class SpanMask:
         return max(self.min_masks, min(int(expected + uniform), math.ceil(expected)))
 
     def _frames(self, size: int, rng: np.random.Generator) -> Integers:
-        """Draw the masked frames of a row of ``size`` frames, ascending."""
+        """Return random masked frames of a row of ``size`` frames, in ascending order."""
         spans = self._spans(size, float(rng.random()))
         lengths = self._lengths(spans, rng)
         if not spans:
             return np.zeros(0, np.int64)
-        if not lengths.any():  # all spans that were drawn are empty
+        if not lengths.any():
+            # All spans are empty, which is possible for kinds uniform and poisson.
             lengths[0] = min(self.length, size - 1)
         if not self.overlap:
             return self._separate_frames(size, lengths, rng)
-        positions = size - int(lengths.min())  # a span can start at each of the first frames
-        if positions <= spans:  # a short row: just enough positions for distinct starts
-            positions = spans + 1
-        starts = rng.choice(positions, spans, replace=False)
-        latest_end = max(size, positions) + int(lengths.max())
+        possible_starts = size - int(lengths.min())
+        if possible_starts <= spans:
+            # The row is short. Starts must be distinct, so some of them may be beyond its end.
+            possible_starts = spans + 1
+        starts = rng.choice(possible_starts, spans, replace=False)
+        latest_end = max(size, possible_starts) + int(lengths.max())
+        # +1 at each start and −1 at each end. The cumulative sum is the number of spans over a frame.
         edges = np.zeros(latest_end + 1, np.int64)
         np.add.at(edges, starts, 1)
         np.add.at(edges, starts + lengths, -1)
         return np.flatnonzero(edges.cumsum()[:size])
 
     def _lengths(self, spans: int, rng: np.random.Generator) -> Integers:
+        """Return random lengths of the spans, in frames, by ``kind``."""
         if self.kind == "static":
             return np.full(spans, self.length, np.int64)
         if self.kind == "uniform":
@@ -162,22 +170,26 @@ class SpanMask:
         return rng.poisson(self.length, spans).astype(np.int64)
 
     def _separate_frames(self, size: int, lengths: Integers, rng: np.random.Generator) -> Integers:
-        """Draw spans, longest first, from the free parts of a row, ``min_space`` frames apart.
+        """Return the frames of random spans that are at least ``min_space`` frames apart, longest span first.
 
-        In a part [begin, end), the start is drawn from [begin, end − length), so the part's last frame stays
-        free. For that reason, the part to the left of a span gets one extra frame.
+        In a free part [begin, end) of the row, the start of a span is drawn from [begin, end − length). So
+        the last frame of the part is never masked, and the part to the left of a span gets one extra frame.
         """
-        parts, frames = [(0, size)], [np.zeros(0, np.int64)]
+        free_parts, frames = [(0, size)], [np.zeros(0, np.int64)]
         for length in sorted(lengths.tolist(), reverse=True):
-            sizes = np.array([end - begin for begin, end in parts])
-            sizes[sizes < length + max(self.min_space, 1)] = 0  # the span does not fit
+            sizes = np.array([end - begin for begin, end in free_parts])
+            is_too_small = sizes < length + max(self.min_space, 1)
+            sizes[is_too_small] = 0
             if not sizes.any():
                 break
-            index = int(rng.choice(len(parts), p=sizes / sizes.sum()))
-            begin, end = parts.pop(index)
+            # The probability of a part is proportional to its size.
+            index = int(rng.choice(len(free_parts), p=sizes / sizes.sum()))
+            begin, end = free_parts.pop(index)
             start = int(rng.integers(begin, end - length))
             frames.append(np.arange(start, start + length))
-            parts += [(begin, start - self.min_space + 1), (start + length + self.min_space, end)]
+            left_part = (begin, start - self.min_space + 1)
+            right_part = (start + length + self.min_space, end)
+            free_parts += [left_part, right_part]
         return np.sort(np.concatenate(frames))
 
 
@@ -187,24 +199,31 @@ def _equalise(
     counted: Sequence[bool],
     generators: list[np.random.Generator],
 ) -> list[Integers]:
-    """Give each row the smallest number of masked frames of a counted row, as ``SpanMask.draw`` describes."""
+    """Return masked frames of each row in equal numbers, as ``SpanMask.draw`` describes with ``equal``.
+
+    ``rows`` has the masked frames of each row. Without a counted row, all rows count.
+    """
     counts = [len(frames) for frames in compress(rows, counted)]
-    count = min(counts or map(len, rows))
-    equal = []
+    if not counts:
+        counts = [len(frames) for frames in rows]
+    count = min(counts)
+    equal_rows = []
     for frames, size, rng in zip(rows, lengths, generators, strict=True):
         if len(frames) > count:
-            equal.append(rng.choice(frames, count, replace=False))
+            equal_rows.append(rng.choice(frames, count, replace=False))
         else:
-            free = np.setdiff1d(np.arange(size), frames)
-            additions = rng.choice(free, min(count - len(frames), len(free)), replace=False)
-            equal.append(np.concatenate([frames, additions]))
-    return equal
+            free_frames = np.setdiff1d(np.arange(size), frames)
+            missing = min(count - len(frames), len(free_frames))
+            additions = rng.choice(free_frames, missing, replace=False)
+            equal_rows.append(np.concatenate([frames, additions]))
+    return equal_rows
 
 
 def frame_table(mask: NDArray[np.bool_], width: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return the positions of masked frames: index (B, M) int64, ascending, and weight (B, M) float32.
+    """Return the table of masked frames (B, M) int64, in ascending order, and weights (B, M) float32.
 
-    M is ``width``, or the largest number of masked frames of a row. Surplus entries are 0 in both.
+    ``mask`` is (B, T). M is ``width``, or by default the largest number of masked frames of a row. The weight
+    of an entry is 1. Surplus entries are 0 in both tables.
 
     >>> frame_table(np.array([[False, True, True], [False, False, True]]))
     (tensor([[1, 2],
@@ -219,27 +238,31 @@ def frame_table(mask: NDArray[np.bool_], width: int | None = None) -> tuple[Tens
         raise ValueError(f"a row has {largest_count} masked frames. The table's width is only {width}")
     is_used = np.arange(width) < counts[:, None]
     index = np.zeros(is_used.shape, np.int64)
-    index[is_used] = np.nonzero(mask)[1]  # both run row by row
+    _, masked_frames = np.nonzero(mask)
+    index[is_used] = masked_frames  # Both sides are in the order of rows.
     return torch.from_numpy(index), torch.from_numpy(is_used.astype(np.float32))
 
 
 def draw_negatives(counts: Sequence[int], width: int, negatives: int, seed: int) -> Tensor:
-    """Draw the negatives (B, M, K) of each masked frame: positions among its row's ``counts`` masked frames.
+    """Return random negatives (B, M, K) of each masked frame: entries of its row in the table (B, M).
 
-    The draw is uniform over the row's other masked frames, with replacement, as in wav2vec 2.0's sampler.
-    ``width`` is M. Surplus entries, from a row's count to M, are 0 and are never drawn, and a row's draws do
-    not depend on M. A row with one masked frame has no other frame, so its negatives are that frame itself.
-    The loss excludes negatives that have the code of the positive, so the loss of this row is 0.
+    ``counts`` has the number of masked frames of each row, and ``width`` is M. The draw is uniform over the
+    other masked frames of the row, with replacement, as in the sampler of wav2vec 2.0. Surplus entries are
+    never negatives, and their own negatives are 0. The draws of a row do not depend on M.
 
-    The dtype is int16 if the range allows (a quarter of int64's bytes to copy), otherwise int32.
+    A row with one masked frame has no other frame, so its negatives are that frame itself. The loss excludes
+    negatives that have the code of the positive, so the loss of this row is 0.
+
+    The dtype is int16 if the range allows, because a quarter of int64's bytes is copied, otherwise int32.
     """
     dtype = np.int16 if width <= np.iinfo(np.int16).max else np.int32
     table = np.zeros((len(counts), width, negatives), dtype)
     for row, count in enumerate(counts):
         if count > 1:
-            # The address has a part of its own, since the masks are drawn with the same seed.
+            # ``_NEGATIVES`` separates these draws from the masks, which may have the same seed.
             rng = np.random.default_rng(seed_at(seed, _NEGATIVES, row))
-            table[row, :count] = skip_own_position(rng.integers(0, count - 1, (count, negatives), np.int32))
+            draws = rng.integers(0, count - 1, (count, negatives), np.int32)
+            table[row, :count] = skip_own_position(draws)
     return torch.from_numpy(table)
 
 

@@ -29,24 +29,24 @@ class MaskedBatchNorm(nn.Module):
         self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        """Normalise (B, T, F) with lengths (B,) to (B, T, F). The statistics are fp32 or wider."""
+        """Normalise frames (B, T, F) of rows with ``lengths`` (B,). The statistics are fp32 or wider."""
         wide = at_least_fp32(x)
         is_valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
         mask = is_valid[..., None].to(wide.dtype)
         count = mask.sum().clamp(min=1.0)
         mean = (wide * mask).sum((0, 1)) / count if self.training else self.running_mean
-        centred = wide - mean  # the only copy that backward keeps
+        centred = wide - mean  # the only copy of the frames that backward needs
         variance = self.running_var
         if self.training:
             variance = (centred.square() * mask).sum((0, 1)) / count
-            self._track(mean, variance, count)
+            self._update_running(mean, variance, count)
         scale = torch.rsqrt(variance + self.eps) * self.weight
         y = (centred * scale + self.bias) * mask
         return y.to(x.dtype)
 
     @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Update the running statistics by the statistics of ``count`` frames."""
+    def _update_running(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        """Update the running statistics by the statistics (F,) of ``count`` () frames."""
         unbiased = variance * count / (count - 1).clamp(min=1.0)
         self.running_mean.lerp_(mean, self.momentum)
         self.running_var.lerp_(unbiased, self.momentum)

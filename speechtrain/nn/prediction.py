@@ -1,6 +1,7 @@
 """Prediction networks of a transducer: they map the labels so far to a vector that predicts the next label.
 
-Legend: B rows, U labels, P positions, E embedding width, W output width, n labels of context.
+Legend: B rows, U labels, P positions, E embedding width, W output width, n labels of context. Position u is
+the point after the first u labels of a row.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from speechtrain.nn.lstm import LSTM, State
 class Prediction(nn.Module, ABC):
     """Maps the labels so far to a vector.
 
-    The input before the first label is a zero vector, and the embedding table has no row for the blank
-    (MLPerf). With ``starts_with_blank``, that input is the trained embedding of the blank, the table's last
-    row (transformers' Parakeet, NeMo's ``blank_as_pad=False``).
+    The input before the first label is a zero vector, and the embedding table does not have a row for the
+    blank (MLPerf). With ``starts_with_blank``, that input is the trained embedding of the blank, which is the
+    last row of the table (transformers' Parakeet, NeMo's ``blank_as_pad=False``).
     """
 
     width: int
@@ -30,13 +31,16 @@ class Prediction(nn.Module, ABC):
     embedding: nn.Embedding
     starts_with_blank: bool = False
 
-    def _embed(self, labels: Tensor, before: int) -> Tensor:
-        """Embed labels (B, U) after the ``before`` inputs that precede them: (B, before + U, E)."""
+    def _embed(self, labels: Tensor, start_inputs: int) -> Tensor:
+        """Return ``start_inputs`` inputs before the first label, then the embeddings of labels (B, U).
+
+        The result is (B, ``start_inputs`` + U, E).
+        """
         if self.starts_with_blank:
             blank = self.embedding.num_embeddings - 1
-            embeddings: Tensor = self.embedding(F.pad(labels, (before, 0), value=blank))
+            embeddings: Tensor = self.embedding(F.pad(labels, (start_inputs, 0), value=blank))
             return embeddings
-        return F.pad(self.embedding(labels), (0, 0, before, 0))
+        return F.pad(self.embedding(labels), (0, 0, start_inputs, 0))
 
     @abstractmethod
     def connect(self, labels: int) -> None:
@@ -59,11 +63,14 @@ class Prediction(nn.Module, ABC):
         """Return the state ``new`` in rows where ``mask`` (B,) is True, else ``old``."""
 
     def take(self, rows: Tensor, state: Any) -> Any:
-        """Return the state of ``rows`` (N,) for a beam search. The first axis of ``state`` must be B."""
+        """Return the state of ``rows`` (N,), for a beam search.
+
+        Here the first axis of ``state`` is the rows. A class with another state overrides this method.
+        """
         return state[rows]
 
 
-def _check(dropout: float, start: str, **sizes: int) -> None:
+def _check_settings(dropout: float, start: str, **sizes: int) -> None:
     if start not in ("zero", "blank"):
         raise ValueError(f"start is {start!r}. It must be zero or blank")
     require_least(1, **sizes)
@@ -71,7 +78,10 @@ def _check(dropout: float, start: str, **sizes: int) -> None:
 
 
 class LSTMPrediction(Prediction):
-    """Embedding and LSTM over all labels so far (Graves, 2012, and MLPerf RNN-T)."""
+    """Embedding and LSTM over all labels so far (Graves, 2012, and MLPerf RNN-T).
+
+    ``start`` is the input before the first label: ``zero`` or ``blank``.
+    """
 
     def __init__(
         self,
@@ -85,15 +95,21 @@ class LSTMPrediction(Prediction):
         start: str = "zero",
     ) -> None:
         super().__init__()
-        _check(dropout, start, embedding=embedding, hidden=hidden, layers=layers)
+        _check_settings(dropout, start, embedding=embedding, hidden=hidden, layers=layers)
         self.width, self.starts_with_blank = hidden, start == "blank"
         self._embedding_width = embedding
-        self._lstm = {"hidden": hidden, "layers": layers, "dropout": dropout, "layer_norm": layer_norm}
-        self._lstm |= {"forget_gate_bias": forget_gate_bias, "init_scale": init_scale}
+        self._lstm_settings = {
+            "hidden": hidden,
+            "layers": layers,
+            "dropout": dropout,
+            "layer_norm": layer_norm,
+            "forget_gate_bias": forget_gate_bias,
+            "init_scale": init_scale,
+        }
 
     def connect(self, labels: int) -> None:
-        self.embedding = nn.Embedding(labels + self.starts_with_blank, self._embedding_width)
-        self.rnn = LSTM(self._embedding_width, **self._lstm)  # type: ignore[arg-type]
+        self.embedding = nn.Embedding(labels + int(self.starts_with_blank), self._embedding_width)
+        self.rnn = LSTM(self._embedding_width, **self._lstm_settings)  # type: ignore[arg-type]
 
     def forward(self, labels: Tensor) -> Tensor:
         output: Tensor = self.rnn(self._embed(labels, 1))[0]
@@ -109,17 +125,21 @@ class LSTMPrediction(Prediction):
         return output[:, 0], state
 
     def select(self, mask: Tensor, new: State, old: State) -> State:
-        rows = mask[None, :, None]  # states are (layers, B, hidden)
-        return torch.where(rows, new[0], old[0]), torch.where(rows, new[1], old[1])
+        row_mask = mask[None, :, None]  # Hidden and cell state are (layers, B, hidden).
+        hidden, cell = new
+        old_hidden, old_cell = old
+        return torch.where(row_mask, hidden, old_hidden), torch.where(row_mask, cell, old_cell)
 
     def take(self, rows: Tensor, state: State) -> State:
-        return state[0][:, rows], state[1][:, rows]
+        hidden, cell = state
+        return hidden[:, rows], cell[:, rows]
 
 
 class StatelessPrediction(Prediction):
     """Embeddings of the last ``context`` labels, concatenated and projected (Ghodsi et al., ICASSP 2020).
 
-    The network has no recurrence, so hypotheses that end in the same labels have the same state.
+    The state is these embeddings (B, n, E), so hypotheses that end in the same labels have the same state.
+    ``start`` is the input before the first label: ``zero`` or ``blank``.
     """
 
     def __init__(
@@ -131,13 +151,13 @@ class StatelessPrediction(Prediction):
         start: str = "zero",
     ) -> None:
         super().__init__()
-        _check(dropout, start, embedding=embedding, hidden=hidden, context=context)
+        _check_settings(dropout, start, embedding=embedding, hidden=hidden, context=context)
         self.width, self.context, self.starts_with_blank = hidden, context, start == "blank"
         self._embedding_width = embedding
         self.dropout = nn.Dropout(dropout)
 
     def connect(self, labels: int) -> None:
-        self.embedding = nn.Embedding(labels + self.starts_with_blank, self._embedding_width)
+        self.embedding = nn.Embedding(labels + int(self.starts_with_blank), self._embedding_width)
         self.projection = nn.Linear(self.context * self._embedding_width, self.width)
 
     def forward(self, labels: Tensor) -> Tensor:

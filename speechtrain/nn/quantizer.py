@@ -1,6 +1,7 @@
 """Product quantisation by Gumbel softmax: frames to discrete codes, with gradients.
 
-Legend: ``...`` frames (N or B, M), C input width, G groups, V entries of a group's codebook.
+Legend: ``...`` frames (N or B, M), C input width, G groups, V entries of a group's codebook. A code is the
+concatenation of one entry of each codebook.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ class Quantized(NamedTuple):
     """Codes of a batch, and statistics of the codebook entries that the frames of weight 1 use.
 
     ``hard`` and ``soft`` are sums over frames, and ``frames`` is the number of frames, so the sums of
-    several micro-batches or ranks can be added. Upstream computes perplexities per micro-batch and rank
-    and logs their mean. ``diversity`` is the loss of the micro-batch, as in upstream.
+    several micro-batches or ranks can be added. In upstream, each micro-batch and rank has a perplexity, and
+    their mean is logged. ``diversity`` is the loss of one micro-batch, as in upstream.
     """
 
     codes: Tensor  # (..., code width): the G selected entries, concatenated
-    ids: Tensor  # (..., G) int64
+    ids: Tensor  # (..., G) int64, the selected entry of each codebook
     hard: Tensor  # (G, V) number of frames for which the entry is most likely, without noise or gradient
-    soft: Tensor  # (G, V) summed probabilities, without noise
-    frames: Tensor  # ()
+    soft: Tensor  # (G, V) summed probabilities of the entry, without noise
+    frames: Tensor  # () number of frames of weight 1
 
     def code_perplexity(self) -> Tensor:
-        """Return the number of used entries, (G,) from 1 to V: the perplexity of the most likely entries."""
+        """Return the perplexity (G,) of the most likely entries: the number of used entries, from 1 to V."""
         return perplexity(self.hard, self.frames)
 
     def prob_perplexity(self) -> Tensor:
-        """Return the number of used entries, (G,) from 1 to V: the perplexity of the mean probabilities.
+        """Return the perplexity (G,) of the mean probabilities: the number of used entries, from 1 to V.
 
-        It is differentiable.
+        Unlike ``code_perplexity``, it has a gradient.
         """
         return perplexity(self.soft, self.frames)
 
@@ -49,16 +50,16 @@ class Quantized(NamedTuple):
 
 
 class GumbelQuantizer(nn.Module):
-    """Choose one of ``entries`` codes in each of ``groups`` codebooks (Baevski et al. 2020, section 2).
+    """Selects one of the ``entries`` of each of ``groups`` codebooks (Baevski et al. 2020, section 2).
 
-    In training, the code is the argmax of the sum of logits and Gumbel noise. The gradient is the gradient
-    of the softmax of this sum, divided by ``temperature`` (straight-through, Jang et al. 2017). In
-    evaluation, the code is the argmax of the logits. Tensors are fp32 under any autocast, or fp64 for fp64.
-    A GPU may round the inputs of the projection (``nn.full_precision``).
+    In training, the selected entry is the argmax of the sum of logits and Gumbel noise. The gradient is the
+    gradient of the softmax of this sum divided by the temperature (straight-through, Jang et al. 2017). In
+    evaluation, the selected entry is the argmax of the logits. Tensors are fp32 under any autocast, or fp64
+    for fp64. A GPU may round the inputs of the projection (``nn.full_precision``).
 
     The weights of the projection to logits are initialised by normal(0, ``init_std``). With 1 (published),
-    the codes depend on the frames from the first step on. A smaller value gives the Gumbel noise more effect
-    at first. Then a few codes cannot take all frames while the features are still similar.
+    the entries depend on the frames from the first step on. A smaller value gives the noise more effect at
+    first. So all entries are selected, although the features are still similar.
     """
 
     def __init__(
@@ -95,29 +96,34 @@ class GumbelQuantizer(nn.Module):
         with full_precision(x.device):
             logits = self.projection(at_least_fp32(x)).unflatten(-1, (self.groups, self.entries))
             ids = logits.argmax(-1)
-            hard, soft = self._one_hot(ids, logits), logits.softmax(-1)
-            choice = hard
+            one_hot, probabilities = self._one_hot(ids, logits), logits.softmax(-1)
+            selection = one_hot
             if self.training:
-                ids, choice = self._choose(logits, noise, temperature)
+                ids, selection = self._select(logits, noise, temperature)
             # One matmul for each group. A broadcast multiplication would allocate (frames, G V, width).
-            codes = torch.einsum("ngv,gvd->ngd", choice.flatten(0, -3), self.codebook)
+            codes = torch.einsum("ngv,gvd->ngd", selection.flatten(0, -3), self.codebook)
             weight = weight.flatten().to(logits.dtype)
-            hard, soft = (torch.einsum("n,ngv->gv", weight, p.flatten(0, -3)) for p in (hard, soft))
+            hard = torch.einsum("n,ngv->gv", weight, one_hot.flatten(0, -3))
+            soft = torch.einsum("n,ngv->gv", weight, probabilities.flatten(0, -3))
             return Quantized(codes.reshape(*x.shape[:-1], -1), ids, hard, soft, frames=weight.sum())
 
-    def _choose(
+    def _select(
         self, logits: Tensor, noise: Tensor | None, temperature: Tensor | float
     ) -> tuple[Tensor, Tensor]:
-        """Return the argmax of logits and noise, and its one-hot vector with the gradient of the softmax."""
+        """Return the argmax (..., G) of logits and noise, and its one-hot vector (..., G, V).
+
+        The vector has the gradient of the softmax.
+        """
         if noise is None:
             noise = gumbel(torch.rand_like(logits))
         noisy_logits = logits + noise
         ids = noisy_logits.argmax(-1)
         probabilities = (noisy_logits / temperature).softmax(-1)
-        # In this order the difference is exactly 0, so equal ids give equal codes, bit for bit.
+        # The difference is computed first, because it is exactly 0. So equal ids have bit-equal codes.
         return ids, self._one_hot(ids, logits) + (probabilities - probabilities.detach())
 
     def _one_hot(self, ids: Tensor, like: Tensor) -> Tensor:
+        """Return one-hot vectors (..., G, V) of ``ids`` (..., G), in the type of ``like``."""
         return (ids[..., None] == torch.arange(self.entries, device=ids.device)).to(like.dtype)
 
 
@@ -127,7 +133,10 @@ def gumbel(uniform: Tensor) -> Tensor:
 
 
 def perplexity(sums: Tensor, frames: Tensor) -> Tensor:
-    """Return exp of the entropy of ``sums`` (G, V) / ``frames``: (G,) from 1 to V. Without frames it is 1."""
+    """Return the perplexity (G,), from 1 to V, of the distributions ``sums`` (G, V) / ``frames`` ().
+
+    Without frames it is 1.
+    """
     p = sums / frames.clamp(min=1)
     entropy = -(p * (p + 1e-7).log()).sum(-1)
     return entropy.exp()

@@ -1,4 +1,4 @@
-"""StackTime: fewer, wider frames. Legend: B rows, T frames, H features, k factor."""
+"""StackTime: fewer and wider frames. Legend: B rows, T frames, H features, k factor."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from speechtrain.errors import ConfigError
 def stack_time(x: Tensor, factor: int) -> Tensor:
     """Concatenate each ``factor`` successive frames: (B, T, H) to (B, ceil(T/k), k·H), with zeros beyond T.
 
-    Frame j of the output is the frames kj, kj+1, ..., kj+k−1, in this order. Padding and reshaping copy each
-    value once. A concatenation of k shifted copies of the sequence would hold k² times as many values.
+    Frame j of the output has the frames kj, kj+1, ..., kj+k−1, in this order. Padding and reshaping copy each
+    value once. A concatenation of k shifted copies of the sequence would allocate k² times as many values.
     """
     rows, frames, width = x.shape
     groups = -(-frames // factor)
-    return F.pad(x, (0, 0, 0, groups * factor - frames)).reshape(rows, groups, factor * width)
+    padding = groups * factor - frames
+    return F.pad(x, (0, 0, 0, padding)).reshape(rows, groups, factor * width)
 
 
 class StackTime(nn.Module):
@@ -36,6 +37,6 @@ class StackTime(nn.Module):
         """Stack (B, T, H) with lengths (B,) to (B, ceil(T/k), k·H) with lengths (B,) = ceil(lengths / k)."""
         if self.factor == 1:
             return x, lengths
-        valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
-        stacked = stack_time(x * valid[:, :, None].to(x.dtype), self.factor)
+        is_valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+        stacked = stack_time(x * is_valid[:, :, None].to(x.dtype), self.factor)
         return stacked, torch.div(lengths + (self.factor - 1), self.factor, rounding_mode="floor")

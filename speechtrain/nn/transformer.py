@@ -1,6 +1,6 @@
 """Transformer encoder with a convolutional positional embedding (wav2vec 2.0).
 
-Legend: B rows, T frames, D model width, H heads, k kernel taps, L layers.
+Legend: B rows, T frames, D model width, k kernel taps, L layers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from speechtrain.compute_policy import ComputePolicy, PolicyAware
 from speechtrain.errors import ConfigError, require_least
 from speechtrain.nn.full_precision import at_least_fp32
 
-FORBIDDEN = -(2.0**30)  # softmax turns this score into exactly 0, and is finite even for a row without a key
+# The score of a key that a query may not attend to. Its softmax is exactly 0. Unlike −inf, it does not cause
+# NaN in a row without any key.
+FORBIDDEN = -(2.0**30)
 
 
 class PositionalConv(nn.Module):
@@ -48,7 +50,7 @@ class PositionalConv(nn.Module):
 
 
 class Attention(nn.Module, PolicyAware):
-    """Multi-head self-attention with separate projections. ``valid`` (B, T) selects the keys.
+    """Multi-head self-attention with separate projections.
 
     With ``fused``, torch's own operation computes the attention. The other implementation consists of
     operations that a lazy device records without a graph break, and its softmax is fp32 or wider.
@@ -64,28 +66,29 @@ class Attention(nn.Module, PolicyAware):
     def apply_policy(self, policy: ComputePolicy) -> None:
         self.fused = policy.attention == "sdpa"
 
-    def forward(self, x: Tensor, valid: Tensor) -> Tensor:
+    def forward(self, x: Tensor, is_key: Tensor) -> Tensor:
+        """Return the attention's output (B, T, D) for frames (B, T, D), over keys where ``is_key`` (B, T)."""
         rows, frames, width = x.shape
         shape = (rows, frames, self.heads, width // self.heads)
         projections = [self.query(x), self.key(x), self.value(x)]
         q, k, v = (projection.view(shape).transpose(1, 2) for projection in projections)
         attend = self._attend_fused if self.fused else self._attend_by_matmuls
-        context = attend(q, k, v, valid[:, None, None, :])
+        context = attend(q, k, v, is_key[:, None, None, :])
         y: Tensor = self.output(context.transpose(1, 2).reshape(rows, frames, width))
         return y
 
-    def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
+    def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, is_key: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=valid, dropout_p=dropout)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=is_key, dropout_p=dropout)
 
-    def _attend_by_matmuls(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
+    def _attend_by_matmuls(self, q: Tensor, k: Tensor, v: Tensor, is_key: Tensor) -> Tensor:
         scores = at_least_fp32(torch.matmul(q * self.scale, k.transpose(2, 3)))
-        weights = scores.masked_fill(~valid, FORBIDDEN).softmax(-1)
+        weights = scores.masked_fill(~is_key, FORBIDDEN).softmax(-1)
         return torch.matmul(F.dropout(weights, self.dropout, self.training).to(v.dtype), v)
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm in the input's dtype, even if sharding gathers the weights in a narrower one."""
+    """LayerNorm in the type of its input, even if sharding gathers the weights in a narrower type."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
@@ -95,11 +98,13 @@ class LayerNorm(nn.LayerNorm):
 class TransformerLayer(nn.Module):
     """Self-attention and feed-forward with residuals, (B, T, D) to (B, T, D).
 
-    Post-norm normalises after each residual sum, pre-norm before each branch. ``norm`` belongs to the
-    feed-forward branch.
+    With ``pre_norm``, a LayerNorm precedes each branch. Otherwise a LayerNorm follows each residual sum.
+    ``attention_norm`` belongs to the attention, and ``norm`` to the feed-forward branch.
     """
 
-    computes_narrow = True  # only matmuls under autocast and layer norms use the weights
+    # Sharding may gather the weights in a narrower type, because only matmuls under autocast and the layer
+    # norms use them.
+    computes_narrow = True
 
     def __init__(
         self,
@@ -121,11 +126,11 @@ class TransformerLayer(nn.Module):
         self.activation_dropout = nn.Dropout(activation_dropout)
         self.pre_norm = pre_norm
 
-    def forward(self, x: Tensor, valid: Tensor) -> Tensor:
+    def forward(self, x: Tensor, is_key: Tensor) -> Tensor:
         if self.pre_norm:
-            x = x + self.dropout(self.attention(self.attention_norm(x), valid))
+            x = x + self.dropout(self.attention(self.attention_norm(x), is_key))
             return x + self._feed_forward(self.norm(x))
-        x = self.attention_norm(x + self.dropout(self.attention(x, valid)))
+        x = self.attention_norm(x + self.dropout(self.attention(x, is_key)))
         y: Tensor = self.norm(x + self._feed_forward(x))
         return y
 
@@ -139,13 +144,13 @@ class Transformer(nn.Module):
     """Positional convolution and L layers: (B, T, D) and lengths (B,) to (B, T, D).
 
     Frames beyond a row's length are set to 0 before the positional convolution and are never keys. Their
-    output has no meaning. Post-norm (base models) normalises after the positional convolution, ``pre_norm``
-    (large models) after the last layer. Linear weights start as normal(0, 0.02), biases as 0.
+    output has no meaning. With ``pre_norm`` (large models), a LayerNorm follows the last layer. Otherwise
+    (base models) it follows the positional convolution. Linear weights start as normal(0, 0.02), biases as 0.
 
-    Layer drop multiplies a layer by a factor: with ``keep`` (L,) of zeros and ones, layer i returns
-    ``keep[i] · layer(x) + (1 − keep[i]) · x``, which is exactly ``layer(x)`` or ``x``. One graph serves every
-    draw, and every parameter has a gradient in each step, as static devices and data-parallel wrappers need.
-    Upstream skips the layer instead. There are two differences:
+    Layer drop: with ``keep`` (L,) of zeros and ones, layer i returns ``keep[i] · layer(x) + (1 − keep[i]) ·
+    x``, which is exactly ``layer(x)`` or ``x``. So the graph is the same for all draws, as static devices
+    need, and every parameter has a gradient in each step, as data-parallel wrappers need. Upstream skips the
+    layer instead. There are two differences:
 
     - A dropped layer still costs its compute.
     - The gradients of a dropped layer are zeros instead of missing, so Adam's moments and weight decay still
@@ -156,7 +161,7 @@ class Transformer(nn.Module):
     Raises ConfigError for values out of range.
     """
 
-    shard_units = ("layers",)  # sharded runs gather the parameters of one layer at a time
+    shard_units = ("layers",)  # Sharded runs gather the parameters of one layer at a time.
 
     def __init__(
         self,
@@ -173,10 +178,10 @@ class Transformer(nn.Module):
         length_multiple: int = 1,
     ) -> None:
         super().__init__()
-        divisors = {"heads": heads, "position_groups": position_groups}
-        spans = {"position_kernel": position_kernel, "length_multiple": length_multiple}
-        require_least(1, width=width, layers=layers, feed_forward=feed_forward, **divisors, **spans)
-        _require_divisors(width, divisors)
+        require_least(1, width=width, layers=layers, feed_forward=feed_forward)
+        require_least(1, heads=heads, position_groups=position_groups)
+        require_least(1, position_kernel=position_kernel, length_multiple=length_multiple)
+        _require_divisors(width, heads=heads, position_groups=position_groups)
         self.position = PositionalConv(width, position_kernel, position_groups)
         self.norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
@@ -190,15 +195,15 @@ class Transformer(nn.Module):
         self.apply(_initialise_linear)
 
     def forward(self, x: Tensor, lengths: Tensor, keep: Tensor | None = None) -> Tensor:
-        """Encode frames (B, T, D) of lengths (B,). ``keep`` (L,) are layer-drop factors, None keeps all."""
+        """Encode frames (B, T, D) of ``lengths`` (B,). ``keep`` (L,) are layer-drop factors, None for 1."""
         frames = x.shape[1]
-        surplus = -frames % self.length_multiple
-        position = torch.arange(frames + surplus, device=x.device)
-        # A row without any valid frame attends to its first frame, since softmax over no key is NaN.
+        padding = -frames % self.length_multiple
+        position = torch.arange(frames + padding, device=x.device)
+        # A row without any valid frame attends to its first frame, because softmax over no key is NaN.
         is_key = position < lengths.clamp(min=1)[:, None]
-        x = self._add_positions(x, is_frame=position[:frames] < lengths[:, None])
-        if surplus:
-            x = F.pad(x, (0, 0, 0, surplus))
+        x = self._add_positions(x, is_valid=position[:frames] < lengths[:, None])
+        if padding:
+            x = F.pad(x, (0, 0, 0, padding))
         for index, layer in enumerate(self.layers):
             y = layer(x, is_key)
             if keep is not None:
@@ -208,8 +213,9 @@ class Transformer(nn.Module):
         x = x[:, :frames]
         return self.norm(x) if self.pre_norm else x
 
-    def _add_positions(self, x: Tensor, is_frame: Tensor) -> Tensor:
-        x = x * is_frame.to(x.dtype)[:, :, None]
+    def _add_positions(self, x: Tensor, is_valid: Tensor) -> Tensor:
+        """Return the input of the first layer for frames (B, T, D), which are valid where ``is_valid``."""
+        x = x * is_valid.to(x.dtype)[:, :, None]
         x = x + self.position(x)
         if not self.pre_norm:
             x = self.norm(x)
@@ -217,7 +223,8 @@ class Transformer(nn.Module):
         return y
 
 
-def _require_divisors(width: int, divisors: dict[str, int]) -> None:
+def _require_divisors(width: int, **divisors: int) -> None:
+    """Raise ConfigError for the first of ``divisors`` that does not divide ``width``."""
     for name, divisor in divisors.items():
         if width % divisor:
             raise ConfigError(f"{name} is {divisor}. It must divide width, {width}")

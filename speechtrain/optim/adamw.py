@@ -14,12 +14,16 @@ _FORMS = ("torch", "fairseq", "intel")
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW (Loshchilov and Hutter, 2019) with one more setting, ``form``. The state is the same.
+    """torch.optim.AdamW (Loshchilov and Hutter, 2019) with one more setting, ``form``, and the same state.
 
-    ``form`` selects the bias correction of update t. ``torch`` adds ``eps`` to the corrected root of the
-    second moment. ``fairseq`` adds it to the uncorrected root. ``intel`` also does this, and corrects the
-    weight decay: ``p −= s · (weight_decay · p + m / (√v + eps))``, ``s = lr · √(1 − b2^t) / (1 − b1^t)``.
-    ``fused`` and ``foreach`` None leave the choice of the implementation to torch.
+    ``form`` selects the bias correction of update t:
+
+    - ``torch`` adds ``eps`` to the corrected root of the second moment.
+    - ``fairseq`` adds ``eps`` to the uncorrected root.
+    - ``intel`` does the same, and multiplies the weight decay by the rate s instead of ``lr``:
+      ``p −= s · (weight_decay · p + m / (√v + eps))`` with ``s = lr · √(1 − b2^t) / (1 − b1^t)``.
+
+    With ``fused`` and ``foreach`` None, torch chooses the implementation.
     """
 
     def __init__(
@@ -48,18 +52,18 @@ class AdamW(torch.optim.AdamW):
             return super().step(closure)
         settings = [(group["eps"], group["weight_decay"]) for group in self.param_groups]
         for group in self.param_groups:
-            self._correct(group)
+            self._correct_settings(group)
         try:
             return super().step(closure)
         finally:
             for group, (eps, weight_decay) in zip(self.param_groups, settings, strict=True):
                 group.update(eps=eps, weight_decay=weight_decay)
 
-    def _correct(self, group: dict[str, Any]) -> None:
-        """Set ``eps`` and ``weight_decay`` to values that make torch's next update follow this form.
+    def _correct_settings(self, group: dict[str, Any]) -> None:
+        """Set ``eps`` and ``weight_decay`` to values with which torch's next update equals this form.
 
-        The parameter with the most updates sets t for the group. The host waits for step counts that a fused
-        kernel keeps on the device.
+        t is the number of updates of the parameter with the most updates in the group. If a fused kernel
+        counts the updates on the device, the host waits for them.
         """
         steps = [float(self.state[p]["step"]) for p in group["params"] if p in self.state]
         step = max(steps, default=0.0) + 1

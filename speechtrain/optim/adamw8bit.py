@@ -15,7 +15,7 @@ from speechtrain.errors import ConfigError, MachineError
 from speechtrain.optim.common import TensorwiseOptimizer, check_settings
 
 _DEVICES = ("cpu", "cuda", "xpu")
-_BLOCK = 256  # elements that share a scale, the library's only size
+_BLOCK = 256  # elements that share a scale. The library supports only this size.
 _UNUSED = (0.0, 0.0)  # ``beta3`` and ``alpha`` of the library's functions, which Adam does not use
 _MIN_QUANTISED = 4096  # Smaller tensors have fp32 moments, as in the library.
 
@@ -33,7 +33,7 @@ def _library() -> Any:
 
 @cache
 def _maps(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the tables (256,) from a code to its value, for the first and for the second moment."""
+    """Return the values (256,) of the 8-bit codes of the first and of the second moment."""
     create = _library().create_dynamic_map
     return create(signed=True).to(device), create(signed=False).to(device)
 
@@ -43,10 +43,12 @@ class AdamW8bit(TensorwiseOptimizer):
 
     Tensors below 4096 elements have fp32 moments. The library's kernels update each tensor. The state
     consists of plain tensors, which checkpoints store exactly.
-    Raises MachineError if the library is not installed, ConfigError for a device that it does not support.
+
+    Raises MachineError if the library is not installed, and ConfigError for a device that it does not
+    support.
     """
 
-    can_shard = False  # The rows of a tensor are not whole blocks.
+    can_shard = False  # Shards are rows of a tensor, which need not be whole blocks.
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from speechtrain.dtensor import is_sharded, local_shard, sum_shares
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError that names the first setting out of range."""
+    """Raise ValueError for the first of ``lr``, ``eps``, ``weight_decay`` and ``betas`` out of range."""
     for name in ("lr", "eps", "weight_decay"):
         if not settings[name] >= 0:
             raise ValueError(f"{name} is {settings[name]}. It must be 0 or above")
@@ -24,19 +24,19 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def squared_norm(tensor: Tensor) -> Tensor:
-    """Return the squared Euclidean norm, a scalar tensor in fp32 or wider."""
+    """Return the squared Euclidean norm () in fp32 or wider."""
     wide = _at_least_fp32(tensor)
     return (wide * wide).sum()
 
 
-def squared_norms(shares: Sequence[Tensor], model: Tensor) -> Tensor:
-    """Return the squared Euclidean norms (N,) of tensors, from this rank's ``shares`` of each.
+def squared_norms(shards: Sequence[Tensor], example: Tensor) -> Tensor:
+    """Return the squared Euclidean norms (N,) of whole tensors, from this rank's N ``shards`` of them.
 
-    The tensors are sharded as ``model`` is.
+    All of the tensors are sharded like the parameter ``example``.
     """
-    wide = [_at_least_fp32(share) for share in shares]
+    wide = [_at_least_fp32(shard) for shard in shards]
     sums = [squares.sum() for squares in torch_private.foreach_mul(wide, wide)]
-    return sum_shares(torch.stack(sums), model)
+    return sum_shares(torch.stack(sums), example)
 
 
 def _at_least_fp32(tensor: Tensor) -> Tensor:
@@ -52,11 +52,11 @@ def scalars(vector: Tensor) -> list[Tensor]:
 
 
 class TensorwiseOptimizer(torch.optim.Optimizer):
-    """An optimizer whose update and norms of a parameter do not depend on other parameters.
+    """An optimizer whose update of a parameter does not depend on other parameters.
 
-    If parameters are sharded, each rank updates its rows, and the norms are the full tensors' norms. One
-    all-reduce sums them for a whole group. A group is updated at once, so that a GPU gets few launches. The
-    steps of a group are in memory together.
+    If parameters are sharded, each rank updates its rows. Norms are the norms of the whole tensors. One
+    all-reduce sums them for a whole group. All parameters of a group are updated together, so that a GPU gets
+    few launches. This needs memory for all their steps at the same time.
     """
 
     @torch.no_grad()
@@ -70,11 +70,11 @@ class TensorwiseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            trained = [p for p in group["params"] if p.grad is not None]
-            if any(p.grad.is_sparse for p in trained):
+            with_gradients = [p for p in group["params"] if p.grad is not None]
+            if any(p.grad.is_sparse for p in with_gradients):
                 raise ValueError("sparse gradients are not supported. Use embeddings with sparse=False")
-            sharded = [p for p in trained if is_sharded(p)]
-            unsharded = [p for p in trained if not is_sharded(p)]
+            sharded = [p for p in with_gradients if is_sharded(p)]
+            unsharded = [p for p in with_gradients if not is_sharded(p)]
             for parameters in (sharded, unsharded):
                 if parameters:
                     self._update(parameters, [local_shard(p.grad) for p in parameters], group)
@@ -82,4 +82,7 @@ class TensorwiseOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        """Update this rank's shards of ``parameters`` in place. All are sharded alike, or none is sharded."""
+        """Update this rank's shards of ``parameters`` in place, by this rank's shards of the gradients.
+
+        The parameters are sharded alike, or none of them is sharded. ``group`` has the settings.
+        """

@@ -1,4 +1,4 @@
-"""The average of the weights over updates, evaluated and exported instead of the last weights."""
+"""The average of the weights over updates. It is evaluated and exported instead of the last weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from speechtrain.errors import RunError
 
 
 class Average:
-    """An average of a module's state, stored outside the module. This base class has no average."""
+    """An average of a module's state, stored outside the module. This base class does not average."""
 
     updates: int = 0
-    """Updates in the average so far."""
+    """The number of updates in the average so far."""
 
     def update(self, module: nn.Module, is_counted: Tensor | None = None) -> None:
         """Add the module's state after an update to the average.
@@ -27,7 +27,7 @@ class Average:
         """
 
     def use_average(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which the module has the average. Its state returns afterwards, bit by bit."""
+        """Return a context in which the module has the average. Afterwards it has its own state again."""
         return nullcontext()
 
     def averaged_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
@@ -45,9 +45,10 @@ class Average:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the module's parameters and persistent buffers by name, not detached.
+    """Return the module's parameters and persistent buffers by name.
 
-    A write into a plain ``state_dict`` would create views, which a lazy device's next graph would evaluate.
+    They are not detached as in a plain ``state_dict``. A write into detached tensors would create views,
+    which the next graph of a lazy device would evaluate.
     """
     state = module.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
@@ -58,11 +59,12 @@ class NoEMA(Average):
 
 
 class EMA(Average):
-    """The exponential moving average ``e = d · e + (1 − d) · p``, in fp32. It starts at the module's state.
+    """The exponential moving average ``e = d · e + (1 − d) · p`` in fp32, which starts at the module's state.
 
-    Floating-point parameters and buffers are averaged. Other buffers (BatchNorm's counters) are copied. With
-    ``warmup`` the n-th update, n from 0, has ``d = min(decay, (1 + n) / (10 + n))``, so that early
-    evaluations are not of the initial weights. ``module`` fixes the names and shapes.
+    Floating-point parameters and buffers are averaged. Other buffers, such as BatchNorm's counters, are
+    copied. d is ``decay``. With ``warmup``, d is ``min(decay, (1 + n) / (10 + n))`` in the n-th update,
+    counted from 0, so that early averages do not consist of the initial weights. ``module`` decides names and
+    shapes.
     """
 
     def __init__(self, module: nn.Module, decay: float, warmup: bool = True) -> None:
@@ -78,7 +80,7 @@ class EMA(Average):
 
     @torch.no_grad()
     def update(self, module: nn.Module, is_counted: Tensor | None = None) -> None:
-        decay = self._decay_now()
+        decay = self._present_decay()
         self.updates += 1
         tensors = _tensors(module)
         averages, values = [], []
@@ -88,18 +90,20 @@ class EMA(Average):
                 values.append(local_shard(tensors[name]))
             else:
                 local_shard(average).copy_(local_shard(tensors[name]))
-        # The differences are added, so that constant values stay bit by bit.
+        # The difference is added, so that the average of a constant value has exactly this value.
         if is_counted is None:
-            torch_private.foreach_add_(averages, torch_private.foreach_sub(values, averages), alpha=1 - decay)
+            differences = torch_private.foreach_sub(values, averages)
+            torch_private.foreach_add_(averages, differences, alpha=1 - decay)
             return
-        # The rate moves as data. A number that equals another number of the step would change the recorded
-        # graph.
+        # The rate is a tensor. If it was a Python number that equals another number of the step, the recorded
+        # graph would change.
         rates = torch.tensor([1 - decay]).to(is_counted.device)
         rate = rates[0] * is_counted
         for average, value in zip(averages, values, strict=True):
             average.add_((value - average) * rate)
 
-    def _decay_now(self) -> float:
+    def _present_decay(self) -> float:
+        """Return d for the next update."""
         if not self.warmup:
             return self.decay
         return min(self.decay, (1 + self.updates) / (10 + self.updates))
@@ -107,16 +111,17 @@ class EMA(Average):
     @contextmanager
     def use_average(self, module: nn.Module) -> Iterator[None]:
         tensors = _tensors(module)
-        weights = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         try:
             self._fill(tensors, self._average)
             yield
         finally:
-            self._fill(tensors, weights)
+            self._fill(tensors, copies)
 
     @staticmethod
     @torch.no_grad()
     def _fill(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        """Write ``values`` into ``tensors`` of the same names."""
         for name, tensor in tensors.items():
             tensor.copy_(values[name])
 
@@ -127,10 +132,10 @@ class EMA(Average):
         return {"updates": self.updates, "average": dict(self._average)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the average. Raises RunError that names a missing, unknown or differently shaped tensor."""
-        saved: Mapping[str, Tensor] = state["average"]
-        for name in sorted(saved.keys() | self._average.keys()):
-            saved_shape = _shape(saved.get(name))
+        """Load the average. Raises RunError for a missing tensor, an unknown tensor or another shape."""
+        saved_average: Mapping[str, Tensor] = state["average"]
+        for name in sorted(saved_average.keys() | self._average.keys()):
+            saved_shape = _shape(saved_average.get(name))
             shape = _shape(self._average.get(name))
             if saved_shape != shape:
                 raise RunError(
@@ -138,7 +143,7 @@ class EMA(Average):
                     f"{saved_shape} saved, {shape} in the model. Use a new run_dir"
                 )
         self.updates = int(state["updates"])
-        self._fill(self._average, saved)
+        self._fill(self._average, saved_average)
 
 
 def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:

@@ -17,10 +17,12 @@ from speechtrain.optim.common import TensorwiseOptimizer, check_settings, scalar
 class LAMB(TensorwiseOptimizer):
     """LAMB (You et al., 2020, arXiv:1904.00962), the optimizer of MLPerf's RNN-T.
 
-    With gradient g, ``m = b1 m + (1 − b1) g``, ``v = b2 v + (1 − b2) g²`` and their bias-corrected
-    values m̂ and v̂, ``u = m̂ / (√v̂ + eps) + weight_decay · p`` and ``p −= lr · ‖p‖ / ‖u‖ · u``. The ratio is 1
-    if either norm is 0, so that a bias that starts at 0 can train. MLPerf's optimizer also clips the global
-    gradient norm. Here the trainer clips it.
+    For a parameter p with gradient g, the moments are ``m = b1 m + (1 − b1) g`` and
+    ``v = b2 v + (1 − b2) g²``. With their bias-corrected values m̂ and v̂, the direction is
+    ``u = m̂ / (√v̂ + eps) + weight_decay · p``, and the update is ``p −= lr · ‖p‖ / ‖u‖ · u``.
+
+    The ratio of norms is 1 if one of them is 0, so that a bias that starts at 0 can train. MLPerf's optimizer
+    also clips the norm of all gradients, as the trainer does here.
     """
 
     def __init__(
@@ -69,9 +71,9 @@ class LAMB(TensorwiseOptimizer):
     def _bias_corrections(
         states: list[dict[str, Any]], group: dict[str, Any]
     ) -> tuple[list[float], list[float]]:
-        """Return the factor of each direction, and the corrected eps of each denominator.
+        """Return a factor and an eps for each parameter, with which m and v replace m̂ and v̂.
 
-        Both corrections are factored out of m̂ / (√v̂ + eps), which saves two passes over memory.
+        ``m̂ / (√v̂ + eps)`` is ``factor · m / (√v + corrected_eps)``, which saves two passes over memory.
         """
         beta1, beta2 = group["betas"]
         factors, corrected_eps = [], []
@@ -83,11 +85,11 @@ class LAMB(TensorwiseOptimizer):
         return factors, corrected_eps
 
     def _next_states(self, parameters: list[Tensor]) -> list[dict[str, Any]]:
-        """Return the state of each parameter, with the number of the update that begins."""
+        """Return the state of each parameter, whose ``step`` is the number of the present update."""
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
             if not state:
-                state["step"] = 0  # This is a number on the host, so the host computes the bias corrections.
+                state["step"] = 0  # a number on the host, where the bias corrections are computed
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
             state["step"] += 1

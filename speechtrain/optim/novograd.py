@@ -39,24 +39,24 @@ class NovoGrad(TensorwiseOptimizer):
         squares = squared_norms(gradients, parameters[0])
         means, second_moments = self._moments(parameters, squares)
         beta1, beta2 = group["betas"]
-        # The first update is selected by arithmetic, because a branch would be a host read. The moments of a
-        # trial update are on another device.
+        # ‖g‖² has the factor 1 − b2, or 1 at the first gradient. The factor is computed by arithmetic,
+        # because a branch would be a host read. In a trial update, the moments are on another device.
         is_zero = torch.stack(second_moments).to(squares.device) == 0
-        new_share = 1 - beta2 + is_zero.to(squares.dtype) * beta2
+        factor = 1 - beta2 + is_zero.to(squares.dtype) * beta2
         torch_private.foreach_mul_(second_moments, beta2)
-        torch_private.foreach_add_(second_moments, scalars(squares * new_share))
+        torch_private.foreach_add_(second_moments, scalars(squares * factor))
 
         weights = [local_shard(parameter) for parameter in parameters]
         denominators = torch.stack(second_moments).sqrt() + group["eps"]
         directions = torch_private.foreach_div(gradients, scalars(denominators))
         torch_private.foreach_add_(directions, weights, alpha=group["weight_decay"])
-        direction_share = 1 - beta1 if group["grad_averaging"] else 1.0
+        direction_factor = 1 - beta1 if group["grad_averaging"] else 1.0
         torch_private.foreach_mul_(means, beta1)
-        torch_private.foreach_add_(means, directions, alpha=direction_share)
+        torch_private.foreach_add_(means, directions, alpha=direction_factor)
         torch_private.foreach_add_(weights, means, alpha=-group["lr"])
 
     def _moments(self, parameters: list[Tensor], squares: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return both moments of each parameter, 0 before its first update."""
+        """Return the first and the second moment of each parameter. They are 0 before its first update."""
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
             if not state:

@@ -1,7 +1,8 @@
 """Learning-rate schedules: the rate of each optimizer update.
 
 ``rate(step)`` is the rate of update number ``step``, counted from 1. The reference systems mostly count the
-completed updates, n = step − 1. Each class documents which number its formula uses.
+completed updates, n = step − 1. Each class documents which number its formula uses. ``peak`` is the highest
+rate of a schedule.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_WARMUP_SHARE, _MAX_WARMUP = 0.08, 32_000  # wav2vec 2.0 base has 32,000 of 400,000 updates
+# The default warm-up is this fraction of the planned updates, at most this number of updates. wav2vec 2.0
+# base has 32,000 of 400,000 updates.
+_WARMUP_SHARE, _MAX_WARMUP = 0.08, 32_000
 
 
 class Schedule(ABC):
@@ -25,17 +28,21 @@ class Schedule(ABC):
         """Return the rate of update number ``step``, 1 or above."""
 
     def plan(self, total: int, step: int = 0) -> None:  # noqa: B027 - nothing is a sensible default
-        """Fit a decay to ``total`` updates after update ``step``, without a jump of the rate."""
+        """Change the planned updates of the run to ``total``, after ``step`` updates.
+
+        A schedule with a decay then reaches its end after ``total`` updates, without a jump of the rate.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plan of the first start, which a resumed run must keep."""
+        """Return the plan of the run, which a resumed run must not change."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - nothing is a sensible default
         """Restore the plan of an earlier start. It overrides the constructor's plan."""
 
 
-def _not_negative(schedule: Schedule, *names: str) -> None:
+def _require_not_negative(schedule: Schedule, *names: str) -> None:
+    """Raise ValueError for the first of the attributes ``names`` that is negative. None is valid."""
     for name in names:
         setting = getattr(schedule, name, None)
         if setting is not None and not setting >= 0:
@@ -43,27 +50,32 @@ def _not_negative(schedule: Schedule, *names: str) -> None:
 
 
 def _warmup(step: float, warmup_steps: int) -> float:
-    """Return the fraction of the peak on a straight line that reaches 1 at update ``warmup_steps``."""
+    """Return the fraction of the peak at ``step``, which rises linearly to 1 at ``warmup_steps``."""
     return min(1.0, step / warmup_steps) if warmup_steps else 1.0
 
 
 @dataclass(kw_only=True)
 class _Planned(Schedule):
-    """A decay over a number of updates. The first start fixes the number, and every resume keeps it.
+    """A warm-up, then a decay that ends after the planned updates.
 
-    ``warmup_steps`` null is 8 % of these updates, at most 32,000. If a plan by time is corrected, the rate
-    continues from the same position in the warm-up or the decay. The remaining updates cover the remaining
-    warm-up and decay.
+    ``steps`` are the planned updates. If it is null, they follow from the limits of the run
+    (``planned_steps``). The first start fixes the number, and a resumed run has the same number. If
+    ``warmup_steps`` is null, the warm-up is 8 % of the planned updates, at most 32,000.
+
+    A plan by time is corrected during the run. The rate then continues from the same position in the warm-up
+    or the decay, and the rest of the schedule is stretched or compressed to the remaining updates. The
+    position is the number of completed updates at which the present plan, if it had been valid from the
+    start, would have the same rate.
     """
 
     warmup_steps: int | None = 0
     steps: int | None = None
     planned_steps: int | None = None
-    corrected_at = 0  # the update of the latest correction, or 0
-    position = 0.0  # that update's number in a run that has the present plan from its start
+    corrected_at = 0  # the number of updates before the latest correction, or 0
+    position = 0.0  # the position at the latest correction
 
     def __post_init__(self) -> None:
-        _not_negative(self, "peak", "warmup_steps", "power", "end", "min_lr")
+        _require_not_negative(self, "peak", "warmup_steps", "power", "end", "min_lr")
         total = self.planned_steps if self.steps is None else self.steps
         if total is None:
             raise ValueError("steps is null. Set it, or limit trainer.max_steps or max_epochs")
@@ -72,6 +84,7 @@ class _Planned(Schedule):
         self._plan(total)
 
     def _plan(self, total: int) -> None:
+        """Set the planned updates and the warm-up."""
         self.total = total
         if self.warmup_steps is None:
             self.warmup = min(_MAX_WARMUP, round(_WARMUP_SHARE * total))
@@ -80,33 +93,33 @@ class _Planned(Schedule):
 
     @property
     def begin(self) -> int:
-        """The update after which the decay begins."""
+        """The number of updates before the decay."""
         return self.warmup
 
     def plan(self, total: int, step: int = 0) -> None:
         if self.steps is not None or total == self.total:
             return
-        position, begin, end = self._planned(step + 1) - 1, self.begin, self.total
+        old_position, old_begin, old_total = self._position_of(step + 1) - 1, self.begin, self.total
         self._plan(total)
         self.corrected_at, self.position = 0, 0.0
-        if not 0 < step < end:  # A longer plan for a run that has ended begins a new decay.
+        if not 0 < step < old_total:  # A longer plan for a run that has ended begins a new decay.
             return
-        if position < begin:
-            self.position = position / begin * self.begin
+        if old_position < old_begin:
+            self.position = old_position / old_begin * self.begin
         else:
-            decay = (position - begin) / (end - begin)
+            decay = (old_position - old_begin) / (old_total - old_begin)
             self.position = self.begin + decay * (total - self.begin)
         self.corrected_at = step
 
-    def _planned(self, step: int) -> float:
-        """Return the number of update ``step`` in a run that has the present plan from its start."""
+    def _position_of(self, step: int) -> float:
+        """Return the position after update ``step``, which is ``step`` if the plan was never corrected."""
         if not self.corrected_at:
             return step
-        share = (step - 1 - self.corrected_at) / max(1, self.total - self.corrected_at)
-        return self.position + 1 + share * (self.total - self.position)
+        share_of_rest = (step - 1 - self.corrected_at) / max(1, self.total - self.corrected_at)
+        return self.position + 1 + share_of_rest * (self.total - self.position)
 
     def progress(self, position: float, begin: int) -> float:
-        """Return the fraction of the way from ``begin`` updates to the plan's end, from 0 to 1."""
+        """Return the fraction of the updates from ``begin`` to the end of the plan, from 0 to 1."""
         if position >= self.total:
             return 1.0
         return max(0.0, (position - begin) / (self.total - begin)) if begin < self.total else 0.0
@@ -128,7 +141,7 @@ class Constant(Schedule):
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        _not_negative(self, "peak", "warmup_steps")
+        _require_not_negative(self, "peak", "warmup_steps")
         self.warmup = self.warmup_steps
 
     def rate(self, step: int) -> float:
@@ -139,9 +152,12 @@ class Constant(Schedule):
 class WarmupHoldExponential(Schedule):
     """MLPerf's RNN-T: linear warm-up, a plateau, then a factor ``gamma`` for each epoch.
 
-    With W = warmup_epochs · steps_per_epoch and H likewise: ``peak · (step + 1) / (W + 1)`` before
-    step W, ``peak`` before step W + H, then ``peak · gamma^(epoch − warmup_epochs − hold_epochs)``
-    with epochs counted from 1, but never below ``min_lr``. MLPerf also counts steps from 1.
+    W = warmup_epochs · steps_per_epoch and H = hold_epochs · steps_per_epoch are the updates of warm-up and
+    plateau. As in MLPerf, steps and epochs are counted from 1. The rate is never below ``min_lr``:
+
+    - before step W: ``peak · (step + 1) / (W + 1)``
+    - up to step W + H: ``peak``
+    - after it: ``peak · gamma^(epoch − warmup_epochs − hold_epochs)``
     """
 
     peak: float
@@ -152,7 +168,7 @@ class WarmupHoldExponential(Schedule):
     steps_per_epoch: int = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        _not_negative(self, "peak", "warmup_epochs", "hold_epochs", "min_lr")
+        _require_not_negative(self, "peak", "warmup_epochs", "hold_epochs", "min_lr")
         if not 0 < self.gamma <= 1:
             raise ValueError(f"gamma is {self.gamma}. It must be above 0 and at most 1")
         if self.steps_per_epoch < 1:
@@ -191,12 +207,13 @@ class Polynomial(_Planned):
     end: float = 0.0
 
     def rate(self, step: int) -> float:
-        position = self._planned(step) - 1
-        if position < self.warmup:
-            return self.peak * _warmup(position, self.warmup)
-        left = 1.0 - self.progress(position, self.warmup)
-        decay = left**self.power if left else 0.0
-        return self.end + (self.peak - self.end) * decay
+        completed = self._position_of(step) - 1
+        if completed < self.warmup:
+            return self.peak * _warmup(completed, self.warmup)
+        remaining = 1.0 - self.progress(completed, self.warmup)
+        # 0.0 ** 0 would be 1, but the rate is ``end`` here also with a power of 0.
+        factor = remaining**self.power if remaining else 0.0
+        return self.end + (self.peak - self.end) * factor
 
 
 @dataclass
@@ -204,18 +221,18 @@ class Cosine(_Planned):
     """Linear warm-up, then half a cosine from ``peak`` to ``end`` (Loshchilov and Hutter, 2017), as in NeMo.
 
     With n = step − 1 completed updates: ``peak · step / warmup_steps`` up to update ``warmup_steps``,
-    then ``end + (peak − end) · (1 + cos(π · progress)) / 2``. After the planned steps the rate stays at
-    ``end``, but the cosine would rise again.
+    then ``end + (peak − end) · (1 + cos(π · progress)) / 2``. After the planned updates the rate stays at
+    ``end``, although the cosine would rise again.
     """
 
     peak: float
     end: float = 0.0
 
     def rate(self, step: int) -> float:
-        number = self._planned(step)
-        if number <= self.warmup:
-            return self.peak * _warmup(number, self.warmup)
-        progress = self.progress(number - 1, self.warmup)
+        position = self._position_of(step)
+        if position <= self.warmup:
+            return self.peak * _warmup(position, self.warmup)
+        progress = self.progress(position - 1, self.warmup)
         cosine = math.cos(math.pi * progress)
         return self.end + (self.peak - self.end) * (1.0 + cosine) / 2.0
 
@@ -224,8 +241,8 @@ class Cosine(_Planned):
 class TriStage(_Planned):
     """Linear warm-up, a plateau, then an exponential decay (Baevski et al., 2020, for fine-tuning).
 
-    ``phases`` are the shares of warm-up and plateau in the updates. The first update has ``first · peak``.
-    The last update and the updates after it have ``last · peak``.
+    ``phases`` are two fractions of the planned updates, of the warm-up and of the plateau. The first update
+    has the rate ``first · peak``. The last update and the updates after it have ``last · peak``.
     """
 
     peak: float
@@ -247,13 +264,13 @@ class TriStage(_Planned):
         self.total, self.warmup = total, round(self.phases[0] * total)
 
     def rate(self, step: int) -> float:
-        number = self._planned(step)
-        if number <= self.warmup:
-            fraction = self.first + (1.0 - self.first) * (number - 1) / self.warmup
+        position = self._position_of(step)
+        if position <= self.warmup:
+            fraction = self.first + (1.0 - self.first) * (position - 1) / self.warmup
             return self.peak * fraction
         decay_begin = round(sum(self.phases) * self.total)
-        decay = self.progress(number - 1, decay_begin)
-        return float(self.peak * self.last**decay)
+        progress = self.progress(position - 1, decay_begin)
+        return float(self.peak * self.last**progress)
 
 
 @dataclass
@@ -261,15 +278,15 @@ class IntelQuadratic(_Planned):
     """Intel's character RNN-T: a linear warm-up times a quadratic decay over the whole run.
 
     With n = step − 1 completed updates of N: ``min(1, n / warmup_steps) · max(peak · ((N − n) / N)²,
-    min_lr)``. As in Intel's code, the first update has rate 0 if the warm-up is not 0. The warm-up counts
-    updates of the run, even if the plan has been corrected.
+    min_lr)``. As in Intel's code, the first update has the rate 0 if the warm-up is not 0. A correction of
+    the plan does not change the warm-up, which counts updates of the run.
     """
 
-    begin = 0
+    begin = 0  # The decay begins with the first update.
     peak: float
     min_lr: float = 1e-5
     warmup_steps: int | None = field(default=8000, kw_only=True)
 
     def rate(self, step: int) -> float:
-        left = 1.0 - self.progress(self._planned(step) - 1, 0)
-        return _warmup(step - 1, self.warmup) * max(self.peak * left**2, self.min_lr)
+        remaining = 1.0 - self.progress(self._position_of(step) - 1, 0)
+        return _warmup(step - 1, self.warmup) * max(self.peak * remaining**2, self.min_lr)

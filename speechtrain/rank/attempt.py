@@ -1,4 +1,4 @@
-"""The outcome of one process of a run. It is complete at every moment."""
+"""The outcome of one rank process, which can be written at any time, also after a failure."""
 
 from __future__ import annotations
 
@@ -16,34 +16,41 @@ from speechtrain.training.run_state import Progress
 
 @dataclass
 class Attempt:
-    """The part of one process in a run. It holds the progress even if the process fails."""
+    """One process of one rank, from its start to its end.
 
-    status: str = "failed"
+    Training sets the fields one by one, as soon as their values exist. If the process fails, ``result`` uses
+    the values so far.
+    """
+
+    status: str = "failed"  # the status in ``result.json``. Training replaces it if it ends normally
     progress: Progress = field(default_factory=Progress)
-    metric: str = "loss"
+    metric: str = "loss"  # ``Task.metric``
     checkpointer: Checkpointer | None = None
     tracker: Tracker | None = None
     group: Group = field(default_factory=SingleProcess)
-    watch: Watch | None = None
-    peak_memory: Callable[[], int] | None = None  # of the device, in bytes
-    content: Mapping[str, str | int] = field(default_factory=dict)  # of the training set
+    watch: Watch | None = None  # the watchdog
+    peak_memory: Callable[[], int] | None = None  # returns the highest memory of the device in bytes
+    content: Mapping[str, str | float] = field(default_factory=dict)  # DataModule.content of the training set
 
     def result(self) -> dict[str, Any]:
-        """Return the content of ``result.json``, with the metrics of the best checkpoint if it exists."""
+        """Return the content of ``result.json``.
+
+        ``metrics`` belong to the best checkpoint, or to the last validation if no checkpoint is the best.
+        """
         last_metrics: dict[str, Any] = with_finite_numbers(self.progress.metrics)
-        metrics, best = last_metrics, None
+        metrics, best_folder = last_metrics, None
         memory_mib = None
         if self.peak_memory is not None:
             memory_mib = round(self.peak_memory() / 2**20, 1)
         if self.checkpointer is not None:
-            best, best_value = self.checkpointer.best()
-            if best is not None:
-                metrics = validation_metrics(best) or {self.metric: best_value}
+            best_folder, best_value = self.checkpointer.best()
+            if best_folder is not None:
+                metrics = validation_metrics(best_folder) or {self.metric: best_value}
         return {
             "status": self.status,
             "metric": metrics.get(self.metric),
             "metrics": metrics,
-            "checkpoint": best and best.name,
+            "checkpoint": best_folder and best_folder.name,
             "last_metrics": last_metrics,
             "steps": self.progress.step,
             "wall_s": round(self.progress.wall_s, 3),
@@ -55,7 +62,7 @@ class Attempt:
         }
 
     def unwatch(self) -> None:
-        """Stop the watchdog. If the watchdog is about to end the process, this does not return."""
+        """Stop the watchdog. If the watchdog has begun to end the process, this method does not return."""
         if self.watch is not None:
             self.watch.close()
 

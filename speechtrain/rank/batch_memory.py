@@ -1,4 +1,4 @@
-"""The memory of a batch: ``memory_gib=auto`` becomes a number of GiB."""
+"""The memory limit of a batch: ``data.batch.memory_gib=auto`` becomes a number of GiB."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from speechtrain.files import write_text
 from speechtrain.run_directory import CONFIG
 from speechtrain.task import Task
 
-_BATCH_SHARE = 0.5  # Predictions are within a factor of 2.
+_BATCH_FRACTION = 0.5
+"""Fraction of the free memory that a batch may use. The predicted memory of a batch may be half of the real
+memory."""
 
 
 def fill_batch_memory(config: DictConfig, gib: Callable[[], float]) -> float:
-    """Replace ``memory_gib=auto`` of the data's batches by the number that ``gib`` returns.
+    """Replace each ``memory_gib=auto`` in ``config.data`` by the number that ``gib`` returns.
 
-    Returns this number, or 0 if no batch has ``memory_gib=auto``.
+    Return this number. If there is no ``memory_gib=auto``, ``gib`` is not called and 0 is returned.
     """
     auto_batches: list[Any] = []
     for name in ("batch", "valid_batch"):
@@ -41,10 +43,10 @@ def fill_batch_memory(config: DictConfig, gib: Callable[[], float]) -> float:
 
 
 def free_batch_memory(config: DictConfig, device: Device, task: Task) -> float:
-    """Return the GiB of a batch.
+    """Return the memory limit of a batch in GiB.
 
-    They are half of the device's free memory, less the weights, gradients and optimizer state of a rank.
-    Raises MachineError if no memory is left.
+    It is half of the memory that is free on the device after the weights, gradients and optimizer state of a
+    rank. Raises MachineError if no memory is left.
     """
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
     free_bytes = device.free_memory(local_ranks)
@@ -55,16 +57,18 @@ def free_batch_memory(config: DictConfig, device: Device, task: Task) -> float:
             f"data.batch.memory_gib=auto: {model_size}, {free_bytes / 2**30:.2f} GiB free. "
             "Use a smaller model or another machine"
         )
-    return round(_BATCH_SHARE * (free_bytes - model_bytes) / 2**30, 3)
+    return round(_BATCH_FRACTION * (free_bytes - model_bytes) / 2**30, 3)
 
 
 def choose_batch_memory(config: DictConfig, device: Device, group: Group, *, task: Task) -> dict[str, Any]:
-    """Set ``memory_gib=auto`` to rank 0's choice, also in the run's stored config.
+    """Replace ``memory_gib=auto`` by the limit that rank 0 computes, also in the run's stored config.
 
-    Returns the fact for the start line of the run.
+    Return an entry for the start line of the log. It is empty if no batch has ``memory_gib=auto``. All ranks
+    must call this.
     """
 
     def memory_of_rank0() -> float:
+        # The other ranks add zeros, so the sum is the value of rank 0.
         memory = torch.zeros(1, dtype=torch.float64)
         if group.world.rank == 0:
             memory[0] = free_batch_memory(config, device, task)

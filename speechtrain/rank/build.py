@@ -1,4 +1,4 @@
-"""The parts of a rank, built from a resolved config: device, ranks, task, weights, schedule."""
+"""Builds the parts of a rank from a resolved config: device, group of ranks, task, weights and schedule."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ _LOG = logging.getLogger(__name__)
 
 
 def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]:
-    """Claim the device and return it with the precision, or with fp32 if the chip lacks its instructions.
+    """Open the device for this rank. Return the device and the precision.
 
-    Raises MachineError if device and precision do not fit, ConfigError for a device that cannot recompute.
+    The precision is fp32 if the chip has no instructions for the configured precision. Raises MachineError if
+    the device does not support the precision, and ConfigError if it cannot recompute layers.
     """
     device, precision = build_device(config), build_precision(config)
     if config.trainer.get("checkpoint_layers") and device.static_shapes:
@@ -62,7 +63,7 @@ def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]
 
 
 def build_task(config: DictConfig) -> tuple[Task, Tokenizer]:
-    """Return the task, with weights drawn from the run's seed, and its tokenizer."""
+    """Return the task, whose weights are initialised with the run's seed, and its tokenizer."""
     tokenizer = build_tokenizer(config)
     torch.manual_seed(seed_at(config.seed, RunStream.INITIAL_WEIGHTS))
     task = build_model(config, tokenizer, build_encoder(config))
@@ -72,10 +73,10 @@ def build_task(config: DictConfig) -> tuple[Task, Tokenizer]:
 
 
 def load_initial_weights(config: DictConfig, task: Task, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Load the weights at ``init_from`` into a new run.
+    """Load the weights at ``init_from`` into the task of a new run.
 
-    Returns the numbers of loaded and of newly initialised tensors. Tensors whose shape depends on the
-    vocabulary are newly initialised unless both runs have the same labels.
+    Return entries for the start line of the log: the numbers of loaded and of newly initialised tensors. A
+    tensor whose shape depends on the vocabulary is loaded only if both runs have the same labels.
     """
     path = config.init_from
     if not path:
@@ -86,7 +87,7 @@ def load_initial_weights(config: DictConfig, task: Task, tokenizer: Tokenizer) -
     run_dir = None if path.startswith("hf:") else run_of(absolute_path(path).resolve())
     labels = build_tokenizer(read_config(run_dir)).labels if run_dir else read_labels(path)
     vocabulary_tensors: set[str] = set()
-    if labels not in ([], tokenizer.labels):
+    if labels not in ([], tokenizer.labels):  # [] means that the labels of the weights are not known.
         vocabulary_tensors = _vocabulary_tensors(config, task, tokenizer)
     report = initialise(task, weights, path, vocabulary_tensors)
     facts: dict[str, Any] = {"tensors taken over": len(report.loaded), "fresh": len(report.fresh)}
@@ -99,7 +100,7 @@ def load_initial_weights(config: DictConfig, task: Task, tokenizer: Tokenizer) -
 def _vocabulary_tensors(config: DictConfig, task: Task, tokenizer: Tokenizer) -> set[str]:
     """Return the names of the tensors whose shape depends on the number of labels.
 
-    Their shapes differ in a second model, which is built for twice the labels.
+    They are found by a comparison with a second model, which is built for twice as many labels.
     """
     longer_tokenizer = copy.copy(tokenizer)
     longer_tokenizer.labels = tokenizer.labels * 2
@@ -113,14 +114,18 @@ def _vocabulary_tensors(config: DictConfig, task: Task, tokenizer: Tokenizer) ->
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators that libraries may use. The draws of this project have addresses and no state."""
+    """Seed the generators that libraries may use. This project itself uses ``counter_rng``."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def trainer_config_for(config: DictConfig, world: World) -> TrainerConfig:
-    """Return the trainer's settings for ``world``. Raises ConfigError or MachineError if they do not fit."""
+    """Return the trainer's settings, with the micro-batches of an update divided among the ranks.
+
+    Raises MachineError if the number of ranks is not ``config.world_size``, and ConfigError if it does not
+    divide the micro-batches.
+    """
     if world.size != config.world_size:
         raise MachineError(
             f"WORLD_SIZE={world.size} in the environment, but the run has world_size={config.world_size}. "
@@ -134,9 +139,10 @@ def trainer_config_for(config: DictConfig, world: World) -> TrainerConfig:
 def open_ranks(
     settings: TrainerConfig, world: World, device: Device, run_dir: Path
 ) -> tuple[Group, Checkpointer]:
-    """Return the group of this run's ranks and its checkpointer, both sharded if ``trainer.shard`` is set.
+    """Return the group that connects the ranks of this run, and the checkpointer.
 
-    Raises ConfigError if the device cannot shard.
+    If ``trainer.shard`` is set and there are several ranks, both are for sharded parameters. Raises
+    ConfigError if the device cannot shard.
     """
     timeout = settings.timeout_seconds + MARGIN_SECONDS
     if settings.shard == "none" or world.size == 1:
@@ -146,7 +152,7 @@ def open_ranks(
             f"trainer.shard={settings.shard}: device={device.name} needs whole parameters. "
             "Use trainer.shard=none"
         )
-    # These imports take a second.
+    # These imports take a second, so they are not at the top.
     from speechtrain.checkpoint.sharded import ShardedCheckpointer
     from speechtrain.distributed.fsdp import ShardedGroup
 
@@ -157,10 +163,13 @@ def open_ranks(
 def plan_updates(
     config: DictConfig, settings: TrainerConfig, data: DataModule
 ) -> tuple[Schedule, int | None]:
-    """Return the schedule and the number of planned updates. Warn if the data or the warm-up is unfit."""
+    """Return the learning rate schedule, and the planned number of updates (None without such a limit).
+
+    Warnings about the data, and about a warm-up that is longer than the run, are logged.
+    """
     updates_per_epoch = data.micro_batches_per_epoch / (config.world_size * settings.accumulate)
     planned_updates = planned_steps(settings, updates_per_epoch)
-    # If the run is planned by time, the trainer fits the schedule to its own plan.
+    # If the run is planned by time, the trainer sets the schedule's length later, when it has timed updates.
     schedule_updates = 1 if is_planned_by_time(settings) else planned_updates
     schedule = build_schedule(config, max(1, round(updates_per_epoch)), schedule_updates)
     for warning in data.warnings():

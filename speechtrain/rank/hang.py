@@ -1,4 +1,4 @@
-"""The watchdog of a rank, and the end of a rank that hangs."""
+"""The start of a rank's watchdog, and the end of the process when the watchdog finds a hang."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from speechtrain.rank.attempt import Attempt
 from speechtrain.run_directory import ERROR, STUCK, rank_folder, write_result
 from speechtrain.supervision.process_tree import kill, kill_descendants, siblings_of
 
-_RANK0_HEAD_START_SECONDS = 1.0  # Other ranks wait, so that rank 0 prints before torchrun kills all ranks.
+_RANK0_HEAD_START_SECONDS = 1.0
+"""Other ranks exit later by this time, so that rank 0 can print before torchrun kills all ranks."""
 
 
 def watch(attempt: Attempt, run_dir: Path, seconds: float) -> Watch:
-    """Start this rank's watchdog. All ranks must call it.
+    """Start and return this rank's watchdog. All ranks must call this function.
 
-    Its reports go to a folder named after the time of rank 0's start, which differs between attempts.
+    A rank without progress for ``seconds`` counts as stuck. The reports of all ranks are in the same folder,
+    whose name is the start time of rank 0.
     """
     group, world = attempt.group, attempt.group.world
-    # The ranks need the same time, so they sum the time of rank 0 and the zeros of the other ranks.
+    # All ranks need the start time of rank 0. The other ranks add zeros, so the sum is this time.
     start_seconds = torch.zeros(1, dtype=torch.float64)
     if world.rank == 0:
         start_seconds[0] = int(time.time())
@@ -44,8 +46,13 @@ def watch(attempt: Attempt, run_dir: Path, seconds: float) -> Watch:
 
 
 def _exit_stuck(attempt: Attempt, folder: Path, diagnosis: HangDiagnosis, report: HangReport) -> NoReturn:
-    """End this rank even if its main thread hangs. The result of the rank names the stuck rank."""
-    # The stuck rank reports the hang. If it does not answer, the next rank that answers reports it.
+    """Write the failed result of this rank and end its process, although its main thread may hang.
+
+    ``diagnosis`` is the same on all ranks and names the stuck rank. ``report`` has the phase and the stack of
+    this rank.
+    """
+    # One rank, the reporter, is marked as the cause of the failure. It is the stuck rank, or, if that rank
+    # does not answer, the next rank that answers.
     reporter = diagnosis.rank
     while reporter in diagnosis.silent_ranks:
         reporter += 1
@@ -73,7 +80,7 @@ def _exit_stuck(attempt: Attempt, folder: Path, diagnosis: HangDiagnosis, report
 
 
 def _kill_siblings(ranks: Collection[int]) -> None:
-    """Kill the processes of ``ranks`` on this host. They do not answer, so they do not end by themselves."""
+    """Kill the processes of ``ranks`` on this host. Their watchdogs do not answer and cannot end them."""
     for pid, environment in siblings_of(os.getpid()).items():
         with contextlib.suppress(MachineError):
             if World.from_environment(environment).rank in ranks:

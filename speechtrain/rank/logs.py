@@ -26,13 +26,13 @@ from speechtrain.tracking.console import TextLog
 from speechtrain.tracking.group import Trackers
 
 _LOG = logging.getLogger(__name__)
-_MAX_EARLY_WARNINGS = 1000  # They are kept until the trackers exist.
-_ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "LD_PRELOAD", "OMP_*", "KMP_*", "CCL_*", "I_MPI_PIN*")
-"""Patterns of the variables that are logged with the device's own."""
+_MAX_EARLY_LINES = 1000  # log lines that are stored until the trackers exist
+_LOGGED_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "LD_PRELOAD", "OMP_*", "KMP_*", "CCL_*", "I_MPI_PIN*")
+"""Patterns of environment variables that are logged, in addition to the device's variables."""
 
 
-class _Warnings(logging.Handler):
-    """Sends warnings of the parts (a skipped recording, a lost worker) to the trackers."""
+class _TrackerHandler(logging.Handler):
+    """Sends warnings of Python's logging, such as a skipped recording or a lost worker, to the trackers."""
 
     def __init__(self, tracker: Tracker) -> None:
         super().__init__(logging.WARNING)
@@ -43,10 +43,10 @@ class _Warnings(logging.Handler):
 
 
 def log_environment(run_dir: Path, world: World, device: Device, tracker: Tracker) -> None:
-    """Log this rank's environment without secrets. The first rank of a host stores it."""
+    """Log this rank's environment without secrets. The first rank of a host also stores it in run.json."""
     job = Job(run_dir / CONFIG, run_dir, forwarded_variables=device.facts.forwarded_variables)
     environment = {
-        **forwarded_environment(job, (*_ENVIRONMENT, *device.facts.network_variables)),
+        **forwarded_environment(job, (*_LOGGED_VARIABLES, *device.facts.network_variables)),
         "threads": str(torch.get_num_threads()),
         "cpus": str(len(usable_cpus())),
     }
@@ -56,48 +56,54 @@ def log_environment(run_dir: Path, world: World, device: Device, tracker: Tracke
 
 
 def log_start(config: DictConfig, task: Task, data: DataModule, tracker: Tracker, facts: Any) -> None:
-    """Log the data pipeline with the number of its recordings, and the start with its ``facts``."""
+    """Log two events: ``data``, with the size of the data and its preparation, and ``start``.
+
+    ``facts`` are entries of the event ``start``. They must contain ``ranks`` and ``accumulate``.
+    """
     nodes = resolve(config)
     features = {"sample_rate": task.sample_rate, **nodes["encoder"].get("features", {})}
-    pipeline_keys = features | nodes["augment"]
-    del pipeline_keys["_target_"]
+    preparation = features | nodes["augment"]
+    del preparation["_target_"]
     updates_per_epoch = data.micro_batches_per_epoch / (facts["ranks"] * facts["accumulate"])
     counts = {**data.counts(), "updates_per_epoch": max(1, round(updates_per_epoch))}
-    tracker.log("data", counts | pipeline_keys)
+    tracker.log("data", counts | preparation)
     model_facts = {"parameters": sum(p.numel() for p in task.parameters()), "shapes": data.shapes()}
     tracker.log("start", facts | model_facts | data.report())
 
 
-def keep_log_lines() -> MemoryHandler:
-    """Keep all log lines until the trackers exist."""
-    early = MemoryHandler(_MAX_EARLY_WARNINGS, flushLevel=sys.maxsize)
-    logging.getLogger("speechtrain").handlers[:] = [early]
+def buffer_log_lines() -> MemoryHandler:
+    """Store all log lines in the returned handler. ``open_tracker`` sends them to the trackers."""
+    buffer = MemoryHandler(_MAX_EARLY_LINES, flushLevel=sys.maxsize)
+    logging.getLogger("speechtrain").handlers[:] = [buffer]
     # lhotse gives the root logger a handler, which would print each line again.
     logging.getLogger("speechtrain").propagate = False
-    return early
+    return buffer
 
 
-def first_facts(config: DictConfig, schedule: Schedule) -> dict[str, Any]:
-    """Return the facts that only the start line of a new run has."""
+def new_run_facts(config: DictConfig, schedule: Schedule) -> dict[str, Any]:
+    """Return the entries of the event ``start`` that only a new run has, without empty ones."""
     facts: dict[str, Any] = {"warm-up steps": schedule.warmup, "from data": config.from_data}
     return {name: value for name, value in facts.items() if value}
 
 
-def open_tracker(config: DictConfig, world: World, early: MemoryHandler) -> Tracker:
-    """Return rank 0's trackers, with the warnings so far and all later ones. Other ranks have log files."""
+def open_tracker(config: DictConfig, world: World, early_lines: MemoryHandler) -> Tracker:
+    """Return the tracker of this rank, and send all warnings to it, including ``early_lines``.
+
+    Rank 0 has the configured trackers and ``output.log``. The tracker of another rank ignores all events.
+    """
     tracker = Trackers()
     if not world.rank:
-        part: Tracker = build(config, "tracking")
-        tracker = part if isinstance(part, Trackers) else Trackers({"tracking": part})
+        configured: Tracker = build(config, "tracking")
+        tracker = configured if isinstance(configured, Trackers) else Trackers({"tracking": configured})
         tracker.add("output.log", TextLog(config.run_dir))
-    logging.getLogger("speechtrain").handlers[:] = [_Warnings(tracker)]
-    early.setTarget(_Warnings(tracker))
-    early.close()
+    logging.getLogger("speechtrain").handlers[:] = [_TrackerHandler(tracker)]
+    early_lines.setTarget(_TrackerHandler(tracker))
+    early_lines.close()  # This sends the lines to the target.
     return tracker
 
 
 def warn_of_crowded_labels(data: DataModule, task: Task) -> None:
-    """Warn if many transcripts have more labels than the encoder has frames."""
+    """Log a warning if many transcripts have more labels than the encoder has frames for them."""
     encoder = getattr(task, "encoder", None)
     line = data.crowded_transcripts(encoder.frames) if encoder else ""
     if line:

@@ -1,7 +1,7 @@
-"""One rank of a run: a resolved config becomes objects, and the objects train.
+"""One rank of a run: builds the objects of a resolved config, trains, and writes the result.
 
-Every rank runs ``python -m speechtrain.train_rank <run>/config.yaml``. A rank does not compose with Hydra: it
-reads only this file.
+Every rank runs ``python -m speechtrain.train_rank <run>/config.yaml``. The file has been composed by the
+command that started the rank, so a rank does not use Hydra.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ from speechtrain.rank.build import (
 )
 from speechtrain.rank.hang import watch
 from speechtrain.rank.logs import (
-    first_facts,
-    keep_log_lines,
+    buffer_log_lines,
     log_environment,
     log_start,
+    new_run_facts,
     open_tracker,
     warn_of_crowded_labels,
 )
@@ -79,11 +79,11 @@ from speechtrain.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class _Rank:
-    """The settings of a rank, and the parts of it that do not depend on the model."""
+    """The settings of a rank, and its parts that do not depend on the model."""
 
     config: DictConfig
     world: World
-    settings: TrainerConfig
+    settings: TrainerConfig  # the ``trainer`` node of the config
     device: Device
     precision: Precision
     group: Group
@@ -102,17 +102,21 @@ class _Parts:
     tokenizer: Tokenizer
     data: DataModule
     policy: ComputePolicy
-    policy_record: dict[str, Any]  # for the log
-    facts: dict[str, Any]  # for the log line of the start
+    policy_record: dict[str, Any]  # entries of the event ``device`` of the log
+    facts: dict[str, Any]  # entries of the event ``start`` of the log
 
 
 def train(
     config: DictConfig, world: World, stop: StopRequest, attempt: Attempt, is_watched: bool = False
 ) -> None:
-    """Build everything and train. ``attempt`` holds the outcome. Raises the error that ends the training."""
+    """Build the parts of a rank and train. Raises the error that ends the training.
+
+    The fields of ``attempt`` are set during the training. ``is_watched`` starts a watchdog, which ends a
+    process that hangs.
+    """
     settings = trainer_config_for(config, world)
     seed_everything(config.seed)
-    early_lines = keep_log_lines()
+    early_lines = buffer_log_lines()
     rank = _open_rank(config, world, settings)
     attempt.group, attempt.checkpointer = rank.group, rank.checkpointer
     attempt.peak_memory = rank.device.memory
@@ -122,7 +126,7 @@ def train(
 
 
 def _fit(rank: _Rank, parts: _Parts, stop: StopRequest, attempt: Attempt, early_lines: MemoryHandler) -> None:
-    """Open the trackers and train. ``early_lines`` are the log lines before the trackers are open."""
+    """Open the trackers and train. ``early_lines`` has the log lines so far, for the trackers."""
     config, settings = rank.config, rank.settings
     task, data = parts.task, parts.data
     schedule, planned_updates = plan_updates(config, settings, data)
@@ -135,7 +139,7 @@ def _fit(rank: _Rank, parts: _Parts, stop: StopRequest, attempt: Attempt, early_
     _log_start(rank, parts, tracker, schedule, planned_updates=planned_updates)
     trainer = _build_trainer(rank, parts.policy, tracker, stop)
     attempt.progress = trainer.progress
-    with contextlib.closing(data), _explained(rank.device, trainer, parts.tokenizer.size):
+    with contextlib.closing(data), _explained_memory_errors(rank.device, trainer, parts.tokenizer.size):
         average = _average_of(task, settings.ema)
         attempt.status = trainer.fit(
             module, data, optimizer, schedule=schedule, average=average, resume=config.resume
@@ -147,7 +151,7 @@ def _average_of(task: Task, decay: float) -> Average:
 
 
 def _open_rank(config: DictConfig, world: World, settings: TrainerConfig) -> _Rank:
-    """Claim the device and join the group of all ranks."""
+    """Open the device, and connect this rank with all ranks."""
     device, precision = open_device(config, world.local_rank)
     group, checkpointer = open_ranks(settings, world, device, run_dir=Path(config.run_dir))
     return _Rank(config, world, settings, device, precision, group=group, checkpointer=checkpointer)
@@ -157,17 +161,20 @@ def _build_parts(rank: _Rank) -> _Parts:
     """Build the task and the data, and load the initial weights of a new run."""
     config, device = rank.config, rank.device
     task, tokenizer = build_task(config)
-    # The memory of the model depends on the policy, and the batches of the data depend on this memory.
+    # The memory of a batch depends on the policy, so the device's default policy is applied first. The final
+    # policy is chosen below, when there is data for timing.
     apply_policy(task, device.policy(rank.precision.dtype))
-    facts = _restart() | choose_batch_memory(config, device, rank.group, task=task)
+    facts = _restart_fact() | choose_batch_memory(config, device, rank.group, task=task)
     data = build_data(config, tokenizer, task)
-    # Rank 0 indexes a large set. The other ranks find the index in the cache.
+    # Rank 0 indexes a large set first. The other ranks then read the index from the cache.
     with rank.group.main_process_first():
         data.check()
     device.validate_shapes(data.shapes())
     if not rank.checkpointer.folders():
         facts |= load_initial_weights(config, task, tokenizer)
-    task.to(device.tensor(torch.zeros(())).device)
+    task.to(
+        device.tensor(torch.zeros(())).device
+    )  # A tensor of the device has the torch device as attribute.
     policy, policy_record = resolve_policy(
         device, rank.precision, rank.group, run_dir=rank.run_dir, task=task, data=data
     )
@@ -175,7 +182,10 @@ def _build_parts(rank: _Rank) -> _Parts:
 
 
 def _prepare_module(rank: _Rank, task: Task, policy: ComputePolicy) -> tuple[Task, Optimizer]:
-    """Return the task and its optimizer, prepared by the device and shared by the ranks."""
+    """Return the task and its optimizer, after the changes of the device and of the group of ranks.
+
+    The device may replace modules, and the group replicates (DDP) or shards (FSDP) the parameters.
+    """
     device_facts = rank.device.facts
     optimizer = build_optimizer(rank.config, task.parameter_groups(), **device_facts.optimizer_flags)
     module, optimizer = rank.device.prepare(task, optimizer)
@@ -188,7 +198,7 @@ def _prepare_module(rank: _Rank, task: Task, policy: ComputePolicy) -> tuple[Tas
 def _log_start(
     rank: _Rank, parts: _Parts, tracker: Tracker, schedule: Schedule, planned_updates: int | None
 ) -> None:
-    """Log the environment, the device, the data and the start. Rank 0 stores the tokenizer."""
+    """Log the environment, the device, the data and the start. Rank 0 also stores the tokenizer."""
     config, world = rank.config, rank.world
     if not world.rank:
         parts.tokenizer.save(str(rank.run_dir))
@@ -196,7 +206,7 @@ def _log_start(
     tracker.log("device", parts.policy_record)
     facts = dict(parts.facts)
     if not rank.checkpointer.folders():
-        facts |= first_facts(config, schedule)
+        facts |= new_run_facts(config, schedule)
     facts |= {"ranks": world.size, "accumulate": rank.settings.accumulate, "steps": planned_updates}
     facts["target"] = rank.settings.target
     log_start(config, parts.task, parts.data, tracker, facts)
@@ -218,8 +228,11 @@ def _build_trainer(rank: _Rank, policy: ComputePolicy, tracker: Tracker, stop: S
 
 
 @contextlib.contextmanager
-def _explained(device: Device, trainer: Trainer, classes: int) -> Iterator[None]:
-    """Turn an out-of-memory error of the device into an error that names the batch."""
+def _explained_memory_errors(device: Device, trainer: Trainer, classes: int) -> Iterator[None]:
+    """Return a context that turns an out-of-memory error of the device into an error that names the batch.
+
+    ``classes`` is the number of labels of the tokenizer.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -235,8 +248,9 @@ def _explained(device: Device, trainer: Trainer, classes: int) -> Iterator[None]
 def main(argv: list[str] | None = None, is_watched: bool = False) -> int:
     """Run one rank, write its outcome to ``result.json`` and return the exit code.
 
-    With ``is_watched``, a rank that hangs does not return: the process ends. Rank 0 holds the lock of the
-    run. Each other rank writes its outcome and its output to a folder of its own.
+    ``argv`` is ``[RUN/config.yaml]``. Rank 0 acquires the lock of the run and writes to the run directory.
+    Each other rank writes its outcome and its output to its own folder in ``RUN/ranks``. With ``is_watched``,
+    this function does not return if the rank hangs, because the watchdog ends the process.
     """
     arguments = sys.argv[1:] if argv is None else argv
     path = _config_path(arguments)
@@ -247,10 +261,11 @@ def main(argv: list[str] | None = None, is_watched: bool = False) -> int:
     run_dir = path.parent
     _set_world_variables()
     rank = os.environ.get("RANK", "0")
-    if is_number(rank) and int(rank):  # World.from_environment reports a malformed RANK in ``_attempt``.
+    if is_number(rank) and int(rank):
         with contextlib.suppress(OSError):  # If the disk is full, ``_attempt`` reports it.
-            _print_to(rank_folder(run_dir, int(rank)) / "output.log")
+            _redirect_output(rank_folder(run_dir, int(rank)) / "output.log")
         return _attempt(path, stop, int(rank), is_watched=is_watched)
+    # This is rank 0, or RANK is malformed, which ``_attempt`` reports.
     lock = RunLock(run_dir)
     try:
         lock.acquire()
@@ -272,7 +287,7 @@ def _set_world_variables() -> None:
 
 
 def _config_path(arguments: Sequence[str]) -> Path | None:
-    """Return the path of the config that the arguments name. Without one, print a line and return None."""
+    """Return the path of the config in ``arguments``. If it is missing, print the reason and return None."""
     line = "usage: python -m speechtrain.train_rank RUN/config.yaml"
     if len(arguments) == 1:
         path = Path(arguments[0])
@@ -283,8 +298,8 @@ def _config_path(arguments: Sequence[str]) -> Path | None:
     return None
 
 
-def _print_to(path: Path) -> None:
-    """Append the output of this process and its children to a file."""
+def _redirect_output(path: Path) -> None:
+    """Append stdout and stderr of this process and its children to a file from now on."""
     with open_append(path) as log:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -292,11 +307,11 @@ def _print_to(path: Path) -> None:
 
 
 def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = False) -> int:
-    """Train by the config at ``path``, write the outcome to the rank's folder and return the exit code."""
+    """Train with the config at ``path``, write the outcome to the rank's folder and return the exit code."""
     folder = rank_folder(path.parent, rank)
     attempt, exit_code = Attempt(), 0
-    for former_file in (folder / ERROR, folder / RESULT):
-        former_file.unlink(missing_ok=True)
+    for earlier_file in (folder / ERROR, folder / RESULT):
+        earlier_file.unlink(missing_ok=True)
     try:
         train(load(path), World.from_environment(os.environ), stop, attempt=attempt, is_watched=is_watched)
         result = attempt.result()
@@ -304,7 +319,8 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
         attempt.group.close()
         attempt.unwatch()
     except Exception as error:  # The process ends here. The parent reads the result.
-        # The watchdog stops first. If it reports a hang, its diagnosis is the result and not this error.
+        # The watchdog is stopped first. If it has found a hang, it writes its diagnosis as the result, and
+        # ``unwatch`` does not return.
         attempt.unwatch()
         result = _failed_result(attempt, error, rank)
         exit_code = result["exit_code"]
@@ -315,7 +331,8 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
     except OSError as error:
         print_notice(f"error: {folder / RESULT} cannot be written: {error}")
         exit_code = exit_code or MachineError.exit_code
-    # The trackers end last. They may take seconds, in which the launcher may kill this process.
+    # The trackers are closed after the result is written, because closing may take seconds, in which the
+    # launcher may kill this process.
     attempt.end(result)
     return exit_code
 
@@ -325,34 +342,38 @@ def _failed_result(attempt: Attempt, error: Exception, rank: int) -> dict[str, A
     cause = explain_disk_error(attempt.group.explain_error(error))
     exit_code = cause.exit_code if isinstance(cause, SpeechtrainError) else 1
     attempt.status = "failed"
-    # If several ranks fail, the first failure is the cause.
+    # PeerLost means that another rank has failed before, which is the cause.
     failure = {"rank": rank, "failed_at": time.time(), "is_cause": not isinstance(cause, PeerLost)}
     failure["is_out_of_memory"] = isinstance(cause, OutOfMemory)
     return {**attempt.result(), "error": _message(cause), "exit_code": exit_code, **failure}
 
 
 def _message(error: Exception) -> str:
-    """Return the message of a failed rank, with the restart that follows."""
+    """Return the message of a failed rank. If torchrun restarts the ranks, the message says so."""
     message = str(error)
     if not isinstance(error, SpeechtrainError):
         message = f"{type(error).__name__}: {error}"
-    for restart in _restart(failures=1).values():
+    for restart in _restart_fact(failures=1).values():
         message = f"{message.strip()} (restart {restart} follows)"
     return message.strip()
 
 
-def _restart(failures: int = 0) -> dict[str, str]:
-    """Return the number of torchrun's restart after ``failures`` more failures, if torchrun restarts."""
+def _restart_fact(failures: int = 0) -> dict[str, str]:
+    """Return ``{"restart": "N of LIMIT"}`` for torchrun's restart number N after ``failures`` more failures.
+
+    The mapping is empty if torchrun has not restarted the ranks, or will not restart them.
+    """
     number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + failures
     limit = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     return {"restart": f"{number} of {limit}"} if 0 < number <= limit else {}
 
 
 def end_process(code: int) -> NoReturn:
-    """End the process.
+    """End the process with the exit code ``code``.
 
-    A failed rank ends at once, since its collectives may never end. A rank with a tracker that hangs ends at
-    once, too, since the tracker's library may wait for the same answer when Python exits.
+    Two kinds of ranks end without the exit handlers of Python, which may wait forever: a failed rank among
+    several, whose collectives may never end, and a rank with a tracker that hangs, whose library may wait for
+    a server.
     """
     if is_hanging() or (code and "RANK" in os.environ):
         for stream in (sys.stdout, sys.stderr):

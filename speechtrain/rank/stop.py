@@ -12,19 +12,19 @@ from speechtrain.supervision.process_tree import ancestors_of, is_running
 
 
 class StopRequest:
-    """True after the first SIGTERM or SIGINT. The trainer acts on it at the next step boundary.
+    """A function that returns True after this process has got SIGTERM or SIGINT. Trainers call it every step.
 
-    The launcher starts this process with both signals blocked, and the constructor unblocks them. If the
-    process ``command`` of this host has exited, that counts as a stop request.
+    The launcher starts this process with both signals blocked, and the constructor unblocks them. If
+    ``command`` is set and the process with this pid has exited, that also counts as a stop request.
     """
 
     def __init__(self) -> None:
         self.received = False
-        self.command: int | None = None
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        for number in numbers:
+        self.command: int | None = None  # pid of the command that has started this process
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for number in signals:
             signal.signal(number, self._receive)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = True
@@ -36,10 +36,11 @@ class StopRequest:
 
 
 def stop_with_parent(stop: StopRequest) -> None:
-    """Let the end of the command that started this process on this host act like a SIGTERM (Linux).
+    """Request a stop when the command that started this process on this host ends (Linux only).
 
-    The kernel signals the end of this process's own parent. Agents between it and the command may outlive
-    the command (Intel's mpirun is a script around one), so ``stop`` checks the command in every step.
+    The kernel sends SIGTERM when the parent of this process ends. If the parent is not the command but a
+    process between them, such as mpirun, it may outlive the command. So ``stop`` also checks whether the
+    command runs.
     """
     command = os.environ.pop(PARENT, "")
     if not command:

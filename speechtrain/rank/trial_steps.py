@@ -1,4 +1,4 @@
-"""Training steps that the doctor tries on a recipe's own batches."""
+"""Training steps on a recipe's own batches, with which ``speechtrain doctor`` tests memory and speed."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from speechtrain.task import Task
 from speechtrain.training.autotune import choose_policy
 from speechtrain.training.graph_warmup import padding_batch
 
-_TIMED_BATCHES = 8  # The time of an epoch follows from the steps on this number of micro-batches.
+_TIMED_BATCHES = 8  # micro-batches whose steps are timed, to predict the time of an epoch
 
 
 def smallest_batches(data: DataModule, count: int) -> list[Batch]:
-    """Return the ``count`` micro-batches of the first epoch with the least audio, padding included."""
+    """Return the ``count`` micro-batches of the first epoch with the least audio, including padding."""
 
-    def first_places(total: int) -> Sequence[int]:
+    def first_positions(total: int) -> Sequence[int]:
         return range(min(count, total))
 
-    return _batches(data, first_places)
+    return _batches_by_size(data, first_positions)
 
 
 def smallest_shapes(data: DataModule, count: int) -> list[Batch]:
@@ -38,33 +38,34 @@ def smallest_shapes(data: DataModule, count: int) -> list[Batch]:
     return [padding_batch(*shape) for shape in shapes[:count]]
 
 
-def _evenly(total: int) -> list[int]:
-    """Return the middles of equal intervals of ``total`` places."""
+def _spread_positions(total: int) -> list[int]:
+    """Return ``_TIMED_BATCHES`` positions below ``total``, each in the middle of one of as many intervals."""
     count = min(_TIMED_BATCHES, total)
-    places = []
+    positions = []
     for interval in range(count):
         half_intervals = 2 * interval + 1
-        places.append(total * half_intervals // (2 * count))
-    return places
+        positions.append(total * half_intervals // (2 * count))
+    return positions
 
 
-def _batches(data: DataModule, places_of: Callable[[int], Sequence[int]]) -> list[Batch]:
-    """Return micro-batches of the first epoch by their places in the order of their audio.
+def _batches_by_size(data: DataModule, positions_of: Callable[[int], Sequence[int]]) -> list[Batch]:
+    """Return micro-batches of the first epoch by their positions in the order of their size.
 
-    ``places_of`` maps the number of micro-batches to places. Data without a plan gives its first batches.
+    ``positions_of`` maps the number of micro-batches to the positions. The smallest micro-batch has position
+    0. If the data has no sampler, its first batches are returned instead.
     """
     if not isinstance(data, SpeechData):
-        count = len(places_of(_TIMED_BATCHES))
+        count = len(positions_of(_TIMED_BATCHES))
         return list(itertools.islice(data.train(), count))
     plan = data.sampler.plan(0)
     order = data.sampler.tensor_sizes(0).argsort(kind="stable")
-    places = list(places_of(len(order)))
-    numbers = order[places].tolist()
+    positions = list(positions_of(len(order)))
+    numbers = order[positions].tolist()
     return [data.stream.loader(plan[number]) for number in numbers]
 
 
 class TrialSteps:
-    """Whole training steps of a task on its device, by the compute policy that a run would choose."""
+    """Complete training steps of a task on its device, with the compute policy that a run would choose."""
 
     def __init__(
         self, config: DictConfig, data: DataModule, task: Task, device: Device, precision: Precision
@@ -80,7 +81,7 @@ class TrialSteps:
         self.task, self.device = task, device
 
     def __call__(self, batch: Batch) -> tuple[float, float]:
-        """Train on a batch. Return the loss per unit of weight and the seconds.
+        """Make one update with ``batch``. Return the loss per unit of weight, and the seconds.
 
         Raises ValueError if the loss or the gradient is not finite.
         """
@@ -103,8 +104,11 @@ class TrialSteps:
         return mean_loss, time.perf_counter() - start
 
     def describe_largest_step(self, data: DataModule, rate: int) -> str:
-        """Describe one step on the largest batch of ``data``, whose sample rate is ``rate``."""
-        batch = _batches(data, lambda count: [count - 1])[0]
+        """Make a step on the largest batch of ``data``. Return its shape, loss, time and memory as a line.
+
+        ``rate`` is the sample rate of the audio in Hz.
+        """
+        batch = _batches_by_size(data, lambda count: [count - 1])[0]
         loss, seconds = self(batch)
         rows, labels = batch.labels.shape
         length = int(batch.audio.shape[1]) / rate
@@ -115,14 +119,15 @@ class TrialSteps:
         )
 
     def predict_epoch(self, data: DataModule, ranks: int) -> str:
-        """Predict the time of an epoch of ``ranks`` processes, without validation, from a few steps.
+        """Return a line with the predicted time of an epoch on ``ranks`` ranks, from a few timed steps.
 
-        On a host's device, the workers that load batches compute on the same cores as the steps.
+        Validation is not included.
         """
         start = time.process_time()
-        batches = _batches(data, _evenly)
+        batches = _batches_by_size(data, _spread_positions)
         seconds = 0.0
         if self.device.on_host:
+            # The workers that load batches use the same cores as the steps, so the loading time is added.
             seconds = (time.process_time() - start) / len(usable_cpus())
         for batch in batches:
             self(batch)  # The first step of a shape builds kernels, so only the second step is timed.

@@ -10,18 +10,19 @@ from typing import Any
 
 from speechtrain.run_directory import RunResult, finite_number, metric_text
 
-_POOR_WER, _SILENT_CER = 0.5, 0.9
-_RISE = 1.1  # The loss has risen if the last one is above this multiple of the lowest.
-_FALL = 0.99  # The loss still falls if the last one is below this multiple of the one before.
+_POOR_WER = 0.5  # A run with at least this WER gets advice.
+_SILENT_CER = 0.9  # With at least this CER, the hypotheses have almost nothing of the references.
+_RISE = 1.1  # The loss has risen if the last one is above this multiple of the lowest one.
+_FALL = 0.99  # The loss still falls if the last one is below this multiple of the one before it.
 
 Event = Mapping[str, Any]
 
 
 def advice(result: RunResult, events: Sequence[Event]) -> Iterator[str]:
-    """Yield lines on the ``result`` of a run that has ended. A good result has no lines.
+    """Yield lines of advice on the ``result`` of a run that has ended. A good result has no lines.
 
-    The ``events`` are the rows of ``metrics.jsonl``. The losses are in the events ``valid``, and the amount
-    of speech is in ``start``.
+    ``events`` are the rows of ``metrics.jsonl``. The losses are read from the events ``valid``, and the
+    amount of speech from ``start``.
     """
     metrics = result.last_metrics or {}
     yield from worse_searches(metrics, metrics, "final/")
@@ -30,11 +31,11 @@ def advice(result: RunResult, events: Sequence[Event]) -> Iterator[str]:
     if result.steps == 0:
         yield f"it made no update: raise {limit_of(result)}"
     elif wer is not None and wer >= _POOR_WER:
-        state = "it does not write what was said yet"
+        problem = "it does not write what was said yet"
         if cer is not None and cer < _SILENT_CER:
-            state = "most words have an error"
+            problem = "most words have an error"
         rates = f"{metric_text('wer', wer)}, {metric_text('cer', cer)}"
-        yield f"{state}: {rates}. {_on_time(limit_of(result), events)}"
+        yield f"{problem}: {rates}. {_time_advice(limit_of(result), events)}"
         for event in events:
             if event.get("from data"):
                 amount = str(event["from data"]).partition(":")[0]
@@ -57,17 +58,22 @@ def limit_of(result: RunResult) -> str:
 def worse_searches(usual: Event, searched: Event, prefix: str = "") -> Iterator[str]:
     """Yield a line for each set whose WER in ``searched`` is higher than in ``usual``.
 
-    ``usual`` has the metrics of the decoder of training, and ``searched`` those by another decoder. The
-    names in ``searched`` begin with ``prefix``.
+    ``usual`` has the metrics with the decoder of training, and ``searched`` the metrics with another decoder.
+    The names in ``searched`` begin with ``prefix``.
     """
-    for name, rate in usual.items():
+    for name, usual_rate in usual.items():
+        if not name.endswith("/wer"):
+            continue
         search_rate = finite_number(searched.get(prefix + name))
-        if name.endswith("/wer") and search_rate is not None and search_rate > (finite_number(rate) or 0.0):
-            line = f"{prefix}{name}: {metric_text('wer', search_rate)}, but {metric_text('wer', rate)}"
-            yield f"{line} with the decoder of training, which is better here (docs/decoding.md)"
+        if search_rate is not None and search_rate > (finite_number(usual_rate) or 0.0):
+            rates = f"{metric_text('wer', search_rate)}, but {metric_text('wer', usual_rate)}"
+            yield (
+                f"{prefix}{name}: {rates} with the decoder of training, which is better here "
+                "(docs/decoding.md)"
+            )
 
 
-def _on_time(limit: str, events: Sequence[Event]) -> str:
+def _time_advice(limit: str, events: Sequence[Event]) -> str:
     """Return a sentence on whether more time helps, from the losses of the first evaluation set."""
     validations = [
         event for event in events if event.get("event") == "valid" and finite_number(event.get("loss"))
@@ -75,9 +81,10 @@ def _on_time(limit: str, events: Sequence[Event]) -> str:
     losses = [event["loss"] for event in validations if event.get("set") == validations[0].get("set")]
     if len(losses) < 2:
         return f"It ended with {limit}. Raise it"
-    course = f"The loss of {validations[0].get('set')} was {min(losses):.4g} and ended at {losses[-1]:.4g}"
-    if losses[-1] > _RISE * min(losses):
+    last_loss, lowest_loss = losses[-1], min(losses)
+    course = f"The loss of {validations[0].get('set')} was {lowest_loss:.4g} and ended at {last_loss:.4g}"
+    if last_loss > _RISE * lowest_loss:
         return f"{course}, so more time would not help, and more recordings would"
-    if losses[-1] < _FALL * losses[-2]:
+    if last_loss < _FALL * losses[-2]:
         return f"{course}, still falling: raise {limit}"
     return f"{course}, so more time would give little (it ended with {limit}), and more recordings would help"

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG. A drawing has no text of a run: the page has its titles and labels."""
+"""Line charts as inline SVG. Titles and labels are in the page, so a drawing contains no text of a run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from speechtrain.report.run import Curve
 PALETTE = ("#1d5fc4", "#c2470a", "#0a7a5c", "#8a3ea6", "#8a6a00", "#c0266d", "#4d5966", "#0b7285")
 DASHES: tuple[tuple[int, ...], ...] = ((), (7, 4), (2, 4), (9, 3, 2, 3))
 
-_INCHES = (440 / 72, 260 / 72)  # A unit of the SVG is 1/72 of an inch. CSS scales the drawing to its box.
+_INCHES = (440 / 72, 260 / 72)  # width and height. A unit of the SVG is 1/72 inch, and CSS scales it.
 _GREY = "#5a6675"
 _STYLE: dict[str, Any] = {
     "font.size": 15,
     "svg.fonttype": "none",
-    "svg.hashsalt": "speechtrain",  # the same run gives the same bytes
-    "path.simplify_threshold": 0.5,  # a curve of 10,000 points takes 55 kB, and its peaks remain
+    "svg.hashsalt": "speechtrain",  # With a fixed salt, equal runs give equal bytes.
+    "path.simplify_threshold": 0.5,  # A curve of 10,000 points then has 55 kB, and its peaks remain.
     "lines.scale_dashes": False,
     "axes.grid": True,
     "axes.grid.axis": "y",
@@ -35,22 +35,25 @@ _STYLE: dict[str, Any] = {
     "grid.color": "#dde2e8",
     **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _GREY),
 }
-_SUPERFLUOUS = re.compile(  # the head, names without a reference, the font of the page, invisible digits
+# The parts of an SVG that a page does not need: the text before <svg>, metadata, styles, unused ids, the
+# font, and decimals after the second one.
+_NEEDLESS_PARTS = re.compile(
     r"^.*?(?=<svg)|<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>|(?<=<g) id=\"[^\"]*\""
     r"|font-family: [^;]*; |(?<=\.\d\d)\d+(?=[\s\"])",
     re.DOTALL,
 )
 _TICK_STEPS = (1, 2, 5, 10)
-_MIN_LOG_RATIO = 20.0  # the ratio of the largest to the smallest value that makes an axis logarithmic
-_MAX_DOTS = 30  # the most points of a line whose points are marked
-_LARGEST = 1e100  # the largest value in a drawing, since the arithmetic of an axis overflows beyond
+_MIN_LOG_RATIO = 20.0  # An axis is logarithmic from this ratio of the largest to the smallest value on.
+_MAX_DOTS = 30  # the most points of a line on which each point has a dot
+_LARGEST = 1e100  # Larger values are clipped, because the arithmetic of an axis would overflow.
 
 
 @dataclass(frozen=True)
 class Line:
-    """One curve of a chart. ``colour`` and ``dash`` are numbers in ``PALETTE`` and ``DASHES``, which repeat.
+    """One curve of a chart.
 
-    A faint line is a curve behind its smoothed curve. It is not in the legend.
+    ``colour`` and ``dash`` are positions in ``PALETTE`` and ``DASHES``, modulo their lengths. A faint line is
+    the unsmoothed curve behind a smoothed one. It is not in the legend.
     """
 
     label: str
@@ -62,53 +65,67 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines that share their axes, with values in ``unit``. If it is ``%``, the lines have fractions."""
+    """Lines with common axes. If ``unit`` is ``%``, the values of the lines are fractions."""
 
     title: str
     lines: Sequence[Line]
     unit: str = ""
-    from_zero: bool = False
-    maybe_log: bool = False
+    from_zero: bool = False  # whether the axis begins at 0, unless a value is negative
+    maybe_log: bool = False  # whether the axis is logarithmic for a large ratio of values
     marks: Sequence[float] = ()  # steps with a vertical line
     last_step: float = 1.0  # the end of the axis, which is the same for all charts of a page
 
     @cached_property
     def visible(self) -> list[tuple[Line, np.ndarray]]:
-        """The lines with a finite value, each with its values in the chart's unit. NaN is a missing value."""
+        """The lines with a finite value, each with its values (N,) in the chart's unit.
+
+        NaN is a value that was not finite.
+        """
         scale = 100.0 if self.unit == "%" else 1.0
-        values = [(line, scale * _array(line.curve.y)) for line in self.lines]
-        return [(line, y) for line, y in values if np.isfinite(y).any()]
+        visible = []
+        for line in self.lines:
+            y = scale * _array(line.curve.y)
+            if np.isfinite(y).any():
+                visible.append((line, y))
+        return visible
 
     @property
     def legend(self) -> list[tuple[Line, float, float, float]]:
         """The lines that are not faint, each with its first, last and lowest value."""
-        finite = [(line, y[np.isfinite(y)]) for line, y in self.visible if not line.is_faint]
-        return [(line, y[0], y[-1], y.min()) for line, y in finite]
+        entries = []
+        for line, y in self.visible:
+            if not line.is_faint:
+                finite_y = y[np.isfinite(y)]
+                entries.append((line, finite_y[0], finite_y[-1], finite_y.min()))
+        return entries
 
     @property
     def notes(self) -> str:
-        """The words after the title: unit, type of axis, and the number of values that are missing."""
+        """The text after the title: unit, type of axis, and the number of values that were not finite."""
         notes = [self.unit] if self.unit else []
         if self._is_log:
             notes.append("log")
-        missing = sum(line.curve.y.count(None) for line in self.lines if line.is_faint)
-        if missing:
-            noun = "value" if missing == 1 else "values"
-            notes.append(f"{missing} {noun} not finite")
+        # A smoothed curve hides these values, and a faint line is behind each smoothed curve.
+        not_finite = sum(line.curve.y.count(None) for line in self.lines if line.is_faint)
+        if not_finite:
+            noun = "value" if not_finite == 1 else "values"
+            notes.append(f"{not_finite} {noun} not finite")
         return ", ".join(notes)
 
     @property
     def svg(self) -> str:
+        """The drawing, without title and legend."""
         text = io.StringIO()
         with matplotlib.style.context(["default", _STYLE]):
             figure = Figure(_INCHES, layout="constrained")
             self._draw(figure.add_subplot())
             no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
             figure.savefig(text, format="svg", transparent=True, metadata=no_metadata)
-        return _SUPERFLUOUS.sub("", text.getvalue())
+        return _NEEDLESS_PARTS.sub("", text.getvalue())
 
     def _draw(self, axes: Axes) -> None:
-        for line, y in sorted(self.visible, key=lambda pair: not pair[0].is_faint):
+        # Faint lines are drawn first, behind the others.
+        for line, y in sorted(self.visible, key=lambda visible_line: not visible_line[0].is_faint):
             _draw_line(axes, line, y)
         for step in self.marks:
             axes.axvline(step, color=_GREY, linewidth=1, dashes=(2, 4))
@@ -123,18 +140,18 @@ class Chart:
 
     def _set_log_axis(self, axes: Axes) -> None:
         low, high = self._limits
-        low = max(low, high * 1e-30)  # A reader cannot use an axis over a larger range.
-        margin = (high / low) ** 0.04
-        axes.set(yscale="log", ylim=(low / margin, high * margin))
-        subs = (1, 2, 5) if high / low < 300 else (1,)
-        axes.yaxis.set_major_locator(LogLocator(subs=subs))
+        low = max(low, high * 1e-30)  # An axis over a larger range would show nothing.
+        margin_factor = (high / low) ** 0.04
+        axes.set(yscale="log", ylim=(low / margin_factor, high * margin_factor))
+        ticks_in_decade = (1, 2, 5) if high / low < 300 else (1,)
+        axes.yaxis.set_major_locator(LogLocator(subs=ticks_in_decade))
         axes.yaxis.set_minor_locator(LogLocator(subs=()))
 
     def _set_linear_axis(self, axes: Axes) -> None:
         low, high = self._limits
         begins_at_zero = self.from_zero and low >= 0
         span = high if begins_at_zero else high - low
-        margin = 0.06 * span or 0.1 * abs(high) or 1.0
+        margin = 0.06 * span or 0.1 * abs(high) or 1.0  # A constant curve has no span, and 0 has no height.
         bottom = 0 if begins_at_zero else low - margin
         axes.set_ylim(bottom, high + margin)
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=_TICK_STEPS))
@@ -175,7 +192,10 @@ def _draw_line(axes: Axes, line: Line, y: np.ndarray) -> None:
 
 
 def smooth_curve(curve: Curve) -> Curve:
-    """Return an exponential average over about a fiftieth of the curve, unbiased at its beginning."""
+    """Return an exponential moving average over about a fiftieth of the curve, with bias correction.
+
+    Values that are not finite do not change the average.
+    """
     decay = 1 - 1 / max(1.0, len(curve.x) / 50)
     total = weight = 0.0
     average = Curve()
@@ -189,16 +209,17 @@ def smooth_curve(curve: Curve) -> Curve:
 
 def short_number(value: float) -> str:
     """Return a number for an axis or a legend: ``1.2k``, ``3.4M``, ``0.05``, ``2e-5``."""
-    size = abs(value)
-    if size >= 10_000:
+    magnitude = abs(value)
+    if magnitude >= 10_000:
         for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-            if size >= factor:
+            if magnitude >= factor:
                 return f"{value / factor:.4g}{letter}"
-    if 0 < size < 1e-4:
+    if 0 < magnitude < 1e-4:
         mantissa, _, exponent = f"{value:.2e}".partition("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     return f"{value:.4g}"
 
 
 def _array(values: Sequence[float | None]) -> np.ndarray:
+    """Return values (N,) as float64, with NaN for None, and clipped to a range that an axis can show."""
     return np.clip(np.array(values, dtype=np.float64), -_LARGEST, _LARGEST)

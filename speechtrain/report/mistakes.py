@@ -18,14 +18,14 @@ _MAX_CONFUSIONS = 10
 
 
 def mistakes(examples: Sequence[Example], worst_count: int) -> dict[str, Any]:
-    """Count the word errors of a set by kind, with 95 % intervals of WER and CER.
+    """Return the numbers of word errors of a set by kind, with 95 % intervals of WER and CER.
 
     The intervals are percentiles of 1,000 resamplings of the utterances (Bisani and Ney, 2004), drawn from
     a fixed seed. The result also has the ``worst_count`` utterances with the most word errors, and the ten
-    most frequent confusions. A confusion is [word of the reference, word of the hypothesis, count], and one
-    word is empty for a deleted or inserted word. The order of the examples, which depends on the batches,
-    does not matter.
+    most frequent confusions. A confusion is [word of the reference, word of the hypothesis, count]. The word
+    of the hypothesis is empty for a deletion, and the word of the reference for an insertion.
     """
+    # The order of the examples depends on the batches, and the result must not depend on it.
     examples = sorted(examples, key=lambda example: example.id)
     kinds, confusions, counts = _count_errors(examples)
     rows = [example.row() for example in worst_examples(examples, worst_count)]
@@ -52,7 +52,8 @@ def _count_errors(
     for number, example in enumerate(examples):
         errors = words = 0
         for kind, reference_word, hypothesis_word in align(example.reference, example.hypothesis):
-            words += kind != "insert"
+            if kind != "insert":
+                words += 1
             if kind != "equal":
                 errors += 1
                 kinds[kind] += 1
@@ -62,9 +63,9 @@ def _count_errors(
 
 
 def lines_of(summary: dict[str, Any]) -> list[str]:
-    """Return the result of ``mistakes`` as lines for people."""
-    kinds = ", ".join(f"{summary[name]} {name}" for name in KINDS.values())
-    phrases = [f"{summary['words']} words in {summary['utterances']} utterances: {kinds}"]
+    """Return the result of ``mistakes`` as lines of text."""
+    error_counts = ", ".join(f"{summary[name]} {name}" for name in KINDS.values())
+    phrases = [f"{summary['words']} words in {summary['utterances']} utterances: {error_counts}"]
     for rate in ("wer", "cer"):
         interval = summary[f"{rate}_interval"]
         if interval:

@@ -36,18 +36,20 @@ from speechtrain.run_directory import (
 
 _MAX_SETS = 30  # the most sets in a page's charts and examples
 _MAX_EXAMPLES = 30  # the most examples of one set
-# The most words of a pair of transcripts, and of all pairs. The time of an alignment grows with their square.
+# The most words of a reference and its hypothesis, and of all examples of a page. The time of an alignment
+# grows with the square of its words.
 _MAX_PAIR_WORDS, _MAX_WORDS = 10_000, 100_000
 _LONGEST_NAME = 60  # characters of a run's name in a legend
+# the values of an event that have no curve
 _NO_CURVES = {"event", "time", "step", "steps", "epoch", "eta_s", "set", "seconds"}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric against the step. ``y`` is None at a step whose value was not finite."""
+    """One metric over the steps."""
 
-    x: list[float] = field(default_factory=list)
-    y: list[float | None] = field(default_factory=list)
+    x: list[float] = field(default_factory=list)  # steps
+    y: list[float | None] = field(default_factory=list)  # values, None for a value that was not finite
 
     def append(self, x: float, y: float | None) -> None:
         self.x.append(x)
@@ -71,12 +73,12 @@ class Run:
     """The content of one run directory."""
 
     folder: Path
-    events: list[dict[str, Any]]
-    result: RunResult | None
+    events: list[dict[str, Any]]  # the rows of metrics.jsonl
+    result: RunResult | None  # None while the run has no result.json
     about: About
     stored: StoredConfig
-    skipped: dict[str, list[dict[str, Any]]]
-    notes: tuple[str, ...] = ()  # on content that the page leaves out
+    skipped: dict[str, list[dict[str, Any]]]  # the skipped recordings by reason
+    notes: tuple[str, ...] = ()  # remarks on content that the page leaves out
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -85,8 +87,9 @@ class Run:
 
     @cached_property
     def train(self) -> dict[str, Curve]:
-        """The curves of training by metric, with the metrics of the task."""
+        """The curves of training by metric. The task's own metrics are among them."""
         curves_by_metric = self._curves("train")
+        # The events of training have no set, so each metric has one curve.
         return {metric: next(iter(curves.values())) for metric, curves in curves_by_metric.items()}
 
     @cached_property
@@ -95,7 +98,7 @@ class Run:
         return self._curves("valid")
 
     def _curves(self, event: str) -> dict[str, dict[str, Curve]]:
-        """Return the curves of an event's numbers, by metric and set."""
+        """Return the curves of an event's numbers, by metric and set. The set of events without one is ""."""
         curves: dict[str, dict[str, Curve]] = {}
         for values in self.events_of(event):
             step, set_name = finite_number(values.get("step")), str(values.get("set", ""))
@@ -111,18 +114,23 @@ class Run:
     @cached_property
     def best_step(self) -> float | None:
         """The step of the best checkpoint, which the other commands use. None without a checkpoint."""
-        best = read_best(self.folder)
-        name = (self.result and self.result.checkpoint) or (best and best.name)
+        name = self.result.checkpoint if self.result else None
+        if not name:  # The run goes on, or ended without writing the checkpoint's name.
+            best = read_best(self.folder)
+            name = best.name if best else None
         match = re.fullmatch(r"step-([0-9]{1,15})", str(name))
         return float(match[1]) if match else None
 
     @cached_property
     def examples(self) -> dict[str, tuple[Any, list[dict[str, Any]], int]]:
-        """For each set, the step, the first rows that are short enough, and the number of all rows."""
-        latest = {str(values.get("set", "")): values for values in self.events_of("examples")}
+        """The latest examples by set: their step, the rows that the page shows, and the number of all rows.
+
+        The page shows the first rows of a set, without rows that have too many words.
+        """
+        latest_events = {str(values.get("set", "")): values for values in self.events_of("examples")}
         examples = {}
-        words = 0
-        for name, values in latest.items():
+        words = 0  # of all sets
+        for name, values in latest_events.items():
             rows = [row for row in list_or_empty(values.get("rows")) if isinstance(row, dict)]
             short_rows = []
             for row in rows[:_MAX_EXAMPLES]:
@@ -136,7 +144,7 @@ class Run:
 
     @property
     def warnings(self) -> list[tuple[str, int]]:
-        """Distinct warnings with their counts, in the order of their first appearance."""
+        """The distinct warnings with their counts, in the order of their first appearance."""
         messages = [str(values.get("message", "")) for values in self.events_of("warning")]
         return list(Counter(messages).items())
 
@@ -148,51 +156,60 @@ class Run:
     @property
     def steps(self) -> tuple[int | None, int | None]:
         """The number of updates so far, and the planned number. Each is None if it is not known."""
-        steps: float | None = self.result.steps if self.result else None
-        if steps is None:
-            steps = max(self.numbers("step"), default=None)
+        last_step: float | None = self.result.steps if self.result else None
+        if last_step is None:
+            last_step = max(self.numbers("step"), default=None)
         plans = self.numbers("steps", "start", "train")
         planned_steps = int(plans[-1]) if plans else None
-        done_steps = int(steps) if steps is not None else None
-        return done_steps, planned_steps
+        completed_steps = int(last_step) if last_step is not None else None
+        return completed_steps, planned_steps
 
     @property
     def wall_s(self) -> float | None:
-        """Seconds of work from the result, otherwise from the log without the pauses between attempts."""
+        """The seconds of work, from the result or from the times of the events.
+
+        The pauses between two starts of the run are not counted. None if no event has a time.
+        """
         if self.result and self.result.wall_s is not None:
             return self.result.wall_s
-        attempts: list[list[float]] = []  # the times of each attempt's events
+        times_by_start: list[list[float]] = []  # the times of the events after each start
         for values in self.events:
             event_time = finite_number(values.get("time"))
             if event_time is None:
                 continue
-            if values["event"] == "start" or not attempts:
-                attempts.append([])
-            attempts[-1].append(event_time)
-        if not attempts:
+            if values["event"] == "start" or not times_by_start:
+                times_by_start.append([])
+            times_by_start[-1].append(event_time)
+        if not times_by_start:
             return None
-        return sum(max(times) - times[0] for times in attempts)
+        return sum(max(times) - times[0] for times in times_by_start)
 
     @property
     def parameters(self) -> int | None:
-        """The number of parameters of the network, with those that are not trained."""
+        """The number of parameters of the network, trained or not."""
         counts = self.numbers("parameters", "start")
         return int(counts[-1]) if counts else None
 
     @property
     def device(self) -> str:
-        """Device, precision and number of processes in words, as far as they are known."""
-        targets = (str(self.config.get(f"{part}._target_", "")) for part in ("device", "precision"))
-        device, precision = (target.rpartition(".")[2].lower() for target in targets)
+        """The device, the precision and the number of processes as text, as far as they are known."""
+        facts = [self.about.device or self._class_name("device"), self._class_name("precision")]
         world_size = self.config.get("world_size")
-        processes = f"× {world_size}" if isinstance(world_size, int) and world_size > 1 else ""
-        return " ".join(filter(None, (self.about.device or device, precision, processes)))
+        if isinstance(world_size, int) and world_size > 1:
+            facts.append(f"× {world_size}")
+        return " ".join(filter(None, facts))
+
+    def _class_name(self, key: str) -> str:
+        """Return the name of the class at a key of the config in lower case, or ""."""
+        target = str(self.config.get(f"{key}._target_", ""))
+        return target.rpartition(".")[2].lower()
 
     @property
     def status(self) -> str:
-        """The status of the result. Without a result, it is ``running``, ``killed`` or ``unfinished``.
+        """The status of the result, or without a result ``running``, ``killed`` or ``unfinished``.
 
-        The first two follow from the lock, if it is of this host. Otherwise the run is ``unfinished``.
+        If the lock was taken on this host, its process id shows whether the run is running or was killed.
+        Otherwise the run is unfinished.
         """
         if self.result:
             return self.result.status
@@ -206,6 +223,7 @@ class Run:
         return "running" if psutil.pid_exists(int(holder[1])) else "killed"
 
     def events_of(self, *names: str) -> list[dict[str, Any]]:
+        """Return the events with one of these names."""
         return [values for values in self.events if values["event"] in names]
 
     def numbers(self, key: str, *names: str) -> list[float]:
@@ -216,10 +234,10 @@ class Run:
 
 
 def runs_in(folder: str) -> list[Path]:
-    """Return the run directories in a folder, such as a sweep's.
+    """Return the run directories in ``folder``, such as the folder of a sweep.
 
-    If the folder is itself a run directory, or has none, it is the only element. A link that leads out of the
-    folder is left out, because a page would show or change the run at its target.
+    If the folder is itself a run directory, or has none, the list contains only the folder. A link that leads
+    out of the folder is left out, because a page would show or change the run at its target.
     """
     if Path(folder, CONFIG).is_file():
         return [Path(folder)]
@@ -256,29 +274,36 @@ def read_run(folder: str | Path) -> Run:
 
 
 def _events_of_first_sets(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """Return the events of the first sets and of no set, and the number of sets that are left out."""
-    names = dict.fromkeys(str(values["set"]) for values in events if "set" in values)
-    omitted = set(list(names)[_MAX_SETS:])
+    """Return the events that a page shows, and the number of sets that are left out.
+
+    The events of a set are left out unless it is among the first ``_MAX_SETS`` sets.
+    """
+    set_names = dict.fromkeys(str(values["set"]) for values in events if "set" in values)
+    omitted_sets = set(list(set_names)[_MAX_SETS:])
     shown_events = []
     for values in events:
-        if "set" not in values or str(values["set"]) not in omitted:
+        if "set" not in values or str(values["set"]) not in omitted_sets:
             shown_events.append(values)
-    return shown_events, len(omitted)
+    return shown_events, len(omitted_sets)
 
 
 def hold_secrets(runs: Sequence[Run]) -> bool:
-    """Return whether only the owner may read a page of these runs. It shows configs and command lines."""
+    """Return whether a page of these runs contains a secret, so that only the owner may read it.
+
+    A page shows the configs and the command lines.
+    """
     return any(holds_secret(f"{run.stored.text}\n{asdict(run.about)}") for run in runs)
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """Return a short name for each run: its overrides that other runs do not have.
+    """Return a short name for each run: the overrides that not all runs have.
 
-    If some are empty, equal or too long, the names are the last parts of the paths. With a path that ends in
-    a number (a job of a sweep), the names have at least two parts, so that the sweep's name is in them.
+    If such names are empty, equal or too long, the names are the ends of the runs' paths, with the fewest
+    parts that make them distinct. If a path ends in a number, as the job of a sweep does, the names have at
+    least two parts, so that they contain the name of the sweep.
     """
     names = _distinct_overrides(runs)
-    are_distinct = len(set(names)) == len(names) > 1
+    are_distinct = len(names) > 1 and len(set(names)) == len(names)
     if are_distinct and all(0 < len(name) <= _LONGEST_NAME for name in names):
         return names
     paths = [run.folder.resolve().parts for run in runs]

@@ -1,4 +1,4 @@
-"""The choice ``auto`` of the device: the first device of this host that is usable, and the reason."""
+"""The choice ``device=auto``: the first of cuda, hpu and cpu that this host can use, and the reason."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from speechtrain.runs.choices import choices
 
 AUTO = "auto"
 VARIABLE = "SPEECHTRAIN_DEVICE"
-"""Environment variable: the device that ``auto`` means. Without it, the first usable device is chosen."""
+"""Environment variable with the device that ``auto`` means. If not set, the first usable device is chosen."""
 
 
 @dataclass(frozen=True)
 class AutoDevice:
     """The device that ``auto`` means on this host, and the reason in few words."""
 
-    name: str
+    name: str  # a choice of the group ``device``, such as cuda
     reason: str
-    is_explicit: bool = False  # The user has set it in the environment.
+    is_explicit: bool = False  # true: the user has set the environment variable
 
     def __str__(self) -> str:
         return f"device: {self.name} ({self.reason})"
@@ -47,14 +47,19 @@ def auto_device() -> AutoDevice:
 
 @cache
 def _usable_device() -> AutoDevice:
-    from speechtrain.devices.cuda import CUDA  # torch
+    """Return the first usable device of this host. Its driver is loaded once in each process."""
+    from speechtrain.devices.cuda import CUDA  # imports torch
     from speechtrain.devices.hpu import HPU
 
     return first_usable({"cuda": CUDA().obstacle(), "hpu": HPU().obstacle()})
 
 
 def first_usable(obstacles: Mapping[str, str]) -> AutoDevice:
-    """Return the first device that has no obstacle, in the order of ``obstacles``, or else the CPU."""
+    """Return the first device without an obstacle, or the CPU if each device has one.
+
+    ``obstacles`` has, for each device in the order of preference, the reason why the device is not usable. An
+    empty text means that it is usable.
+    """
     reasons: list[str] = []
     for name, obstacle in obstacles.items():
         if not obstacle:
@@ -64,23 +69,24 @@ def first_usable(obstacles: Mapping[str, str]) -> AutoDevice:
 
 
 def offer_auto(overrides: Sequence[str], config_dir: str | None) -> None:
-    """Set Hydra's choice ``device=auto`` unless ``overrides`` choose another device.
+    """Register the choice ``device=auto`` with Hydra, unless ``overrides`` choose another device.
 
-    Raises ConfigError for a variable that names no device.
+    Raises ConfigError if the environment variable does not name a device.
     """
     device_overrides = [text for text in overrides if key_of_override(text) == "device"]
     if device_overrides and AUTO not in device_overrides[-1]:
-        return  # The driver of no device has to be loaded.
-    choice, names = auto_device().name, choices(config_dir)["device"]
-    if choice not in names:
-        raise ConfigError(f"{VARIABLE}={choice}: the devices are {', '.join(names)}")
-    ConfigStore.instance().store(group="device", name=AUTO, node={"defaults": [choice]})
+        return  # auto_device() would load the drivers of accelerators, which takes time.
+    name = auto_device().name
+    names = choices(config_dir)["device"]
+    if name not in names:
+        raise ConfigError(f"{VARIABLE}={name}: the devices are {', '.join(names)}")
+    ConfigStore.instance().store(group="device", name=AUTO, node={"defaults": [name]})
 
 
 def check_launcher(group_choices: Mapping[str, Any], config: DictConfig) -> None:
-    """Raise ConfigError for ``auto`` with a launcher of other hosts, because their devices are unknown here.
+    """Raise ConfigError for ``device=auto`` if the launcher may start ranks on other hosts.
 
-    ``group_choices`` holds the choice of each group.
+    This host does not know the devices of other hosts. ``group_choices`` has the choice of each group.
     """
     if group_choices.get("device") != AUTO or auto_device().is_explicit:
         return
@@ -90,25 +96,30 @@ def check_launcher(group_choices: Mapping[str, Any], config: DictConfig) -> None
         raise ConfigError(f"{problem}. Add device=cpu, cuda or hpu")
 
 
-def announce_auto(group_choices: Mapping[str, Any], config: DictConfig, ranks: Launcher | None) -> None:
-    """Print the device that ``auto`` means, unless the user has set it. Raises as ``check_launcher``.
+def announce_auto(
+    group_choices: Mapping[str, Any], config: DictConfig, external_launch: Launcher | None
+) -> None:
+    """Print the device that ``device=auto`` means, unless the user has set the environment variable.
 
-    ``ranks`` are the ranks that another program has started. Then no launcher starts any. A dry run prints
-    shell lines on stdout, so its line is on stderr.
+    ``external_launch`` is set if another program has started the ranks, so that ``config.launcher`` is not
+    used. Otherwise this raises ConfigError as ``check_launcher`` does.
     """
     device = auto_device()
     if group_choices.get("device") != AUTO or device.is_explicit:
         return
-    if ranks is None:
+    if external_launch is None:
         check_launcher(group_choices, config)
     if config.dry_run:
-        print(device, file=sys.stderr)
+        print(device, file=sys.stderr)  # The stdout of a dry run has shell lines only.
     else:
         print_line(str(device))
 
 
 def check_same_device(group_choices: Mapping[str, Any], name: str) -> None:
-    """Raise ConfigError if ``auto`` is another device here than ``name``, the one where the sweep started."""
+    """Raise ConfigError if ``device=auto`` means another device on this host than on the first one.
+
+    ``name`` is the device on the host where the sweep started.
+    """
     auto = auto_device()
     if group_choices.get("device") == AUTO and auto.name != name:
         problem = f"device=auto is {name} where the sweep started, and not on this host ({auto})"

@@ -15,14 +15,19 @@ CORPUS = "corpus"
 
 
 def config_dir(argv: Sequence[str]) -> str | None:
-    """Return the folder of ``--config-dir``, the last one if there are several."""
-    line = "\0".join(["", *argv])  # No argument has a null character.
+    """Return the folder of the last ``--config-dir`` or ``-cd``, or None without such an option."""
+    # The option and its value are one argument with "=", or two arguments. A null character separates the
+    # arguments, because it cannot occur in an argument.
+    line = "\0".join(["", *argv])
     folders = re.findall(r"(?<=\0)(?:--config-dir|-cd)[=\0]([^\0]*)", line)
     return folders[-1] if folders else None
 
 
 def choices(folder: str | None) -> dict[str, list[str]]:
-    """Return the sorted names of each group's choices, with those in ``folder``, without base YAMLs."""
+    """Return the sorted choices of each group, from the package and from ``folder``.
+
+    Base YAMLs, whose names start with ``_``, are not choices.
+    """
     names: dict[str, set[str]] = {}
     for config_folder in _config_folders(folder):
         for path in config_folder.glob("*/[!_]*.yaml"):
@@ -31,7 +36,7 @@ def choices(folder: str | None) -> dict[str, list[str]]:
 
 
 def corpora(folder: str | None) -> dict[str, Path]:
-    """Return the file of each corpus by name. A file of the package wins over one in ``folder``."""
+    """Return the YAML file of each corpus by name. A file of the package overrides one in ``folder``."""
     paths = {}
     for config_folder in reversed(_config_folders(folder)):
         for path in sorted(config_folder.glob(f"{CORPUS}/[!_]*.yaml")):
@@ -48,12 +53,13 @@ def _config_folders(folder: str | None) -> list[Path]:
 
 
 def refuse_bases(overrides: Sequence[str], folder: str | None) -> None:
-    """Raise ConfigError for an override that chooses a base YAML, also as one choice of a sweep."""
+    """Raise ConfigError for an override that chooses a base YAML, alone or among the choices of a sweep."""
     for text in overrides:
-        base = re.search(r"(?<![\w.*?-])_\w+", text.partition("=")[2])
+        _, _, value = text.partition("=")
+        base = re.search(r"(?<![\w.*?-])_\w+", value)  # a word that starts with _
         if base is None:
             continue
         group = key_of_override(text)
         names = choices(folder).get(group)
-        if names:
+        if names:  # Otherwise the key is not a group, and its value may start with _.
             raise ConfigError(f"{group}={base[0]}: a base YAML is not a choice, choose {', '.join(names)}")

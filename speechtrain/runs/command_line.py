@@ -15,7 +15,7 @@ from speechtrain.run_directory import ABOUT
 from speechtrain.runs.choices import config_dir
 from speechtrain.runs.external_launch import ExternalLaunch, find_external_launch
 
-# Hydra's options with the values that each accepts. An empty tuple accepts any value, None accepts no value.
+# Hydra's options with the values that each accepts. An empty tuple means any value, None means no value.
 _FLAGS: dict[str, tuple[str, ...] | None] = {
     **dict.fromkeys(("--multirun", "-m", "--resolve", "--run", "-r", "--shell-completion", "-sc")),
     **dict.fromkeys(("--config-dir", "-cd", "--package", "-p"), ()),
@@ -26,7 +26,8 @@ _FLAGS: dict[str, tuple[str, ...] | None] = {
 }
 
 
-_OPENING = ("[", "{", "'", '"')  # A value that starts with one of them is in Hydra's syntax already.
+_OPENING = ("[", "{", "'", '"')
+"""First characters of lists, mappings and quoted texts in Hydra's syntax. Such values are not rewritten."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,12 @@ class Command:
     argv: list[str]  # the arguments as the user gave them
     flags: list[str]  # Hydra's options with their values
     overrides: list[str]  # KEY=VALUE pairs in Hydra's syntax
-    is_sweep: bool
-    config_dir: str | None  # the last one if there are several
-    run_dir: Path | None  # None for a sweep, whose jobs have a directory each
-    external_launch: (
-        ExternalLaunch | None
-    )  # the ranks that another program has started, which no launcher starts
+    is_sweep: bool  # The command has -m.
+    config_dir: str | None  # the user's config folder, from the last --config-dir
+    run_dir: (
+        Path | None
+    )  # the last run_dir=. None without it, and for a sweep, whose jobs have a directory each
+    external_launch: ExternalLaunch | None  # set if another program, such as mpirun, has started the ranks
     swept: tuple[str, ...] = ()  # the keys that differ between the jobs of a sweep
 
     def identity(self, user_files: Mapping[str, str]) -> dict[str, Any]:
@@ -55,10 +56,10 @@ class Command:
 
 
 def read_command(argv: Sequence[str]) -> Command:
-    """Read the arguments, and the rank of this process from the environment.
+    """Return the command of the arguments ``argv``.
 
-    ``allow_targets=`` moves to the environment. Raises ConfigError if another program has started several
-    ranks and ``argv`` does not name the run directory.
+    The rank of this process comes from the environment. ``allow_targets=`` becomes an environment variable.
+    Raises ConfigError if another program has started several ranks and ``argv`` has no ``run_dir=``.
     """
     flags, texts = split_options(translate_arguments(argv))
     overrides = [_with_run_dir(text) for text in texts]
@@ -78,11 +79,11 @@ def read_command(argv: Sequence[str]) -> Command:
 def _with_run_dir(text: str) -> str:
     """Return ``run_dir=RUN`` if ``text`` is a run directory, else ``text``.
 
-    Raises ConfigError if it is another path.
+    Raises ConfigError if ``text`` is another path.
     """
-    if "=" in text or text.startswith("~"):
+    if "=" in text or text.startswith("~"):  # ``~KEY`` deletes a key in Hydra's syntax.
         return text
-    if os.path.isfile(os.path.join(text, ABOUT)):  # Path raises an error for a name that is too long.
+    if os.path.isfile(os.path.join(text, ABOUT)):  # Path.is_file raises an error for a name that is too long.
         return f"run_dir={_quoted(text)}"
     if os.sep in text:
         raise ConfigError(f"{text}: it is neither KEY=VALUE nor a run directory ({ABOUT} is missing)")
@@ -90,7 +91,7 @@ def _with_run_dir(text: str) -> str:
 
 
 def _explicit_run_dir(overrides: Sequence[str]) -> Path | None:
-    """Return the absolute path of the last ``run_dir=``, or None without one."""
+    """Return the absolute path of the last ``run_dir=``, or None without it."""
     for override in reversed(overrides):
         key, _, value = override.partition("=")
         if key == "run_dir":
@@ -104,9 +105,9 @@ def translate_arguments(argv: Sequence[str]) -> list[str]:
     - ``data.train=a.jsonl,b.jsonl`` becomes a list, because Hydra would read it as a sweep.
     - ``data.valid.NAME=…`` and ``data.valid={NAME: …}`` may add names. ``data.valid=FILE`` replaces all sets.
     - A value with letters beyond ASCII is quoted, because Hydra cannot read them otherwise.
-    - ``glob(*)`` leaves out base YAMLs.
+    - ``glob(*)``, which sweeps all choices of a group, excludes base YAMLs.
     - ``final_decoder=`` chooses from the group of decoders.
-    - ``allow_targets=`` moves to the environment, so that no file can set it.
+    - ``allow_targets=`` becomes an environment variable, so that no file can set it.
     """
     from speechtrain.config.schema import BORROWED_GROUPS
     from speechtrain.config.targets import ALLOW_TARGETS
@@ -119,11 +120,11 @@ def translate_arguments(argv: Sequence[str]) -> list[str]:
             continue
         if equals and re.fullmatch(r"\+{0,2}data\.(train|valid(\.[\w-]+)?)", key):
             key, value = _rewrite_sources(key, value)
-        is_bare = not value.startswith(_OPENING) and "${" not in value
-        if is_bare and not value.isascii() and not key.startswith("-"):
+        is_unquoted = not value.startswith(_OPENING) and "${" not in value
+        if is_unquoted and not value.isascii() and not key.startswith("-"):
             value = _quoted_parts(value)
         elif re.fullmatch(r"glob\([^()]*\)", value) and "exclude" not in value:
-            value = f"{value[:-1]},exclude=_*)"
+            value = f"{value.removesuffix(')')},exclude=_*)"
         if equals:
             key = BORROWED_GROUPS.get(key, key)
         rewritten.append(f"{key}{equals}{value}")
@@ -133,10 +134,11 @@ def translate_arguments(argv: Sequence[str]) -> list[str]:
 def _rewrite_sources(key: str, value: str) -> tuple[str, str]:
     """Return key and value of ``data.train=`` or ``data.valid=`` in Hydra's syntax."""
     if "," in value and not value.lstrip().startswith(_OPENING):
-        # Hydra does not merge a list with the mapping of named sets.
+        # Hydra does not merge a list into data.valid, which is a mapping of named sets. So the paths stay one
+        # text, which the reader of the sets splits.
         value = _quoted(value) if key.endswith("data.valid") else f"[{_quoted_parts(value)}]"
     if key.startswith("data.valid") and value != "{}":
-        key = f"++{key}"
+        key = f"++{key}"  # ``++`` allows a name that the default config lacks.
     return key, value
 
 
@@ -155,26 +157,32 @@ def _quoted(text: str) -> str:
 
 
 def _quoted_parts(value: str) -> str:
-    """Return a value with each of its parts, which commas separate, in quotes."""
+    """Return a value whose parts, which commas separate, are quoted one by one."""
     return ",".join(_quoted(part) for part in value.split(","))
 
 
 def split_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return Hydra's options with their values, and the overrides. Hydra's parser refuses a mixture."""
+    """Return two lists: Hydra's options with their values, and the overrides.
+
+    Hydra's parser accepts options only before or after all overrides.
+    """
     options = []
     overrides = []
-    is_value = False
+    is_option_value = False  # The argument is the value of the option before it.
     for argument in argv:
-        if is_value or argument.startswith("-"):
+        if is_option_value or argument.startswith("-"):
             options.append(argument)
         else:
             overrides.append(argument)
-        is_value = not is_value and _FLAGS.get(argument) is not None
+        is_option_value = not is_option_value and _FLAGS.get(argument) is not None
     return options, overrides
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Raise ConfigError for options that replace the config, and for which Hydra would print its usage."""
+    """Raise ConfigError for an unknown option, and for a value that the option does not accept.
+
+    Hydra would print its usage for them. Options that replace the config itself are also refused.
+    """
     remaining = iter(flags)
     for flag in remaining:
         name, equals, value = flag.partition("=")
@@ -182,18 +190,18 @@ def check_flags(flags: Sequence[str]) -> None:
             raise ConfigError(f"{name}: write a recipe, DIR/recipe/NAME.yaml: --config-dir DIR recipe=NAME")
         if name not in _FLAGS:
             raise _unknown_option(name, value)
-        choices = _FLAGS[name]
-        if choices is None:
+        allowed_values = _FLAGS[name]
+        if allowed_values is None:
             if equals:
                 raise ConfigError(f"{flag}: {name} takes no value. Write {name}")
             continue
         if not equals:
             value = next(remaining, "")
-        options = f". It takes {', '.join(choices)}" if choices else ""
+        hint = f". It takes {', '.join(allowed_values)}" if allowed_values else ""
         if not value:
-            raise ConfigError(f"{name} needs a value{options}")
-        if choices and value not in choices:
-            raise ConfigError(f"{name} {value}: the value is unknown{options}")
+            raise ConfigError(f"{name} needs a value{hint}")
+        if allowed_values and value not in allowed_values:
+            raise ConfigError(f"{name} {value}: the value is unknown{hint}")
 
 
 def _unknown_option(name: str, value: str) -> ConfigError:

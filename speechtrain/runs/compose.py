@@ -22,8 +22,8 @@ from speechtrain.runs.auto_device import offer_auto
 from speechtrain.runs.choices import choices, refuse_bases
 from speechtrain.runs.finetuned import offer_finetuned
 
-_CONVERSION = r"Value (.*) of type '\w+' could not be converted to (Integer|Float)\b"
-_KINDS = {"Integer": "an integer", "Float": "a number"}
+_CONVERSION_ERROR = r"Value (.*) of type '\w+' could not be converted to (Integer|Float)\b"
+_TYPE_TEXTS = {"Integer": "an integer", "Float": "a number"}
 
 
 def compose(overrides: list[str], config_dir: str | None = None) -> DictConfig:
@@ -34,7 +34,10 @@ def compose(overrides: list[str], config_dir: str | None = None) -> DictConfig:
 def compose_with_choices(
     overrides: list[str], config_dir: str | None = None
 ) -> tuple[DictConfig, dict[str, Any]]:
-    """Compose one job's config. Return it with the choice of each group. Raises ConfigError."""
+    """Compose one job's config. Return the config, and the choice of each group by its name.
+
+    Raises ConfigError.
+    """
     try:
         return _compose(overrides, config_dir)
     except (HydraException, OmegaConfBaseException) as error:
@@ -42,15 +45,15 @@ def compose_with_choices(
 
 
 def _compose(overrides: list[str], config_dir: str | None) -> tuple[DictConfig, dict[str, Any]]:
-    """Compose as ``compose_with_choices``, with the errors of Hydra."""
+    """Return the same as ``compose_with_choices``, but raise the errors of Hydra and OmegaConf."""
     offer_choices(overrides, config_dir)
-    GlobalHydra.instance().clear()
-    search = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
+    GlobalHydra.instance().clear()  # Hydra refuses a second initialization in one process.
+    search_path = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
     with hydra.initialize_config_module("speechtrain.conf", version_base="1.3"):
-        config = hydra.compose("config", [*search, *overrides], return_hydra_config=True)
+        config = hydra.compose("config", [*search_path, *overrides], return_hydra_config=True)
     with open_dict(config):
-        settings = config.pop("hydra")
-    return config, dict(settings.runtime.choices)
+        hydra_settings = config.pop("hydra")
+    return config, dict(hydra_settings.runtime.choices)
 
 
 def offer_choices(overrides: Sequence[str], config_dir: str | None) -> None:
@@ -64,7 +67,10 @@ def offer_choices(overrides: Sequence[str], config_dir: str | None) -> None:
 
 
 def override_value(text: str) -> Any:
-    """Return the value of one KEY=VALUE for a run that exists. Raises ConfigError."""
+    """Return the parsed value of one ``KEY=VALUE``. Raises ConfigError for a sweep and for ``~KEY``.
+
+    The override is for a run that exists, which has one value for each key.
+    """
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
     except HydraException as error:
@@ -81,31 +87,36 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | None =
     if isinstance(error, OverrideParseException):
         return _explain_syntax(error)
     message = str(error).strip()
-    line = _explain_choice(message, overrides, config_dir) or _explain_key(message, overrides, config_dir)
+    line = _explain_choice(message, overrides, config_dir)
+    if not line:
+        line = _explain_key(message, overrides, config_dir)
     if line:
         return ConfigError(line)
     cause = error.__cause__ or error
     if isinstance(cause, OmegaConfBaseException):
         key = cause.full_key
-        match = re.search(r"(?:merging|override) '?([\w.+@/~]+)=", message)
-        if not key and match:
-            key = match[1]
-        line = _type_message(cause)
+        override = re.search(r"(?:merging|override) '?([\w.+@/~]+)=", message)
+        if not key and override:
+            key = override[1]
+        line = _explain_value(cause)
         return ConfigError(f"{key}: {line}" if key else line)
-    # The message about an unreadable YAML also has the position in the file.
+    # Any other message has several lines, such as the position of an error in a YAML file.
     line = one_line(message)[:300] or type(error).__name__
     if not isinstance(error, HydraException):
         line = f"the command line or a config file: {line}"
     return ConfigError(line)
 
 
-def _type_message(error: OmegaConfBaseException) -> str:
-    """Return OmegaConf's message. A message about a number has the same words as in ``config.check``."""
+def _explain_value(error: OmegaConfBaseException) -> str:
+    """Return the explanation of OmegaConf's error about the type of a value.
+
+    A number is explained in the same words as in ``config.check``.
+    """
     line = first_line(error)
     if line == "Cannot merge DictConfig with ListConfig":
         return "the config has a list here. Write one, such as [{path: FILE, weight: 3}, FILE]"
-    match = re.match(_CONVERSION, line)
-    return f"{match[1]} is not {_KINDS[match[2]]}" if match else line
+    match = re.match(_CONVERSION_ERROR, line)
+    return f"{match[1]} is not {_TYPE_TEXTS[match[2]]}" if match else line
 
 
 def _explain_syntax(error: OverrideParseException) -> ConfigError:
@@ -116,7 +127,7 @@ def _explain_syntax(error: OverrideParseException) -> ConfigError:
     if not text or text.startswith("="):
         return ConfigError(f"{text!r} has no key. Write KEY=VALUE")
     line = first_line(error)
-    cause = "" if line.startswith("Lexer") else f" ({line})"
+    cause = "" if line.startswith("Lexer") else f" ({line})"  # A message of the lexer is hard to understand.
     fix = "Close brackets and quotes, or quote the value for Hydra: KEY='\"VALUE\"' in a shell"
     return ConfigError(f"{text!r} cannot be read{cause}. {fix}")
 
@@ -126,6 +137,7 @@ def _explain_choice(message: str, overrides: Sequence[str], config_dir: str | No
     match = re.search(r"Could not find '([^']*)/([^'/]*)'", message)
     if match:
         group, choice = match.groups()
+        # Hydra lists the choices on lines that start with a tab. Base YAMLs, which start with _, are omitted.
         options = re.findall(r"^\t([^\s_]\S*)$", message, flags=re.MULTILINE)
         hint = nearest(choice, options)
         if options:
@@ -138,7 +150,7 @@ def _explain_choice(message: str, overrides: Sequence[str], config_dir: str | No
         return ""
     for text in overrides:
         if re.fullmatch(r"[\w/@]*=(null|[\d.]+|true|false)", text, flags=re.IGNORECASE):
-            # The default is an example, for an override of an unknown group.
+            # The choices of an unknown group are not known, so the message has an example instead.
             names = choices(config_dir).get(key_of_override(text), ["model=rnnt"])
             return f"{text}: a group takes a name: {', '.join(names)}"
     return "the command line: a group takes a name: model=rnnt"
@@ -167,50 +179,55 @@ def _explain_key(message: str, overrides: Sequence[str], config_dir: str | None)
 
 
 def _nearest_key(key: str, keys: set[str]) -> str:
-    """Return a hint with the nearest of all ``keys``, else with the nearest key of the same parent."""
+    """Return a hint to a valid key, as the end of a message about an unknown ``key``.
+
+    The hint is the first of these that exists: the key with the most similar text, the most similar key of
+    the same parent, all keys of this parent, a key of another parent with the same last part.
+    """
     hint = nearest(key, keys)
     if hint:
         return hint
     parent, _, leaf = key.rpartition(".")
-    siblings = set()
-    namesakes = set()
+    siblings = set()  # keys directly below the parent, without the parent's name
+    same_leaf_keys = set()
     for name in keys:
         if parent and name.startswith(f"{parent}."):
             siblings.add(name.removeprefix(f"{parent}.").split(".")[0])
         if name.rpartition(".")[2] == leaf:
-            namesakes.add(name)
+            same_leaf_keys.add(name)
     if siblings:
         return nearest(leaf, siblings) or f", {parent} has {', '.join(sorted(siblings))}"
-    if namesakes:
-        return f", did you mean {min(namesakes)!r}?"
+    if same_leaf_keys:
+        return f", did you mean {min(same_leaf_keys)!r}?"
     return ", --cfg job lists every key"
 
 
 def key_for_option(option: str) -> str:
     """Return the key that an option such as ``--max-steps`` names, or an empty text."""
     name = option.lstrip("-").replace("-", "_")
-    # A chosen device avoids the default ``auto``, which would look for an accelerator.
-    keys = [key for key in sorted(_config_keys(["device=cpu"], None)) if f".{key}".endswith(f".{name}")]
-    return min(keys, key=len, default="")
+    # The choice of a device avoids the default ``auto``, which would load the drivers of accelerators.
+    config_keys = sorted(_config_keys(["device=cpu"], None))
+    matches = [key for key in config_keys if f".{key}".endswith(f".{name}")]
+    return min(matches, key=len, default="")
 
 
 @lru_cache(maxsize=64)
 def _composed_keys(group_overrides: tuple[str, ...], config_dir: str | None) -> set[str]:
-    """Compose a config with ``group_overrides``, and return its keys and groups."""
+    """Compose a config with ``group_overrides``, and return its keys and the keys of its groups."""
     config, _ = _compose(list(group_overrides), config_dir)
     values = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     keys = set()
-    for key in flat(values):
-        path = key.split(".")
-        for depth in range(1, len(path) + 1):
-            keys.add(".".join(path[:depth]))
+    for leaf_key in flat(values):
+        parts = leaf_key.split(".")
+        for depth in range(1, len(parts) + 1):
+            keys.add(".".join(parts[:depth]))
     return {key for key in keys if not key.endswith("_target_")}
 
 
 def _config_keys(overrides: Sequence[str], config_dir: str | None) -> set[str]:
-    """Return every key of a config with the same group choices as ``overrides``.
+    """Return every key and group of a config with the same group choices as ``overrides``.
 
-    If these choices do not compose, the keys of the default config are returned.
+    If Hydra cannot compose these choices, the keys of the default config are returned.
     """
     group_overrides = []
     for override in overrides:
@@ -219,9 +236,11 @@ def _config_keys(overrides: Sequence[str], config_dir: str | None) -> set[str]:
         is_group = "." not in key and not key.startswith(("+", "~"))
         if value and is_group and not is_sweep:
             group_overrides.append(override)
-    for attempt in (tuple(group_overrides), ()):
+    for choices_to_try in (tuple(group_overrides), ()):
         try:
-            return _composed_keys(attempt, config_dir)
-        except Exception:  # The keys explain another error, which this one must not replace.
+            return _composed_keys(choices_to_try, config_dir)
+        except (
+            Exception
+        ):  # The keys are for the message of an earlier error, which this error must not replace.
             continue
     return set()

@@ -1,4 +1,8 @@
-"""Ranks that another program has started, such as mpirun: rank 0 composes, and the others wait and join."""
+"""The launch of ranks that another program, such as mpirun, has started.
+
+Each rank runs the same ``speechtrain train`` command. Rank 0 composes the config and writes a message into
+the run directory. The other ranks wait for this message, and train with the config that rank 0 has written.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +28,10 @@ RENDEZVOUS = "rendezvous.json"
 """File in the run directory: the message of rank 0 to the other ranks of this start."""
 
 _RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", RANK_MEMORY)
-"""The variables that rank 0 passes on. If the file has another one, someone else wrote the file."""
+"""The variables that rank 0 sends to the other ranks. A file with another variable is not from rank 0."""
 _POLL_SECONDS = 0.1
 _WAIT_SECONDS = 600.0
-# Variables that differ between two starts, if the starting program sets them.
+# Variables by which the starting programs distinguish one start from another.
 _START_VARIABLES = (
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
@@ -39,16 +43,16 @@ _START_VARIABLES = (
 
 @dataclass
 class ExternalLaunch(Launcher):
-    """The launcher of ranks that run already. Each rank has one.
+    """The launcher of ranks that another program has started. Each rank has its own object.
 
-    Rank 0 composes the config and trains in ``launch``. The others wait in ``join`` for its message in
-    ``run_dir``, and train.
+    Rank 0 composes the config, sends its message and trains in ``launch``. The other ranks wait for the
+    message and train in ``join``.
     """
 
-    world: World
+    world: World  # the rank of this process, and the number of ranks
     run_dir: Path
-    files = (RENDEZVOUS,)  # This is a class attribute of Launcher: the files that a launch leaves in run_dir.
-    is_sent: bool = field(default=False, init=False)  # Rank 0 has written its message.
+    files = (RENDEZVOUS,)  # overrides the class attribute of Launcher: the files that a launch writes
+    is_sent: bool = field(default=False, init=False)  # true: rank 0 has written its message
 
     def check(self, job: Job) -> None:
         if job.world_size != self.world.size:
@@ -72,14 +76,14 @@ class ExternalLaunch(Launcher):
         return f"# {self.world.size} processes were started together. Each runs\n" + " ".join(job.command)
 
     def _train(self, job: Job) -> int:
-        """Run the rank of this process and return its exit code."""
-        # The program before the command sets the device's variables for the ranks on these CPUs.
+        """Run the rank of this process in a child process and return its exit code."""
+        # ``runs.on_host`` sets the device's variables. The number of threads depends on the number of ranks.
         command = job.on_host(job.command, ranks=_ranks_on_these_cpus(self.world))
         return supervise(command, job.environ())
 
     @contextmanager
     def reporting_exit_code(self) -> Iterator[None]:
-        """Return the context of rank 0. If it ends before rank 0 trains, the others get its exit code."""
+        """Return a context for rank 0. If it ends before rank 0 trains, the other ranks get the exit code."""
         (self.run_dir / RENDEZVOUS).unlink(missing_ok=True)
         code = 1
         try:
@@ -99,7 +103,10 @@ class ExternalLaunch(Launcher):
         write_json(self.run_dir / RENDEZVOUS, {"start": _start_identity(self.world), **content})
 
     def join(self) -> int:
-        """Wait for the message of rank 0, train a rank other than 0, and return the exit code."""
+        """Wait for the message of rank 0, train this rank, which is not rank 0, and return its exit code.
+
+        If rank 0 has failed before training, its exit code is returned.
+        """
         message = self._receive()
         if "code" in message:
             return int(message["code"])
@@ -114,7 +121,10 @@ class ExternalLaunch(Launcher):
         return Preempted.exit_code if result and result.status == "preempted" else code
 
     def _receive(self) -> dict[str, Any]:
-        """Wait for the message of rank 0 and return it. Raises MachineError after ten minutes."""
+        """Wait for the message that rank 0 of this start writes, and return it.
+
+        Raises MachineError after ten minutes.
+        """
         start_time = time.monotonic()
         path = self.run_dir / RENDEZVOUS
         while time.monotonic() - start_time < _WAIT_SECONDS:
@@ -129,9 +139,10 @@ class ExternalLaunch(Launcher):
 
 
 def find_external_launch(run_dir: Path | None) -> ExternalLaunch | None:
-    """Return the launcher of the ranks that were started together, or None if this process is alone.
+    """Return the launcher if another program has started this process as one of several ranks, else None.
 
-    Raises ConfigError if there are several ranks and the command line does not name the run directory.
+    Raises ConfigError if there are several ranks and ``run_dir`` is None. Each rank would otherwise choose a
+    run directory.
     """
     world = World.from_environment(os.environ)
     if world.size == 1:
@@ -145,24 +156,28 @@ def find_external_launch(run_dir: Path | None) -> ExternalLaunch | None:
 
 
 def _ranks_on_these_cpus(world: World) -> int:
-    """Return the number of ranks of this host that share CPUs with this process.
+    """Return the number of ranks on this host that share CPUs with this process, including this one.
 
-    The starting program may bind each rank to other CPUs. If this process does not see every rank of the
-    host, it assumes that all of them share its CPUs.
+    The starting program may bind each rank to different CPUs. If the other ranks of this host are not all
+    visible as siblings of this process, all of them are assumed to share its CPUs.
     """
-    shares_cpus = []
-    with suppress(MachineError, OSError, AttributeError):  # Python lacks the affinity on some systems.
+    visible_ranks = 0
+    sharing_ranks = 0
+    with suppress(MachineError, OSError, AttributeError):  # Some systems have no os.sched_getaffinity.
         for pid, environment in siblings_of(os.getpid()).items():
             if World.from_environment(environment).size > 1:
-                shares_cpus.append(bool(os.sched_getaffinity(pid) & os.sched_getaffinity(0)))
+                common_cpus = os.sched_getaffinity(pid) & os.sched_getaffinity(0)
+                visible_ranks += 1
+                if common_cpus:
+                    sharing_ranks += 1
     # A rank is not visible if another process has started it, or if it has ended.
-    are_all_visible = len(shares_cpus) == world.local_size - 1
-    return 1 + sum(shares_cpus) if are_all_visible else world.local_size
+    are_all_visible = visible_ranks == world.local_size - 1
+    return 1 + sharing_ranks if are_all_visible else world.local_size
 
 
 def _start_identity(world: World) -> list[str]:
-    """Return values that all processes of this start share, and processes of another start do not."""
+    """Return values that are equal in all ranks of one start, and differ between two starts."""
     values = [os.environ.get(name, "") for name in _START_VARIABLES]
     if world.local_size == world.size:
-        values.append(str(os.getppid()))  # MPICH sets none of these variables.
+        values.append(str(os.getppid()))  # MPICH sets none of these variables, but its ranks have one parent.
     return [*values, str(world.size)]

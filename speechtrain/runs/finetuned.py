@@ -1,4 +1,7 @@
-"""The choice ``finetuned`` of model, encoder and tokenizer. It has the values of the run at ``init_from``."""
+"""The choice ``finetuned`` of model, encoder and tokenizer, which copies these groups from ``init_from``.
+
+``init_from`` is a run or a folder of weights. The choice is computed, and has no YAML file.
+"""
 
 from __future__ import annotations
 
@@ -17,58 +20,68 @@ from speechtrain.errors import ConfigError
 from speechtrain.files import absolute_path, yaml_text
 from speechtrain.run_directory import CONFIG, run_of
 
-_DEFAULTS = {"model": "ctc", "encoder": "wav2vec2", "tokenizer": "auto"}  # for weights without a run
+_DEFAULTS = {"model": "ctc", "encoder": "wav2vec2", "tokenizer": "auto"}
+"""Choices of the groups that ``init_from`` does not decide."""
 FINETUNED = "finetuned"
-_IMPORTED = Path("encoder", "imported.yaml")  # in a folder that speechtrain export --from has written
+_IMPORTED_ENCODER = Path("encoder", "imported.yaml")
+"""The encoder's config in a folder that ``speechtrain export --from`` has written."""
 
 
 def offer_finetuned(overrides: Sequence[str]) -> None:
-    """Set Hydra's choice ``finetuned`` from the ``init_from`` among ``overrides``.
+    """Register the choice ``finetuned`` with Hydra, from the ``init_from`` among ``overrides``.
 
-    If ``init_from`` is swept, its first value counts. Each job then composes with its own value. Raises
-    RunError, ConfigError or DataError for a damaged file.
+    If a sweep varies ``init_from``, its first value is used here. Each job later composes again with its own
+    value. Raises RunError, ConfigError or DataError for a damaged file.
     """
     nodes: dict[str, Any] = {group: {"defaults": [choice]} for group, choice in _DEFAULTS.items()}
     weights = _initial_weights(overrides)
     if weights is not None:
-        nodes |= _nodes_of(weights, is_encoder_set="encoder" in map(key_of_override, overrides))
+        is_encoder_set = "encoder" in map(key_of_override, overrides)
+        nodes |= _nodes_of(weights, is_encoder_set=is_encoder_set)
     for group, node in nodes.items():
         ConfigStore.instance().store(group=group, name=FINETUNED, node=node)
 
 
 def _initial_weights(overrides: Sequence[str]) -> Path | None:
-    """Return the path of the last ``init_from`` among ``overrides``, or None without one."""
+    """Return the path that the last ``init_from`` among ``overrides`` names, or None.
+
+    Of a model on the Hugging Face hub, the files without the weights are downloaded first.
+    """
     texts = [text for text in overrides if key_of_override(text) == "init_from"]
     if not texts:
         return None
     parser = OverridesParser.create()
     override = parser.parse_override(texts[-1])
     if override.is_sweep_override():
-        override = parser.parse_override(f"init_from={next(iter(override.sweep_string_iterator()))}")
-    name = override.value()
-    if str(name).startswith("hf:"):
+        first_value = next(iter(override.sweep_string_iterator()))
+        override = parser.parse_override(f"init_from={first_value}")
+    source = override.value()
+    if str(source).startswith("hf:"):
         from speechtrain.interop.hub import folder_of
 
-        return folder_of(str(name), weights=False)
-    return absolute_path(str(name)) if name else None
+        return folder_of(str(source), weights=False)
+    return absolute_path(str(source)) if source else None
 
 
 def _nodes_of(weights: Path, *, is_encoder_set: bool) -> dict[str, Any]:
-    """Return the nodes of the groups that the weights decide.
+    """Return the config nodes of the groups that ``weights`` decides, by group.
 
-    A run without labels, which is pretraining, decides only the encoder. Weights without a run give the sizes
-    that they name, unless the command sets the encoder.
+    - A run decides model, encoder and tokenizer. A pretraining run, which has no labels, decides only the
+      encoder.
+    - A folder of ``speechtrain export --from`` decides the encoder.
+    - Weights of another system decide the sizes of the encoder, unless the command sets the encoder.
     """
-    run = run_of(weights)
-    if run is not None:
+    run_dir = run_of(weights)
+    if run_dir is not None:
         from speechtrain.config.stored import read_config  # imports torch
 
-        config = read_config(run)
+        config = read_config(run_dir)
         has_labels = cast("Any", part_class("tokenizer", config.tokenizer)).reads_text
         groups = _DEFAULTS if has_labels else ["encoder"]
-        return {group: _checked_node(config[group], run / CONFIG) for group in groups}
-    if (weights / _IMPORTED).is_file():
-        return {"encoder": _imported_encoder(weights / _IMPORTED)}
+        return {group: _checked_node(config[group], run_dir / CONFIG) for group in groups}
+    imported = weights / _IMPORTED_ENCODER
+    if imported.is_file():
+        return {"encoder": _imported_encoder(imported)}
     if is_encoder_set or not weights.exists():
         return {}
     from speechtrain.interop.weights import read_nodes  # imports torch
@@ -86,7 +99,11 @@ def _imported_encoder(path: Path) -> Any:
 
 
 def _checked_node(node: Any, source: Path) -> Any:
-    """Return a node of another run or of imported weights. Raises ConfigError if it refers to other keys."""
+    """Return ``node`` as a plain mapping. It comes from the file ``source`` of another run or of weights.
+
+    Raises ConfigError if it refers to other keys, to the environment or to other choices of Hydra, because
+    these would have other values in this run.
+    """
     if OmegaConf.is_config(node):
         node = OmegaConf.to_container(node)
     if not isinstance(node, dict) or "${" in str(node):

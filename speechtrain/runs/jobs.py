@@ -1,4 +1,7 @@
-"""Hydra's app: it composes the config of each job of a command and starts the job's run."""
+"""The jobs of ``speechtrain train``: Hydra composes the config of each job, then the run of the job starts.
+
+A command has one job. With ``-m`` it is a sweep, which has several jobs.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +53,11 @@ _CONFIG_PATH = "pkg://speechtrain.conf"
 def start_jobs(command: Command, names: RunNames) -> None:
     """Compose the config of each job of ``command`` and start its run. A run that exists continues.
 
-    There is one job, or with ``-m`` all jobs of a sweep, through Hydra's sweeper and launcher. If a job of a
-    sweep fails, it is reported and the others run. Raises ConfigError if Hydra refuses the command,
-    MachineError if a folder cannot be made, and the SpeechtrainError of a job. Empty folders are removed.
+    Hydra's sweeper and launcher run the jobs of a sweep. If one of these jobs fails, its error is printed and
+    the remaining jobs run. At the end, the empty folders that Hydra has made are removed.
+
+    Raises ConfigError if Hydra refuses the command, MachineError if a folder cannot be made, and the
+    SpeechtrainError of a job that failed.
     """
     folders = _Folders()
     jobs = _Jobs(command)
@@ -62,15 +67,15 @@ def start_jobs(command: Command, names: RunNames) -> None:
             register_study(command.overrides)
             offer_choices(command.overrides, command.config_dir)
             main = hydra.main(version_base="1.3", config_path=_CONFIG_PATH, config_name="config")
-            app = main(lambda config: jobs(config))
+            app = main(lambda config: jobs(config))  # Hydra needs a function, and not a callable object.
             _run(app, command.flags)
     except SpeechtrainError:
         raise
-    except Exception as error:  # Composing has raised it. The errors of jobs end in ``jobs``.
-        # The error of a missing choice is an OSError and a HydraException.
+    except Exception as error:  # Hydra raised it while composing. ``jobs`` catches the errors of jobs.
+        # An OSError is about a folder, except Hydra's error of a missing choice, which has both types.
         if isinstance(error, HydraException) or not isinstance(error, OSError):
             raise explain(error, command.overrides, command.config_dir) from error
-        if error.filename is None:  # The error is one of stdout.
+        if error.filename is None:  # stdout cannot be written.
             raise
         cause = f"{error.filename}: {error.strerror}"
         raise MachineError(f"{cause}. Set run_dir or OUTPUT_DIR to a writable folder") from error
@@ -81,17 +86,23 @@ def start_jobs(command: Command, names: RunNames) -> None:
 
 
 def _register_resolvers(command: Command, names: RunNames, folders: _Folders, jobs: _Jobs) -> None:
-    """Register the resolvers of run names and folders, which the settings of Hydra in the config use."""
+    """Register the resolvers of run names and folders.
+
+    The settings of Hydra in conf/config.yaml use them as ``${speechtrain.run_name:}``. OmegaConf passes the
+    whole config to a resolver as ``_root_``.
+    """
 
     def run_name(*, _root_: DictConfig) -> str:
         settings = _root_.hydra
-        trial = trial_of(settings)
-        if trial is not None:
-            return f"trial-{trial:03}"
+        trial_number = trial_of(settings)
+        if trial_number is not None:
+            return f"trial-{trial_number:03}"
         return names.name(settings.runtime.choices, _overrides(settings), _swept_keys(command, settings))
 
     def run_dir(*, _root_: DictConfig) -> str:
-        return folders.expect(str(_root_.run_dir or base_folder() / run_name(_root_=_root_)))
+        if _root_.run_dir:
+            return folders.note_missing(str(_root_.run_dir))
+        return folders.note_missing(str(base_folder() / run_name(_root_=_root_)))
 
     def sweep_dir(*, _root_: DictConfig) -> str:
         folder = str(_root_.run_dir or base_folder())
@@ -99,8 +110,9 @@ def _register_resolvers(command: Command, names: RunNames, folders: _Folders, jo
             folder = f"{folder}/study-{run_name(_root_=_root_)}"
         jobs.sweep_dir = folder
         if _root_.dry_run:
-            folders.expect(f"{folder}/multirun.yaml")
-        return folders.expect(folder)
+            # Hydra writes this file in a dry run also, which must leave no files.
+            folders.note_missing(f"{folder}/multirun.yaml")
+        return folders.note_missing(folder)
 
     for resolver in (run_name, run_dir, sweep_dir):
         OmegaConf.register_new_resolver(f"speechtrain.{resolver.__name__}", resolver, replace=True)
@@ -108,70 +120,88 @@ def _register_resolvers(command: Command, names: RunNames, folders: _Folders, jo
 
 @contextlib.contextmanager
 def _process_of(command: Command) -> Iterator[None]:
-    """Give this process the arguments of ``command`` and the environment variables that Hydra needs."""
-    arguments = sys.argv
-    variables = {"HYDRA_FULL_ERROR": "1"}  # Hydra then raises an error instead of printing lines.
+    """Return a context with the ``sys.argv`` and the environment variables that Hydra needs for ``command``.
+
+    Its end restores both.
+    """
+    original_argv = sys.argv
+    variables = {"HYDRA_FULL_ERROR": "1"}  # With it, Hydra raises an error instead of printing lines.
     if command.is_sweep:
-        variables["PYTHONSAFEPATH"] = "1"  # The workers of joblib and the jobs of submitit need it.
-    missing = variables.keys() - os.environ.keys()
+        # The workers of joblib and the jobs of submitit inherit it: no imports from the current folder.
+        variables["PYTHONSAFEPATH"] = "1"
+    new_names = variables.keys() - os.environ.keys()
     logging.raiseExceptions = False  # logging would print an error for a closed pipe, as in --info | head.
-    sys.argv = [arguments[0], *command.flags, *command.overrides]
+    sys.argv = [original_argv[0], *command.flags, *command.overrides]
     os.environ |= variables
     try:
         yield
     finally:
-        sys.argv = arguments
-        for name in missing:
+        sys.argv = original_argv
+        for name in new_names:
             os.environ.pop(name, None)
 
 
 def _run(app: Callable[[], object], flags: Sequence[str]) -> None:
-    """Run Hydra's ``app``. If it prints shell completions, they are printed without base YAMLs."""
-    if not {"--shell-completion", "-sc"} & {*flags}:
+    """Run Hydra's ``app``. Shell completions are printed without base YAMLs, whose names start with ``_``."""
+    prints_completions = bool({"--shell-completion", "-sc"} & {*flags})
+    if not prints_completions:
         with contextlib.suppress(_Stop):
             app()
         return
     with contextlib.redirect_stdout(io.StringIO()) as completions:
         app()
+    # Completions are separated by white space. A choice has its group before it: GROUP=_NAME.
     print(re.sub(r"(?<!\S)(\S*=)?_\w+\s?", "", completions.getvalue()), end="")
 
 
 def _overrides(settings: Any) -> list[str]:
-    """Return the explicit overrides of a job. An interpolation in them stays as it is."""
+    """Return the overrides of a job as the user wrote them, with interpolations unresolved.
+
+    ``settings`` is the node ``hydra`` of the config, here and below.
+    """
     overrides = OmegaConf.to_container(settings.overrides.task, resolve=False)
     return [str(override) for override in overrides or ()]
 
 
 def _swept_keys(command: Command, settings: Any) -> tuple[str, ...]:
-    """Return the keys of a job that its sweep varies: each key that the command does not set to one value."""
+    """Return the keys whose values the sweep of a job varies.
+
+    They are the keys of the job's overrides that ``command`` does not set to a single value.
+    """
     if settings.mode != RunMode.MULTIRUN:
         return ()
     fixed_keys = set()
     for override in OverridesParser.create().parse_overrides(command.overrides):
         if not override.is_sweep_override():
             fixed_keys.add(key_of_override(override.input_line or ""))
-    return tuple(key for key in map(key_of_override, _overrides(settings)) if key not in fixed_keys)
+    job_keys = map(key_of_override, _overrides(settings))
+    return tuple(key for key in job_keys if key not in fixed_keys)
 
 
 def _start(job: Command, config: DictConfig, settings: Any) -> RunResult:
-    """Start or continue the run of a job from its composed ``config``, and return its result."""
+    """Start or continue the run of a job, and return its result.
+
+    ``job`` is the command with the overrides of this job, and ``config`` is what Hydra has composed from it.
+    """
     # The path is absolute, because ranks on other hosts and a resumed command must use the same folder.
     run_dir = Path(settings.runtime.output_dir).resolve()
     user_files = user_yaml_files(settings.runtime.choices, job.config_dir)
     if (run_dir / CONFIG).is_file():
-        if config.run_dir is None:
+        if config.run_dir is None:  # The run was found by its keys, not named by the user.
             require_started(run_dir)
         config = config_to_continue(run_dir, job)
     else:
         config = _new_config(job, config, settings, run_dir)
-        follow_data(config, explicit_keys(job.overrides, user_files), is_plan=settle_needs(config))
+        is_plan = settle_needs(config)  # A dry run with missing data only prints a plan.
+        follow_data(config, explicit_keys(job.overrides, user_files), is_plan=is_plan)
     return start_run(job, config, user_files)
 
 
 def _new_config(job: Command, config: DictConfig, settings: Any, run_dir: Path) -> DictConfig:
-    """Return the config of a new run in ``run_dir``. The keys that follow from its data are still open."""
+    """Return the config of a new run in ``run_dir``. ``follow_data`` sets the keys that its data decides."""
     announce_auto(settings.runtime.choices, config, job.external_launch)
     if job.is_sweep and FINETUNED in settings.runtime.choices.values():
+        # Hydra has composed with the first init_from of the sweep. Compose again with this job's init_from.
         config = compose(job.overrides, job.config_dir)
     config.run_dir = str(run_dir)
     _refuse_other_validation(job, config, str(settings.runtime.choices.get("data")))
@@ -186,12 +216,13 @@ def _new_config(job: Command, config: DictConfig, settings: Any, run_dir: Path) 
 
 
 def _refuse_other_validation(job: Command, config: DictConfig, choice: str) -> None:
-    """Raise ConfigError if files replace the training set of a corpus.
+    """Raise ConfigError if the user's files replace only the training set of a corpus that is a class.
 
-    The validation sets of the corpus would then choose the best checkpoint. ``choice`` is the value of
-    ``data=``.
+    Such a run would validate, and choose its best checkpoint, on recordings of the corpus. ``choice`` is the
+    value of ``data=``.
     """
-    if "data.train" not in map(key_of_override, job.overrides) or isinstance(config.data.train, DictConfig):
+    is_train_explicit = "data.train" in map(key_of_override, job.overrides)
+    if not is_train_explicit or isinstance(config.data.train, DictConfig):
         return
     data: Any = OmegaConf.to_container(compose([f"data={choice}"], job.config_dir).data)
     if isinstance(data.get("train"), dict):
@@ -199,19 +230,24 @@ def _refuse_other_validation(job: Command, config: DictConfig, choice: str) -> N
 
 
 class _Folders:
-    """The folders and files that Hydra makes. Files and empty folders are removed when the command ends."""
+    """The paths that did not exist before Hydra made them.
+
+    When the command ends, its empty folders and Hydra's files are removed.
+    """
 
     def __init__(self) -> None:
         self.missing: set[Path] = set()
 
-    def expect(self, path: str) -> str:
-        """Return ``path``, which Hydra may make, and note it and its parents if they are missing."""
-        absolute = Path(path).absolute()
-        self.missing |= {member for member in (absolute, *absolute.parents) if not member.exists()}
+    def note_missing(self, path: str) -> str:
+        """Store ``path`` and its parents, as far as they do not exist yet, and return ``path``."""
+        absolute_path = Path(path).absolute()
+        for member in (absolute_path, *absolute_path.parents):
+            if not member.exists():
+                self.missing.add(member)
         return path
 
     def remove_empty(self) -> None:
-        """Remove the folders that are empty, the deepest first, and the files."""
+        """Remove the files, and the folders that are empty, the deepest first."""
         for path in sorted(self.missing, key=lambda path: len(path.parts), reverse=True):
             with contextlib.suppress(OSError):  # The folder is not empty, or Hydra has not made it.
                 if path.is_file():
@@ -221,20 +257,20 @@ class _Folders:
 
 
 class _Stop(BaseException):
-    """Ends Hydra silently. For an Exception of a job, Hydra would print more lines."""
+    """Ends Hydra silently. It is not an Exception, because Hydra would print lines about an Exception."""
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The outcome of a job of a sweep, as its file holds it."""
+    """The outcome of one job of a sweep. The job writes it to a JSON file for the table at the end."""
 
-    overrides: str  # the overrides that the sweep varies
-    status: str  # the status of the result, or the class of the error
-    metric: float | None = None
-    metric_text: str = "-"  # with name and unit
-    error: str = ""
-    exit_code: int = 0
-    speed: str = ""
+    overrides: str  # the overrides that the sweep varies, separated by blanks
+    status: str  # RunResult.status, or the class name of the error
+    metric: float | None = None  # the metric of the best checkpoint, lower is better
+    metric_text: str = "-"  # the metric with name and unit
+    error: str = ""  # the message of the error
+    exit_code: int = 0  # the exit code of a failure, 0 for success and for a preempted job
+    speed: str = ""  # the speed with units
 
 
 def _metric_text(result: RunResult) -> str:
@@ -248,20 +284,21 @@ def _metric_text(result: RunResult) -> str:
 
 
 class _Jobs:
-    """The jobs of one command and their outcomes. Hydra calls it with the config of each job.
+    """The jobs of one command and their outcomes. Hydra calls this object with the config of each job.
 
-    A launcher of Hydra may run the jobs of a sweep in other processes, on other hosts. Each job of a sweep
-    therefore writes its outcome into a folder next to the runs, which all hosts see.
+    A launcher of Hydra may run the jobs of a sweep in other processes, on other hosts. It pickles this object
+    for them. Each job of a sweep therefore writes its outcome into a folder next to the runs, which all hosts
+    can read.
     """
 
     def __init__(self, command: Command) -> None:
         self.command = command
-        self.process = os.getpid()
+        self.command_pid = os.getpid()
         self.auto_device = auto_device().name if command.is_sweep else ""
         self.inherited_variables = {name: text for name, text in os.environ.items() if name == ALLOW_TARGETS}
         self.error: Exception | None = None  # the error that ends the command
-        self.folder_name = f".sweep-{secrets.token_hex(8)}"
-        self.sweep_dir: str | None = None
+        self.outcomes_name = f".sweep-{secrets.token_hex(8)}"  # name of the folder of the outcomes
+        self.sweep_dir: str | None = None  # folder of the runs of a sweep. The resolver of Hydra sets it.
         self.outcomes: list[_Outcome] = []
 
     def __call__(self, config: DictConfig) -> float | None:
@@ -269,59 +306,67 @@ class _Jobs:
         os.environ |= self.inherited_variables  # The job may run in another process.
         settings = HydraConfig.get()
         job = replace(self.command, overrides=_overrides(settings), swept=_swept_keys(self.command, settings))
-        varied = " ".join(text for text in job.overrides if key_of_override(text) in job.swept)
+        swept_overrides = " ".join(text for text in job.overrides if key_of_override(text) in job.swept)
         try:
-            if os.getpid() != self.process:
-                find_external_launch(None)  # This refuses several processes for one job of a sweep.
+            if not self._is_in_command():
+                find_external_launch(None)  # Raises if several processes were started for this job.
                 check_same_device(settings.runtime.choices, self.auto_device)
             if settings.mode == RunMode.MULTIRUN:
-                print_line(f"{job_name(settings)}: {varied}")
+                print_line(f"{job_name(settings)}: {swept_overrides}")
             result = run_job(partial(_start, job, config, settings), settings)
         except Exception as error:
-            return self._handle_error(error, varied, settings)
+            return self._handle_error(error, swept_overrides, settings)
         finally:
-            with contextlib.suppress(OSError):  # The folder stays unless it is empty.
+            with contextlib.suppress(OSError):  # rmdir removes an empty folder only.
                 Path(settings.runtime.output_dir).rmdir()
-        outcome = _Outcome(varied, result.status, result.metric, _metric_text(result))
+        outcome = _Outcome(swept_overrides, result.status, result.metric, _metric_text(result))
         self._write_outcome(replace(outcome, speed=speed_text(result.speed)), settings)
         return result.metric
 
-    def _handle_error(self, error: Exception, varied: str, settings: Any) -> float:
-        """Store the error of a job. Return NaN if its sweep goes on, else end Hydra.
+    def _is_in_command(self) -> bool:
+        """Return whether this process is the command itself and not a process of Hydra's launcher."""
+        return os.getpid() == self.command_pid
 
-        ``varied`` holds the overrides that the sweep varies.
-        """
-        is_fault = isinstance(error, SpeechtrainError) and not isinstance(error, Preempted)
-        exit_code = getattr(error, "exit_code", 1) if is_fault else 0
-        outcome = _Outcome(varied, type(error).__name__, error=str(error), exit_code=exit_code)
+    def _handle_error(self, error: Exception, swept_overrides: str, settings: Any) -> float:
+        """Store the error of a job. Return NaN as its metric if the sweep continues, otherwise end Hydra."""
+        is_failure = isinstance(error, SpeechtrainError) and not isinstance(error, Preempted)
+        exit_code = getattr(error, "exit_code", 1) if is_failure else 0
+        outcome = _Outcome(swept_overrides, type(error).__name__, error=str(error), exit_code=exit_code)
         self._write_outcome(outcome, settings)
-        if is_fault and settings.mode == RunMode.MULTIRUN:
-            print_notice(f"error: {job_name(settings)} ({varied}): {error}")
+        if is_failure and settings.mode == RunMode.MULTIRUN:
+            print_notice(f"error: {job_name(settings)} ({swept_overrides}): {error}")
             return math.nan  # An optimizing sweeper continues with its next job.
-        if os.getpid() != self.process and is_study(settings) and isinstance(error, Preempted):
-            return math.nan  # The study claims the trial again, which continues from its checkpoint.
-        if os.getpid() != self.process:  # A launcher of Hydra runs the job and reports to the parent.
-            raise error
-        self.error = error
-        raise _Stop from error
+        if self._is_in_command():
+            self.error = error
+            raise _Stop from error
+        if is_study(settings) and isinstance(error, Preempted):
+            return math.nan  # The study starts the trial again, which continues from its checkpoint.
+        raise error  # Hydra's launcher passes the error from this process to the command.
 
     def _write_outcome(self, outcome: _Outcome, settings: Any) -> None:
-        """Write the outcome of a sweep's job to the file of its number."""
+        """Write the outcome of a sweep's job to a file that is named by the number of the job.
+
+        The outcomes of a study's trials are in the study.
+        """
         if settings.mode == RunMode.MULTIRUN and not is_study(settings):
-            folder = Path(settings.sweep.dir, self.folder_name)
+            folder = Path(settings.sweep.dir, self.outcomes_name)
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / f"{settings.job.num:06}.json", asdict(outcome))
 
     def read_outcomes(self) -> None:
         """Read the outcomes of a sweep's jobs in the order of the jobs, and remove their folder."""
         if self.sweep_dir is not None:
-            folder = Path(self.sweep_dir, self.folder_name)
+            folder = Path(self.sweep_dir, self.outcomes_name)
             for path in sorted(folder.glob("*.json")):
                 self.outcomes.append(_Outcome(**read_json(path)))
             shutil.rmtree(folder, ignore_errors=True)
 
     def conclude(self) -> None:
-        """Print a table of several jobs. Raise the error of the command, or of the first job that failed."""
+        """Print a table of the outcomes if there are several. Raise the error that ended the command, if any.
+
+        Otherwise print the table of a study, and raise an error if jobs of a sweep failed. It has the exit
+        code of the first of them.
+        """
         if len(self.outcomes) > 1:
             self._print_table()
         if self.error is not None:
@@ -336,12 +381,14 @@ class _Jobs:
             raise class_of(failures[0].exit_code)(message)
 
     def _print_table(self) -> None:
+        """Print one line per job. The column of speeds is omitted if no job has a speed."""
         metrics = [outcome.metric for outcome in self.outcomes if outcome.metric is not None]
-        width = max(len(outcome.speed) for outcome in self.outcomes)
-        heading = "speed".ljust(width + 1) if width else ""
-        print_line(f"job      {'metric':>20}  {'status':<12} {heading}overrides")
+        best_metric = min(metrics, default=None)
+        speed_width = max(len(outcome.speed) for outcome in self.outcomes)
+        speed_heading = "speed".ljust(speed_width + 1) if speed_width else ""
+        print_line(f"job      {'metric':>20}  {'status':<12} {speed_heading}overrides")
         for number, outcome in enumerate(self.outcomes, 1):
-            best = "  (best)" if metrics and outcome.metric == min(metrics) else ""
-            speed = outcome.speed.ljust(len(heading))
-            figures = f"{outcome.metric_text:>20}  {outcome.status:<12} {speed}"
-            print_line(f"job {number:>3}  {figures}{outcome.overrides}{best}")
+            mark = "  (best)" if metrics and outcome.metric == best_metric else ""
+            speed = outcome.speed.ljust(len(speed_heading))
+            columns = f"{outcome.metric_text:>20}  {outcome.status:<12} {speed}"
+            print_line(f"job {number:>3}  {columns}{outcome.overrides}{mark}")

@@ -1,4 +1,4 @@
-"""The corpora of conf/corpus: the keys of each YAML file, and the keys that a command sets."""
+"""The corpora of ``speechtrain prepare corpus=NAME``. conf/corpus has a YAML file for each corpus."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from speechtrain.runs.choices import corpora
 
 Node = TypeVar("Node")
 MANIFESTS = "manifests"
-"""Folder of DATASET_DIR that has a folder of manifests for each corpus."""
+"""Name of the folder in DATASET_DIR that has a subfolder of manifests for each corpus."""
 
 
 @dataclass
 class Corpus:
-    """A corpus by name: the keys of conf/corpus/NAME.yaml, and the keys that a command sets."""
+    """A corpus. The fields are the keys of conf/corpus/NAME.yaml and of ``speechtrain prepare corpus=NAME``.
+
+    A command may set each of them, usually the first six.
+    """
 
     corpus: str  # name of the corpus
     out: str = ""  # folder of the manifests. Empty: DATASET_DIR/manifests/CORPUS
@@ -34,14 +37,14 @@ class Corpus:
     page: str = ""  # web page of the corpus
     language: str = ""  # language of a corpus with several
     folder: str = ""  # folder of the corpus below root, unless root is that folder
-    recipe: str = ""  # a recipe of lhotse, or table, stm or voice_activity of this project
+    recipe: str = ""  # the reader: a recipe of lhotse, or table, stm or voice_activity of this project
     arguments: dict[str, Any] = field(default_factory=dict)  # arguments of the recipe
     place: str = ""  # file or folder that a part must have, below the folder
     # parts by name, each with its own recipe, arguments and place if they differ from the corpus's
     sets: dict[str, dict[str, Any]] = field(default_factory=dict)
-    train: list[str] = field(default_factory=list)  # parts that train
-    valid: list[str] = field(default_factory=list)  # parts that validate
-    training: str = "scratch"  # recipe of the command that the last line shows
+    train: list[str] = field(default_factory=list)  # parts of the training set
+    valid: list[str] = field(default_factory=list)  # parts for validation
+    training: str = "scratch"  # recipe=NAME in the training command that is printed at the end
     normaliser: str = "unicode"  # normaliser of the transcripts, for the tokenizers
     # SentencePiece models of the training parts by file name, each with kind and size
     tokenizers: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -55,9 +58,10 @@ class Corpus:
 
 
 def corpus_by_name(pairs: Mapping[str, str], folder: str | None = None) -> Corpus:
-    """Return the corpus whose name is ``pairs["corpus"]``, with the other keys of ``pairs``.
+    """Return the corpus whose name is ``pairs["corpus"]``.
 
-    Its YAML file is in the package or in ``folder``. Raises ConfigError for an unknown corpus or key.
+    Its keys come from its YAML file, which is in the package or in ``folder``, the user's config folder. The
+    other ``pairs`` replace keys. Raises ConfigError for an unknown corpus or key.
     """
     return build_part(Corpus, with_pairs(_yaml_keys(pairs["corpus"], folder), pairs, Corpus))
 
@@ -83,24 +87,26 @@ def _yaml_keys(name: str, folder: str | None) -> dict[str, Any]:
 
 
 def with_pairs(node: Mapping[str, Any], pairs: Mapping[str, str], kind: type) -> dict[str, Any]:
-    """Return ``node`` with the KEY=VALUE ``pairs``. The types of ``kind``'s fields say how a value is read.
+    """Return ``node`` with the ``KEY=VALUE`` pairs of a command, parsed by the field types of ``kind``.
 
-    Texts and lists need no quotes. ``OUTER.INNER=VALUE`` sets one key of a mapping. Raises ConfigError for a
-    value that YAML cannot read.
+    A value of a text field is used as it is. Any other value is YAML, but a list may also be written as
+    ``A,B``. ``OUTER.INNER=VALUE`` sets one key of the mapping ``OUTER``. Raises ConfigError for a value that
+    is not YAML.
     """
     types = typing.get_type_hints(kind)
-    keys = dict(node)
+    values = dict(node)
     for key, text in pairs.items():
         value: Any = text
         if types.get(key) not in (str, None) or "." in key:
             value = _yaml_value(key, text)
         if "list" in str(types.get(key)) and isinstance(value, str):
             value = [part.strip() for part in text.split(",")]
-        outer, _, inner = key.partition(".")
-        if inner:
-            value = {**(keys.get(outer) or {}), inner: value}
-        keys[outer] = value
-    return keys
+        outer_key, _, inner_key = key.partition(".")
+        if inner_key:
+            mapping = values.get(outer_key) or {}
+            value = {**mapping, inner_key: value}
+        values[outer_key] = value
+    return values
 
 
 def _yaml_value(key: str, text: str) -> Any:
@@ -111,9 +117,9 @@ def _yaml_value(key: str, text: str) -> Any:
 
 
 def build_part(kind: type[Node], node: Mapping[str, Any], key: str = "corpus") -> Node:
-    """Return an object of ``kind`` from its keys.
+    """Return an object of the dataclass ``kind`` with the values in ``node``.
 
-    Raises ConfigError, which begins with ``key``, for a key that is unknown, missing or of another type.
+    Raises ConfigError for a key that is unknown, missing or of another type. The message starts with ``key``.
     """
     if "_target_" in node:
         raise ConfigError(f"{key}._target_: a corpus names no class. Remove it")

@@ -1,8 +1,9 @@
 """The program that runs first on each host of a run, and sets the environment variables of the device there.
 
-``python -m speechtrain.runs.on_host RUN/config.yaml RANKS COMMAND …`` becomes COMMAND if the host can hold
-RANKS ranks. Otherwise it writes a failure into the run directory, which the user's command reports. If RANKS
-is 0, the number is in the variables of the program that has started this one.
+``python -m speechtrain.runs.on_host RUN/config.yaml RANKS COMMAND …`` replaces itself by COMMAND if the host
+has enough CPUs and memory for RANKS ranks. Otherwise it writes a failure into the run directory, which the
+user's command reports. If RANKS is 0, the number comes from the environment variables of the program that
+started this one, such as srun.
 """
 
 from __future__ import annotations
@@ -27,24 +28,26 @@ from speechtrain.run_directory import RANKS, write_result
 def host_environment(
     device: Device, processes: int, memory: int, *, run_dir: Path, is_dry: bool = False
 ) -> dict[str, str]:
-    """Return the variables of ``processes`` ranks on this host, each with ``memory`` bytes for its model.
+    """Return the device's environment variables for ``processes`` ranks on this host.
 
-    If the host cannot hold them, a dry run or a run with a checkpoint prints a warning. Any other run raises
-    MachineError.
+    Each rank needs ``memory`` bytes for its model. If the host has too few CPUs or too little memory, a dry
+    run or a run with a checkpoint prints a warning, and any other run raises MachineError.
     """
-    reason = "" if device.oversubscribe else host.oversubscription(processes, memory)
-    raise_or_warn(reason, is_warning=is_dry or bool(Checkpointer(run_dir).folders()))
+    problem = "" if device.oversubscribe else host.oversubscription(processes, memory)
+    has_checkpoint = bool(Checkpointer(run_dir).folders())
+    raise_or_warn(problem, is_warning=is_dry or has_checkpoint)
     return device.environment(processes)
 
 
 def restart_for(device: Device, *, is_training: bool = False) -> None:
-    """Start this command again with the variables that the device's libraries read before Python starts.
+    """Restart this command if variables are missing that the device's libraries read when Python starts.
 
-    Unless the command trains, the device's ``evaluation_variables`` replace variables of the same name. This
-    returns if all variables are set, or if this process is a user's Python and not a command. A restart costs
-    a second import of torch, 1.5 s of processor time. Raises MachineError if the device is missing.
+    Unless the command trains, the device's ``evaluation_variables`` replace variables of the same name. If no
+    variable is missing, or if this process is a user's own Python program, this function returns. A restart
+    costs a second import of torch, 1.5 s of processor time. Raises MachineError if the device is missing.
     """
-    if not re.fullmatch("speechtrain(-.+)?", Path(sys.argv[0]).name):
+    is_command = re.fullmatch("speechtrain(-.+)?", Path(sys.argv[0]).name)
+    if not is_command:
         return
     device.check(1)
     variables = device.environment(1)
@@ -65,7 +68,10 @@ def raise_or_warn(reason: str, is_warning: bool) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Become the command in ``argv``. If the host cannot run it, return the exit code of the failure."""
+    """Replace this process by the command in ``argv``, which is ``[config, ranks, *command]``.
+
+    If the host cannot run it, write the failure to the run directory and return its exit code.
+    """
     config_path, ranks, *command = argv
     run_dir = Path(config_path).parent
     memory = int(os.environ.get(RANK_MEMORY, "0"))

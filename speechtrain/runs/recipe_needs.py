@@ -1,4 +1,7 @@
-"""The needs of a run that are missing: corpora and tokenizers below DATASET_DIR, and keys without a value."""
+"""The missing parts of a run: corpora and tokenizers below DATASET_DIR, and keys without a value.
+
+A run with missing parts cannot start. A dry run prints a plan in which placeholders replace the parts.
+"""
 
 from __future__ import annotations
 
@@ -24,37 +27,38 @@ from speechtrain.runs.named_corpus import MANIFESTS, Corpus, corpus_by_name
 from speechtrain.text.vocabulary import NoText
 
 _RECORDINGS, _MODEL = "FOLDER_OR_MANIFEST", "FILE.model"  # placeholders in a plan
-_UNSET = "???"
-_SUBWORDS = {"kind": "unigram", "size": 1023}  # defaults of speechtrain prepare tokenizer
+_UNSET = "???"  # OmegaConf's value of a key that the user must set
+_DEFAULT_SUBWORDS = {"kind": "unigram", "size": 1023}  # the defaults of ``speechtrain prepare tokenizer``
 
 
 @dataclass(frozen=True)
 class Need:
-    """A missing part of a run, with the fix. Other hosts may have a corpus that this host lacks."""
+    """A missing part of a run, with the fix."""
 
-    part: str
-    fix: str
-    is_corpus: bool = False
+    part: str  # a noun phrase for the part
+    fix: str  # a command or an advice
+    is_corpus: bool = False  # true: other hosts, on which the ranks start, may have the part
 
     def __str__(self) -> str:
         return f"needs {self.part}: {self.fix}"
 
 
 def settle_needs(config: DictConfig) -> bool:
-    """Print the missing parts of ``config``. Return True if a dry run has some, and prints only a plan.
+    """Print the missing parts of ``config``. Return True for a dry run that lacks parts and prints a plan.
 
-    Keys without a value get a placeholder. Raises DataError for a run that cannot start.
+    Keys without a value are set to placeholders. Raises DataError if a run that is not dry lacks a part. A
+    missing corpus is only a warning if the ranks start on other hosts.
     """
     needs = needs_of(config)
     if not needs:
         return False
-    job = Job(Path(), Path(), world_size=config.world_size)
-    is_here = build_launcher(config).is_here(job)
-    missing = [need for need in needs if is_here or not need.is_corpus]
+    job = Job(Path(), Path(), world_size=config.world_size)  # Only the world size matters here.
+    is_on_this_host = build_launcher(config).is_here(job)
+    blocking_needs = [need for need in needs if is_on_this_host or not need.is_corpus]
     for need in needs:
-        warning = "" if need in missing else "warning: "
-        print_notice(f"{warning}{need}")
-    if missing and not config.dry_run:
+        prefix = "" if need in blocking_needs else "warning: "
+        print_notice(f"{prefix}{need}")
+    if blocking_needs and not config.dry_run:
         raise DataError("the lines above name the missing parts. Get them, and start the command again")
     return bool(config.dry_run)
 
@@ -64,15 +68,17 @@ def needs_of(config: DictConfig) -> list[Need]:
     try:
         values: Any = OmegaConf.to_container(config, resolve=True)
         data, tokenizer = dict(values["data"]), dict(values["tokenizer"])
-        is_dry, _ = values["dry_run"], values["world_size"]
-    except (OmegaConfBaseException, KeyError, *MALFORMED):  # A key is missing or wrong. check() names it.
+        is_dry_run = values["dry_run"]
+        values["world_size"]  # Raises KeyError if it is missing.
+    except (OmegaConfBaseException, KeyError, *MALFORMED):  # A key is missing or wrong. check() reports it.
         return []
     needs = []
+    data_error = "" if data.get("train") == _UNSET else _data_error(config)
     if data.get("train") == _UNSET:
         config.data.train = data["train"] = _RECORDINGS
         needs.append(Need("recordings", f"add data.train={_RECORDINGS} (docs/data.md)"))
-    elif reason := _data_error(config):
-        needs.append(Need("recordings", reason))
+    elif data_error:
+        needs.append(Need("recordings", data_error))
     corpus_needs = _corpus_needs(data)
     needs += corpus_needs.values()
     if _missing_subwords(tokenizer):
@@ -80,7 +86,7 @@ def needs_of(config: DictConfig) -> list[Need]:
         needs.append(_tokenizer_need(tokenizer, sources, corpus_needs))
         if tokenizer["model"] == _UNSET:
             config.tokenizer.model = _MODEL
-    if is_dry and values.get("from_data") == "finetune" and not values.get("init_from"):
+    if is_dry_run and values.get("from_data") == "finetune" and not values.get("init_from"):
         needs.append(Need("weights to begin with", "add init_from=RUN or init_from=hf:NAME"))
     return needs
 
@@ -88,21 +94,25 @@ def needs_of(config: DictConfig) -> list[Need]:
 def config_for_plan(config: DictConfig) -> DictConfig:
     """Return a copy of ``config`` that can be built without the missing parts.
 
-    A missing tokenizer is replaced by one of the same size, and the missing data of a plan by a placeholder.
+    A missing SentencePiece model is replaced by a tokenizer of characters with as many labels, because the
+    number of labels decides the shapes of weights. Missing data is replaced by a placeholder.
     """
     plan = copy.deepcopy(config)
     subwords = _missing_subwords(config.tokenizer)
     if subwords:
-        alphabet = "".join(map(chr, range(subwords["size"])))
-        characters = {"_target_": "speechtrain.text.vocabulary.Characters", "alphabet": alphabet}
-        plan.tokenizer = OmegaConf.create(characters)
+        any_characters = "".join(map(chr, range(subwords["size"])))
+        characters_node = {"_target_": "speechtrain.text.vocabulary.Characters", "alphabet": any_characters}
+        plan.tokenizer = OmegaConf.create(characters_node)
     if _data_error(config):
         plan.data.train, plan.data.valid = _RECORDINGS, {}
     return plan
 
 
 def _data_error(config: DictConfig) -> str:
-    """Return the reason why the corpus of a dry run, if it is a class, cannot be opened, or an empty text."""
+    """Return the error of opening the data of a dry run, or an empty text if there is none.
+
+    Only a corpus that is a class (``data.train._target_``) is opened. Paths are checked elsewhere.
+    """
     if config.dry_run and isinstance(config.data.get("train"), DictConfig):
         try:
             build(config, "data", tokenizer=NoText())
@@ -112,7 +122,10 @@ def _data_error(config: DictConfig) -> str:
 
 
 def _paths(spec: Any) -> Iterator[str]:
-    """Yield the paths of data.train or data.valid. A corpus that is a class has no paths."""
+    """Yield the paths of ``spec``, which is ``data.train`` or ``data.valid``, or an element of them.
+
+    A corpus that is a class has no paths.
+    """
     if isinstance(spec, str):
         yield from spec.split(",")
     elif isinstance(spec, list):
@@ -123,31 +136,35 @@ def _paths(spec: Any) -> Iterator[str]:
 
 
 def _corpus_needs(data: dict[str, Any]) -> dict[str, Need]:
-    """Return the corpora whose manifests are missing, by name."""
-    files: dict[str, list[str]] = {}
+    """Return a need for each corpus whose manifests are missing, by the name of the corpus.
+
+    ``data`` is the resolved group ``data`` of the config.
+    """
+    missing_files: dict[str, list[str]] = {}  # names of manifests by the name of the corpus
     for path in _paths([data.get("train"), data.get("valid")]):
-        if name := _corpus_of(path):
-            files.setdefault(name, []).append(Path(path).name)
+        name = _corpus_of_missing(path)
+        if name:
+            missing_files.setdefault(name, []).append(Path(path).name)
     needs = {}
-    for name, missing in files.items():
+    for name, file_names in missing_files.items():
         corpus = corpus_by_name({"corpus": name})
-        parts = [part for part in corpus.sets if f"{part}.jsonl.gz" in missing]
-        sizes = []
+        parts = [part for part in corpus.sets if f"{part}.jsonl.gz" in file_names]
+        parts_with_sizes = []
         for archive in corpus.archives.values():
-            archived = [part for part in parts if part in archive["parts"]]
-            if archived:
-                sizes.append(f"{', '.join(archived)} ({archive['gb']:g} GB)")
+            archived_parts = [part for part in parts if part in archive["parts"]]
+            if archived_parts:
+                parts_with_sizes.append(f"{', '.join(archived_parts)} ({archive['gb']:g} GB)")
         page = "" if corpus.archives else f", from {corpus.page}"
-        contents = f"{corpus.title} {', '.join(sizes or parts)} in {_folder()}{page}"
+        contents = f"{corpus.title} {', '.join(parts_with_sizes or parts)} in {_dataset_folder_text()}{page}"
         if parts:
-            needs[name] = Need(contents, _command(corpus, parts), is_corpus=True)
+            needs[name] = Need(contents, _corpus_command(corpus, parts), is_corpus=True)
     return needs
 
 
-def _corpus_of(path: str) -> str:
-    """Return the name of the corpus whose command writes ``path``, or an empty text if the file exists.
+def _corpus_of_missing(path: str) -> str:
+    """Return the name of the corpus whose command writes the missing file ``path``.
 
-    It is also empty if no corpus has the file.
+    It is an empty text if the file exists, or if no corpus writes it.
     """
     file = absolute_path(path)
     name = file.parent.name
@@ -157,14 +174,17 @@ def _corpus_of(path: str) -> str:
     return ""
 
 
-def _folder() -> str:
+def _dataset_folder_text() -> str:
     if os.environ.get("DATASET_DIR"):
         return "DATASET_DIR"
     return "DATASET_DIR, which is not set (export DATASET_DIR=FOLDER)"
 
 
-def _command(corpus: Corpus, parts: list[str]) -> str:
-    """Return the command that writes the manifests of ``parts``. It downloads them if one is missing."""
+def _corpus_command(corpus: Corpus, parts: list[str]) -> str:
+    """Return the command that writes the manifests of ``parts``.
+
+    If recordings of a part are missing and the corpus has archives, the command downloads them first.
+    """
     folder = Path(os.environ.get("DATASET_DIR", ""), corpus.folder)
     paths = [fill_names(corpus.place, {"part": part}) for part in parts]
     is_unpacked = all(Path(folder, path).exists() for path in paths)
@@ -173,23 +193,30 @@ def _command(corpus: Corpus, parts: list[str]) -> str:
 
 
 def _missing_subwords(tokenizer: Any) -> dict[str, Any]:
-    """Return the kind and size of a SentencePiece model that does not exist, or an empty mapping."""
+    """Return the kind and size of a SentencePiece model that does not exist.
+
+    The mapping is empty if the model exists, or if the tokenizer has no model.
+    """
     model = str(tokenizer.get("model"))
     if model in (_UNSET, _MODEL) and part_class("tokenizer", tokenizer).is_preparable:
-        return _SUBWORDS
-    name = _corpus_of(model)
+        return _DEFAULT_SUBWORDS
+    name = _corpus_of_missing(model)
     if not name:
         return {}
     return corpus_by_name({"corpus": name}).tokenizers.get(Path(model).name, {})
 
 
 def _tokenizer_need(tokenizer: dict[str, Any], sources: list[str], corpus_needs: dict[str, Need]) -> Need:
-    """Return the need of a tokenizer. If its corpus is missing, too, the command of the corpus makes both."""
+    """Return the need of a missing tokenizer, which is trained on the transcripts of ``sources``.
+
+    If its corpus is also missing, the command of the corpus writes manifests and tokenizer.
+    """
     model = absolute_path(tokenizer["model"])
-    name = _corpus_of(str(model))
-    is_of_corpus = name and {absolute_path(source).parent for source in sources} == {model.parent}
-    subwords = {**_missing_subwords(tokenizer), "normaliser": tokenizer.get("normaliser")}
-    options = " ".join(f"--{key} {value}" for key, value in subwords.items())
+    name = _corpus_of_missing(str(model))
+    source_folders = {absolute_path(source).parent for source in sources}
+    is_of_corpus = name and source_folders == {model.parent}
+    settings = {**_missing_subwords(tokenizer), "normaliser": tokenizer.get("normaliser")}
+    options = " ".join(f"--{key} {value}" for key, value in settings.items())
     command = f"speechtrain prepare tokenizer {shlex.join(sources) or 'SOURCE'} {options} --out "
     if not is_of_corpus:
         return Need("a tokenizer", f"{command}{_MODEL}, then add tokenizer.model={_MODEL}")
@@ -197,4 +224,4 @@ def _tokenizer_need(tokenizer: dict[str, Any], sources: list[str], corpus_needs:
         command = corpus_needs[name].fix
     else:
         command += shlex.quote(str(model))
-    return Need(f"the tokenizer {MANIFESTS}/{name}/{model.name} in {_folder()}", command)
+    return Need(f"the tokenizer {MANIFESTS}/{name}/{model.name} in {_dataset_folder_text()}", command)

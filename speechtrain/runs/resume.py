@@ -1,4 +1,4 @@
-"""The run that a command continues, and the config of that run with the changes of this start."""
+"""The run that a command continues, and the config of the run with the changes that the command makes."""
 
 from __future__ import annotations
 
@@ -24,26 +24,31 @@ from speechtrain.runs.started_runs import require_started
 from speechtrain.runs.stored_config import config_at, set_group, set_key, stored_value
 from speechtrain.runs.user_yaml import text_of, values_of
 
-_ONLY_PRINTS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
+_PRINTING_FLAGS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
+"""Options of Hydra with which a command prints something and starts no run."""
 _GROUPS = (*INTERFACES, *NESTED_GROUPS, "recipe")
 _BATCH_KEYS = ("world_size", "trainer.accumulate", "trainer.simulate_world")
-_WEIGHTS_FIT = {"optimizer", "schedule", "augment", "data", "trainer", "seed", "precision"}
-"""Keys and groups whose values do not change the shape of a tensor."""
+"""Keys that together decide the number of micro-batches per update."""
+_SHAPE_PRESERVING = {"optimizer", "schedule", "augment", "data", "trainer", "seed", "precision"}
+"""Keys and groups whose values do not change the shape of a weight."""
 _LENGTH_KEYS = ("trainer.max_steps", "trainer.max_epochs")
-_SHOWN = 3  # keys in a message
+_MAX_SHOWN = 3
+"""Keys that a message lists. The rest is counted."""
 
 
 def run_to_continue(command: Command, names: RunNames) -> Path | None:
-    """Return the run that a command continues.
+    """Return the directory of the run that a command continues, or None.
 
-    It is None for a command that starts a new run, starts a sweep, or only prints.
+    A command with ``run_dir=`` continues the run in this directory. Another command continues the run that
+    the same keys have started. The result is None if a new run starts, and for a command that starts a sweep,
+    only prints or changes settings of Hydra.
 
-    Raises RunError if ``run_dir`` holds no run and the command has no key of a new run. Also raises RunError
-    if another user has started the run with the same keys.
+    Raises RunError if ``run_dir`` has no run and the command has no key of a new run, or if another user has
+    started the run with the same keys.
     """
     flags = {flag.partition("=")[0] for flag in command.flags}
     sets_hydra = any(override.startswith("hydra") for override in command.overrides)
-    if command.is_sweep or flags & _ONLY_PRINTS or sets_hydra:
+    if command.is_sweep or flags & _PRINTING_FLAGS or sets_hydra:
         return None
     if command.run_dir is None:
         run_dir = names.existing_run(command.overrides)
@@ -55,7 +60,7 @@ def run_to_continue(command: Command, names: RunNames) -> Path | None:
     if (command.run_dir / CONFIG).is_file():
         return command.run_dir
     keys = {*map(key_of_override, command.overrides)} - {"run_dir", *PER_START}
-    # Such keys only extend or limit a run, so the user has meant a run that exists.
+    # Keys of the trainer only extend or limit a run, so the user has meant a run that exists.
     if all(key.startswith("trainer.") and is_volatile(key) for key in keys):
         raise RunError(
             f"{command.run_dir} holds no run ({CONFIG} is missing). Correct run_dir, or add the keys of a "
@@ -65,11 +70,13 @@ def run_to_continue(command: Command, names: RunNames) -> Path | None:
 
 
 def config_to_continue(run_dir: Path, command: Command) -> DictConfig:
-    """Return the config of the run in ``run_dir`` with the changes of this start.
+    """Return the stored config of the run in ``run_dir`` with the changes that ``command`` makes.
 
-    An override with the same text in the run's ``run.json`` changes nothing, so the stored value is used.
-    Another override is applied if its key may change. If another program has started the ranks, their number
-    is the world size. Raises RunError if a key may not change, and ConfigError for a world size that does not
+    An override that the first start had with the same text changes nothing, so the stored value is used. A
+    new override is applied if the key is volatile, which means that it may change during a run. If another
+    program has started the ranks, their number is the world size.
+
+    Raises RunError if a key would change that is not volatile, and ConfigError for a world size that does not
     divide the micro-batches of an update.
     """
     config = config_at(run_dir)
@@ -85,18 +92,21 @@ def config_to_continue(run_dir: Path, command: Command) -> DictConfig:
     conflicts = _apply_batch_changes(config, batch_changes, run_dir)
     conflicts += _apply_changes(config, changes, command.config_dir)
     fixed_groups = [key for key in changes if key in _GROUPS and not is_volatile(key)]
-    if fixed_groups and about == About([]):  # Without run.json, the overrides of the start seem to be new.
+    if fixed_groups and about == About([]):
+        # Without run.json, each override of the first start seems to be new and would be reported wrongly.
         raise RunError(f"{run_dir / ABOUT} is damaged or missing. run_dir={run_dir} alone continues the run")
     if conflicts:
-        advice = _other_run(run_dir, about, command)
+        advice = _advice_for_conflicts(run_dir, about, command)
         raise RunError(f"{run_dir} belongs to another config ({_abridged(conflicts)}), {advice}")
-    announce_auto(changes, config, command.external_launch)  # It prints the device that device=auto means.
+    announce_auto(
+        changes, config, command.external_launch
+    )  # If ``changes`` has device=auto, print the device.
     _settle_limits(config, command.overrides, about.overrides, new_overrides)
     return config
 
 
 def _apply_changes(config: DictConfig, changes: Mapping[str, Any], config_dir: str | None) -> list[str]:
-    """Set the changed keys and groups that a run can change. Return one text for each other change."""
+    """Set the volatile keys and groups among ``changes``. Return a message for each other changed value."""
     conflicts = []
     for key, value in changes.items():
         if key in _GROUPS and is_volatile(key):
@@ -111,51 +121,63 @@ def _apply_changes(config: DictConfig, changes: Mapping[str, Any], config_dir: s
 
 
 def _conflict(config: DictConfig, key: str, value: Any) -> str:
+    """Return a message for a key whose stored value differs from ``value``, the one of this command."""
     return f"{key}: {stored_value(config, key)} in the run, {value} now"
 
 
 def _new_overrides(about: About, command: Command) -> list[str]:
-    """Return the overrides that the first start did not have, and those that apply to one start."""
+    """Return the overrides of ``command`` that the first start did not have.
+
+    Overrides of ``PER_START``, such as ``resume=``, are included even if the first start had them.
+    """
     first_folder, current_folder = folders_of(about)
     first_texts = {with_absolute_paths(text, first_folder) for text in about.overrides}
     overrides = []
     for text in command.overrides:
-        if key_of_override(text) in PER_START or with_absolute_paths(text, current_folder) not in first_texts:
+        is_repeated = with_absolute_paths(text, current_folder) in first_texts
+        if key_of_override(text) in PER_START or not is_repeated:
             overrides.append(text)
     return overrides
 
 
 def new_run_line(about: About, command: Command, *overrides: str) -> str:
-    """Return the line that starts a new run with the overrides of a run, of ``command``, and ``overrides``.
+    """Return a shell line that starts a new run like an existing one.
 
-    The last override of a key counts.
+    It has the overrides of the first start in ``about``, then those in ``command``, then ``overrides``. If a
+    key occurs several times, the last override is used.
     """
-    texts = {}
+    override_by_key = {}
     for text in (*about.overrides, *command.overrides, "run_dir=NEW", *overrides):
-        if key_of_override(text) not in PER_START:
-            texts[key_of_override(text)] = text
-    flags = command.flags or split_options(about.argv or [])[0]
-    return shlex.join(["speechtrain", "train", *flags, *texts.values()])
+        key = key_of_override(text)
+        if key not in PER_START:
+            override_by_key[key] = text
+    first_flags, _ = split_options(about.argv or [])
+    flags = command.flags or first_flags
+    return shlex.join(["speechtrain", "train", *flags, *override_by_key.values()])
 
 
-def _other_run(run_dir: Path, about: About, command: Command) -> str:
-    """Return the advice to start another run. It starts from the weights of this run if they fit."""
-    if about.argv is None:
+def _advice_for_conflicts(run_dir: Path, about: About, command: Command) -> str:
+    """Return the advice to start a new run, with the weights of this run if their shapes stay."""
+    if about.argv is None:  # run.json is damaged or missing.
         return "set another run_dir"
-    groups = {
-        key_of_override(text).partition(".")[0] for text in command.overrides if text not in about.overrides
-    }
-    if groups - {"run_dir"} <= _WEIGHTS_FIT:
+    changed_groups = set()
+    for text in command.overrides:
+        if text not in about.overrides:
+            changed_groups.add(key_of_override(text).partition(".")[0])
+    if changed_groups - {"run_dir"} <= _SHAPE_PRESERVING:
         return f"this command starts from its weights: {new_run_line(about, command, f'init_from={run_dir}')}"
     return f"this command starts a new run: {new_run_line(about, command)}"
 
 
 def drop_recipe_hours(config: DictConfig, keys: Collection[str]) -> None:
-    """Set a recipe's ``trainer.max_hours`` to null if ``keys`` set the number of steps or epochs.
+    """Set a recipe's ``trainer.max_hours`` to null if the user limits the number of steps or epochs.
 
-    ``keys`` are those that the user sets. If ``trainer.max_hours`` is among them, it stays.
+    ``keys`` are the keys that the user sets. If ``trainer.max_hours`` is among them, its value stays.
     """
-    length_keys = [key for key in _LENGTH_KEYS if key in keys and OmegaConf.select(config, key) is not None]
+    length_keys = []
+    for key in _LENGTH_KEYS:
+        if key in keys and OmegaConf.select(config, key) is not None:
+            length_keys.append(key)
     hours = OmegaConf.select(config, "trainer.max_hours")
     if length_keys and hours is not None and "trainer.max_hours" not in keys:
         config.trainer.max_hours = None
@@ -163,10 +185,11 @@ def drop_recipe_hours(config: DictConfig, keys: Collection[str]) -> None:
 
 
 def _abridged(texts: Sequence[str]) -> str:
-    """Join texts, and count those that do not fit into a message."""
-    joined = "; ".join(texts[:_SHOWN])
-    if len(texts) > _SHOWN:
-        joined += f" and {len(texts) - _SHOWN} more"
+    """Return the first texts in one line, and the number of the others."""
+    joined = "; ".join(texts[:_MAX_SHOWN])
+    omitted = len(texts) - _MAX_SHOWN
+    if omitted > 0:
+        joined += f" and {omitted} more"
     return joined
 
 
@@ -176,9 +199,10 @@ def _parse(overrides: Iterable[str]) -> dict[str, Any]:
 
 
 def _file_changes(config_dir: str | None, user_files: Mapping[str, str]) -> dict[str, Any]:
-    """Return the keys that the user has changed in YAML files since the run started, with the new values.
+    """Return the keys that the user has changed in own YAML files since the run started.
 
-    ``user_files`` holds the texts of these files at the start.
+    The result has the new value of each key, which is None for a key that the user has removed.
+    ``user_files`` holds the texts of these files at the first start by ``group/choice``.
     """
     changes = {}
     for name, first_text in user_files.items():
@@ -194,20 +218,21 @@ def _file_changes(config_dir: str | None, user_files: Mapping[str, str]) -> dict
 
 
 def _apply_batch_changes(config: DictConfig, changes: Mapping[str, Any], run_dir: Path) -> list[str]:
-    """Set the world size in ``changes``. An update keeps its number of micro-batches.
+    """Set the world size of ``config`` if ``changes`` has it. The micro-batches per update stay the same.
 
-    If the other keys in ``changes`` would give another number, return one text for each of them.
+    ``changes`` holds new values of ``_BATCH_KEYS``. If its keys of the trainer would give another number of
+    micro-batches, nothing is set, and a message for each of these keys is returned.
     """
     changed_config = copy.deepcopy(config)
     for key, value in changes.items():
-        set_key(changed_config, key, value)  # This checks the type of the value.
+        set_key(changed_config, key, value)  # Raises ConfigError for a value of another type.
     trainer, world_size = config.trainer, changed_config.world_size
     if world_size < 1:
         raise ConfigError(f"world_size={world_size}: it must be at least 1")
     micro_batches = int(trainer.simulate_world or config.world_size * trainer.accumulate)
-    requests = {key: value for key, value in changes.items() if key != "world_size"}
-    if requests and _requested_micro_batches(requests, world_size) != micro_batches:
-        return [_conflict(config, key, value) for key, value in requests.items()]
+    trainer_changes = {key: value for key, value in changes.items() if key != "world_size"}
+    if trainer_changes and _micro_batches(trainer_changes, world_size) != micro_batches:
+        return [_conflict(config, key, value) for key, value in trainer_changes.items()]
     if micro_batches % world_size:
         problem = f"{micro_batches} micro-batches per update, which world_size={world_size} does not divide"
         raise ConfigError(f"{run_dir} has {problem}. Set another world_size or run_dir")
@@ -217,22 +242,28 @@ def _apply_batch_changes(config: DictConfig, changes: Mapping[str, Any], run_dir
     return []
 
 
-def _requested_micro_batches(requests: Mapping[str, Any], world_size: int) -> int:
-    """Return the micro-batches per update that new trainer keys ask for. It is 0 if they give no number."""
-    simulate_world: int | None = requests.get("trainer.simulate_world")
+def _micro_batches(trainer_changes: Mapping[str, Any], world_size: int) -> int:
+    """Return the micro-batches per update with the new keys of the trainer.
+
+    It is 0, which no run has, if the only new key is ``trainer.simulate_world=null``.
+    """
+    simulate_world: int | None = trainer_changes.get("trainer.simulate_world")
     if simulate_world:
         return simulate_world
-    accumulate: int = requests.get("trainer.accumulate", 0)  # 0 for trainer.simulate_world=null alone
+    accumulate: int = trainer_changes.get("trainer.accumulate", 0)
     return world_size * accumulate
 
 
 def _settle_limits(
     config: DictConfig, overrides: Sequence[str], first_overrides: Sequence[str], new_overrides: Sequence[str]
 ) -> None:
-    """Remove a recipe's ``trainer.max_hours`` if new overrides set the number of steps or epochs.
+    """Settle the limits of a run that continues.
 
-    It stays if the user has set it at the first start. If the command repeats a ``trainer`` key of the first
-    start that a later start has changed, print that the run keeps the later value.
+    A recipe's ``trainer.max_hours`` is removed if ``new_overrides`` set the number of steps or epochs. It
+    stays if the user set ``trainer.max_hours`` at the first start.
+
+    If the command repeats a ``trainer`` key of the first start, but a later start has changed the value, the
+    later value stays, and a line says so.
     """
     if "trainer.max_hours" not in map(key_of_override, first_overrides):
         drop_recipe_hours(config, {*map(key_of_override, new_overrides)})

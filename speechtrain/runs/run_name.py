@@ -19,10 +19,10 @@ from speechtrain.runs.user_yaml import text_of, user_yaml_files
 
 
 class RunNames:
-    """The names of the runs of one command.
+    """Finds or makes the names of the runs of one command.
 
-    ``config_dir`` is the user's own config folder. The run.json of each run below OUTPUT_DIR is read at most
-    once, so a command does not see runs that others start meanwhile.
+    ``config_dir`` is the user's config folder. The run.json of each run below OUTPUT_DIR is read at most
+    once, so runs that other commands start later are not seen.
     """
 
     def __init__(self, config_dir: str | None) -> None:
@@ -30,9 +30,10 @@ class RunNames:
         self._runs: list[tuple[Path, About]] | None = None
 
     def name(self, choices: Mapping[str, Any], overrides: Sequence[str], swept: Collection[str] = ()) -> str:
-        """Return the name of the run with these overrides, whether it exists or not.
+        """Return the name of the existing run with these overrides, or the name of a new run.
 
-        ``choices`` are the choices of Hydra's groups. Raises RunError if several runs have these overrides.
+        ``choices`` has the choice of each group of Hydra, and ``swept`` the keys that the command's sweep
+        varies. Raises RunError if several runs have these overrides.
         """
         run_dir = self.existing_run(overrides, swept)
         if run_dir is not None:
@@ -42,28 +43,30 @@ class RunNames:
         return f"{choices.get('model')}-{choices.get('data')}-{digest}"
 
     def existing_run(self, overrides: Sequence[str], swept: Collection[str] = ()) -> Path | None:
-        """Return the run below OUTPUT_DIR with these overrides and the same YAML files of the user.
+        """Return the run below OUTPUT_DIR that these overrides have started, or None.
 
-        A key that may change counts only in ``swept``, the keys that the command's sweep varies. A run of
-        another sweep has other such keys and does not match. Raises RunError if several runs match.
+        The run must have the same identifying overrides and the same YAML files of the user. Volatile keys,
+        which may change during a run, identify a run only if its sweep varied them (``swept``).
+
+        Raises RunError if several runs match. Runs without an explicit ``run_dir`` are preferred.
         """
-        volatile = swept_volatile(swept)
-        run_dirs: list[Path] = []
+        swept_keys = swept_volatile(swept)
+        unnamed_dirs: list[Path] = []  # matching runs that were started without run_dir=
         named_dirs: list[Path] = []
         for run_dir, about in self._started_runs():
-            if about.argv is None or about.swept != volatile:
-                continue  # A damaged run.json has no command line and matches no command.
+            if about.argv is None or about.swept != swept_keys:
+                continue  # run.json is damaged, or the run belongs to another sweep.
             first_folder, current_folder = folders_of(about)
-            fields = identifying_overrides(overrides, swept, current_folder)
-            if identifying_overrides(about.overrides, volatile, first_folder) != fields:
+            command_overrides = identifying_overrides(overrides, swept, current_folder)
+            if identifying_overrides(about.overrides, swept_keys, first_folder) != command_overrides:
                 continue
             if not self._has_same_files(about) or not (run_dir / CONFIG).is_file():
                 continue
             if "run_dir" in map(key_of_override, about.overrides):
                 named_dirs.append(run_dir)
             else:
-                run_dirs.append(run_dir)
-        run_dirs = run_dirs or named_dirs  # A run that was started without run_dir comes first.
+                unnamed_dirs.append(run_dir)
+        run_dirs = unnamed_dirs or named_dirs
         if len(run_dirs) > 1:
             raise RunError(
                 f"{run_dirs[0]} and {run_dirs[1]} started with the same keys. Choose one with run_dir=DIR"
@@ -71,6 +74,7 @@ class RunNames:
         return run_dirs[0] if run_dirs else None
 
     def _started_runs(self) -> list[tuple[Path, About]]:
+        """Return the directory and the run.json of each run below OUTPUT_DIR."""
         if self._runs is None:
             self._runs = []
             for path in sorted(base_folder().glob(f"*/{ABOUT}")):
@@ -83,9 +87,10 @@ class RunNames:
 
 
 def folders_of(about: About) -> tuple[str, str]:
-    """Return the folders of the relative paths in the overrides of a run, and of this command.
+    """Return the working folder of a run's first start, and the one of this command.
 
-    Both are empty for a run whose folder is unknown or gone. Then texts are compared as they are.
+    Relative paths in overrides are relative to these folders. If the first folder is unknown or was removed,
+    both are empty, and paths are compared as they are written.
     """
     if about.folder and Path(about.folder).is_dir():
         return about.folder, os.getcwd()

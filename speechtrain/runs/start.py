@@ -56,25 +56,30 @@ from speechtrain.runs.started_runs import remember, start_id
 from speechtrain.text.vocabulary import NoText
 
 _FIXABLE = (ConfigError, DataError, MachineError)
-"""Errors that the user corrects. If a new run ends with one before its first step, its files are removed."""
+"""Errors that the user corrects. If a new run ends with such an error before its first step, the files that
+it has written are removed."""
 
 _FIRST_FILES = (CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", RANKS, "tokenizer.model", "tokenizer.json")
-"""The files that a run writes before its first step. Its launcher's files are not among them."""
-_COMPLETE = ("finished", "target", "time")
-"""The statuses of a run that has ended by itself."""
-_MIN_FREE = 256 * 2**20  # bytes that a run needs on its disk
+"""The files and folders that a run writes before its first step. The files of its launcher are in
+``Launcher.files``."""
+_COMPLETE_STATUSES = ("finished", "target", "time")
+"""The statuses of a run that was neither interrupted nor failed."""
+_MIN_FREE_BYTES = 256 * 2**20
+"""Free space that the disk of the run directory must have before a start."""
 
 
 def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str]) -> RunResult:
-    """Start the run whose directory ``config`` names, or continue it. Return its result when it has ended.
+    """Start or continue the run in ``config.run_dir``, wait for its end, and return its result.
 
-    A new run stores ``user_files``, the user's own YAML files. A finished run returns its result at once if
-    its limits have not changed. Raises the SpeechtrainError that stopped the run, here or in a rank.
+    ``user_files`` holds the texts of the user's own YAML files by ``group/choice``. A new run stores them. A
+    complete run returns its stored result at once if its limits have not changed. With ``dry_run``, the shell
+    lines of the start are printed and no process is started. Raises the SpeechtrainError that stopped the
+    run, in this process or in a rank.
     """
-    values = check(config)
-    _settle_resume(config)
+    values = check(config)  # The values are resolved: they contain no interpolations.
+    _check_resume(config)
     _warn_of_unused_folder(values["data"])
-    rank_bytes = dry_build(config_for_plan(config))
+    rank_bytes = dry_build(config_for_plan(config))  # memory of a rank's weights, gradients and optimizer
     device = build_device(config)
     launcher = command.external_launch or build_launcher(config)
     job = _checked_job(config, device, launcher, rank_bytes)
@@ -88,7 +93,7 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
     run_dir = job.run_dir
     is_new = not job.config.exists()
     about = _about(config, device, command, user_files)
-    _write_files(config, job, about, is_named=command.run_dir is not None)
+    _write_files(config, job, about, is_run_dir_explicit=command.run_dir is not None)
     remember(run_dir)
     result = _launch(job, launcher, is_new=is_new)
     if result.status == "submitted":
@@ -103,51 +108,54 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
 
 
 def _checked_job(config: DictConfig, device: Device, launcher: Launcher, rank_bytes: int) -> Job:
-    """Return the job of a run in which a rank needs ``rank_bytes`` of memory for its model.
+    """Return the job of a run after the checks of its device, launcher and run directory.
 
-    If all ranks run on this host, the job has the environment of the device. Raises the SpeechtrainError of
-    the first check of device, launcher or run directory that fails.
+    ``rank_bytes`` is the memory that each rank needs for its model. If all ranks run on this host, the
+    environment of the job has the variables of the device. On other hosts, ``runs.on_host`` sets these
+    variables. Raises the SpeechtrainError of the first check that fails. In a dry run, a missing device or
+    program is only a warning, because another machine may execute the printed lines.
     """
     device.check_precision(build_precision(config))
     if config.data.get("shapes") == 0:
-        device.validate_shapes(
-            []
-        )  # The shapes vary. A device that compiles a graph for each shape refuses it.
+        # An empty list says that the shapes of the batches vary. A device that compiles a graph for each
+        # shape refuses them.
+        device.validate_shapes([])
     job = _job(config, device, rank_bytes)
     launcher.check(job)
     _check_run_dir(job.run_dir, launcher.files)
-    is_dry = config.dry_run
+    is_dry_run = config.dry_run
     if launcher.is_here(job):
-        problem = device.absence(job.world_size)
-        raise_or_warn(problem, is_warning=is_dry)
-        variables = host_environment(device, job.world_size, rank_bytes, run_dir=job.run_dir, is_dry=is_dry)
+        raise_or_warn(device.absence(job.world_size), is_warning=is_dry_run)
+        variables = host_environment(
+            device, job.world_size, rank_bytes, run_dir=job.run_dir, is_dry=is_dry_run
+        )
         job = replace(job, environment={**job.environment, **variables})
-    raise_or_warn(launcher.missing_program(job), is_warning=is_dry)
+    raise_or_warn(launcher.missing_program(job), is_warning=is_dry_run)
     return job
 
 
 def _launch(job: Job, launcher: Launcher, *, is_new: bool) -> RunResult:
-    """Start the ranks of ``job`` and return the result of the run when they have ended.
+    """Start the ranks of ``job``, wait for their end, and return the result of the run.
 
-    The status is ``submitted`` if the ranks run without this command. Raises the SpeechtrainError of a
-    failure. The files of a new run are removed if no process was started, or if the user must correct an
-    error.
+    If the ranks run without this command, as in a batch system, the status is ``submitted`` at once. Raises
+    the SpeechtrainError of a failure. The files of a new run are removed if no process was started, or if
+    the run failed before its first step with an error that the user must correct.
     """
     run_dir = job.run_dir
     try:
-        end = launcher.launch(job)
+        launch_result = launcher.launch(job)
     except SpeechtrainError:  # No process was started.
         if is_new:
             _discard_files(run_dir, launcher)
         raise
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"the same command continues from {_last_saved(run_dir)}") from None
-    if end.stop_hint:
-        print_line(end.stop_hint)
+    if launch_result.stop_hint:
+        print_line(launch_result.stop_hint)
         return RunResult("submitted")
-    result = _run_result(end, run_dir)
+    result = _run_result(launch_result, run_dir)
     if result.status == "failed":
-        error = _error_of(result, run_dir, end.log)
+        error = _error_of(result, run_dir, launch_result.log)
         if is_new and result.is_cause and isinstance(error, _FIXABLE):
             _discard_files(run_dir, launcher)
         raise error
@@ -157,10 +165,11 @@ def _launch(job: Job, launcher: Launcher, *, is_new: bool) -> RunResult:
 def _print_start(config: DictConfig, job: Job, launcher: Launcher) -> None:
     """Print the shell lines that start a run.
 
-    Warn if recordings have too few encoder frames for their labels. This needs data that can be read here.
+    If the data can be read on this host, also print a warning about recordings that have fewer encoder frames
+    than their labels need.
     """
     with contextlib.suppress(SpeechtrainError, RuntimeError):
-        with torch.device("meta"):
+        with torch.device("meta"):  # The number of frames follows from the settings, without weights.
             encoder = build_encoder(config)
         data = build_data(config, build_tokenizer(config))
         raise_or_warn(data.crowded_transcripts(encoder.frames), is_warning=True)
@@ -169,33 +178,37 @@ def _print_start(config: DictConfig, job: Job, launcher: Launcher) -> None:
 
 
 def _warn_of_unused_folder(data: Any) -> None:
-    """Warn if ``DATASET_DIR`` is set and does not occur in ``data``, the resolved group of the config."""
+    """Warn if ``DATASET_DIR`` is set, but no value of ``data`` contains it.
+
+    ``data`` is the resolved group ``data`` of the config.
+    """
     folder = os.environ.get("DATASET_DIR", "").rstrip("/")
     if folder and folder not in str(data):
-        choice = f"data=fsdd, or data=manifest data.train={folder}"
-        raise_or_warn(
-            f"DATASET_DIR={folder} is set, but this run reads other data. Add {choice}", is_warning=True
-        )
+        overrides = f"data=fsdd, or data=manifest data.train={folder}"
+        problem = f"DATASET_DIR={folder} is set, but this run reads other data. Add {overrides}"
+        raise_or_warn(problem, is_warning=True)
 
 
-def _settle_resume(config: DictConfig) -> None:
-    """Replace ``resume=never`` by ``auto``, because ranks that their launcher restarts continue the run.
+def _check_resume(config: DictConfig) -> None:
+    """Raise RunError if the checkpoints in the run directory contradict ``config.resume``.
 
-    Raises RunError if ``resume=never`` meets a run with checkpoints, or ``resume=must`` one without.
+    ``resume=never`` requires that there are none, ``resume=must`` that there are some. After this check,
+    ``never`` becomes ``auto``, so that ranks which their launcher restarts continue from a checkpoint.
     """
     checkpointer = Checkpointer(Path(config.run_dir))
     count = len(checkpointer.folders())
     if (config.resume == "never" and count) or (config.resume == "must" and not count):
-        line = f"resume={config.resume}, but {checkpointer.root} holds {count} checkpoints"
-        raise RunError(f"{line}. Correct run_dir")
+        problem = f"resume={config.resume}, but {checkpointer.root} holds {count} checkpoints"
+        raise RunError(f"{problem}. Correct run_dir")
     if config.resume == "never":
         config.resume = "auto"
 
 
 def _earlier_result(config: DictConfig, command: Command) -> RunResult | None:
-    """Return and print the result of a run that is complete. It is None if ``config`` adds updates to it.
+    """Return the stored result of a complete run, and print it.
 
-    Raises DataError if the training set has changed since. It is not compared if it cannot be read here.
+    It is None if the run is not complete, or if its limits have changed so that more updates follow. Raises
+    DataError if the training set has changed since the run ended, unless it cannot be read on this host.
     """
     run_dir = Path(config.run_dir)
     result = run_directory.read_result(run_dir)
@@ -214,39 +227,45 @@ def _earlier_result(config: DictConfig, command: Command) -> RunResult | None:
 
 
 def _check_content(config: DictConfig, command: Command, former_content: Mapping[str, Any]) -> None:
-    """Raise DataError if the training set can be read here and differs from ``former_content``."""
+    """Raise DataError if the training set can be read here and differs from ``former_content``.
+
+    ``former_content`` is the value of ``DataModule.content`` when the run ended.
+    """
     try:
         data: DataModule = build(config, "data", tokenizer=NoText())
         content = data.content()
     except SpeechtrainError:
         return
-    if content != former_content:
+    if content.get("digest") != former_content.get("digest"):
         run_dir = Path(config.run_dir)
-        line = new_run_line(run_directory.read_about(run_dir), command)
+        new_command = new_run_line(run_directory.read_about(run_dir), command)
         counts = f"{former_content['recordings']} recordings then, {content['recordings']} now"
         cause = f"data.train has changed since {run_dir} ended ({counts})"
-        raise DataError(f"{cause}. This command starts a new run: {line}")
+        raise DataError(f"{cause}. This command starts a new run: {new_command}")
 
 
 def _config_lines(config: DictConfig, job: Job) -> str:
-    """Return shell lines that write the config of the ranks, or an empty text if the file has it already."""
+    """Return shell lines that write the config file of the ranks.
+
+    The text is empty if the file exists with the same content.
+    """
     config = copy.deepcopy(config)
     config.dry_run = False
     text = dump(config)
     if job.config.is_file() and text == read_text(job.config):
         return ""
-    end = "END_OF_CONFIG"
-    while end in text:
-        end += "_"
+    delimiter = "END_OF_CONFIG"
+    while delimiter in text:
+        delimiter += "_"
     folder, path = shlex.quote(str(job.run_dir)), shlex.quote(str(job.config))
-    return f"mkdir -p {folder} && cat > {path} <<'{end}'\n{text}{end}\n"
+    return f"mkdir -p {folder} && cat > {path} <<'{delimiter}'\n{text}{delimiter}\n"
 
 
 def _about(config: DictConfig, device: Device, command: Command, user_files: Mapping[str, str]) -> About:
-    """Return the content of ``run.json``.
+    """Return the new content of ``run.json``.
 
-    For a new run, it describes this start as the first start. Otherwise it keeps the first start and stores
-    this start as the latest one.
+    Its main fields describe the first start of the run. If the run exists already, these fields stay, and
+    ``latest`` describes this start.
     """
     run_dir = Path(config.run_dir)
     start = {**run_directory.origin(command.argv), "seed": config.seed, "device": device.name}
@@ -258,21 +277,28 @@ def _about(config: DictConfig, device: Device, command: Command, user_files: Map
 
 
 def _job(config: DictConfig, device: Device, rank_bytes: int) -> Job:
-    """Return the job of the launcher, in which a rank needs ``rank_bytes`` of memory for its model."""
+    """Return the job for the launcher. Each rank needs ``rank_bytes`` of memory for its model."""
     run_dir = Path(config.run_dir)
-    environment = {name: value for name, value in os.environ.items() if name == ALLOW_TARGETS}
-    environment |= {NETWORK_VARIABLES: " ".join(device.facts.network_variables), RANK_MEMORY: str(rank_bytes)}
-    forwarded, size = device.facts.forwarded_variables, int(config.world_size)
+    environment = {
+        NETWORK_VARIABLES: " ".join(device.facts.network_variables),
+        RANK_MEMORY: str(rank_bytes),
+    }
+    if ALLOW_TARGETS in os.environ:
+        environment[ALLOW_TARGETS] = os.environ[ALLOW_TARGETS]
     return Job(
-        run_dir / CONFIG, run_dir, world_size=size, environment=environment, forwarded_variables=forwarded
+        run_dir / CONFIG,
+        run_dir,
+        world_size=int(config.world_size),
+        environment=environment,
+        forwarded_variables=device.facts.forwarded_variables,
     )
 
 
 def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
-    """Print advice on a complete run. If ``config.tracking`` has the console, write the run's report.
+    """Print advice on a complete run, and write its report if the console is one of its trackers.
 
-    Without the console, nobody watches the run, so it has no report. After a run on example data, print the
-    command that trains on the user's recordings.
+    A run without the console is part of a script or a benchmark, where nobody opens a report. After a run on
+    example data, print the command that trains on the user's recordings.
     """
     run_dir = Path(config.run_dir)
     for line in advice(result, run_directory.read_metrics(run_dir).rows):
@@ -280,17 +306,20 @@ def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
     if "console" in (config.tracking.get("trackers") or {}):
         _write_report(run_dir)
     if _is_example(config.data.get("train")) and not command.is_sweep:
-        words = ["speechtrain", "train", "recipe=scratch", "data.train=FOLDER_OR_MANIFEST"]
-        words.append("trainer.max_hours=0.5")
+        next_command = ["speechtrain", "train", "recipe=scratch", "data.train=FOLDER_OR_MANIFEST"]
+        next_command.append("trainer.max_hours=0.5")
         for override in command.overrides:
             group = key_of_override(override).partition(".")[0]
             if group in ("device", "precision", "launcher", "world_size"):
-                words.append(override)
-        print(errors.escape_controls(f"your own recordings: {shlex.join(words)}"))
+                next_command.append(override)
+        print(errors.escape_controls(f"your own recordings: {shlex.join(next_command)}"))
 
 
 def _write_report(run_dir: Path) -> None:
-    """Write ``report.html`` and print its path. A failure is one line, because the run has ended well."""
+    """Write ``report.html`` and print its path.
+
+    If the report cannot be written, only one line is printed, because the training itself has succeeded.
+    """
     from speechtrain.report import page, run  # The import takes half a second.
 
     path = run_dir / "report.html"
@@ -303,113 +332,120 @@ def _write_report(run_dir: Path) -> None:
 
 
 def _is_example(train: Any) -> bool:
-    """Return whether ``data.train`` is example data, which only shows that training works."""
+    """Return whether ``train``, the value of ``data.train``, is a corpus that only demonstrates training."""
     if not OmegaConf.is_dict(train) or "_target_" not in train:
         return False
     return bool(getattr(target_class(train._target_, "data.train"), "is_example", False))
 
 
 def _is_complete(result: RunResult, run_dir: Path) -> bool:
-    """Return whether a run has ended by itself, with metrics and with a checkpoint of its last step."""
+    """Return whether a run ended normally, with metrics and with a checkpoint of its last step."""
     checkpoints = {folder.name for folder in Checkpointer(run_dir).folders()}
-    is_saved = f"step-{str(result.steps).zfill(8)}" in checkpoints
-    return result.metrics is not None and is_saved and result.status in _COMPLETE
+    is_last_step_saved = f"step-{str(result.steps).zfill(8)}" in checkpoints
+    return result.metrics is not None and is_last_step_saved and result.status in _COMPLETE_STATUSES
 
 
-def _write_files(config: DictConfig, job: Job, about: About, *, is_named: bool) -> None:
-    """Write the files that the ranks of a start read, and remove earlier results.
+def _write_files(config: DictConfig, job: Job, about: About, *, is_run_dir_explicit: bool) -> None:
+    """Write the files of the run directory that the ranks read, and remove the results of earlier starts.
 
-    Raises RunError if another user owns the folder and the command does not name it.
+    Raises RunError if another user owns the run directory, unless the command contains ``run_dir=``.
     """
     job.run_dir.mkdir(parents=True, exist_ok=True)
     lock = RunLock(job.run_dir).acquire()
     try:
         owner = run_directory.other_owner(job.run_dir)
         if owner is not None:
-            line = f"{job.run_dir} belongs to user {owner}, who can change what it executes"
-            if not is_named:
-                raise RunError(f"{line}. run_dir={job.run_dir} uses it all the same")
-            print_line(line)
+            problem = f"{job.run_dir} belongs to user {owner}, who can change what it executes"
+            if not is_run_dir_explicit:
+                raise RunError(f"{problem}. run_dir={job.run_dir} uses it all the same")
+            print_line(problem)
         tokenizer = build_tokenizer(config)
-        tokenizer.save(str(job.run_dir))  # Ranks on other hosts may not see its source.
+        # The ranks load this copy. Those on other hosts may have no access to the original file.
+        tokenizer.save(str(job.run_dir))
         config.tokenizer.update(tokenizer.saved_arguments(str(job.run_dir)))
         text = dump(config)
         content = asdict(about)
-        private = holds_secret(f"{text}\n{content}")
-        # run.json comes first. With a config but without run.json, the same command would be refused, because
-        # its overrides would seem to be new.
-        write_json(job.run_dir / ABOUT, content, private=private)
-        write_text(job.config, text, private=private)
+        is_private = holds_secret(f"{text}\n{content}")
+        # run.json is written first. If a kill left a config without run.json, the same command would be
+        # refused, because all its overrides would seem to be new.
+        write_json(job.run_dir / ABOUT, content, private=is_private)
+        write_text(job.config, text, private=is_private)
         run_directory.remove_results(job.run_dir)
     finally:
-        lock.release()  # Rank 0 acquires it next.
-    simulated = config.trainer.simulate_world
-    if simulated:
-        accumulate = simulated // job.world_size
-        print_line(
-            f"trainer.simulate_world={simulated}: world_size {job.world_size} × accumulate {accumulate}"
-        )
+        lock.release()  # Rank 0 acquires the lock next.
+    simulate_world = config.trainer.simulate_world
+    if simulate_world:
+        factors = f"world_size {job.world_size} × accumulate {simulate_world // job.world_size}"
+        print_line(f"trainer.simulate_world={simulate_world}: {factors}")
 
 
-def _run_result(end: LaunchResult, run_dir: Path) -> RunResult:
+def _run_result(launch_result: LaunchResult, run_dir: Path) -> RunResult:
     """Return the result of a run whose processes have ended.
 
-    Raises MachineError if they were ended from outside, and RunError if no rank wrote a result.
+    If a rank failed, it is the result of the rank that failed first. Raises MachineError if the
+    processes were ended from outside, and RunError if no rank wrote a result.
     """
     result = run_directory.read_result(run_dir)
     if result is None or result.status == "failed":
         result = run_directory.read_failure(run_dir)
-    if end.cause and (result is None or result.status == "failed"):
-        raise MachineError(end.cause)
+    if launch_result.cause and (result is None or result.status == "failed"):
+        raise MachineError(launch_result.cause)
     if result is not None:
         return result
-    if end.returncode == Preempted.exit_code:
+    exit_code = launch_result.returncode
+    if exit_code == Preempted.exit_code:
         raise Preempted("stopped before the ranks had started. The same command continues")
-    if end.returncode < 0:
-        name = signal.Signals(-end.returncode).name
-        hint = " (out of memory? dmesg shows it)" if name == "SIGKILL" else ""
+    if exit_code < 0:  # The code of a process that a signal has ended is the negative signal number.
+        signal_name = signal.Signals(-exit_code).name
+        hint = " (out of memory? dmesg shows it)" if signal_name == "SIGKILL" else ""
         continuation = f"The same command continues from {_last_saved(run_dir)}"
-        raise MachineError(f"the run was ended by {name}{hint}. {continuation}")
-    message = f"the ranks ended with code {end.returncode} and wrote no {run_dir / RESULT}"
-    log = run_dir / end.log
-    if log.exists():  # launcher=local has none.
+        raise MachineError(f"the run was ended by {signal_name}{hint}. {continuation}")
+    message = f"the ranks ended with code {exit_code} and wrote no {run_dir / RESULT}"
+    log = run_dir / launch_result.log
+    if log.exists():  # launcher=local writes no log.
         message = f"{message}. See {log}"
-    # A full disk may be the reason that no result exists. Then this write raises OSError, which names it. The
-    # error below removes the file again.
+    # A full disk may be the reason that no result exists. In this case the write raises OSError, which names
+    # the disk. Otherwise the RunError inside the block removes the temporary file.
     with atomic(run_dir / RESULT) as temporary:
         temporary.write_text(message)
         raise RunError(message)
 
 
 def _last_saved(run_dir: Path) -> str:
-    """Return the name of the last checkpoint, or ``its beginning``, as a part of a message."""
+    """Return the name of the last checkpoint, or ``its beginning`` without one, for a message."""
     checkpoints = Checkpointer(run_dir).folders()
     return checkpoints[-1].name if checkpoints else "its beginning"
 
 
 def _check_run_dir(run_dir: Path, launcher_files: Iterable[str]) -> None:
-    """Raise MachineError or RunError if a run cannot write to ``run_dir``, or if it holds other files.
+    """Raise an error if ``run_dir`` is not a folder for a run.
 
-    Logs and texts are not other files, because a batch system may write them there before the run.
+    MachineError: it is not writable, or its disk is almost full. RunError: it has files, and none of them is
+    a run's. Logs and texts do not count, because a batch system may write them there before the run.
     """
-    folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    if not os.access(folder, os.W_OK):
-        raise MachineError(f"{folder} is not writable. Set run_dir or OUTPUT_DIR to a folder that is")
+    nearest_folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    if not os.access(nearest_folder, os.W_OK):
+        raise MachineError(f"{nearest_folder} is not writable. Set run_dir or OUTPUT_DIR to a folder that is")
     names = set()
     for path in run_dir.glob("[!.]*"):
         if path.suffix not in (".log", ".txt", ".out", ".err"):
             names.add(path.name)
-    if names and not names & {*_FIRST_FILES, *launcher_files, "checkpoints", "metrics.jsonl"}:
+    run_files = {*_FIRST_FILES, *launcher_files, "checkpoints", "metrics.jsonl"}
+    if names and not names & run_files:
         raise RunError(f"{run_dir} holds other files ({min(names)}, …). Set run_dir to another folder")
-    disk = os.statvfs(folder)
-    free = disk.f_bavail * disk.f_frsize
-    if free < _MIN_FREE:
-        need = f"{folder} has {free >> 20} MiB free, and a run needs {_MIN_FREE >> 20}"
-        raise MachineError(f"{need}. Delete files or set run_dir")
+    disk = os.statvfs(nearest_folder)
+    free_bytes = disk.f_bavail * disk.f_frsize
+    if free_bytes < _MIN_FREE_BYTES:
+        free_mib, min_mib = free_bytes // 2**20, _MIN_FREE_BYTES // 2**20
+        problem = f"{nearest_folder} has {free_mib} MiB free, and a run needs {min_mib}"
+        raise MachineError(f"{problem}. Delete files or set run_dir")
 
 
 def _discard_files(run_dir: Path, launcher: Launcher) -> None:
-    """Empty the folder of a run that ended before its first step, unless it holds a file of someone else."""
+    """Remove the files of a run that ended before its first step.
+
+    If the folder also has a file that neither the run nor the launcher writes, nothing is removed.
+    """
     patterns = (*_FIRST_FILES, *launcher.files)
     paths = list(run_dir.iterdir())
     for path in paths:
@@ -423,16 +459,18 @@ def _discard_files(run_dir: Path, launcher: Launcher) -> None:
 
 
 def _error_of(result: RunResult, run_dir: Path, log: str = AGENT) -> SpeechtrainError:
-    """Return the error that the rank which failed first has written into ``result``."""
+    """Return the error of the failed rank whose result is ``result``, with the file that has details."""
     error_class = errors.class_of(result.exit_code or 1)
     folder = run_directory.rank_folder(run_dir, result.rank)
-    source = f" (trace in {folder / ERROR})" if error_class is SpeechtrainError else ""
+    # The class SpeechtrainError itself is for unexpected exceptions, whose message alone explains little.
+    details = f" (trace in {folder / ERROR})" if error_class is SpeechtrainError else ""
     if not result.is_cause:  # The rank was killed, or its host was lost, so it wrote no error.
-        source = f" (which rank, and how it ended: {run_dir / log}. The same command continues)"
-    return error_class(f"{result.error}{source}")
+        details = f" (which rank, and how it ended: {run_dir / log}. The same command continues)"
+    return error_class(f"{result.error}{details}")
 
 
 def _describe(result: RunResult) -> str:
     """Return status, last step, metrics and speed as a line."""
-    metrics = run_directory.outcome_text(result.metrics, result.last_metrics, result.checkpoint, result.speed)
-    return f"{result.status} at step {result.steps}, {metrics}".rstrip(", ")
+    outcome = run_directory.outcome_text(result.metrics, result.last_metrics, result.checkpoint, result.speed)
+    # A run without metrics and speed has an empty outcome.
+    return f"{result.status} at step {result.steps}, {outcome}".rstrip(", ")

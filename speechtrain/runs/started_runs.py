@@ -1,9 +1,9 @@
 """The runs that this user has started, remembered in the user's state folder.
 
-Continuing a run executes its stored command. A command that finds a run by itself therefore continues it
-only if this user has started it. Each start writes a random id into ``run.json`` and into a private file of
-the state folder. Both must be equal. The name of the private file is a hash of the run's path, so an id that
-was copied into another folder opens nothing.
+Continuing a run executes code that its config names. If a command finds a run by its keys, it therefore
+continues the run only if this user has started it. Each start writes a random id into ``run.json`` and into a
+private file of the state folder, and both ids must be equal. The name of the private file is a hash of the
+run's path, so a run.json that was copied into another folder does not match.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from speechtrain.run_directory import ABOUT, read_about
 
 
 def state_folder() -> Path:
-    """Return ``$XDG_STATE_HOME/speechtrain``, or ``~/.local/state/speechtrain`` if it is not absolute."""
+    """Return ``$XDG_STATE_HOME/speechtrain``.
+
+    It is ``~/.local/state/speechtrain`` if the variable is not set to an absolute path.
+    """
     base = os.environ.get("XDG_STATE_HOME", "")
     if not os.path.isabs(base):
         base = "~/.local/state"
@@ -27,7 +30,7 @@ def state_folder() -> Path:
 
 
 def require_started(run_dir: Path) -> None:
-    """Raise RunError if this user has not started the run that a command has found in ``run_dir``."""
+    """Raise RunError if this user has not started the run in ``run_dir``."""
     if _remembered_id(run_dir) is None:
         raise RunError(
             f"{run_dir} was started by another user or on another machine: "
@@ -38,17 +41,17 @@ def require_started(run_dir: Path) -> None:
 def start_id(run_dir: Path) -> str:
     """Return the id of the next start in ``run_dir``: 32 hexadecimal digits.
 
-    A run that this user has started keeps its id. Any other run gets a new one, because whoever wrote its
-    ``run.json`` knows the id in it.
+    A run that this user has started keeps its id. Any other run gets a new id, because the id in its
+    ``run.json`` may be known to another user.
     """
     return _remembered_id(run_dir) or secrets.token_hex(16)
 
 
 def remember(run_dir: Path) -> None:
-    """Copy the id of a start from ``run.json`` into the state folder.
+    """Copy the id of the run in ``run_dir`` from its ``run.json`` into the state folder.
 
-    The files of runs that are gone are removed. If the folder cannot be written, one line says how to
-    continue the run later.
+    Files of the state folder whose runs do not exist any more are removed. If the folder cannot be written, a
+    printed line says how to continue the run later.
     """
     folder = state_folder()
     try:
@@ -64,7 +67,10 @@ def remember(run_dir: Path) -> None:
 
 
 def _remembered_id(run_dir: Path) -> str | None:
-    """Return the id of the run in ``run_dir`` if the state folder holds the same one."""
+    """Return the id of the run in ``run_dir``, or None.
+
+    It is None if the state folder has no file for the run, or another id than ``run.json``.
+    """
     try:
         identifier, _, _ = read_text(_file(run_dir), errors="replace").partition("\n")
     except OSError:
@@ -73,6 +79,6 @@ def _remembered_id(run_dir: Path) -> str | None:
 
 
 def _file(run_dir: Path) -> Path:
-    """Return the file of the state folder for the run in ``run_dir``."""
+    """Return the path of the file in the state folder for the run in ``run_dir``."""
     path = os.fsencode(run_dir.resolve())
     return state_folder() / hashlib.sha256(path).hexdigest()[:32]

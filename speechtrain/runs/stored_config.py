@@ -20,19 +20,25 @@ from speechtrain.errors import ConfigError, first_line, nearest
 from speechtrain.runs.command_line import translate_arguments
 from speechtrain.runs.compose import compose, override_value
 
-_CHOICES = ("device", "precision", "decoder")
+_REPLACEABLE_GROUPS = ("device", "precision", "decoder")
 """Groups whose choice may change when a trained run is opened."""
 
 
 def config_at(run_dir: Path) -> DictConfig:
-    """Load a run's stored config, with the paths of its present folder and of its tokenizer's copy there."""
+    """Return the stored config of the run in ``run_dir``.
+
+    Paths of the run's former directory, such as the path of its tokenizer, are changed to ``run_dir``.
+    """
     config = read_config(run_dir)
     relocate(config, str(config.run_dir), str(run_dir.resolve()))
     return config
 
 
 def relocate(node: DictConfig, former_dir: str | None, run_dir: str) -> None:
-    """Set each ``run_dir`` below ``node`` that equals ``former_dir`` to ``run_dir``. With None, set each."""
+    """Set each key ``run_dir`` in ``node`` to the new ``run_dir`` if its value is ``former_dir``.
+
+    ``former_dir=None`` means any value.
+    """
     values: Any = OmegaConf.to_container(node)
     for key, value in values.items():
         if isinstance(value, dict):
@@ -42,18 +48,22 @@ def relocate(node: DictConfig, former_dir: str | None, run_dir: str) -> None:
 
 
 def apply_overrides(config: DictConfig, overrides: Sequence[str], config_dir: str | None = None) -> None:
-    """Set KEY=VALUE pairs in a config, as speechtrain train reads them. Raises ConfigError."""
+    """Apply ``KEY=VALUE`` overrides to a config, with the syntax of speechtrain train. Raises ConfigError."""
     for override in overrides:
         key, _, text = override.partition("=")
-        if key in _CHOICES and text:
+        if key in _REPLACEABLE_GROUPS and text:
             set_group(config, key, text, config_dir)
             continue
-        for rewritten in translate_arguments([override]):  # ``allow_targets=`` moves to the environment
-            set_key(config, key, override_value(rewritten))
+        # The list has one element, or none for ``allow_targets=``, which becomes an environment variable.
+        for translated in translate_arguments([override]):
+            set_key(config, key, override_value(translated))
 
 
 def set_group(config: DictConfig, group: str, choice: str, config_dir: str | None = None) -> None:
-    """Replace a group of a run's config by another choice. Its interpolations refer to the run's config."""
+    """Replace a group of a run's config by another choice.
+
+    Interpolations in the new group stay unresolved, so they refer to keys of the run's config.
+    """
     node = compose([f"{BORROWED_GROUPS.get(group, group)}={choice}"], config_dir)[group]
     config[group] = OmegaConf.create(OmegaConf.to_container(node, resolve=False))
 
@@ -72,7 +82,10 @@ def set_key(config: DictConfig, key: str, value: Any) -> None:
 
 
 def stored_value(config: DictConfig, key: str) -> Any:
-    """Return a run's value of a key. Raises ConfigError for an unknown key."""
+    """Return the value of a key in a run's config, with resolved interpolations.
+
+    Raises ConfigError for an unknown key.
+    """
     parent, leaf = _parent(config, key)
     value = parent[leaf]
     if OmegaConf.is_config(value):
@@ -81,9 +94,10 @@ def stored_value(config: DictConfig, key: str) -> Any:
 
 
 def _parent(config: DictConfig, key: str) -> tuple[DictConfig, str]:
-    """Return the node of ``key`` and the last part of ``key``.
+    """Return the node that contains ``key``, and the last part of ``key``.
 
-    If the key is newer than the run, this sets it to the default of the constructor.
+    A key that the constructor got after the run started is first set to its default. Raises ConfigError for
+    an unknown key.
     """
     parent_key, _, leaf = key.rpartition(".")
     parent: Any = OmegaConf.select(config, parent_key) if parent_key else config
@@ -98,25 +112,30 @@ def _parent(config: DictConfig, key: str) -> tuple[DictConfig, str]:
 
 
 def _has_key(node: DictConfig, key: str) -> bool:
-    """Return whether a node has the key. ``in`` alone would miss a key whose value is ``???``."""
-    return OmegaConf.is_missing(node, key) or key in node
+    """Return whether ``node`` has ``key``."""
+    return OmegaConf.is_missing(node, key) or key in node  # ``in`` is False for a key whose value is ``???``.
 
 
 def _nearest_key(config: DictConfig, key: str) -> str:
-    """Return a hint with the key of ``config`` that resembles ``key``, or an empty text."""
-    container = typing.cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
-    keys = []
-    for name, value in flat(container).items():
+    """Return a hint with the key of ``config`` that is most similar to ``key``, or an empty text."""
+    values = typing.cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
+    candidates = []
+    for name, value in flat(values).items():
         if name.rpartition(".")[2] != "_target_" and value != {}:
-            keys.append(name)
-    return nearest(key, keys)
+            candidates.append(name)
+    return nearest(key, candidates)
 
 
 def _check_type(parent: DictConfig, key: str, leaf: str) -> None:
-    """Raise ConfigError if the value of ``leaf`` does not fit its constructor's parameter."""
+    """Raise ConfigError if the value of ``key`` does not have the type of the constructor's parameter.
+
+    ``parent`` is the node that contains the key, and ``leaf`` is the last part of the key.
+    """
     if "_target_" not in parent:
         return
     constructor = target_class(str(parent["_target_"]), key.rpartition(".")[0])
     values = typing.cast("dict[str, Any]", OmegaConf.to_container(parent, resolve=True))
-    if problem := mismatch(values[leaf], parameter_types(constructor).get(leaf, Any)):
+    parameter_type = parameter_types(constructor).get(leaf, Any)
+    problem = mismatch(values[leaf], parameter_type)
+    if problem:
         raise ConfigError(f"{key}: {problem}")

@@ -1,4 +1,7 @@
-"""The jobs of a study, which is a sweep whose sweeper is ``study``."""
+"""The jobs of a study, which is a sweep with ``hydra/sweeper=study``. Its jobs are called trials.
+
+``settings`` is the node ``hydra`` of a job's config in each function.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from speechtrain.study import require_optuna
 
 
 def register_study(overrides: Sequence[str]) -> None:
-    """Register the sweeper of studies with Hydra, whose scan misses it in an editable installation."""
+    """Register the sweeper of studies with Hydra if ``overrides`` choose it.
+
+    Hydra's own search for plugins does not find it in an editable installation.
+    """
     if "hydra/sweeper=study" not in overrides:
         return
     require_optuna()
@@ -26,18 +32,18 @@ def register_study(overrides: Sequence[str]) -> None:
 
 
 def is_study(settings: Any) -> bool:
-    """Return whether ``hydra`` of a config, ``settings``, has the sweeper of studies."""
+    """Return whether the job belongs to a study."""
     return "trial" in settings.sweeper
 
 
 def trial_of(settings: Any) -> int | None:
-    """Return the number of the trial that a job runs, or None for another job."""
+    """Return the number of the trial, counted from 0, or None for a job outside a study."""
     number: int | None = settings.sweeper.get("trial")
     return number
 
 
 def job_name(settings: Any) -> str:
-    """Return the name of a sweep's job in messages."""
+    """Return the name of a sweep's job for messages: ``trial N``, or ``job N`` counted from 1."""
     trial = trial_of(settings)
     if trial is None:
         return f"job {settings.job.num + 1}"
@@ -45,7 +51,10 @@ def job_name(settings: Any) -> str:
 
 
 def run_job(start: Callable[[], RunResult], settings: Any) -> RunResult:
-    """Start a job by ``start``. A trial stores its end in the study. Raises the error of the job."""
+    """Call ``start``, which runs a job, and return its result. A trial's result is also stored in the study.
+
+    Raises the error of the job.
+    """
     if trial_of(settings) is None:
         return start()
     from speechtrain.study.trial_job import TrialJob, trial_settings
@@ -56,7 +65,10 @@ def run_job(start: Callable[[], RunResult], settings: Any) -> RunResult:
 
 
 def conclude_study(folder: Path) -> None:
-    """Print the table of the study in ``folder``, if it has one. Raises RunError if no trial is complete."""
+    """Print the table of the study in ``folder``, if the folder has a study.
+
+    Raises RunError if no trial is complete.
+    """
     if not (folder / "study.journal").is_file():
         return
     from speechtrain.study.output import table

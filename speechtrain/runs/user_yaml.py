@@ -1,4 +1,4 @@
-"""The YAML files of the user's own config folder (``--config-dir``), whose texts a run stores."""
+"""The YAML files in the user's config folder (``--config-dir``). A run stores the texts of chosen files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from speechtrain.files import small_yaml
 
 
 def user_yaml_files(choices: Mapping[str, Any], folder: str | None) -> dict[str, str]:
-    """Return the text of each chosen YAML file in ``folder``, by ``group/choice``."""
+    """Return the text of each chosen YAML file in ``folder``, by ``group/choice``.
+
+    ``choices`` has the choice of each group.
+    """
+    names = [f"{group}/{choice}" for group, choice in choices.items()]
     texts = {}
-    for name in sorted(f"{group}/{choice}" for group, choice in choices.items()):
+    for name in sorted(names):
         text = text_of(folder, name)
         if text:
             texts[name] = text
@@ -26,19 +30,20 @@ def user_yaml_files(choices: Mapping[str, Any], folder: str | None) -> dict[str,
 
 
 def text_of(folder: str | None, name: str) -> str:
-    """Return the text of NAME.yaml in ``folder``, or an empty text if the file does not exist."""
+    """Return the text of NAME.yaml in ``folder``, or an empty text if the file cannot be read."""
     if not folder:
         return ""
     try:
         return Path(folder, f"{name}.yaml").read_text()
-    except (OSError, ValueError):  # A name of a stored run may hold any character.
+    except (OSError, ValueError):  # ValueError: a name from run.json may have a null character.
         return ""
 
 
 def values_of(name: str, text: str) -> dict[str, Any]:
-    """Return the values of the file ``group/choice`` by their keys in the config, with references unresolved.
+    """Return the values in ``text`` by their full keys in the config, such as ``optimizer.lr``.
 
-    Raises ValueError if the text is not a mapping, or too large.
+    ``name`` is the ``group/choice`` of the file. Interpolations stay unresolved. Raises ValueError if the
+    text is too large or is not a mapping.
     """
     try:
         values = OmegaConf.to_container(OmegaConf.create(small_yaml(text)), resolve=False)
@@ -46,5 +51,6 @@ def values_of(name: str, text: str) -> dict[str, Any]:
         raise ValueError(first_line(error)) from None
     if not isinstance(values, dict):
         raise ValueError("it is not a mapping of keys")
+    # The keys are below the group, unless the file says that they are at the top of the config.
     prefix = "" if "@package _global_" in text else f"{name.partition('/')[0]}."
     return flat({str(key): value for key, value in values.items()}, prefix)

@@ -1,4 +1,7 @@
-"""The files of a study that several commands share: optuna's journal and the claims of its trials."""
+"""Locks on the files of a study: optuna's journal, and the claims of its trials.
+
+Several commands may use the same study at the same time.
+"""
 
 from __future__ import annotations
 
@@ -18,32 +21,34 @@ CLAIMS = "study.claims"
 
 
 class JournalLock:
-    """The lock of a journal. A thread may acquire it again, and the end of its process releases it.
+    """The lock of a journal, with optuna's interface. The same thread may acquire it several times.
 
-    optuna's own locks outlive a killed process, and the next command would wait for 30 s. A killed process
-    may also leave a part of a line, to which optuna would append. The lock removes this part.
+    - The end of a process releases its lock. optuna's own locks would stay, and the next command would wait
+      for 30 s.
+    - A killed process may leave an incomplete line in the journal, to which optuna would append the next
+      record. This lock removes the line when it is acquired.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._thread = threading.RLock()
-        self._depth = 0
-        self._file: IO[bytes] | None = None
+        self._thread_lock = threading.RLock()
+        self._depth = 0  # how often the thread has acquired the lock and not released it
+        self._file: IO[bytes] | None = None  # the locked file, which excludes other processes
 
     def acquire(self) -> bool:
-        self._thread.acquire()
+        self._thread_lock.acquire()
         self._depth += 1
         if self._depth == 1:
             self._file = open_append(self._folder / LOCK)
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            _remove_torn_line(self._folder / JOURNAL)
+            _remove_incomplete_line(self._folder / JOURNAL)
         return True
 
     def release(self) -> None:
         self._depth -= 1
         if self._depth == 0 and self._file is not None:
             self._file.close()
-        self._thread.release()
+        self._thread_lock.release()
 
     def __enter__(self) -> JournalLock:
         self.acquire()
@@ -55,21 +60,23 @@ class JournalLock:
         self.release()
 
 
-def _remove_torn_line(journal: Path) -> None:
+def _remove_incomplete_line(journal: Path) -> None:
+    """Remove the text after the last line end of a file."""
     if not journal.exists() or journal.stat().st_size == 0:
         return
     with open_append(journal) as file:
         file.seek(-1, os.SEEK_END)
         if file.read(1) != b"\n":
             file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
+            size = file.read().rfind(b"\n") + 1
+            file.truncate(size)
 
 
 class Claims:
-    """The trials that this process runs, as locked bytes of one file. Its end releases them, on NFS, too.
+    """The trials that this process runs. A claim of trial N is a lock on byte N of one file.
 
-    A process keeps one such object for each study, because closing the file anywhere in the process
-    releases its locks.
+    The end of the process releases its claims, also on NFS. A process must use one such object for each
+    study, because closing the file anywhere in the process releases all its locks.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -77,7 +84,7 @@ class Claims:
         self._numbers: set[int] = set()
 
     def claim(self, number: int) -> bool:
-        """Claim a trial. Return False if this process or another one has claimed it."""
+        """Claim a trial. Return False if this or another process has already claimed it."""
         if number in self._numbers:
             return False
         try:

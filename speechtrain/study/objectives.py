@@ -12,7 +12,11 @@ from speechtrain.run_directory import RunResult
 
 @dataclass(frozen=True)
 class Objective:
-    """A number that a study minimises or maximises. A value beyond the threshold is reported as such."""
+    """A number that a study minimises or maximises.
+
+    Values beyond the threshold (above it for ``minimize``, below it for ``maximize``) are marked in the
+    table, and such a trial is the best only if all trials are beyond a threshold.
+    """
 
     name: str
     direction: Literal["minimize", "maximize"] = "minimize"
@@ -25,7 +29,7 @@ class Objective:
             )
 
     def excess(self, value: float) -> float:
-        """Return by how much ``value`` is beyond the threshold. It is at most 0 for a value within it."""
+        """Return by how much ``value`` is beyond the threshold, 0 or less if it is not beyond."""
         if self.threshold is None:
             return 0.0
         difference = value - self.threshold
@@ -37,7 +41,10 @@ class Objective:
 
 
 def read_objectives(nodes: Sequence[Any]) -> tuple[Objective, ...]:
-    """Read objectives from names and from mappings ``{name, direction, threshold}``. Raises ConfigError."""
+    """Return objectives from names, and from mappings with the keys ``name``, ``direction``, ``threshold``.
+
+    Raises ConfigError for other keys or values.
+    """
     objectives = []
     for node in nodes:
         fields = {"name": node} if isinstance(node, str) else dict(node)
@@ -52,7 +59,7 @@ def read_objectives(nodes: Sequence[Any]) -> tuple[Objective, ...]:
 
 
 def numbers_of(result: RunResult) -> dict[str, float]:
-    """Return each number of ``result.json`` by its name: metrics, speed, memory, seconds, updates."""
+    """Return the numbers in ``result.json`` by name: metrics, speed, memory, seconds, updates."""
     numbers: dict[str, float | None] = {
         **(result.metrics or {}),
         **(result.speed or {}),
@@ -66,7 +73,7 @@ def numbers_of(result: RunResult) -> dict[str, float]:
 
 
 def values_of(objectives: Sequence[Objective], numbers: Mapping[str, float]) -> list[float]:
-    """Return the value of each objective. Raises ConfigError for a number that the result lacks."""
+    """Return the value of each objective, in their order. Raises ConfigError if ``numbers`` lacks one."""
     for objective in objectives:
         if objective.name not in numbers:
             names = ", ".join(sorted(numbers))

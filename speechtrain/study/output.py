@@ -21,27 +21,37 @@ PAGE = "study.html"
 def table(study: Study) -> str:
     """Return a line for each trial: status, objectives, assignments, error."""
     best = study.best()
-    rows = [["trial", "status", *(objective.name for objective in study.spec.objectives), "assignments"]]
+    names = [objective.name for objective in study.spec.objectives]
+    rows = [["trial", "status", *names, "assignments"]]
     for trial in study.trials():
-        values = [f"{value:.5g}" for value in trial.values or ()] or ["-"] * len(study.spec.objectives)
-        rows.append([str(trial.number), _status(trial), *values, _assignments(trial)])
+        values = ["-"] * len(names)
+        if trial.values:
+            values = [f"{value:.5g}" for value in trial.values]
+        assignments = _assignments(trial)
         if best is not None and trial.number == best.number:
-            rows[-1][-1] += "  (best)"
-    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+            assignments += "  (best)"
+        rows.append([str(trial.number), _status(trial), *values, assignments])
+    widths = [0] * len(rows[0])
+    for row in rows:
+        widths = [max(width, len(cell)) for width, cell in zip(widths, row, strict=True)]
     lines = []
     for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        lines.append("  ".join([*cells, row[-1]]).rstrip())
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
 def _status(trial: FrozenTrial) -> str:
+    """Return the status of a trial, with the objectives whose values are beyond their thresholds."""
     status = outcome_of(trial).status
     beyond = [name for name, excess in trial.constraints.items() if excess > 0]
-    return f"{status}, beyond {', '.join(beyond)}" if beyond else status
+    if beyond:
+        status += f", beyond {', '.join(beyond)}"
+    return status
 
 
 def _assignments(trial: FrozenTrial) -> str:
+    """Return the assignments of a trial, and its error if there is one, as one text."""
     texts = []
     for key, value in trial.params.items():
         if isinstance(value, float):
@@ -53,7 +63,9 @@ def _assignments(trial: FrozenTrial) -> str:
 def write_recipe(study: Study, groups: Collection[str]) -> None:
     """Write the overrides of the best trial as a recipe for ``--config-dir STUDY recipe=best``.
 
-    An override of one of ``groups`` becomes an entry of the recipe's defaults.
+    ``groups`` are the config groups. An override that chooses from one of them becomes an entry of the
+    recipe's defaults. Nothing is written before a trial is complete, and for a study of other keys than the
+    config's.
     """
     best = study.best()
     if best is None or study.spec.fixed is None:
@@ -71,28 +83,30 @@ def write_recipe(study: Study, groups: Collection[str]) -> None:
             defaults.append({f"override /{override.get_key_element()}": value})
         elif key != "run_dir":
             OmegaConf.update(values, key, value, force_add=True)
-    head = f"# @package _global_\n# Trial {best.number} of the study in {study.folder.name}.\n"
+    comment = f"# @package _global_\n# Trial {best.number} of the study in {study.folder.name}.\n"
     content = OmegaConf.to_yaml(OmegaConf.create({"defaults": [*defaults, "_self_"]}))
     if values:
         content += OmegaConf.to_yaml(values)
     path = study.folder / RECIPE
     path.parent.mkdir(exist_ok=True)
-    write_text(path, head + content)
+    write_text(path, comment + content)
 
 
 def write_page(study: Study) -> None:
-    """Write optuna's plots of the study as one HTML file that needs no network."""
-    if len(study.complete_trials()) < 2:  # The plots need two.
+    """Write the table and optuna's plots of the study as one HTML file that needs no network."""
+    if len(study.complete_trials()) < 2:  # The plots need two complete trials.
         return
-    parts: list[str] = []
+    plots: list[str] = []
     for figure in _figures(study):
-        parts.append(figure.to_html(full_html=False, include_plotlyjs=not parts))
+        is_first = not plots  # The first plot contains the library of all plots.
+        plots.append(figure.to_html(full_html=False, include_plotlyjs=is_first))
     title = html.escape(study.folder.name)
-    body = f"<h1>{title}</h1><pre>{html.escape(table(study))}</pre>{''.join(parts)}"
+    body = f"<h1>{title}</h1><pre>{html.escape(table(study))}</pre>{''.join(plots)}"
     write_text(study.folder / PAGE, f"<!doctype html><meta charset=utf-8><title>{title}</title>{body}")
 
 
 def _figures(study: Study) -> list[Any]:
+    """Return optuna's plots of the study."""
     from optuna import visualization
 
     figures = []

@@ -17,11 +17,13 @@ from optuna.distributions import (
 from speechtrain.errors import ConfigError
 
 Space = Mapping[str, BaseDistribution]
+"""The distribution of each parameter, by the name of its key."""
 Assignments = Mapping[str, Any]
+"""The value of each parameter of a trial, by the name of its key."""
 
 
 def split_overrides(overrides: Iterable[Override]) -> tuple[list[str], dict[str, BaseDistribution]]:
-    """Split parsed overrides into fixed ``KEY=VALUE`` texts and the space of those that sweep a key.
+    """Return the fixed overrides as ``KEY=VALUE`` texts, and the search space of the other overrides.
 
     Raises ConfigError for a sweep that is not a distribution.
     """
@@ -42,11 +44,12 @@ def split_overrides(overrides: Iterable[Override]) -> tuple[list[str], dict[str,
 def distribution(override: Override) -> BaseDistribution:
     """Return the distribution of a sweep: ``interval``, ``range`` (without its end), ``choice`` or a list.
 
-    ``tag(log, …)`` makes an interval or a range of integers logarithmic. Raises ValueError.
+    ``tag(log, …)`` makes an interval or a range of integers logarithmic. Raises ValueError for other sweeps.
     """
     sweep = override.value()
-    is_log = getattr(sweep, "tags", None) == {"log"}
-    if getattr(sweep, "tags", None) and not is_log:
+    tags = getattr(sweep, "tags", None)
+    is_log = tags == {"log"}
+    if tags and not is_log:
         raise ValueError("the only tag is log")
     if isinstance(sweep, IntervalSweep):
         low, high = sweep.start, sweep.end
@@ -65,10 +68,11 @@ def distribution(override: Override) -> BaseDistribution:
 
 
 def _range_distribution(sweep: RangeSweep, is_log: bool) -> BaseDistribution:
+    """Return the distribution of a range, which excludes its end. optuna's distributions include it."""
     start, stop, step = sweep.start, sweep.stop, sweep.step
     if start is None or stop is None or not 0 < step <= stop - start:
         raise ValueError("a range needs a start below its end and a positive step, as range(20,200)")
-    count = -int(-(stop - start) // step)  # The quotient is rounded up, because a range excludes its end.
+    count = -int(-(stop - start) // step)  # the number of values: (stop - start) / step, rounded up
     high = start + (count - 1) * step
     if isinstance(start, int) and isinstance(step, int):
         return IntDistribution(start, int(high), step=step, log=is_log)
@@ -86,8 +90,9 @@ def grid(space: Space) -> list[dict[str, Any]]:
         elif isinstance(parameter, IntDistribution):
             values.append(tuple(range(parameter.low, parameter.high + 1, parameter.step)))
         elif isinstance(parameter, FloatDistribution) and parameter.step:
-            count = round((parameter.high - parameter.low) / parameter.step) + 1
-            values.append(tuple(parameter.low + index * parameter.step for index in range(count)))
+            low, step = parameter.low, parameter.step
+            count = round((parameter.high - low) / step) + 1
+            values.append(tuple([low + index * step for index in range(count)]))
         else:
             raise ConfigError(f"{name}: hydra.sweeper.sampler=grid needs a choice or a range of values")
     return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*values)]

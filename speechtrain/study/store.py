@@ -1,7 +1,7 @@
 """A study in its folder: the search space, the objectives, and every trial with its values.
 
-All of it is in optuna's journal, in which a trial begins by one record and ends by one record. A process may
-therefore be killed at any moment.
+All of this is stored in optuna's journal. The start of a trial is one record, and its end is one record. So a
+process may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from speechtrain.study.objectives import Objective, read_objectives
 from speechtrain.study.space import Space, grid
 
 SAMPLERS = ("tpe", "random", "grid")
-_NAME = "study"
+_NAME = "study"  # the name of the only study in a journal
+# The names of our attributes in the journal: of the study, then of trials.
 _SPEC = "spec"
 _WORKER = "worker"
 _OUTCOME = "outcome"
@@ -40,10 +41,10 @@ class StudySpec:
 
     space: Space
     objectives: tuple[Objective, ...]
-    n_trials: int = 20  # with the failed ones
+    n_trials: int = 20  # including failed trials
     sampler: str = "tpe"
-    seed: int = 1  # trial n draws with the seed (seed, n)
-    first: tuple[Mapping[str, Any], ...] = ()  # assignments of the first trials, which may be partial
+    seed: int = 1  # The values of trial n are sampled with the seed (seed, n).
+    first: tuple[Mapping[str, Any], ...] = ()  # assignments of the first trials, perhaps not of all keys
     fixed: tuple[str, ...] | None = None  # overrides of all trials, None if the keys are not the config's
 
     def __post_init__(self) -> None:
@@ -67,7 +68,7 @@ class StudySpec:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> StudySpec:
-        """Return the definition that a journal holds."""
+        """Return the definition from the content that :meth:`to_json` has written."""
         space = {name: json_to_distribution(text) for name, text in content["space"].items()}
         objectives = read_objectives(content["objectives"])
         fields = {**content, "space": space, "objectives": objectives, "first": tuple(content["first"])}
@@ -78,20 +79,20 @@ class StudySpec:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a trial."""
+    """How a trial has ended."""
 
     status: str  # finished | target | time | pruned | refused | diverged | out_of_memory | failed
-    numbers: Mapping[str, float] = field(default_factory=dict)  # of result.json
-    error: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)  # the numbers in result.json
+    error: str = ""  # the message of the error that has ended the trial
 
 
 class Study:
     """A study in its folder. Processes and hosts that share the folder may use it at the same time."""
 
     def __init__(self, folder: Path, spec: StudySpec | None = None) -> None:
-        """Open the study in ``folder``, or create it if ``spec`` is given.
+        """Open the study in ``folder``. With ``spec``, create it if the folder has none.
 
-        Raises RunError if the folder has no study, ConfigError if its study has another definition.
+        Raises RunError if the folder has no study, and ConfigError if its study differs from ``spec``.
         """
         if spec is None and not (folder / JOURNAL).is_file():
             raise RunError(f"{folder} holds no study ({JOURNAL} is missing)")
@@ -105,9 +106,12 @@ class Study:
             if spec is None:
                 self.optuna, self.spec = self._load()
             else:
-                self.optuna, self.spec = self._create(spec), spec
+                self.optuna = self._create(spec)
+                self.spec = spec
 
     def _load(self) -> tuple[optuna.Study, StudySpec]:
+        """Return the stored study and its definition. Raises RunError if the journal has none."""
+        # The sampler is not used: ``_sample`` creates a sampler for each trial.
         try:
             study = optuna.load_study(study_name=_NAME, storage=self._storage, sampler=RandomSampler())
             return study, StudySpec.from_json(study.user_attrs[_SPEC])
@@ -115,7 +119,10 @@ class Study:
             raise RunError(f"{self.folder / JOURNAL} holds no definition of a study. Delete it") from None
 
     def _create(self, spec: StudySpec) -> optuna.Study:
-        """Create the study, or open the study that has this definition. Its ``n_trials`` may change."""
+        """Return a new study, or the stored study if it has this definition. ``n_trials`` may differ.
+
+        Raises ConfigError if the stored study has another definition.
+        """
         study = optuna.create_study(
             storage=self._storage,
             study_name=_NAME,
@@ -137,65 +144,79 @@ class Study:
         return self.optuna.get_trials(deepcopy=False)
 
     def claim(self, count: int) -> list[FrozenTrial]:
-        """Claim up to ``count`` trials for this process: unfinished ones without a process, then new ones."""
+        """Return up to ``count`` trials that this process has now claimed.
+
+        These are unfinished trials whose process has ended, then new trials. Trials of ``ask`` are left out.
+        """
         if self._claims is None:
             self._claims = Claims(self.folder)
-        claimed: list[FrozenTrial] = []
+        trials: list[FrozenTrial] = []
         with self._lock:
             for trial in self.trials():
                 is_unfinished = trial.state == TrialState.RUNNING and trial.user_attrs[_WORKER] is None
-                if len(claimed) < count and is_unfinished and self._claims.claim(trial.number):
-                    claimed.append(trial)
-            while len(claimed) < count and not self.is_full():
+                if len(trials) < count and is_unfinished and self._claims.claim(trial.number):
+                    trials.append(trial)
+            while len(trials) < count and not self.is_full():
                 trial = self._add_trial(worker=None)
                 self._claims.claim(trial.number)
-                claimed.append(trial)
-        return claimed
+                trials.append(trial)
+        return trials
 
     def release(self, number: int) -> None:
-        """Release the claim of a trial. An unfinished trial is claimed again."""
+        """Release the claim of a trial. If the trial is unfinished, ``claim`` returns it again."""
         if self._claims is not None:
             self._claims.release(number)
 
     def ask(self, worker: str) -> FrozenTrial | None:
         """Return a new trial for a program of the user, or None if the study is full.
 
-        A ``worker`` with a name gets its unfinished trial again.
+        If ``worker`` is not empty and has an unfinished trial, return this trial.
         """
         with self._lock:
             for trial in self.trials():
-                if trial.state == TrialState.RUNNING and worker and trial.user_attrs[_WORKER] == worker:
+                is_unfinished = trial.state == TrialState.RUNNING
+                if worker and is_unfinished and trial.user_attrs[_WORKER] == worker:
                     return trial
-            return None if self.is_full() else self._add_trial(worker)
+            if self.is_full():
+                return None
+            return self._add_trial(worker)
 
     def is_full(self) -> bool:
-        """Return whether the study has all its trials. Some of them may be unfinished."""
+        """Return whether all trials of the study have been started. Some of them may be unfinished."""
         count = self.spec.n_trials
         if self.spec.sampler == "grid":
             count = min(count, len(grid(self.spec.space)))
         return len(self.trials()) >= count
 
     def _add_trial(self, worker: str | None) -> FrozenTrial:
-        """Draw the assignments of the next trial and store the trial as one record."""
+        """Store the next trial as one record, and return it.
+
+        ``worker`` is None for a trial that a process claims. ``ask`` passes the name of a program, or "".
+        """
         trials = self.trials()
         trial = create_trial(
             state=TrialState.RUNNING,
-            params=self._draw(trials),
+            params=self._sample(trials),
             distributions=dict(self.spec.space),
             user_attrs={_WORKER: worker, _ATTEMPTS: 0},
         )
         self.optuna.add_trial(trial)
         return self.trials()[-1]
 
-    def _draw(self, trials: Sequence[FrozenTrial]) -> dict[str, Any]:
-        """Draw assignments in memory, so that equal earlier trials and an equal seed give equal values."""
+    def _sample(self, trials: Sequence[FrozenTrial]) -> dict[str, Any]:
+        """Return the assignments of the trial that follows ``trials``.
+
+        They are sampled in a copy of the study in memory. So they depend only on ``trials`` and the seed.
+        """
         number = len(trials)
-        seed = int(numpy.random.SeedSequence([self.spec.seed, number]).generate_state(1)[0])
+        seed_sequence = numpy.random.SeedSequence([self.spec.seed, number])
+        seed = int(seed_sequence.generate_state(1)[0])
         sampler: BaseSampler = RandomSampler(seed=seed)
         if self.spec.sampler == "tpe":
             sampler = TPESampler(seed=seed)
         study = optuna.create_study(sampler=sampler, directions=self.optuna.directions)
         study.add_trials(trials)
+        # A study in memory returns an enqueued trial next, and samples only the keys that it lacks.
         if self.spec.sampler == "grid":
             study.enqueue_trial(grid(self.spec.space)[number])
         elif number < len(self.spec.first):
@@ -203,13 +224,13 @@ class Study:
         return study.ask(dict(self.spec.space)).params
 
     def open_trial(self, number: int) -> optuna.trial.Trial:
-        """Return optuna's view of an unfinished trial, for reports and for pruning."""
+        """Return optuna's object of an unfinished trial, which can report values and be pruned."""
         study_id = self._storage.get_study_id_from_name(_NAME)
         trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
         return optuna.trial.Trial(self.optuna, trial_id)
 
     def attempt(self, number: int) -> int:
-        """Count and return the attempts of a trial."""
+        """Add 1 to the stored number of attempts of a trial, and return the number."""
         trial = self.open_trial(number)
         attempts = int(trial.user_attrs[_ATTEMPTS]) + 1
         trial.set_user_attr(_ATTEMPTS, attempts)
@@ -222,8 +243,9 @@ class Study:
         values: Sequence[float] | None = None,
         state: TrialState = TrialState.FAIL,
     ) -> None:
-        """Store the end of a trial: complete if it has ``values``, else with ``state``.
+        """Store the end of a trial.
 
+        With ``values``, one for each objective, the trial is complete. Otherwise it has the state ``state``.
         Raises RunError if the trial does not exist or is finished.
         """
         with self._lock:
@@ -245,20 +267,24 @@ class Study:
 
     def worst_values(self) -> list[float] | None:
         """Return the worst value of each objective in all complete trials, or None if there are none."""
-        rows = [trial.values for trial in self.complete_trials()]
-        if not rows:
+        trials = self.complete_trials()
+        if not trials:
             return None
-        columns = zip(*rows, strict=True)
-        return [
-            objective.worst(column) for objective, column in zip(self.spec.objectives, columns, strict=True)
-        ]
+        worst = []
+        for index, objective in enumerate(self.spec.objectives):
+            worst.append(objective.worst([trial.values[index] for trial in trials]))
+        return worst
 
     def best(self) -> FrozenTrial | None:
-        """Return the trial that is best by the first objective, within all thresholds if one is."""
-        return min(self.complete_trials(), key=self._rank, default=None)
+        """Return the best complete trial by the first objective, or None if no trial is complete.
 
-    def _rank(self, trial: FrozenTrial) -> tuple[float, float]:
-        excess = sum(max(0.0, value) for value in trial.constraints.values())
+        Trials within all thresholds are better than all others.
+        """
+        return min(self.complete_trials(), key=self._sort_key, default=None)
+
+    def _sort_key(self, trial: FrozenTrial) -> tuple[float, float]:
+        """Order trials by the sum of their excesses over thresholds, then by the first objective."""
+        excess = sum([max(0.0, value) for value in trial.constraints.values()])
         value = trial.values[0]
         if self.spec.objectives[0].direction == "maximize":
             value = -value
@@ -266,7 +292,7 @@ class Study:
 
 
 def outcome_of(trial: FrozenTrial) -> Outcome:
-    """Return the end of a trial. The status of an unfinished trial is ``unfinished``."""
+    """Return how a trial has ended. The status of an unfinished trial is ``unfinished``."""
     content = trial.user_attrs.get(_OUTCOME)
     if content is None or not trial.state.is_finished():
         return Outcome("unfinished")

@@ -1,4 +1,4 @@
-"""A study as a sweep: it claims trials and gives them to a launcher of Hydra until the study is full."""
+"""A study as a sweep: claim trials and run them by Hydra's launcher, until the study is full."""
 
 from __future__ import annotations
 
@@ -22,20 +22,23 @@ from speechtrain.study.store import Study, StudySpec, outcome_of
 from speechtrain.study.trial_job import UNMEASURED, trial_settings
 
 Launch = Callable[[Sequence[Sequence[str]], int], Sequence[JobReturn]]
-"""Runs trials, each with its overrides, and returns their results. The int is the first trial's number."""
+"""A function that runs trials and returns their results.
 
-_MOST_LAUNCHES = 20
-"""The most starts of one trial by one command. A trial starts again if it was preempted, or for a retry."""
+Its arguments are the overrides of each trial, and the number of the first trial.
+"""
+
+_MAX_STARTS = 20
+"""The maximum of starts of a trial by one command. A trial starts again after a preemption or for a retry."""
 
 _FIRST_TRIALS = 3
-"""If this many first trials are all refused, the study ends: the cause is not a key that it searches."""
+"""If the first trials, at least this number, are all refused, the cause is not in a searched key."""
 
 
 def run_study(config: DictConfig, parser: OverridesParser, arguments: Sequence[str], launch: Launch) -> None:
     """Run the trials of the study that ``config.hydra.sweeper`` and the overrides ``arguments`` define.
 
-    The study in the sweep's folder continues if it exists. Raises ConfigError, and RunError for a trial that
-    starts again and again.
+    If the sweep's folder already has this study, continue it. Raises ConfigError for a wrong definition, and
+    RunError for a trial that is started too often.
     """
     settings: Any = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
     spec = _spec(settings, parser, arguments)
@@ -43,21 +46,24 @@ def run_study(config: DictConfig, parser: OverridesParser, arguments: Sequence[s
     study = Study(Path(config.hydra.sweep.dir).resolve(), spec)
     parallel = _parallel(config)
     cores = settings["cores"] or max(1, len(usable_cpus()) // parallel)
-    groups = {group.partition("@")[0] for group in config.hydra.runtime.choices}
-    launches: Counter[int] = Counter()
-    while trials := study.claim(parallel):
+    groups = {group.partition("@")[0] for group in config.hydra.runtime.choices}  # "group@package"
+    starts: Counter[int] = Counter()  # by the number of the trial
+    trials = study.claim(parallel)
+    while trials:
         launch([_overrides(study, trial, cores) for trial in trials], trials[0].number)
         for trial in trials:
             study.release(trial.number)
-            launches[trial.number] += 1
-            if launches[trial.number] > _MOST_LAUNCHES:
-                raise RunError(f"trial {trial.number} was started {_MOST_LAUNCHES} times and did not end")
+            starts[trial.number] += 1
+            if starts[trial.number] > _MAX_STARTS:
+                raise RunError(f"trial {trial.number} was started {_MAX_STARTS} times and did not end")
         write_recipe(study, groups)
         _check_outcomes(study)
+        trials = study.claim(parallel)
     write_page(study)
 
 
 def _spec(settings: dict[str, Any], parser: OverridesParser, arguments: Sequence[str]) -> StudySpec:
+    """Return the definition of the study. Raises ConfigError if it is wrong."""
     fixed, space = split_overrides(parser.parse_overrides(list(arguments)))
     if any(key_of_override(text) == "dry_run" for text in fixed):
         raise ConfigError("dry_run: a study trains its trials. Try one value without -m")
@@ -73,27 +79,31 @@ def _spec(settings: dict[str, Any], parser: OverridesParser, arguments: Sequence
 
 
 def _check_settings(settings: dict[str, Any], spec: StudySpec) -> None:
-    """Raise ConfigError for a wrong key before the first trial."""
-    # The result is not needed here. The call raises the errors that every trial would raise.
+    """Raise ConfigError for a wrong key of ``hydra.sweeper``, before the first trial starts."""
+    # The call raises the errors that every trial would raise. Its result is not needed.
     trial_settings({**settings, "trial": 0, "cores": 1})
-    # The pruner follows one metric of the validations. "metric" names another number: the one that chose the
-    # best checkpoint.
-    lacks_name = spec.objectives[0].name == "metric"
-    if settings["pruner"] and (len(spec.objectives) > 1 or lacks_name):
+    # The pruner compares one metric of the validations by its name. The objective "metric" is the metric that
+    # chose the best checkpoint, whatever its name is.
+    has_no_metric_name = spec.objectives[0].name == "metric"
+    if settings["pruner"] and (len(spec.objectives) > 1 or has_no_metric_name):
         raise ConfigError("hydra.sweeper.pruner=median needs one objective by its name, as objectives=[wer]")
 
 
 def _parallel(config: DictConfig) -> int:
-    """Return the number of trials at once: ``parallel``, or the number of jobs of Hydra's launcher."""
+    """Return the number of trials that run at the same time.
+
+    It is the key ``hydra.sweeper.parallel``, or else the number of jobs of Hydra's launcher.
+    """
     parallel = config.hydra.sweeper.parallel
     if parallel is None:
         parallel = config.hydra.launcher.get("n_jobs", 1)
-    if parallel == -1:  # joblib's word for one job for each core
+    if parallel == -1:  # In joblib, -1 means one job for each core.
         return len(usable_cpus())
     return max(1, int(parallel))
 
 
 def _overrides(study: Study, trial: FrozenTrial, cores: int) -> list[str]:
+    """Return the overrides of a trial's job."""
     settings = [f"hydra.sweeper.trial={trial.number}", f"hydra.sweeper.cores={cores}"]
     # The default folder depends on the overrides, which differ for each trial. All trials need this folder.
     settings.append(f"hydra.sweep.dir='{study.folder}'")

@@ -1,4 +1,4 @@
-"""One trial in the process of its job: its cores, its pruning, and its end."""
+"""One trial of a study, in the process of its job: reserve cores, train, prune, and store the outcome."""
 
 from __future__ import annotations
 
@@ -33,19 +33,21 @@ UNMEASURED = "unmeasured"
 PRUNED = "pruned"
 """The status of a trial that the median rule stopped."""
 
-_POLL = 1.0  # seconds between two looks at a run's validations, or for free cores
+_POLL_SECONDS = 1.0  # between two checks of a run's validations, or for free cores
 
 Handling = Literal["retry", "prune", "worst"]
+"""What happens after a failure: the trial runs again, has no values, or gets the worst values so far."""
 
 
 @dataclass(frozen=True)
 class TrialSettings:
     """The keys of ``hydra.sweeper`` that a trial's job needs."""
 
-    trial: int
+    trial: int  # the number of the trial
     pruner: str | None
-    cores: int
+    cores: int  # the number of CPUs on which the trial may compute
     retries: int
+    # How each kind of failure is handled.
     failed: Handling
     refused: Handling
     diverged: Handling
@@ -65,7 +67,7 @@ def trial_settings(sweeper: Mapping[str, Any]) -> TrialSettings:
 
 
 class TrialJob:
-    """Runs a trial and stores its end in the study."""
+    """Runs a trial and stores its outcome in the study."""
 
     def __init__(self, folder: Path, run_dir: Path, settings: TrialSettings, state_folder: Path) -> None:
         self._study = Study(folder)
@@ -73,18 +75,19 @@ class TrialJob:
         self._run_dir = run_dir
         self._state_folder = state_folder
         self._settings = settings
-        self._is_stopped = False  # true after the median rule has sent its signal
+        self._is_pruned = False  # whether the median rule has stopped the run
 
     def run(self, start: Callable[[], RunResult]) -> RunResult:
-        """Run the trial by ``start`` and store its end. Raises the error of ``start``.
+        """Call ``start``, which trains the trial, and store the outcome. Return the result of ``start``.
 
-        A trial that a signal interrupts stays unfinished, and so does a trial that is to be tried again.
+        Errors of ``start`` are raised again. A trial that a signal interrupts stays unfinished, and so does a
+        trial that will run again.
         """
         with _cores(self._settings.cores, self._state_folder), self._pruning():
             try:
                 result = start()
             except Preempted:
-                if not self._is_stopped:
+                if not self._is_pruned:
                     raise
                 result = RunResult(PRUNED)
             except SpeechtrainError as error:
@@ -94,33 +97,36 @@ class TrialJob:
         return result
 
     def _store(self, result: RunResult) -> None:
-        number = self._settings.trial
+        """Store the outcome of a run that has ended without an error."""
+        trial = self._settings.trial
         numbers = numbers_of(result)
         if result.status == PRUNED:
-            self._study.finish(number, Outcome(PRUNED), state=TrialState.PRUNED)
+            self._study.finish(trial, Outcome(PRUNED), state=TrialState.PRUNED)
             return
         try:
             values = values_of(self._study.spec.objectives, numbers)
         except ConfigError as error:
-            self._study.finish(number, Outcome(UNMEASURED, numbers, str(error)))
+            self._study.finish(trial, Outcome(UNMEASURED, numbers, str(error)))
             raise
         if all(map(math.isfinite, values)):
-            self._study.finish(number, Outcome(result.status, numbers), values)
+            self._study.finish(trial, Outcome(result.status, numbers), values)
         else:
             self._store_failure(Diverged("the objective is not finite"))
 
     def _store_failure(self, error: SpeechtrainError) -> None:
-        number = self._settings.trial
-        status = self._status(error)
+        """Store the outcome of a run that has failed, unless the trial will run again."""
+        trial = self._settings.trial
+        status = self._failure_status(error)
         handling: Handling = getattr(self._settings, status)
-        if handling == "retry" and self._study.attempt(number) <= self._settings.retries:
-            print_line(f"trial {number} {status} and is tried again")
+        if handling == "retry" and self._study.attempt(trial) <= self._settings.retries:
+            print_line(f"trial {trial} {status} and is tried again")
             return
         values = self._study.worst_values() if handling == "worst" else None
         state = TrialState.FAIL if handling == "retry" else TrialState.PRUNED
-        self._study.finish(number, Outcome(status, error=str(error)), values, state)
+        self._study.finish(trial, Outcome(status, error=str(error)), values, state)
 
-    def _status(self, error: SpeechtrainError) -> str:
+    def _failure_status(self, error: SpeechtrainError) -> str:
+        """Return the kind of a failure, which is also the key of ``hydra.sweeper`` for its handling."""
         failure = run_directory.read_failure(self._run_dir)
         if failure is not None and failure.is_out_of_memory:
             return "out_of_memory"
@@ -132,82 +138,95 @@ class TrialJob:
 
     @contextlib.contextmanager
     def _pruning(self) -> Iterator[None]:
-        """Report the run's validations to the study, and stop the run if the median rule says so."""
+        """Return a context in which the run's validations are reported to the study.
+
+        If the median rule decides against the trial, the run is stopped by a SIGTERM to this process.
+        """
         if not self._settings.pruner:
             yield
             return
-        end = threading.Event()
+        has_ended = threading.Event()
         earlier_handler = signal.getsignal(signal.SIGTERM)
 
         def handle(number: int, frame: FrameType | None) -> None:
-            # The launcher handles the signal while the run trains. A run that has just ended needs no signal.
-            if not self._is_stopped:
+            # While the run trains, the launcher has its own handler. This one gets a signal before or after
+            # that. A signal of the median rule after the end of the run is ignored. Other signals go to the
+            # earlier handler.
+            if not self._is_pruned:
                 signal.signal(number, earlier_handler)
                 os.kill(os.getpid(), number)
 
         signal.signal(signal.SIGTERM, handle)
-        thread = threading.Thread(target=self._report_validations, args=(end,), daemon=True)
+        thread = threading.Thread(target=self._report_validations, args=(has_ended,), daemon=True)
         thread.start()
         try:
             yield
         finally:
-            end.set()
+            has_ended.set()
             thread.join()
             signal.signal(signal.SIGTERM, earlier_handler)
 
-    def _report_validations(self, end: threading.Event) -> None:
+    def _report_validations(self, has_ended: threading.Event) -> None:
+        """Report new validations to the study until the run has ended or the median rule stops it."""
         name = self._study.spec.objectives[0].name
         trial = self._study.open_trial(self._settings.trial)
-        count = 0
-        while not end.wait(_POLL):
-            metrics = self._validations(name)
-            for index in range(count, len(metrics)):
+        reported_count = 0
+        while not has_ended.wait(_POLL_SECONDS):
+            metrics = self._read_validations(name)
+            for index in range(reported_count, len(metrics)):
                 trial.report(metrics[index], index)
-            count = len(metrics)
+            reported_count = len(metrics)
             if trial.should_prune():
-                self._is_stopped = True
-                os.kill(os.getpid(), signal.SIGTERM)  # The run saves and stops, as if a user stops it.
+                self._is_pruned = True
+                os.kill(os.getpid(), signal.SIGTERM)  # The run saves and stops, as for a user's signal.
                 return
 
-    def _validations(self, name: str) -> list[float]:
-        """Return the metric ``name`` of each validation of the first set."""
+    def _read_validations(self, name: str) -> list[float]:
+        """Return the metric ``name`` of each validation so far, on the first evaluation set."""
         rows = run_directory.read_metrics(self._run_dir).rows
         validations = [row for row in rows if row.get("event") == "valid" and name in row]
-        return [float(row[name]) for row in validations if row.get("set") == validations[0].get("set")]
+        metrics = []
+        for row in validations:
+            if row.get("set") == validations[0].get("set"):
+                metrics.append(float(row[name]))
+        return metrics
 
 
 @contextlib.contextmanager
 def _cores(count: int, state_folder: Path) -> Iterator[None]:
-    """Run on ``count`` cores that no other trial of this host has. Wait for them if there are too few.
+    """Return a context in which this process runs on ``count`` CPUs that no other trial of this host uses.
 
-    A locked byte of a file in the user's state folder stands for each core. The end of a process frees its
-    cores.
+    The context waits until enough CPUs are free. A CPU is reserved by a lock on its byte of a file in the
+    user's state folder, so the end of a process frees its CPUs.
     """
-    if not hasattr(os, "sched_setaffinity"):
+    if not hasattr(os, "sched_setaffinity"):  # The system is not Linux.
         yield
         return
-    cores = usable_cpus()
+    cpus = usable_cpus()
     with open_append(state_folder / f"cores-{socket.gethostname()}.lock") as file:
-        os.sched_setaffinity(0, _claim_cores(file, cores, min(count, len(cores))))
+        claimed_cpus = _claim_cpus(file, cpus, min(count, len(cpus)))
+        os.sched_setaffinity(0, claimed_cpus)
         try:
             yield
         finally:
-            os.sched_setaffinity(0, cores)
+            os.sched_setaffinity(0, cpus)
 
 
-def _claim_cores(file: IO[bytes], cores: set[int], count: int) -> set[int]:
+def _claim_cpus(file: IO[bytes], cpus: set[int], count: int) -> set[int]:
+    """Wait until ``count`` of ``cpus`` are free, lock their bytes of ``file``, and return their numbers."""
     is_announced = False
     while True:
         claimed: set[int] = set()
-        for core in sorted(cores):
+        for cpu in sorted(cpus):
             if len(claimed) < count:
                 with contextlib.suppress(BlockingIOError):
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, core)
-                    claimed.add(core)
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, cpu)
+                    claimed.add(cpu)
         if len(claimed) == count:
             return claimed
+        # Two waiting trials that each keep some CPUs could wait forever.
         fcntl.lockf(file, fcntl.LOCK_UN)
         if not is_announced:
             print_line(f"waiting for {count} free cores. A smaller hydra.sweeper.cores=N helps")
             is_announced = True
-        time.sleep(_POLL)
+        time.sleep(_POLL_SECONDS)

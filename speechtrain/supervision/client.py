@@ -7,14 +7,15 @@ import subprocess
 
 from speechtrain.errors import MachineError
 
-_SECONDS = 120.0
+_TIMEOUT_SECONDS = 120.0
+# kubectl also writes log lines to its standard error. They begin with a level and a date: "W1121 …".
 _KUBECTL_LOG = re.compile(r"[IWEF]\d{4} ")
 
 
 def call_client(command: list[str], title: str, text: str = "") -> str:
-    """Return the standard output of ``command``, which reads ``text`` on its standard input.
+    """Run ``command`` with ``text`` as its standard input, and return its standard output.
 
-    Raises MachineError, which begins with ``title``, if the program fails or does not answer.
+    Raises MachineError if the program fails or does not answer. Its message begins with ``title``.
     """
     try:
         completed = subprocess.run(
@@ -22,22 +23,28 @@ def call_client(command: list[str], title: str, text: str = "") -> str:
             input=text,
             capture_output=True,
             text=True,
-            timeout=_SECONDS,
-            # Otherwise a terminal's Ctrl-C ends the program, and its job seems to have left the queue.
+            timeout=_TIMEOUT_SECONDS,
+            # In this process's session, a terminal's Ctrl-C would end the program without output, as if the
+            # job had left the queue.
             start_new_session=True,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise MachineError(f"{title} got no answer in {_SECONDS:.0f} s") from None
+        raise MachineError(f"{title} got no answer in {_TIMEOUT_SECONDS:.0f} s") from None
     if completed.returncode:
-        lines = [line for line in completed.stderr.splitlines() if not _KUBECTL_LOG.match(line)]
-        message = " ".join(" ".join(lines).split()) or f"exit code {completed.returncode}"
+        words: list[str] = []
+        for line in completed.stderr.splitlines():
+            if not _KUBECTL_LOG.match(line):
+                words += line.split()
+        message = " ".join(words)
+        if not message:
+            message = f"exit code {completed.returncode}"
         raise MachineError(f"{title} failed: {message}")
     return completed.stdout
 
 
 def ask_client(command: list[str]) -> str | None:
-    """Return the standard output of ``command``, or None if the program fails or does not answer."""
+    """Run ``command`` and return its standard output, or None if it fails or does not answer."""
     try:
         return call_client(command, command[0])
     except MachineError:

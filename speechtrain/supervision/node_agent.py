@@ -1,10 +1,12 @@
-"""The process that a launcher starts on each host of a run over several hosts. Imports no torch.
+"""The process that a launcher starts on each host (node) of a run over several hosts.
 
-``python -m MODULE look FILE PORT ADDRESS`` checks this host and prints the facts as one line of JSON.
-``python -m MODULE run [--attached SECONDS] [--address ADDRESS] LOG -- COMMAND …`` starts the command,
-which is the agent that starts the ranks of this host, and stops the ranks on request. With ``--outcome
-RUN_DIR`` it exits with the run's exit code, not with the agent's. ``python -m MODULE outcome RUN_DIR`` exits
-with the exit code of the run in that directory.
+- ``python -m MODULE look FILE PORT ADDRESS`` checks this host and prints the facts as one line of JSON.
+- ``python -m MODULE run [--attached SECONDS] [--address ADDRESS] LOG -- COMMAND …`` starts COMMAND, an agent
+  that starts the ranks of this host, such as torchrun. It stops the ranks on request. With ``--outcome
+  RUN_DIR`` it exits with the exit code of the run, otherwise with the agent's.
+- ``python -m MODULE outcome RUN_DIR`` exits with the exit code of the run in that directory.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,37 +35,47 @@ from speechtrain.supervision.rendezvous import port_error
 from speechtrain.supervision.supervise import supervise
 
 STOP, KILL, ALIVE = b"s", b"k", b"."
-"""The bytes that an attached node reads on its standard input. Its end means a lost connection."""
+"""The bytes that the launcher sends to a node's standard input. The end of the input is a lost connection."""
 SILENCE_SECONDS = 60.0
-"""The connection counts as lost after this time without a byte."""
+"""The connection also counts as lost after this time without a byte."""
 CLOSING_SECONDS = 10.0
-"""The time that ranks have to end by themselves after another rank has failed."""
+"""The time in which ranks must end by themselves after another rank has failed."""
 
 MODULE = "speechtrain.supervision.node_agent"
-_POLL_SECONDS = 0.1  # from one look for a file to the next
-_POLLS = 50  # A network file system may show a new file late.
-_SIGNAL_SECONDS = 0.1  # between two signals. Without a pause, they would arrive as one.
+# A network file system may show a new file late, so a file is read up to _POLLS times.
+_POLL_SECONDS = 0.1
+_POLLS = 50
+_SIGNAL_SECONDS = 0.1  # the pause between two signals. Without it, they would arrive as one.
 
 
 def versions() -> dict[str, str]:
-    """Return the versions by name that must be the same on all hosts of a run."""
+    """Return the versions of the packages that must be the same on all hosts of a run, by package name."""
     return versions_of("speechtrain", "torch")
 
 
-def check_host(file: Path, port: int, address: str) -> dict[str, Any]:
-    """Return the content of ``file``, the versions, and the error of listening on ``port`` of ``address``."""
-    content = None
+def check_host(token_file: Path, port: int, address: str) -> dict[str, Any]:
+    """Return the facts by which a launcher decides whether this host can run ranks.
+
+    - ``token``: the text of ``token_file``, or None if the file is not here. The launcher has written it into
+      the run directory, so the text shows whether this host sees that directory.
+    - ``versions``: the versions of packages.
+    - ``port_error``: the reason why this host cannot listen on ``port`` of ``address``, empty if it can.
+    """
+    token = None
     for _ in range(_POLLS):
         try:
-            content = read_text(file)
+            token = read_text(token_file)
             break
         except OSError:
             time.sleep(_POLL_SECONDS)
-    return {"token": content, "versions": versions(), "port_error": port_error(address, port)}
+    return {"token": token, "versions": versions(), "port_error": port_error(address, port)}
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface with ``address`` (a name or IPv4), or "" without one."""
+    """Return the name of the network interface with ``address``, a host name or IPv4 address.
+
+    Returns an empty text if no interface of this host has the address.
+    """
     with suppress(OSError):
         ip_address = socket.gethostbyname(address)
         for name, addresses in psutil.net_if_addrs().items():
@@ -73,19 +85,25 @@ def interface_of(address: str) -> str:
 
 
 def run(command: list[str], log: Path, address: str, input_grace: float | None) -> int:
-    """Supervise ``command``, an agent with ranks.
+    """Supervise ``command``, the agent of this host's ranks, and return its exit code.
 
-    With ``input_grace``, a stop request may also come by the standard input. The end of the input, or
-    silence, is a stop request. Processes that still run ``input_grace`` seconds later are killed.
+    The agent's stderr is appended to ``log``. The collectives of the ranks use the network interface with
+    ``address``, if it is not empty.
+
+    If ``input_grace`` is not None, the launcher also sends requests by the standard input. The end of the
+    input, or silence, counts as a stop request. Processes that still run ``input_grace`` seconds later are
+    killed.
     """
     environment = dict(os.environ)
-    interface = interface_of(address) if address else ""
+    interface = ""
+    if address:
+        interface = interface_of(address)
     if interface:
-        # The collectives get the name of the interface, because a host's name may mean its loopback.
+        # Without this, the collectives use the address of the host's name, which may be the loopback address.
         for name in environment.get(NETWORK_VARIABLES, "").split():
             environment.setdefault(name, interface)
     if input_grace is not None:
-        _end_leftovers(log)
+        _kill_leftovers(log)
         threading.Thread(target=_handle_input, args=(input_grace,), daemon=True).start()
     try:
         return supervise(command, environment, agent_log=log, grace=CLOSING_SECONDS)
@@ -93,39 +111,45 @@ def run(command: list[str], log: Path, address: str, input_grace: float | None) 
         return EXIT_KILLED
 
 
-def _end_leftovers(log: Path) -> None:
-    """Kill this node's processes of an earlier connection, which would train next to the new ones."""
-    ancestors = {os.getpid(), *ancestors_of(os.getpid())}
-    for pid in processes_with(MODULE, "run", str(log)) - ancestors:
+def _kill_leftovers(log: Path) -> None:
+    """Kill processes of an earlier connection that have the same ``log``.
+
+    They would train the run at the same time as the new processes.
+    """
+    this_process = {os.getpid(), *ancestors_of(os.getpid())}  # An ancestor may have the same command line.
+    for pid in processes_with(MODULE, "run", str(log)) - this_process:
         kill_descendants(pid)
         kill(pid)
 
 
 def _handle_input(grace: float) -> None:
-    """Turn the bytes of the standard input into signals for this process.
+    """Turn the bytes of the standard input into signals to this process.
 
-    ``supervise`` receives them. The first SIGTERM stops the ranks, and the second kills them.
+    ``supervise`` handles these signals: the first SIGTERM stops the ranks, and the second kills them.
     """
-    has_asked = False
+    has_sent_stop = False
 
-    def ask_to_stop() -> None:
-        nonlocal has_asked
-        if not has_asked:
-            has_asked = True
+    def stop_once() -> None:
+        nonlocal has_sent_stop
+        if not has_sent_stop:
+            has_sent_stop = True
             os.kill(os.getpid(), signal.SIGTERM)
 
+    stdin = 0
     while True:
-        ready, _, _ = select.select([0], [], [], SILENCE_SECONDS)
-        request = os.read(0, 1) if ready else b""
+        readable, _, _ = select.select([stdin], [], [], SILENCE_SECONDS)
+        request = b""  # after a silence
+        if readable:
+            request = os.read(stdin, 1)  # empty at the end of the input
         if request == STOP:
-            ask_to_stop()
+            stop_once()
         elif request == KILL:
             break
-        elif request != ALIVE:  # end of file, or silence
-            ask_to_stop()
+        elif request != ALIVE:  # The connection is lost.
+            stop_once()
             time.sleep(grace)
             break
-    ask_to_stop()
+    stop_once()
     time.sleep(_SIGNAL_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -138,13 +162,15 @@ def exit_code_of_run(run_dir: Path) -> int:
         if failure is None or not failure.exit_code:
             return 1
         return failure.exit_code
-    return EXIT_PREEMPTED if result.status == "preempted" else 0
+    if result.status == "preempted":
+        return EXIT_PREEMPTED
+    return 0
 
 
 def wait_for_outcome(run_dir: Path) -> int:
-    """Wait for the result of the run, and return the run's exit code. The agent of this node has ended.
+    """Wait for the result of the run after this node's agent has ended, and return the run's exit code.
 
-    Another node may write the result later: the node of rank 0, or of a rank that failed.
+    Another node writes the result, perhaps later: the node of rank 0, or the node of a rank that failed.
     """
     for _ in range(_POLLS):
         if read_result(run_dir) or read_failure(run_dir):
@@ -190,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
     if command[:1] == ["--"]:
         command = command[1:]
     code = run(command, log, arguments.address, input_grace=arguments.attached)
-    # An agent that was stopped before it had ranks returns EXIT_PREEMPTED, and its run may have no result.
+    # With EXIT_PREEMPTED, the agent was stopped before it had ranks. Then the run may have no result.
     if arguments.outcome is None or code == EXIT_PREEMPTED:
         return code
     return wait_for_outcome(arguments.outcome)

@@ -11,24 +11,26 @@ import psutil
 
 
 def handles_signal(pid: int, number: int) -> bool:
-    """Return whether ``pid`` handles or blocks a signal. True if that is unknown (psutil reads no masks).
+    """Return whether the process ``pid`` handles or blocks the signal ``number``.
 
-    A signal would kill a program that is still starting, because it does neither.
+    A program that is still starting does neither, and the signal would kill it. Returns True if the system
+    has no ``/proc`` to read.
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return True
+    bit = 1 << (number - 1)  # The masks of the blocked and the handled signals have a bit for each signal.
     for line in status.splitlines():
         if line.startswith(("SigBlk:", "SigCgt:")):
-            mask = int(line.split()[1], 16)
-            if mask >> (number - 1) & 1:
+            _, mask = line.split()
+            if int(mask, 16) & bit:
                 return True
     return False
 
 
 def children_of(pid: int, all_generations: bool = False) -> set[int]:
-    """Return the children of ``pid``, or with ``all_generations`` all its descendants."""
+    """Return the pids of the children of ``pid``, with ``all_generations`` of all its descendants."""
     return {child.pid for child in _children(pid, all_generations)}
 
 
@@ -40,14 +42,16 @@ def _children(pid: int, all_generations: bool = False) -> list[psutil.Process]:
 
 
 def descendants_running(pid: int, module: str) -> set[int]:
-    """Return the descendants of ``pid`` that run ``python -P -m module``, without their descendants.
+    """Return the pids of the processes below ``pid`` that run ``python -P -m module``.
 
-    Programs that start the module (mpirun, a wrapper script) have its command at the end of their command
-    line. A fork of the module has the same command line and belongs to it.
+    Programs that start the module (mpirun, a wrapper script) do not count, although they have its command at
+    the end of their command line. Descendants of a match do not count either: forks of the module, such as
+    data workers, have the same command line.
     """
     pids: set[int] = set()
     for child in _children(pid):
-        if _arguments_of(child)[1:4] == ["-P", "-m", module]:
+        options = _arguments_of(child)[1:4]
+        if options == ["-P", "-m", module]:
             pids.add(child.pid)
         else:
             pids |= descendants_running(child.pid, module)
@@ -55,7 +59,7 @@ def descendants_running(pid: int, module: str) -> set[int]:
 
 
 def processes_with(*arguments: str) -> set[int]:
-    """Return the processes of this host that have all of ``arguments`` on their command line."""
+    """Return the pids of this host's processes that have all ``arguments`` on their command line."""
     pids = set()
     for process in psutil.process_iter():
         if set(arguments).issubset(_arguments_of(process)):
@@ -77,16 +81,16 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
 
 
 def kill_descendants(pid: int) -> None:
-    """Kill all descendants of ``pid``.
+    """Kill all descendants of ``pid``, such as the data workers of a rank.
 
-    The data workers of a rank are its descendants. A stopped worker would outlive the rank.
+    A worker in the stopped state (SIGSTOP) would otherwise outlive the rank.
     """
     for descendant in children_of(pid, all_generations=True):
         kill(descendant)
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process runs. A zombie has ended, and waits for its parent."""
+    """Return whether a process runs. A zombie does not run, it only keeps its exit code for its parent."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.Error:
@@ -94,7 +98,7 @@ def is_running(pid: int) -> bool:
 
 
 def ancestors_of(pid: int) -> list[int]:
-    """Return the ancestors of ``pid``, its parent first."""
+    """Return the pids of the ancestors of ``pid``, its parent first."""
     try:
         return [parent.pid for parent in psutil.Process(pid).parents()]
     except psutil.Error:  # The process has ended.
@@ -102,7 +106,7 @@ def ancestors_of(pid: int) -> list[int]:
 
 
 def siblings_of(pid: int) -> dict[int, dict[str, str]]:
-    """Return the other children of ``pid``'s parent, with the environment variables of their start."""
+    """Return the other children of ``pid``'s parent: pids, each with the environment it was started with."""
     environments = {}
     for sibling in _children(psutil.Process(pid).ppid()):
         if sibling.pid != pid:

@@ -1,4 +1,4 @@
-"""Settings for torchrun, and for the rendezvous of a run's processes."""
+"""The command of torchrun's agent, and the port at which the agents of a run meet (the rendezvous)."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ import zlib
 from pathlib import Path
 
 RESTARTABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Variables for agents that restart ranks. In a shared store, new ranks find the addresses of dead ranks."""
+"""Environment variables for agents that restart ranks.
+
+By default, ranks share a store with their agent. After a restart, new ranks would find there the addresses of
+dead ranks.
+"""
 _NO_LOGS = "--log-dir=/dev/null"
 """An option for every agent. Without it the agent leaves empty folders in TMPDIR."""
-_FIRST_PORT, _PORTS = 20000, 12000
+# Rendezvous ports are below 32768, where Linux begins to assign ports to programs.
+_FIRST_PORT, _PORT_COUNT = 20000, 12000
 
 
 def rendezvous_port(run_dir: Path) -> int:
-    """Return a port that is derived from ``run_dir``. It is below the ports that systems assign."""
+    """Return the rendezvous port of a run. It depends on ``run_dir`` only, so all hosts compute the same."""
     checksum = zlib.crc32(str(run_dir).encode())
-    return _FIRST_PORT + checksum % _PORTS
+    return _FIRST_PORT + checksum % _PORT_COUNT
 
 
 def port_error(address: str, port: int) -> str:
-    """Return the reason why this host cannot listen on ``port`` of ``address``. It is empty if it can."""
+    """Return the reason why this host cannot listen on ``port`` of ``address``, empty if it can."""
     try:
         with socket.create_server((address, port)):
             return ""
@@ -29,12 +34,15 @@ def port_error(address: str, port: int) -> str:
 
 
 def agent_command(python: str, ranks: int, nodes: int, *rendezvous: str, restarts: int = 0) -> list[str]:
-    """Return the command of an agent that starts ``ranks`` ranks on each of ``nodes`` hosts.
+    """Return the command of an agent that starts ``ranks`` ranks on its host, one of ``nodes`` hosts.
 
-    ``rendezvous`` are its options by which the hosts meet. They are left out for a single host. The ranks'
-    command must be appended.
+    The caller appends the command of a rank. ``rendezvous`` are torchrun's options by which the agents find
+    each other. A single host does not use them. If ranks fail, the agent starts all of them again, up to
+    ``restarts`` times.
     """
-    module = "speechtrain.distributed.local_agent" if nodes == 1 else "torch.distributed.run"
-    options = rendezvous if nodes > 1 else ()
-    counts = (f"--nnodes={nodes}", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}")
-    return [python, "-P", "-m", module, *counts, *options, _NO_LOGS, "--no-python"]
+    module = "torch.distributed.run"
+    if nodes == 1:
+        module = "speechtrain.distributed.local_agent"
+        rendezvous = ()
+    counts = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    return [python, "-P", "-m", module, *counts, *rendezvous, _NO_LOGS, "--no-python"]

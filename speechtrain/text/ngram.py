@@ -13,58 +13,51 @@ from typing import Any
 from speechtrain.errors import DataError, one_line
 from speechtrain.files import MOST_LOG_BYTES, open_regular, write_text
 
+BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
+"""The words at the start and the end of a sentence, and the word for every word that a model lacks."""
+
 _MOST_ORDER = 9
 _MOST_LINE = 2**16  # bytes
 _MOST_GRAMS = 10**7  # Each n-gram takes about 200 bytes of memory.
 _LN_10 = math.log(10)
-_BINARY = b"mmap lm http://kheafield.com/code"  # the first bytes of a binary file of kenlm
-BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
+_KENLM_MAGIC = b"mmap lm http://kheafield.com/code"  # the first bytes of a binary file of kenlm
 _LOG = logging.getLogger(__name__)
-
-
-def _word(text: str) -> str:
-    """Return a word of an ARPA file by its name in this module."""
-    if text == "<UNK>":  # KenLM also reads it as <unk>.
-        return UNKNOWN
-    return text
-
-
-def _gram(context: str, word: str) -> str:
-    return f"{context} {word}" if context else word
 
 
 class NGram:
     """A backoff model over words, from an ARPA file. Raises DataError for another file.
 
-    ``<unk>``, also spelt ``<UNK>``, stands for a word that the model lacks. A model without ``<unk>`` gives
-    such a word the probability of its rarest word, and a warning says so. ``<s>`` is not a word. Files give
-    it a probability of 10^-99, because nothing predicts it.
+    ``<unk>``, also spelt ``<UNK>``, stands for a word that the model lacks. If the model has no ``<unk>``,
+    such a word gets the probability of the rarest word, and a warning is logged. ``<s>`` is only a context
+    and not a word. ARPA files give it a probability of 10^-99, because it never follows a word.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.order = 0
         # The keys are n-grams with spaces between the words. The values are natural logarithms.
-        self._probabilities: dict[str, float] = {}
-        self._backoffs: dict[str, float] = {}  # An n-gram that is absent has 0.
+        self._log_probabilities: dict[str, float] = {}
+        self._log_backoffs: dict[str, float] = {}  # without n-grams whose logarithm is 0
         try:
             self._read()
         except OSError as error:
             raise DataError(f"decoder.lm: {path}: {error.strerror}. Correct the path") from None
-        if UNKNOWN not in self._probabilities:
+        if UNKNOWN not in self._log_probabilities:
             self._add_unknown()
 
     def _add_unknown(self) -> None:
-        rarest = 0.0
-        for words, probability in self._probabilities.items():
-            if " " not in words and words != BEGIN:
-                rarest = min(rarest, probability)
-        self._probabilities[UNKNOWN] = rarest
+        """Give ``<unk>`` the probability of the rarest word."""
+        lowest = 0.0
+        for gram, log_probability in self._log_probabilities.items():
+            if " " not in gram and gram != BEGIN:
+                lowest = min(lowest, log_probability)
+        self._log_probabilities[UNKNOWN] = lowest
         _LOG.warning(
             f"decoder.lm: {self.path} has no {UNKNOWN}: its rarest word stands for words that it lacks"
         )
 
     def _read(self) -> None:
+        """Read the file up to its line ``\\end\\``. Raises DataError with the line of an error."""
         with open_regular(self.path, MOST_LOG_BYTES) as file:
             lines = iter(lambda: file.readline(_MOST_LINE), b"")
             for number, line in enumerate(lines, 1):
@@ -72,7 +65,7 @@ class NGram:
                     text = line.decode().strip()
                     if text != "\\end\\":
                         self._read_line(text)
-                    elif self._probabilities:
+                    elif self._log_probabilities:
                         return
                     else:
                         raise ValueError("the model is empty")
@@ -85,7 +78,7 @@ class NGram:
         return DataError(f"decoder.lm: {self.path}{problem}. {advice}")
 
     def _read_line(self, line: str) -> None:
-        """Read a line, which may begin the n-grams of the next order. Raises ValueError."""
+        """Read a line: a heading such as ``\\2-grams:``, or an n-gram below it. Raises ValueError."""
         if line.startswith("\\") and line.endswith("-grams:"):
             if line != f"\\{self.order + 1}-grams:" or self.order == _MOST_ORDER:
                 raise ValueError(f"orders must be 1 to at most {_MOST_ORDER}, one after the other")
@@ -94,45 +87,57 @@ class NGram:
             self._read_gram(line)
 
     def _read_gram(self, line: str) -> None:
-        """Read an n-gram: log probability, words and perhaps log backoff, both to base 10."""
+        """Read a line of log probability, words and optional log backoff. The logarithms are to base 10."""
         order = self.order
+        # Other white space, such as a no-break space, can be a part of a word.
         fields = [field for field in line.replace("\t", " ").split(" ") if field]
         if len(fields) not in (order + 1, order + 2):
             raise ValueError(f"it is not a {order}-gram: a number, {order} words, a number or none")
-        probability = float(fields[0]) * _LN_10
-        backoff = float(fields[-1]) * _LN_10 if len(fields) > order + 1 else 0.0
-        if not math.isfinite(probability + backoff) or probability > 0:
+        words = fields[1 : order + 1]
+        log_probability = float(fields[0]) * _LN_10
+        has_backoff = len(fields) == order + 2
+        log_backoff = float(fields[-1]) * _LN_10 if has_backoff else 0.0
+        if not math.isfinite(log_probability + log_backoff) or log_probability > 0:
             raise ValueError("a number is not the logarithm of a probability")
-        if len(self._probabilities) >= _MOST_GRAMS:
+        if len(self._log_probabilities) >= _MOST_GRAMS:
             raise ValueError(f"it has more than {_MOST_GRAMS} n-grams. Prune it")
-        gram = " ".join(map(_word, fields[1 : order + 1]))
-        self._probabilities[gram] = probability
-        if backoff:
-            self._backoffs[gram] = backoff
+        # KenLM also reads <UNK> as <unk>.
+        gram = " ".join(UNKNOWN if word == "<UNK>" else word for word in words)
+        self._log_probabilities[gram] = log_probability
+        if log_backoff:
+            self._log_backoffs[gram] = log_backoff
 
     def score(self, context: tuple[str, ...], word: str) -> float:
         """Return the natural logarithm of the probability of ``word`` after ``context``."""
-        if word not in self._probabilities:
+        if word not in self._log_probabilities:
             word = UNKNOWN
-        total = 0.0
+        log_backoffs = 0.0
         for start in range(len(context) + 1):
-            shorter = " ".join(context[start:])
-            gram = f"{shorter} {word}" if shorter else word
-            probability = self._probabilities.get(gram)
-            if probability is not None:
-                return total + probability
-            total += self._backoffs.get(shorter, 0.0)
-        raise AssertionError  # Each word or <unk> is in the model.
+            shorter_context = " ".join(context[start:])
+            log_probability = self._log_probabilities.get(_gram(shorter_context, word))
+            if log_probability is not None:
+                return log_backoffs + log_probability
+            log_backoffs += self._log_backoffs.get(shorter_context, 0.0)
+        raise AssertionError  # With an empty context, the model has each word or <unk>.
 
     def next_context(self, context: tuple[str, ...], word: str) -> tuple[str, ...]:
-        """Return the context of the word that follows ``word``."""
-        if word not in self._probabilities:
+        """Return the context of the word that follows ``word``: at most the last ``order - 1`` words."""
+        if word not in self._log_probabilities:
             word = UNKNOWN
-        return (*context, word)[1 - self.order :] if self.order > 1 else ()
+        return _last_words((*context, word), self.order - 1)
+
+
+def _gram(context: str, word: str) -> str:
+    """Return the n-gram of a word after its context, both with spaces between words."""
+    return f"{context} {word}" if context else word
+
+
+def _last_words(words: tuple[str, ...], count: int) -> tuple[str, ...]:
+    return words[-count:] if count else ()
 
 
 class KenLM:
-    """A backoff model that the kenlm library reads, from its binary file of any size.
+    """A backoff model in a binary file of any size, which the library kenlm reads.
 
     Raises DataError for another file, and without the library.
     """
@@ -164,46 +169,51 @@ class KenLM:
         return float(self._model.BaseScore(state, word, next_state)) * _LN_10
 
     def next_context(self, context: tuple[str, ...], word: str) -> tuple[str, ...]:
-        """Return the context of the word that follows ``word``."""
-        return (*context, word)[1 - self.order :] if self.order > 1 else ()
+        """Return the context of the word that follows ``word``: at most the last ``order - 1`` words."""
+        return _last_words((*context, word), self.order - 1)
 
 
 def read_ngram(path: str) -> NGram | KenLM:
     """Return the model in an ARPA file or in a binary file of kenlm. Raises DataError for another file."""
     try:
         with open_regular(path) as file:
-            is_binary = file.read(len(_BINARY)) == _BINARY
+            is_binary = file.read(len(_KENLM_MAGIC)) == _KENLM_MAGIC
     except OSError as error:
         raise DataError(f"decoder.lm: {path}: {error.strerror}. Correct the path") from None
     return KenLM(path) if is_binary else NGram(path)
 
 
 def write_ngram(texts: Iterable[str], path: Path, order: int = 3) -> tuple[int, list[int]]:
-    """Write an ARPA file of normalised texts. Returns the number of texts, and of n-grams of each order.
+    """Write the n-gram model of normalised texts as an ARPA file.
 
-    Raises DataError if no text has a word, and OSError.
+    Returns the number of texts that have words, and the number of n-grams of each order. Raises DataError if
+    no text has a word, and OSError.
     """
     followers, sentences = _count_followers(texts, order)
     if not sentences:
         raise DataError("lm: every transcript is empty. Use sources with transcripts")
-    orders = _interpolate(followers, order)
+    probabilities_by_order = _interpolate(followers, order)
     lines = ["\\data\\"]
-    for number, grams in enumerate(orders, 1):
-        lines.append(f"ngram {number}={len(grams)}")
-    for number, grams in enumerate(orders, 1):
+    for number, probabilities in enumerate(probabilities_by_order, 1):
+        lines.append(f"ngram {number}={len(probabilities)}")
+    for number, probabilities in enumerate(probabilities_by_order, 1):
         lines += ["", f"\\{number}-grams:"]
-        for gram, probability in grams.items():
-            logarithm = math.log10(probability) if probability else -99.0
-            line = f"{logarithm:.6f}\t{gram}"
+        for gram, probability in probabilities.items():
+            log_probability = math.log10(probability) if probability else -99.0
+            line = f"{log_probability:.6f}\t{gram}"
             if gram in followers:
-                line += f"\t{math.log10(_backoff(followers[gram])):.6f}"
+                log_backoff = math.log10(_backoff(followers[gram]))
+                line += f"\t{log_backoff:.6f}"
             lines.append(line)
     write_text(path, "\n".join([*lines, "", "\\end\\", ""]))
-    return sentences, [len(grams) for grams in orders]
+    return sentences, [len(probabilities) for probabilities in probabilities_by_order]
 
 
 def _count_followers(texts: Iterable[str], order: int) -> tuple[dict[str, Counter[str]], int]:
-    """Count the words that follow each context of up to ``order - 1`` words, and the texts with words."""
+    """Return the counts of the words after each context, and the number of texts that have words.
+
+    Contexts have 0 to ``order - 1`` words.
+    """
     followers: defaultdict[str, Counter[str]] = defaultdict(Counter)
     sentences = 0
     for text in texts:
@@ -220,25 +230,29 @@ def _count_followers(texts: Iterable[str], order: int) -> tuple[dict[str, Counte
 
 
 def _interpolate(followers: dict[str, Counter[str]], order: int) -> list[dict[str, float]]:
-    """Return the probability of each n-gram, in one dictionary for each order that has n-grams.
+    """Return the probabilities by n-gram, in one dictionary for each order that has n-grams.
 
-    Probabilities are interpolated as in Witten and Bell (1991). A context that many different words follow
-    gives more weight to the shorter context. Below the empty context, each word and <unk> are equally
-    probable.
+    The probability of a word after a context is interpolated with its probability after the shorter context,
+    as in Witten and Bell (1991). The more different words follow a context, the more the shorter context
+    counts. The probability after the empty context is interpolated with a uniform one over all words and
+    <unk>.
     """
-    orders: list[dict[str, float]] = [{} for _ in range(order)]
+    by_order: list[dict[str, float]] = [{} for _ in range(order)]
     uniform = 1 / (len(followers[""]) + 1)
+    # A context comes after its shorter contexts, whose probabilities it needs.
     for context in sorted(followers, key=lambda words: (len(words.split()), words)):
         counts = followers[context]
         total, backoff = counts.total() + len(counts), _backoff(counts)
-        shorter = context.partition(" ")[2]
+        _, _, shorter_context = context.partition(" ")
         length = len(context.split())
         words = counts if context else [*counts, UNKNOWN]
         for word in sorted(words):
-            shorter_probability = orders[length - 1][_gram(shorter, word)] if context else uniform
-            orders[length][_gram(context, word)] = counts[word] / total + backoff * shorter_probability
-    orders[0][BEGIN] = 0.0
-    return [grams for grams in orders if grams]
+            shorter_probability = uniform
+            if context:
+                shorter_probability = by_order[length - 1][_gram(shorter_context, word)]
+            by_order[length][_gram(context, word)] = counts[word] / total + backoff * shorter_probability
+    by_order[0][BEGIN] = 0.0
+    return [probabilities for probabilities in by_order if probabilities]
 
 
 def _backoff(counts: Counter[str]) -> float:

@@ -1,8 +1,8 @@
 """Transcript normalisers: functions from text to text, selected by name.
 
-``lower`` and ``english`` unify the spelling of transcripts. ``common_voice``, ``tedlium`` and
-``switchboard`` remove the annotations of one corpus. They match annotations in either case and keep case and
-punctuation. Several are joined by ``+``, as in ``switchboard+english``.
+``lower``, ``unicode`` and ``english`` unify the spelling of transcripts. ``common_voice``, ``tedlium`` and
+``switchboard`` remove the annotations of one corpus, in upper or lower case, and do not change the case and
+the punctuation of other words. Several normalisers are joined by ``+``, as in ``switchboard+english``.
 """
 
 from __future__ import annotations
@@ -23,31 +23,35 @@ _MOST_MARKS = 30  # combining marks in a row, the limit of Unicode's stream-safe
 
 
 def _squeeze(text: str) -> str:
+    """Return text with single spaces between words, and without spaces at its ends."""
     return " ".join(text.split())
 
 
 def none(text: str) -> str:
+    """Return the text unchanged."""
     return text
 
 
 def lower(text: str) -> str:
-    """Convert to lower case with single spaces and none at the ends."""
+    """Return text in lower case, with single spaces between words and without spaces at its ends."""
     return _squeeze(text.lower())
 
 
 def _unicode_form(form: Literal["NFC", "NFKD"], text: str) -> str:
     """Return ``text`` in a normal form of Unicode.
 
-    Raises DataError for more than 30 combining marks in a row. Python's time is quadratic in their number.
+    Raises DataError for more than 30 combining marks in a row, because Python's time is quadratic in their
+    number.
     """
     if text.isascii():
         return text
-    marks = 0
+    marks = 0  # combining marks in a row
     for character in text:
-        marks += 1
         if not unicodedata.combining(character):
             marks = 0
-        elif marks > _MOST_MARKS:
+            continue
+        marks += 1
+        if marks > _MOST_MARKS:
             name = shorten(text, 100)
             raise DataError(f"the transcript {name!r} has more than {_MOST_MARKS} combining marks in a row")
     return unicodedata.normalize(form, text)
@@ -57,17 +61,19 @@ _APOSTROPHES = str.maketrans(dict.fromkeys("‘’‛ʼ＇", "'") | dict.fromkey
 
 
 def unicode(text: str) -> str:
-    """Convert text of any language: NFC, lower case, punctuation to spaces.
+    """Return text of any language in NFC and lower case, with spaces instead of punctuation.
 
-    An apostrophe after a letter, a hyphen between two letters, and symbols such as € are kept.
+    An apostrophe after a letter, a hyphen between two letters, and symbols such as € do not change.
     """
     text = _unicode_form("NFC", text.translate(_APOSTROPHES).lower())
-    kinds = [unicodedata.category(character)[0] for character in text] + ["Z"]
+    # The first letters of Unicode's categories: letters, marks, numbers, punctuation and so on. The separator
+    # Z at the end is after the last character and also, by the index -1, before the first one.
+    categories = [unicodedata.category(character)[0] for character in text] + ["Z"]
     characters = []
     for position, character in enumerate(text):
-        if kinds[position] == "P":
-            follows_letter = kinds[position - 1] in "LMN"
-            precedes_letter = kinds[position + 1] in "LMN"
+        if categories[position] == "P":
+            follows_letter = categories[position - 1] in "LMN"
+            precedes_letter = categories[position + 1] in "LMN"
             is_joint = character == "'" or (character == "-" and precedes_letter)
             if not (follows_letter and is_joint):
                 character = " "
@@ -101,14 +107,17 @@ _CURRENCY = "£€"  # Folding keeps these signs, because a later step spells th
 
 
 def _fold(text: str) -> str:
-    """Fold letters to their ASCII base, if they have one: ``"Øé"`` becomes ``"Oe"``."""
+    """Return text with the ASCII base of each letter. For example, ``"Øé"`` becomes ``"Oe"``.
+
+    Other characters that are not ASCII are removed, except spaces and the signs £ and €.
+    """
     # NFKD produces some of the signs in the table, so the table is applied twice.
     text = _unicode_form("NFKD", text.translate(_FOLD)).translate(_FOLD)
     return "".join(c for c in text if c.isascii() or c in _CURRENCY or c.isspace())
 
 
 def english(text: str) -> str:
-    """Normalise English to 28 symbols: space, a to z and the apostrophe.
+    """Return English text with 28 symbols: space, a to z and the apostrophe.
 
     The steps follow the English cleaners of MLPerf's RNN-T reference, in this order: fold to ASCII,
     lower case, numbers and amounts to words, abbreviations that end in a full stop, ``&`` to "and"
@@ -198,10 +207,11 @@ def normaliser(name: str) -> Normaliser:
 
 
 def scoring_normaliser(name: str) -> Normaliser:
-    """Return the normaliser called ``name`` for texts that are scored. It may also be ``whisper_english``.
+    """Return the normaliser called ``name`` for texts that are scored.
 
-    Its time is quadratic, so training does not use ``whisper_english``. Raises ConfigError for an unknown
-    name, and MachineError without the library of ``whisper_english``.
+    Its name may also contain ``whisper_english``. Training does not use that normaliser, because its time is
+    quadratic. Raises ConfigError for an unknown name, and MachineError without the library of
+    ``whisper_english``.
     """
     whisper_english = WhisperEnglish()
     steps = _steps(name, {**NORMALISERS, "whisper_english": whisper_english})

@@ -32,7 +32,7 @@ class Tokenizer(ABC):
 
     @property
     def size(self) -> int:
-        """Number of classes. The blank is one of them."""
+        """The number of classes: the labels and the blank."""
         return len(self.labels) + 1
 
     def spelling(self) -> list[str]:
@@ -41,12 +41,12 @@ class Tokenizer(ABC):
 
     @property
     def blank(self) -> int:
-        """Id of the blank: the last one."""
+        """The id of the blank, which is the last id."""
         return len(self.labels)
 
     @abstractmethod
     def normalise(self, text: str) -> str:
-        """Normalise a transcript for ``encode``, the loss and the error rates."""
+        """Return a transcript as ``encode``, the loss and the error rates need it."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -199,8 +199,8 @@ class FileTokenizer(NormalisingTokenizer):
 class SentencePiece(FileTokenizer):
     """A subword tokenizer: a trained SentencePiece model (unigram or BPE), read from the file ``model``.
 
-    The model's pieces keep their ids. One of them is the unknown piece, which is never encoded. Raises
-    DataError if the file is missing or is not a SentencePiece model.
+    Label ids are the ids of the model's pieces. One piece is the unknown piece, which ``encode`` never
+    returns. Raises DataError if the file is missing or is not a SentencePiece model.
     """
 
     saved_name = "tokenizer.model"

@@ -16,7 +16,7 @@ _FORMS = {
 
 
 class DLLines:
-    """Writes ``train``, ``epoch`` and ``valid`` as lines. Epochs and their updates count from 1.
+    """Formats the events ``train``, ``epoch`` and ``valid``. Epochs and their updates are numbered from 1.
 
         DLL 2026-11-25 10:00:00 - epoch    1 | iter   10/250 | loss   12.35 | utts/s    41 | took  1.95 s | …
         DLL 2026-11-25 10:00:40 - epoch    1 | avg train utts/s     42 | took 47.61 s
@@ -26,7 +26,7 @@ class DLLines:
     """
 
     def __init__(self) -> None:
-        self._updates = 1  # of an epoch
+        self._updates = 1  # updates of an epoch
         self._first_set = ""
 
     def line(self, event: str, values: Mapping[str, Any]) -> str:

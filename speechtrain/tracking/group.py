@@ -1,4 +1,4 @@
-"""A run's trackers as one tracker. Each receives every event, and none can delay or stop training."""
+"""A run's trackers as one tracker. Each tracker receives every event, and no tracker can stop training."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from typing import Any, final
 from speechtrain.errors import one_line
 from speechtrain.tracking.base import Tracker
 
-_MAX_RECORDS = 10_000  # in a queue, about 10 MB
-_CLOSING_SECONDS = 8.0  # the process must end within 10 s of its last step
-_THREAD = "tracker "
+_MAX_RECORDS = 10_000  # the most records in a queue: about 10 MB
+_CLOSING_SECONDS = 8.0  # The process must end within 10 s of its last step.
+_THREAD = "tracker "  # the start of the names of the trackers' threads
 _Record = tuple[str, Mapping[str, Any]]
+"""An event and its values."""
 
 
 def is_hanging() -> bool:
-    """Return whether a tracker's thread still runs. At the end of a process, it hangs."""
+    """Return whether a tracker's thread still runs. At the end of a process, such a thread hangs."""
     return any(thread.name.startswith(_THREAD) for thread in threading.enumerate())
 
 
@@ -34,8 +35,11 @@ class Trackers(Tracker):
 
     The first failure of a member is reported on stderr. After an ``OSError`` the member still receives the
     next event, because a full disk may get free space again. After any other error it is not used for the
-    rest of the run. The other members receive the event ``end`` with two more values: ``tracker_seconds``
-    that ``log`` took before, and the number of records that each member ``dropped``.
+    rest of the run.
+
+    Members that are not in the background receive the event ``end`` with two more values:
+    ``tracker_seconds``, the time that ``log`` has taken, and ``dropped``, the number of lost records of each
+    member.
     """
 
     background = False
@@ -106,7 +110,7 @@ class _Member:
 
     @property
     def dropped_events(self) -> int:
-        """The number of events that have no record."""
+        """The number of events that the tracker has not recorded."""
         return self._events - self._records
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
@@ -120,7 +124,7 @@ class _Member:
             self._warn(f"has {_MAX_RECORDS} records to write; training continues, further ones are dropped")
 
     def put(self, record: _Record | None) -> None:
-        """Give the thread a copy of a record. None ends the thread."""
+        """Put a copy of a record into the thread's queue. None ends the thread."""
         with self._guard():
             self._queue.put(copy.deepcopy(record))
             if self._thread.ident is None:

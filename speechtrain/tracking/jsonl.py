@@ -1,4 +1,4 @@
-"""Events as JSON lines. They are the record of a run and the input of the report."""
+"""Writes events as JSON lines, from which a resumed run and the report read the history of the run."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Jsonl(Tracker):
 
 
 def _json_value(value: Any) -> Any:
-    """Return a value that json can write in place of one that it does not know.
+    """Return a JSON value for a value of a type that json does not support.
 
-    A tensor or a value of numpy becomes a number or a list, and any other value a text.
+    A tensor or a value of numpy becomes a number or a list, and any other value becomes text.
     """
     return value.tolist() if callable(getattr(value, "tolist", None)) else str(value)

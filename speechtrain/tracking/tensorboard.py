@@ -32,7 +32,7 @@ class TensorBoard(Tracker):
         self.examples = examples
         self.enabled = enabled
         self._purge_step: int | None = None
-        self._waiting: list[tuple[str, dict[str, Any]]] = []  # events before the first written one
+        self._waiting: list[tuple[str, dict[str, Any]]] = []  # events that are written with the next event
         self._writer: SummaryWriter | None = None
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
@@ -73,7 +73,7 @@ class TensorBoard(Tracker):
     def _probe(self) -> None:
         """Raise ``OSError`` if the disk is full.
 
-        Without this check, the writer's thread prints a trace at every try.
+        Without this check, the writer's thread would print a traceback at every attempt to write.
         """
         probe = self.folder / ".probe"
         write_text(probe, " " * 4096, durable=False)

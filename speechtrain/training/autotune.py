@@ -1,4 +1,8 @@
-"""The choice of a run's compute policy: the recorded policy of the run, or else the fastest by timing."""
+"""The choice of a run's compute policy.
+
+It is the policy in the run's ``device.json``. Without a recorded policy that fits, it is the fastest of the
+device's candidates, which are timed on a batch of the run.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,9 @@ from speechtrain.run_directory import DEVICE, DeviceRecord, read_device
 from speechtrain.task import Task
 
 _LOG = logging.getLogger(__name__)
-_LATE_STEP = 2**30  # no model freezes parts or anneals a temperature at this step
+# The step at which candidates are timed. At the beginning of a run, models freeze parts or anneal a
+# temperature, which would change the times.
+_LATE_STEP = 2**30
 
 
 def recorded_policy(
@@ -30,9 +36,9 @@ def recorded_policy(
 ) -> ComputePolicy | None:
     """Return the policy in ``device.json``, or None if it does not fit device, precision and settings.
 
-    On another chip the policy is kept if the device would choose by timing, although another policy may be
-    faster there. The exception is ``fp32_matmul``: if this chip does not have that setting, it is replaced,
-    because the faster one may be less exact there.
+    A policy that was chosen by timing on another chip stays, although another policy may be faster on this
+    chip. Only its ``fp32_matmul`` is replaced if no candidate of this chip has that setting, because the
+    setting may be less exact here.
     """
     if record is None or (record.device, record.precision) != (device.name, precision.name):
         return None
@@ -52,9 +58,10 @@ def recorded_policy(
 def choose_policy(
     record: DeviceRecord | None, device: Device, precision: Precision, *, task: Task, data: DataModule
 ) -> DeviceRecord:
-    """Return the content of ``device.json`` for this start: the policy, and the medians of timed policies.
+    """Return the content of ``device.json`` for this start: the policy, and the times of the candidates.
 
-    ``task`` is timed on a batch of ``data`` if the device has several policies and the run has recorded none.
+    If the device has several candidates and the run has not recorded a policy, ``task`` is timed on a batch
+    of ``data``. Without a batch, the policy is the device's default.
     """
     chip = device.chip()
     policy = recorded_policy(record, device, precision)
@@ -68,18 +75,12 @@ def choose_policy(
     if batch is None:
         policy = device.policy(precision.dtype)
         return DeviceRecord(device.name, chip, precision.name, policy.record())
-    policy, medians = fastest_policy(candidates, _timer(task, device, precision, batch=batch))
-    milliseconds = _milliseconds(candidates, medians)
+    policy, median_seconds = fastest_policy(candidates, _timer(task, device, precision, batch=batch))
+    milliseconds = {}
+    for candidate, seconds in zip(candidates, median_seconds, strict=True):
+        milliseconds[candidate.describe()] = round(1000 * seconds, 1)
     _warn_of_fp32(policy, precision, milliseconds)
     return DeviceRecord(device.name, chip, precision.name, policy.record(), milliseconds=milliseconds)
-
-
-def _milliseconds(candidates: list[ComputePolicy], medians: list[float]) -> dict[str, float]:
-    """Return the median time of a step for each policy, from seconds."""
-    milliseconds = {}
-    for candidate, seconds in zip(candidates, medians, strict=True):
-        milliseconds[candidate.describe()] = round(1000 * seconds, 1)
-    return milliseconds
 
 
 def _warn_of_other_chip(recorded_chip: str, chip: str) -> None:
@@ -91,7 +92,10 @@ def _warn_of_other_chip(recorded_chip: str, chip: str) -> None:
 
 
 def _warn_of_fp32(policy: ComputePolicy, precision: Precision, milliseconds: dict[str, float]) -> None:
-    """Warn if the fastest policy computes in fp32, although ``precision`` is lower."""
+    """Warn if the fastest policy computes in fp32, although ``precision`` is lower.
+
+    ``milliseconds`` has the time of a step by the description of each policy.
+    """
     if policy.autocast_dtype is None and precision.dtype != torch.float32:
         times = ", ".join(f"{name} {time_ms} ms" for name, time_ms in milliseconds.items())
         _LOG.warning(f"precision={precision.name}: training is in fp32, which is as fast here ({times})")
@@ -100,10 +104,13 @@ def _warn_of_fp32(policy: ComputePolicy, precision: Precision, milliseconds: dic
 def resolve_policy(
     device: Device, precision: Precision, group: Group, *, run_dir: Path, task: Task, data: DataModule
 ) -> tuple[ComputePolicy, dict[str, Any]]:
-    """Apply the run's policy, which is rank 0's choice, to ``task``. Return it with its record."""
+    """Apply the policy of the run to ``task``. Return the policy, and the record of it for the log.
+
+    Rank 0 chooses and writes ``device.json``. Then the other ranks read that file.
+    """
     with group.main_process_first():
         record = read_device(run_dir)
-        if not group.world.rank:
+        if group.world.rank == 0:
             stored_record = record
             record = choose_policy(stored_record, device, precision, task=task, data=data)
             if record != stored_record:
@@ -120,21 +127,21 @@ def resolve_policy(
 def _timer(
     task: Task, device: Device, precision: Precision, *, batch: Batch
 ) -> Callable[[ComputePolicy], float]:
-    """Return a function that times forward and backward under a policy, in seconds.
+    """Return a function that returns the seconds of one forward and backward under a policy.
 
-    It restores buffers and gradients. The policy stays applied.
+    That function restores the buffers and clears the gradients of ``task``. The policy stays applied.
     """
     task.train().advance(_LATE_STEP, 0)
-    moved = device.move(task.prepare(batch, 0))
+    device_batch = device.move(task.prepare(batch, 0))
     buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers()]
 
-    def seconds_of(policy: ComputePolicy) -> float:
+    def time_step(policy: ComputePolicy) -> float:
         apply_policy(task, policy)
         torch.manual_seed(0)
         device.synchronize()
         start = time.perf_counter()
         with policy.autocast(device.name):
-            loss = task(moved)
+            loss = task(device_batch)
         precision.backward(loss.total)
         device.mark_step()
         device.synchronize()
@@ -145,4 +152,4 @@ def _timer(
                 buffer.copy_(copy)
         return seconds
 
-    return seconds_of
+    return time_step

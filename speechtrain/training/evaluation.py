@@ -19,22 +19,23 @@ from speechtrain.task import Evaluation, Example, Sums, Task, worst_examples
 
 
 class Interrupted(Exception):
-    """An evaluation was stopped on request. It does not have metrics."""
+    """An evaluation was stopped on request, before its metrics were complete."""
 
 
 Totals = Mapping[str, tuple[float, float]]
+"""The sum and the count of each metric. The metric is their quotient."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The evaluation of one set. A metric is a sum over the whole set that is divided once."""
+    """The evaluation of one set."""
 
-    metrics: dict[str, float]  # the metrics by name, error rates as fractions
-    totals: Totals  # the sum and the count of each metric
-    examples: tuple[Example, ...]  # some utterances, or all of them
-    seconds: float  # the time of the evaluation, with reading, loss and search
+    metrics: dict[str, float]  # the metrics of all ranks by name. Error rates are fractions.
+    totals: Totals  # the totals of all ranks
+    examples: tuple[Example, ...]  # the worst utterances of this rank, or all of them
+    seconds: float  # the time of this rank's evaluation, with reading, loss and search
     audio_seconds: float  # the audio of all ranks
-    contradiction: str = ""  # a contradiction of loss and texts, with a remedy
+    contradiction: str = ""  # a warning if the loss is low, but the texts are too short, with a remedy
 
     @property
     def real_time_factor(self) -> float:
@@ -44,10 +45,10 @@ class Outcome:
         return self.seconds / self.audio_seconds
 
     def with_normaliser(self, normalise: Callable[[str], str]) -> Outcome:
-        """Return the outcome with error rates of texts that ``normalise`` changes.
+        """Return the outcome with other texts and their error rates.
 
-        It changes the hypotheses, and the references after the normaliser of the run. ``examples`` must have
-        all utterances of the set, as in ``speechtrain evaluate``.
+        ``normalise`` changes the hypotheses and the references, which the normaliser of the run has changed
+        already. ``examples`` must have all utterances of the set, as in ``speechtrain evaluate``.
         """
         examples = []
         for example in self.examples:
@@ -72,14 +73,16 @@ def evaluate(
     examples: int | None = 20,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> dict[str, Outcome]:
-    """Evaluate ``task`` on each named set.
+    """Return the outcome of ``task`` on each set, by the name of the set.
 
-    The outcome has the ``examples`` utterances of this rank with the most word errors, or all utterances if
-    ``examples`` is None.
+    ``examples`` is the number of utterances of this rank to return, which have the most word errors. None
+    returns all utterances.
 
     Sums are reduced over the group before they are divided. So the metrics depend neither on the batch size
-    nor on the number of ranks. The task's training mode is restored. ``stop_requested`` is called before
-    every batch and must return the same on all ranks. Raises Interrupted if it returns True.
+    nor on the number of ranks. Afterwards the task is in the mode, training or evaluation, that it was in.
+
+    ``stop_requested`` is called before every batch and must return the same on all ranks. Raises Interrupted
+    if it returns True.
     """
     is_training = task.training
     task.eval()
@@ -100,7 +103,10 @@ def _evaluations(
     policy: ComputePolicy,
     stop_requested: Callable[[], bool],
 ) -> Iterator[tuple[Batch, Evaluation]]:
-    """Yield each batch, prepared and on the host, with its evaluation. Raises Interrupted on request."""
+    """Yield each batch, as prepared on the host, with its evaluation.
+
+    Raises Interrupted if a stop is requested.
+    """
     for batch in batches:
         if stop_requested():
             raise Interrupted
@@ -116,7 +122,8 @@ def _collect(
 ) -> Outcome:
     """Return the outcome of a set, whose metrics are reduced over the ranks of ``group``."""
     start = time.perf_counter()
-    sums, lengths = MetricSums(), MetricSums()
+    sums = MetricSums()  # of the metrics
+    lengths = MetricSums()  # of audio and texts, which the metrics of the set do not contain
     utterances: list[Example] = []
     for batch, evaluation in evaluations:
         sums.add(evaluation.metrics)
@@ -131,22 +138,25 @@ def _collect(
     totals = sums.totals()
     length_totals = lengths.totals()
     contradiction = _contradiction(task, totals, length_totals)
-    audio_seconds = length_totals.get("audio", (0.0, 0.0))[0]
+    audio_seconds, _ = length_totals.get("audio", (0.0, 0.0))
     seconds = time.perf_counter() - start
     return Outcome(sums.means(), totals, tuple(utterances), seconds, audio_seconds, contradiction)
 
 
-# exp(-loss per label) is the geometric mean of the probabilities of the references' labels. At 0.35 nats it
-# is 0.7, so a label is more probable than all alternatives together, an early end included. A hypothesis that
-# lacks a fifth of the characters then contradicts the model. If the labels are less probable, it may not.
+# Loss and hypotheses contradict each other if the loss is at most 0.35 nats per label of the references, and
+# the hypotheses have at most 0.8 of the characters of the references. At 0.35 nats, the geometric mean of the
+# labels' probabilities is exp(-0.35) = 0.7. So a label is more probable than all alternatives together, and
+# one of these is an early end of the text. With a higher loss, short hypotheses can be right for the model.
 _MOST_NATS, _LEAST_LENGTH = 0.35, 0.8
 
 
 def _lengths(batch: Batch, examples: Iterable[Example]) -> Sums:
-    """Return lengths of the rows that the loss counts, as () float64.
+    """Return the lengths of the texts of a batch as two sums, whose values are () float64.
 
-    ``length`` has the characters of the hypotheses and of the references, without white space. ``labels`` has
-    the number of labels and of rows.
+    - ``length`` has the characters of the hypotheses and of the references, without white space.
+    - ``labels`` has the number of labels of the references and the number of rows.
+
+    Only rows with a loss count, which have a weight above 0.
     """
     ids = {name for name, weight in zip(batch.ids, batch.weight.tolist(), strict=True) if weight}
     hypotheses, references = 0, 0
@@ -168,15 +178,18 @@ def _characters(text: str) -> int:
 def _contradiction(task: Task, totals: Totals, lengths: Totals) -> str:
     """Return a warning if the hypotheses are shorter than the loss suggests, else an empty string.
 
-    A search that sums over the paths of a text may help. So the task must have one and not use it already.
+    The remedy is a search that sums over the paths of a text. So the string is also empty if the task does
+    not have such a search (``task.beam``), or already uses one.
     """
-    has_both = "length" in lengths and "loss" in totals
-    if not has_both or not task.beam or not task.decoder.searches or task.decoder.sums_paths:
+    has_totals = "length" in lengths and "loss" in totals
+    could_use_beam = bool(task.beam) and task.decoder.searches and not task.decoder.sums_paths
+    if not has_totals or not could_use_beam:
         return ""
-    loss, labels = totals["loss"][0], lengths["labels"][0]
+    (loss, _), (labels, _) = totals["loss"], lengths["labels"]
     hypothesis_length, reference_length = lengths["length"]
     is_confident = labels > 0 and loss <= _MOST_NATS * labels
-    if not is_confident or not reference_length or hypothesis_length > _LEAST_LENGTH * reference_length:
+    is_too_short = reference_length > 0 and hypothesis_length <= _LEAST_LENGTH * reference_length
+    if not is_confident or not is_too_short:
         return ""
     return (
         f"loss and error rate contradict each other: the model gives a label of the references a "

@@ -1,4 +1,4 @@
-"""Warm-up steps without side effects, which compile a device's graphs before a run's first step."""
+"""The warm-up of a device that compiles graphs: steps without side effects, before a run's first update."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from speechtrain.training.optimizer_step import Trained
 from speechtrain.training.run_state import Parts
 
 Step = Callable[[Batch], None]
+"""Runs a whole update on copies of a batch, without applying it."""
+
 Evaluate = Callable[[dict[str, Iterable[Batch]]], object]
+"""Evaluates named sets of batches."""
 
 
 def padding_batch(rows: int, samples: int, labels: int) -> Batch:
-    """A batch of the given shape, with silent rows of weight 0."""
+    """Return a batch with audio (rows, samples) and labels (rows, labels), whose rows have the weight 0."""
     return Batch(
         audio=torch.zeros(rows, samples),
         audio_lengths=torch.full((rows,), samples),
@@ -39,32 +42,35 @@ def padding_batch(rows: int, samples: int, labels: int) -> Batch:
 
 @contextmanager
 def without_side_effects(trained: Trained) -> Iterator[None]:
-    """A context that restores the buffers and the host's counters after updates that are not applied.
+    """Return a context for updates that are computed but not applied.
 
-    Such an update does not change weights, moments and average. But forward writes buffers (the statistics
-    of BatchNorm), and the optimizer counts its steps.
+    Such an update does not change weights, moments and average. But forward writes buffers, such as the
+    statistics of BatchNorm, and the optimizer counts its steps. The context restores the buffers and counts.
     """
     module, optimizer, average = trained
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    counters = {parameter: _counters(parameter, state) for parameter, state in optimizer.state.items()}
-    updates = average.updates
+    old_counters = {parameter: _counters(parameter, state) for parameter, state in optimizer.state.items()}
+    average_updates = average.updates
     yield
     with torch.no_grad():
         for buffer, copy in buffers:
             buffer.copy_(copy)
     for parameter, state in optimizer.state.items():
         for name, counter in _counters(parameter, state).items():
-            # A state that the updates created starts at 0.
-            count = counters.get(parameter, {}).get(name, 0)
+            # A counter that did not exist before starts at 0.
+            count = old_counters.get(parameter, {}).get(name, 0)
             if isinstance(counter, Tensor):
                 state[name] = torch.full_like(counter, float(count))
             else:
                 state[name] = count
-    average.updates = updates
+    average.updates = average_updates
 
 
 def _counters(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """Return copies of the optimizer's counters of a parameter, which are on the host."""
+    """Return copies of the counters in the optimizer's state of a parameter.
+
+    Counters are numbers, or tensors on the host while the parameter is on a device.
+    """
     counters = {}
     for name, counter in state.items():
         if not isinstance(counter, Tensor):
@@ -76,22 +82,25 @@ def _counters(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Graphs:
-    """Counts the graph compilations of a device. On an eager device the warm-up does nothing."""
+    """Counts the graphs that a device compiles. This class is for eager devices, which have no warm-up."""
 
     device: Device
     tracker: Tracker
-    max_graphs: int | None
-    _reported_graphs: int = field(init=False, default=0)  # including the graphs of the warm-up
+    max_graphs: int | None  # the limit of a run, or None for no limit
+    _reported_graphs: int = field(init=False, default=0)  # compiled in the warm-up, or reported since then
 
-    def warm_up(self, parts: Parts, step: Step, evaluate: Evaluate) -> None:
-        """Compile the device's graphs for all fixed shapes. The run does not change."""
+    def warm_up(self, parts: Parts, run_step: Step, evaluate: Evaluate) -> None:
+        """Compile the device's graphs for all fixed shapes, without a change of the run."""
 
     def settle(self) -> None:
-        """Count all graphs so far, before the first update, as graphs of the warm-up."""
+        """Count all graphs that are compiled so far as graphs of the warm-up."""
         self._reported_graphs = self.device.graphs()
 
     def check(self, step: int) -> None:
-        """Report compilations after the warm-up. Raises RunError above ``trainer.max_graphs``."""
+        """Warn of graphs that were compiled since the last call, up to ``step``.
+
+        Raises RunError if the run has more graphs than ``trainer.max_graphs``.
+        """
         graphs = self.device.graphs()
         if self.max_graphs is not None and graphs > self.max_graphs:
             raise RunError(
@@ -106,24 +115,25 @@ class Graphs:
 class WarmedUpGraphs(Graphs):
     """Graphs of a device with fixed shapes, which are compiled before the first update."""
 
-    def warm_up(self, parts: Parts, step: Step, evaluate: Evaluate) -> None:
+    def warm_up(self, parts: Parts, run_step: Step, evaluate: Evaluate) -> None:
         """Run steps, an evaluation and the reads of a checkpoint twice.
 
-        The first round creates the optimizer's state. Updates that have the state have other graphs.
+        The first round creates the optimizer's state. With that state, the graphs of the second round differ.
         """
-        # The divisor of a real batch would need a host read. Only fp16 needs that divisor, and devices with
-        # fixed shapes do not have fp16.
-        parts.progress.backward_divisor = parts.progress.backward_divisor or 1.0
+        # Computing the divisor from a real batch would need a host read. Only fp16 needs that divisor, and
+        # devices with fixed shapes do not have fp16.
+        if not parts.progress.backward_divisor:
+            parts.progress.backward_divisor = 1.0
         start = time.perf_counter()
         graphs = {"steps": 0, "evaluation": 0, "checkpoint": 0}
         for _ in range(2):
-            with self._counted(graphs, "steps"), without_side_effects(parts.trained):
+            with self._count_graphs(graphs, "steps"), without_side_effects(parts.trained):
                 for shape in parts.data.shapes() * 2:
-                    step(padding_batch(*shape))
-            with self._counted(graphs, "evaluation"):
+                    run_step(padding_batch(*shape))
+            with self._count_graphs(graphs, "evaluation"):
                 batches = [padding_batch(*shape) for shape in parts.data.evaluation_shapes()]
                 evaluate({"warm-up": batches})
-            with self._counted(graphs, "checkpoint"):
+            with self._count_graphs(graphs, "checkpoint"):
                 _read_states(parts)
         self.settle()
         counts = {"shapes": len(parts.data.shapes()), "graphs": self._reported_graphs}
@@ -131,18 +141,18 @@ class WarmedUpGraphs(Graphs):
         self.tracker.log("warm_up", {**counts, "seconds": time.perf_counter() - start})
 
     @contextmanager
-    def _counted(self, graphs: dict[str, int], name: str) -> Iterator[None]:
-        """A context that adds its compilations, including its last graph, to ``graphs[name]``."""
+    def _count_graphs(self, graphs: dict[str, int], name: str) -> Iterator[None]:
+        """Return a context that adds the number of graphs that are compiled in it to ``graphs[name]``."""
         start = self.device.graphs()
         yield
-        self.device.mark_step()
+        self.device.mark_step()  # compiles the last graph
         graphs[name] += self.device.graphs() - start
 
 
 def _read_states(parts: Parts) -> None:
-    """Copy the states of a checkpoint to the host.
+    """Copy the states of a checkpoint to the host, and discard the copies.
 
-    No tensor outlives this function: a tensor that is alive at mark_step would be an output of the graph.
+    The function returns nothing, because a tensor that is alive at mark_step would be an output of the graph.
     """
     weights = parts.average.averaged_state_dict(parts.task)
     copy_to_host([weights, *(part.state_dict() for part in parts.states.values())])

@@ -1,4 +1,7 @@
-"""One optimizer update from accumulated gradients: scaled, clipped, and skipped if it is not finite."""
+"""One optimizer update from accumulated gradients. They are scaled and clipped first.
+
+An update with a loss or a gradient that is not finite is skipped.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,11 @@ from speechtrain.precision import Precision, gradients_of
 
 
 class StepOutcome(Enum):
-    TAKEN = "taken"
-    SCALED = "skipped, and fp16's loss scale lowered"
-    REFUSED = "skipped: a loss or gradient is not finite"
+    """The outcome of an update."""
+
+    APPLIED = "applied"
+    SCALE_LOWERED = "skipped, and fp16's loss scale lowered"
+    NOT_FINITE = "skipped: a loss or gradient is not finite"
 
 
 class Trained(NamedTuple):
@@ -33,40 +38,43 @@ class Trained(NamedTuple):
 
 @dataclass(eq=False)
 class Update(ABC):
-    """How a run updates its weights. A skipped update changes neither weights nor their average."""
+    """The way in which a run updates its weights. A skipped update changes neither weights nor average."""
 
     precision: Precision
-    clip: float
+    clip: float  # the largest norm of the gradients, or 0 for no clipping
 
     @abstractmethod
     def __call__(self, trained: Trained, rate: float, scale: Tensor, healthy: Tensor) -> Tensor:
-        """Update ``trained.module``. Return the norm () of its gradients times ``scale``, before clipping.
+        """Update ``trained`` with the learning rate ``rate``. Return the norm () of its scaled gradients.
 
-        ``scale`` () turns the accumulated gradients into the gradients of the mean loss. ``healthy`` () bool
-        is True if every loss is finite. Gradients are cleared afterwards.
+        - ``scale`` () turns the accumulated gradients into the gradients of the mean loss.
+        - ``healthy`` () is 1 if every loss is finite, else 0, in the type of ``scale``.
+
+        The norm is the norm before clipping. Gradients are cleared afterwards.
         """
 
     @abstractmethod
     def outcomes(self, due: bool) -> list[StepOutcome]:
-        """Return the outcomes of the updates since the last call.
+        """Return the outcomes of the updates since the last call that returned any.
 
-        Outcomes that are still on the device are read only if ``due`` is True.
+        Reading outcomes that are on the device is expensive. So they are returned only if ``due`` is True.
         """
 
-    def _clipped(self, scale: Tensor, norm: Tensor) -> Tensor:
-        """Return the scale () that also clips gradients of ``norm`` (), which includes ``scale`` ()."""
+    def _clipping_scale(self, scale: Tensor, norm: Tensor) -> Tensor:
+        """Return ``scale`` () times the factor that clips gradients whose scaled norm is ``norm`` ()."""
         if self.clip <= 0:
             return scale
         return scale * torch.full_like(norm, self.clip) / norm.clamp(min=self.clip)
 
     def _set_rate(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
+        """Set the learning rate of each parameter group, times the group's ``lr_scale`` if it has one."""
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
 
 
 @dataclass(eq=False)
 class HostCheckedUpdate(Update):
-    """The host reads whether the update is finite, and skips it if it is not."""
+    """An update that the host skips if it is not finite. This costs one read from the device."""
 
     _outcomes: list[StepOutcome] = field(init=False, default_factory=list)
 
@@ -75,19 +83,19 @@ class HostCheckedUpdate(Update):
         self.precision.unscale(optimizer)
         gradients = gradients_of(optimizer)
         norm = total_norm(gradients) * scale
-        scale = self._clipped(scale, norm)
-        # This is the only host read of an update. All ranks read the same.
+        scale = self._clipping_scale(scale, norm)
+        # This is the only host read of an update. All ranks read the same value.
         is_finite = bool(healthy.bool() & torch.isfinite(norm))
         if is_finite:
             torch_private.foreach_mul_([local_shard(gradient) for gradient in gradients], scale)
             self._set_rate(optimizer, rate)
             self.precision.step(optimizer)
             average.update(module)
-            outcome = StepOutcome.TAKEN
+            outcome = StepOutcome.APPLIED
         elif self.precision.overflow(optimizer):
-            outcome = StepOutcome.SCALED
+            outcome = StepOutcome.SCALE_LOWERED
         else:
-            outcome = StepOutcome.REFUSED
+            outcome = StepOutcome.NOT_FINITE
         self._outcomes.append(outcome)
         optimizer.zero_grad(set_to_none=True)
         return norm
@@ -99,13 +107,13 @@ class HostCheckedUpdate(Update):
 
 @dataclass(eq=False)
 class BranchFreeUpdate(Update):
-    """Every update is computed, then kept or undone within the graph. The host reads nothing.
+    """An update that is always computed, and undone within the graph if it is not finite.
 
-    Each step costs a copy of the weights and of the optimizer's state. The counter of updates that
-    some optimizers keep on the host also counts skipped updates.
+    The host reads nothing and the graph has no branch. Each step costs a copy of the weights and of the
+    optimizer's state. Some optimizers count their updates on the host. They also count skipped updates.
     """
 
-    _flags: list[Tensor] = field(init=False, default_factory=list)  # () 1 or 0: whether an update is kept
+    _flags: list[Tensor] = field(init=False, default_factory=list)  # for each update: () 1 if finite, else 0
 
     @torch.no_grad()
     def __call__(self, trained: Trained, rate: float, scale: Tensor, healthy: Tensor) -> Tensor:
@@ -113,22 +121,21 @@ class BranchFreeUpdate(Update):
         gradients = gradients_of(optimizer)
         squared_norms = torch.stack([squared_norm(gradient) for gradient in gradients])
         norm = squared_norms.sum().sqrt() * scale
-        scale = self._clipped(scale, norm)
-        # The flag is 1 if the update is finite and kept, and 0 if it is undone.
-        flag = healthy.to(norm.dtype) * torch.isfinite(norm).to(norm.dtype)
+        scale = self._clipping_scale(scale, norm)
+        is_finite = healthy.to(norm.dtype) * torch.isfinite(norm).to(norm.dtype)  # () 1 or 0
+        # An update that is undone must not contain inf or NaN either, because 0 · inf and 0 · NaN are NaN.
         scale = scale.masked_fill(~torch.isfinite(scale), 0.0)
         for gradient in gradients:
-            # Zeros are filled in first, because 0 · inf and 0 · NaN are NaN.
             gradient.masked_fill_(~torch.isfinite(gradient), 0.0).mul_(scale)
         self._set_rate(optimizer, rate)
-        self._step_if(flag, optimizer)
-        average.update(module, flag)
-        self._flags.append(flag)
+        self._step_if(is_finite, optimizer)
+        average.update(module, is_finite)
+        self._flags.append(is_finite)
         optimizer.zero_grad(set_to_none=True)
         return norm
 
     def _step_if(self, flag: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Compute a step of the optimizer. Keep it if ``flag`` () is 1, and undo it if ``flag`` is 0."""
+        """Compute a step of the optimizer, and undo it if ``flag`` (), which is 1 or 0, is 0."""
         copies = {id(tensor): tensor.clone() for tensor in self._tensors_on_device(optimizer)}
         self.precision.step(optimizer)
         for tensor in self._tensors_on_device(optimizer):
@@ -147,7 +154,7 @@ class BranchFreeUpdate(Update):
                 if parameter.grad is None:
                     continue
                 tensors.append(parameter)
-                # State tensors on another device are counters on the host.
+                # State tensors on another device are counters on the host. They are not undone.
                 for state in optimizer.state.get(parameter, {}).values():
                     if isinstance(state, Tensor) and state.device == parameter.device:
                         tensors.append(state)
@@ -158,7 +165,7 @@ class BranchFreeUpdate(Update):
             return []
         outcomes = []
         for flag in self._flags:
-            outcome = StepOutcome.TAKEN if flag.cpu() else StepOutcome.REFUSED
+            outcome = StepOutcome.APPLIED if flag.cpu() else StepOutcome.NOT_FINITE
             outcomes.append(outcome)
         self._flags = []
         return outcomes

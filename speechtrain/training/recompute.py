@@ -1,6 +1,6 @@
 """Activation checkpointing (Chen et al., 2016).
 
-The repeated layers of a model keep only their inputs. Backward computes the other activations again.
+For the repeated layers of a model, forward stores only their inputs. Backward computes the activations again.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from speechtrain.task import units_of
 
 
 def checkpoint_layers(module: nn.Module) -> None:
-    """Make backward compute the units of ``module`` (``shard_units``) again.
+    """Change the units of ``module``, which ``shard_units`` names, so that backward computes them again.
 
-    Losses, gradients and buffers are bit-equal to a run without it, because the second computation has the
-    random numbers, autocast and buffers of the first computation. State keys do not change.
-    Raises ConfigError for a module without units.
+    Losses, gradients and buffers are bit-equal to a run without this change, because the second computation
+    has the random numbers, autocast and buffers of the first one. State keys do not change. Raises
+    ConfigError for a module without units.
     """
     units = units_of(module)
     if not units:
@@ -30,7 +30,7 @@ def checkpoint_layers(module: nn.Module) -> None:
             f"trainer.checkpoint_layers=true: no part of {type(module).__name__} names repeated layers in "
             "shard_units. Set trainer.checkpoint_layers=false"
         )
-    for unit in dict.fromkeys(units):
+    for unit in dict.fromkeys(units):  # A unit may be in several modules.
         # The class is replaced, because an attribute ``forward`` would bind the weights of this module, also
         # in a copy of the module.
         cls = type(unit)
@@ -38,6 +38,8 @@ def checkpoint_layers(module: nn.Module) -> None:
 
 
 class _Checkpointed(nn.Module):
+    """The first base class of a changed unit. Its ``forward`` checkpoints the unit's own ``forward``."""
+
     def forward(self, *inputs: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(*inputs, **options)
@@ -52,7 +54,7 @@ class _Checkpointed(nn.Module):
 
 @contextmanager
 def _with_buffers(module: nn.Module, buffers: dict[str, Tensor]) -> Iterator[None]:
-    """A context in which ``module`` has other ``buffers``, so that a computation changes only these."""
+    """Return a context in which ``module`` has other ``buffers``. A computation in it changes only these."""
     module_buffers = dict(module.named_buffers(remove_duplicate=False))
     try:
         _set_buffers(module, buffers)

@@ -1,4 +1,4 @@
-"""Training that goes wrong: updates that are not finite, and a collapse that the task detects."""
+"""Reactions to failing training: to updates that are not finite, and to a collapse that the task detects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from speechtrain.training.run_state import Parts
 
 @dataclass(frozen=True)
 class Recovery:
-    """Counts skipped updates and acts on alarms, in the same way on all ranks."""
+    """Counts skipped updates, and handles alarms of the task. All ranks do this alike."""
 
     config: TrainerConfig
     tracker: Tracker
@@ -27,18 +27,21 @@ class Recovery:
     run_dir: Path
 
     def count(self, outcomes: list[StepOutcome], parts: Parts) -> None:
-        """Count updates that were skipped. Raises Diverged after too many non-finite ones in a row."""
+        """Count the skipped updates in ``outcomes``, which are in the order of the updates.
+
+        Raises Diverged after ``max_bad_updates`` non-finite updates in a row.
+        """
         for outcome in outcomes:
-            if outcome is StepOutcome.TAKEN:
+            if outcome is StepOutcome.APPLIED:
                 parts.progress.bad_updates = 0
-            elif outcome is StepOutcome.SCALED:
+            elif outcome is StepOutcome.SCALE_LOWERED:
                 # The recipe is not at fault, so this does not count as a bad update.
                 parts.progress.scale_skips += 1
             else:
                 self._count_bad_update(parts)
 
     def _count_bad_update(self, parts: Parts) -> None:
-        """Count a non-finite update. Write a replay bundle and raise Diverged after too many in a row."""
+        """Count a non-finite update. After too many in a row, write a replay bundle and raise Diverged."""
         progress = parts.progress
         progress.bad_updates += 1
         progress.skipped_updates += 1
@@ -57,11 +60,14 @@ class Recovery:
         )
 
     def _write_replay(self, parts: Parts) -> Path:
-        """Write the micro-batches of the latest update. Return the path, also if the disk is full."""
+        """Write the micro-batches of the latest update. Return the path, even if the disk is full.
+
+        The file is for a person who looks for the cause. Without it, the error is still reported.
+        """
         batches = []
         for batch in parts.micro_batches:
             fields = dict(vars(batch))
-            del fields["skipped"]
+            del fields["skipped"]  # ``torch.load`` refuses objects of this class.
             batches.append(fields)
         bundle = {"step": parts.progress.step, "seed": self.seed, "batches": batches}
         path = self.run_dir / "replay.pt"

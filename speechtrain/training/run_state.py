@@ -1,4 +1,4 @@
-"""The state of a run: its parts, its progress, and the counts since the last log line."""
+"""The state of a run: its progress, its parts, and the counts since the last log line."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ from speechtrain.training.optimizer_step import Trained
 
 @dataclass
 class Progress:
-    """The progress of a run. Every checkpoint has it."""
+    """The progress of a run. Every checkpoint contains it. All counts include earlier starts of the run."""
 
     step: int = 0  # the number of updates
-    wall_s: float = 0.0  # the seconds of training, earlier starts included
-    backward_divisor: float = 0.0  # the loss is divided by this power of two before backward
-    bad_updates: int = 0  # the number of non-finite updates in a row
-    skipped_updates: int = 0  # the number of all non-finite updates
+    wall_s: float = 0.0  # the seconds of the run, with validations and checkpoints
+    # Before backward, the loss is divided by this power of two. 0 means that it is not chosen yet.
+    backward_divisor: float = 0.0
+    bad_updates: int = 0  # the number of latest updates in a row that were not finite
+    skipped_updates: int = 0  # the number of all updates that were not finite
     scale_skips: int = 0  # the number of updates that were skipped to lower fp16's loss scale
-    validated: int = 0  # the step of the latest complete validation
+    validated: int = 0  # the step of the latest complete validation, or 0
     metrics: dict[str, float] = field(default_factory=dict)  # the metrics of the latest validation
-    epochs: float = 0.0
+    epochs: float = 0.0  # the number of passes through the training data
     utterances: int = 0  # the number of training utterances of all ranks
     audio_s: float = 0.0  # the seconds of training audio of all ranks
     train_s: float = 0.0  # the seconds of all updates, without validations and checkpoints
     epoch_start_utterances: int = 0  # ``utterances`` when the epoch began
     epoch_start_s: float = 0.0  # ``train_s`` when the epoch began
-    decode_ms_per_audio_s: float = 0.0  # milliseconds, for the first set of the latest validation
+    # Milliseconds of evaluation for each second of audio, in the first set of the latest validation.
+    decode_ms_per_audio_s: float = 0.0
 
     def speed(self) -> dict[str, float]:
         """Return the metrics of ``run_directory.SPEED``. They are empty before the first update."""
@@ -58,15 +60,15 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a stored progress. Raises ValueError if a field has another type.
 
-        Unknown fields, and metrics that are not numbers, are ignored.
+        Unknown fields, and metrics that are not numbers, are ignored. Fields that ``state`` lacks stay.
         """
         fields = dict(state)
         metrics = fields.pop("metrics", self.metrics)
         check_fit(fields, vars(self), "progress")
         self.metrics = {str(name): mean for name, mean in metrics.items() if type(mean) in (int, float)}
-        for name, stored in fields.items():
+        for name, stored_value in fields.items():
             if name in vars(self):
-                setattr(self, name, stored)
+                setattr(self, name, stored_value)
 
 
 @dataclass(kw_only=True)
@@ -80,42 +82,52 @@ class Parts:
     average: Average
     precision: Precision
     progress: Progress
-    wrapped: nn.Module = field(init=False)  # the task in the group's wrapper, after weights are restored
+    # The task in the wrapper of the group, such as DDP. The trainer sets it after the weights are restored.
+    wrapped: nn.Module = field(init=False)
     latest: Batch | None = None  # the latest batch of training or evaluation, on the host
-    micro_batches: list[Batch] = field(default_factory=list)  # the micro-batches of the current step
+    micro_batches: list[Batch] = field(default_factory=list)  # this rank's micro-batches of the current step
 
     @property
     def trained(self) -> Trained:
+        """The parts that an update changes."""
         return Trained(self.task, self.optimizer, self.average)
 
     @property
     def states(self) -> dict[str, Stateful]:
-        """Return the parts with a state in a checkpoint, by their names there."""
+        """The parts whose states a checkpoint contains, by their names in the checkpoint."""
         names = ("task", "optimizer", "average", "schedule", "data", "precision", "progress")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass
 class Interval:
-    """The counts since the last log line. Sums stay on the device until the next line is due."""
+    """The counts of this rank since the last log line.
+
+    The sums of losses and metrics stay on the device until the next line is due.
+    """
 
     sums: MetricSums = field(default_factory=MetricSums)
-    utterances: int = 0  # the number of this rank's utterances
-    audio_s: float = 0.0  # the seconds of this rank's audio
-    waited_s: float = 0.0  # the seconds that this rank waited for data
-    started: float = field(default_factory=time.perf_counter)  # the clock at the start of the interval
+    utterances: int = 0
+    audio_s: float = 0.0  # seconds of audio
+    data_wait_s: float = 0.0  # seconds of waiting for data
+    start_clock: float = field(default_factory=time.perf_counter)  # the clock at the start of the interval
 
     def add(self, batch: Batch, loss: Loss) -> None:
+        """Add a micro-batch and its loss, without a read from the device."""
         self.sums.add({"loss": (loss.total.detach(), loss.weight), **loss.metrics})
         self.utterances += batch.utterances
         self.audio_s += batch.seconds
 
     def speed(self, world_size: int) -> dict[str, float]:
-        """Return the duration in seconds, the throughput of all ranks, and this rank's share of waiting."""
-        seconds = max(1e-9, time.perf_counter() - self.started)
+        """Return metrics of speed by their names in the log.
+
+        The throughput is this rank's times the number of ranks. ``data_wait`` is the fraction of the time
+        that this rank waited for data.
+        """
+        seconds = max(1e-9, time.perf_counter() - self.start_clock)
         return {
             "seconds": seconds,
             "utterances_per_s": self.utterances * world_size / seconds,
             "audio_s_per_s": self.audio_s * world_size / seconds,
-            "data_wait": self.waited_s / seconds,
+            "data_wait": self.data_wait_s / seconds,
         }

@@ -1,4 +1,4 @@
-"""Checkpoints in training: writing them, handling failed writes, and saving after an error."""
+"""Checkpoints in training: restoring, writing, handling failed writes, and saving after an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from speechtrain.training.run_state import Parts
 
 @dataclass
 class Saving:
-    """Saves the parts of a run. All ranks must call its methods alike.
+    """Restores and saves the parts of a run. All ranks must call its methods in the same order.
 
     A checkpoint is written before the validation of its step, so an error in the validation loses no update.
     """
@@ -25,10 +25,10 @@ class Saving:
     group: Group
     checkpointer: Checkpointer
     tracker: Tracker
-    on_save_error: str
+    on_save_error: str  # ``trainer.on_save_error``: ``stop`` or ``continue``
     _attempted_step: int = field(init=False, default=0)  # the step of the last save, failed or not
     _saved_step: int | None = field(init=False, default=None)  # the step of the last save that succeeded
-    # The state of the data after the last whole update. It is None during an update.
+    # The state of the data after the last complete update. It is None during an update.
     _data_state: dict[str, Any] | None = field(init=False, default=None)
 
     def restore(self, parts: Parts, resume: str) -> None:
@@ -38,10 +38,12 @@ class Saving:
         """
         step = None
         if resume != "never":
-            with self.group.main_process_first():  # The main process sets damaged checkpoints aside.
+            # The main process is first, because it renames damaged checkpoints. The others then skip these.
+            with self.group.main_process_first():
                 step = self.checkpointer.restore(parts.states)
         if step is not None:
-            self._attempted_step, self._saved_step = step, step
+            self._attempted_step = self._saved_step = step
+            # The validation of a checkpoint comes after the save. So it has a file of its own.
             validation = self.checkpointer.read_validation(step)
             if validation:
                 parts.progress.load_state_dict({**validation, "validated": step})
@@ -50,42 +52,51 @@ class Saving:
             raise RunError(f"resume=must, but {self.checkpointer.root} holds no usable checkpoint")
 
     def save(self, parts: Parts, is_last: bool = False) -> None:
-        """Save a checkpoint, once for each step.
+        """Save a checkpoint of this step, unless one is saved already.
 
-        A failed save may be a warning only. With ``is_last``, at the end of the run, it is an error.
+        A failed save is a warning if ``on_save_error`` is ``continue``. Otherwise, and with ``is_last`` at
+        the end of the run, it raises MachineError.
         """
         step = parts.progress.step
         self.group.rank_status.begin_phase(step, "checkpoint")
         self._attempted_step = step
-        if (self.group.world.rank == 0 or self.checkpointer.needs_all_ranks) and self._saved_step != step:
-            with self._checked(is_last):
+        is_writer = self.group.world.rank == 0 or self.checkpointer.needs_all_ranks
+        if is_writer and self._saved_step != step:
+            with self._handle_failed_write(is_last):
                 self._write(parts)
         self.group.barrier()
 
     def add_validation(self, parts: Parts, is_last: bool = False) -> None:
-        """Add the validation of this step to its checkpoint."""
+        """Add the validation of this step to its checkpoint, if the checkpoint was saved."""
         progress = parts.progress
         if self.group.world.rank == 0 and self._saved_step == progress.step == progress.validated:
             metric = metric_value(parts.task, progress.metrics)
-            with self._checked(is_last):
+            with self._handle_failed_write(is_last):
                 self.checkpointer.add_validation(progress.step, metric, progress.metrics, progress.wall_s)
 
     @contextlib.contextmanager
     def save_after_error(self, parts: Parts) -> Iterator[None]:
-        """A context that saves the last whole update after any error except Diverged, if possible."""
+        """Return a context that saves the last complete update, if possible, after errors except Diverged."""
         try:
             yield
         except Diverged:
             # Weights that have diverged must not replace an older checkpoint.
             raise
         except Exception:
-            self._rescue(parts)
+            self._save_complete_update(parts)
             raise
 
-    def _rescue(self, parts: Parts) -> None:
-        """Save the last whole update, unless it is saved already or the checkpoint needs all ranks.
+    @contextlib.contextmanager
+    def prevent_save_after_error(self, parts: Parts) -> Iterator[None]:
+        """Return a context for an update. After an error in it nothing is saved, as weights may be mixed."""
+        self._data_state = None
+        yield
+        self._data_state = parts.data.state_dict()
 
-        After an error the other ranks may have ended.
+    def _save_complete_update(self, parts: Parts) -> None:
+        """Save the last complete update after an error, if a save of it was not attempted before.
+
+        If all ranks must write, nothing is saved, because the other ranks may have ended.
         """
         can_save = self.group.world.rank == 0 and not self.checkpointer.needs_all_ranks
         if self._data_state is None or parts.progress.step <= self._attempted_step or not can_save:
@@ -97,22 +108,15 @@ class Saving:
         except Exception as error:
             self.tracker.log("warning", {"message": f"not saved after an error: {error}"})
 
-    @contextlib.contextmanager
-    def block_rescue(self, parts: Parts) -> Iterator[None]:
-        """A context of an update. An error in it is not followed by a save, as the update is not whole."""
-        self._data_state = None
-        yield
-        self._data_state = parts.data.state_dict()
-
     def _write(self, parts: Parts) -> None:
-        step, weights = parts.progress.step, parts.average.averaged_state_dict(parts.task)
-        path = self.checkpointer.save(step, parts.states, weights)
+        step, averaged_weights = parts.progress.step, parts.average.averaged_state_dict(parts.task)
+        path = self.checkpointer.save(step, parts.states, averaged_weights)
         self._saved_step = step
         self.tracker.log("checkpoint", {"step": step, "path": str(path)})
 
     @contextlib.contextmanager
-    def _checked(self, is_last: bool) -> Iterator[None]:
-        """A context in which a failed write stops the run, or is a warning if training may go on."""
+    def _handle_failed_write(self, is_last: bool) -> Iterator[None]:
+        """Return a context in which a failed write raises MachineError, or warns if training goes on."""
         try:
             yield
         except OSError as error:

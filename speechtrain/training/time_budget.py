@@ -1,4 +1,11 @@
-"""The number of updates of a run: as steps and epochs say, or as many as there is time for."""
+"""The planned number of updates of a run.
+
+``Planning`` takes it from ``max_steps`` and ``max_epochs``. ``TimedPlanning`` is for a run that ``max_hours``
+alone limits: it plans as many updates as the time allows, and revises the plan while the run is going on.
+
+Legend: a point of a run is a step, and the step of the latest validation. The two differ before and after the
+validation of a step. Names that end in ``_s`` are seconds. ``share`` is a fraction from 0 to 1.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +29,32 @@ from speechtrain.trainer_config import TrainerConfig, planned_steps
 from speechtrain.training.run_state import Parts, Progress
 
 Evaluate = Callable[[Parts, dict[str, Iterable[Batch]]], object]
+"""Evaluates named sets of batches."""
 
-_LATEST = 1.05  # share of max_hours after which a run ends that is slower than its plan
-# The time for a part of a validation: at most this share of the time of the run, and at most these seconds.
-_MEASURED_SHARE, _MAX_MEASURED_S = 0.01, 10.0
-# The median counts this share of all updates, the latest ones, but at least this number of updates.
-_WINDOW, _MIN_WINDOW = 0.1, 5
-# The updates of a schedule until the first update is timed. The schedule then begins with its warm-up.
-_UNPLANNED = 10**9
-_NEWS = 0.05  # the smallest relative change of the plan that is reported
-_FEW_UPDATES = 50  # a plan of fewer updates causes a warning
 _FILE = "plan.json"
-_SPACING = 0.02  # the share of the run between two revisions
-_VALIDATION_SHARE = 0.1  # the largest share of the time for validation, unless one validation takes more
-_MAX_VALIDATIONS = 20
+# A run that is slower than its plan ends at this multiple of ``max_hours``.
+_LATEST_END = 1.05
+# Before the first update is timed, a schedule gets this number of planned updates, so that it begins with its
+# warm-up.
+_UNPLANNED = 10**9
+# Late revisions are this share of the updates apart. Only after this share of the time, a validation is timed
+# and plans are logged.
+_SPACING = 0.02
+# The time of an update is the median of this share of all updates, the latest ones, but at least of this
+# number of updates.
+_WINDOW, _MIN_WINDOW = 0.1, 5
+# Part of a validation is timed to plan the first one. It takes at most this share of the time of the run, and
+# at most these seconds.
+_MEASURED_SHARE, _MAX_MEASURED_S = 0.01, 10.0
+_VALIDATION_SHARE = 0.1  # the largest share of the time for validations, unless one validation takes more
+_MAX_VALIDATIONS = 20  # in a run
+_REPORTED_CHANGE = 0.05  # the smallest relative change of the planned updates that is logged
+_FEW_UPDATES = 50  # a plan of fewer updates causes a warning
 
 
 @dataclass(frozen=True)
 class Revision:
-    """The plan as it was corrected after an update, or after the validation that follows it."""
+    """The plan as it was revised after an update, or after the validation that follows the update."""
 
     step: int  # updates so far
     wall_s: float  # seconds of the run so far
@@ -50,15 +64,19 @@ class Revision:
     share: float  # the share of the run that was done, by the plans so far
 
     def share_at(self, step: int) -> float:
-        """Return the share of the run that is done after ``step`` updates, from 0 to 1."""
-        updates_left = max(1, self.updates - self.step)
-        share_of_rest = min(1.0, (step - self.step) / updates_left)
-        return self.share + (1 - self.share) * share_of_rest
+        """Return the share of the run that is done after ``step`` updates, from 0 to 1.
+
+        A revision does not change the share that was done before it. The updates after it have equal parts of
+        the rest.
+        """
+        remaining_updates = max(1, self.updates - self.step)
+        remaining_share = min(1.0, (step - self.step) / remaining_updates)
+        return self.share + (1 - self.share) * remaining_share
 
 
 @dataclass
 class TimePlan:
-    """The present plan of a run and all its revisions. ``plan.json`` holds it.
+    """The present plan of a run and all its revisions. It is stored in ``plan.json``.
 
     A continued run applies the stored revisions at the same steps, so an interruption changes no update.
     """
@@ -72,34 +90,38 @@ class TimePlan:
 
     @property
     def seconds(self) -> float:
+        """The planned duration of all starts."""
         return self.hours * 3600
 
     def revisions_until(self, step: int, validated: int) -> list[Revision]:
-        """Return the revisions made up to update ``step`` and the validation of step ``validated``."""
+        """Return the revisions that were made at the point (``step``, ``validated``) or before it."""
         point = (step, validated)
         return [revision for revision in self.revisions if (revision.step, revision.validated) <= point]
 
-    def is_due(self, step: int, validated: int) -> bool:
-        """Return whether the plan must be revised here.
+    def is_revision_due(self, step: int, validated: int) -> bool:
+        """Return whether the plan must be revised at the point (``step``, ``validated``).
 
-        The first revisions are at steps 1, 2, 4, 8, … Later ones are 2 % of the updates apart, or half of the
-        updates that are left, if that is less. A revision also follows each validation.
+        The first revisions are at steps 1, 2, 4, 8, … Later ones are 2 % of the planned updates apart, or
+        half of the remaining updates if that is less. A revision also follows each validation.
         """
         if not self.revisions:
             return step > 0
         latest = self.revisions[-1]
         if (step, validated) <= (latest.step, latest.validated) or step >= latest.updates:
             return False
-        half = (latest.updates - latest.step) // 2
-        spacing = min(latest.step, math.ceil(_SPACING * latest.updates), half)
+        half_of_rest = (latest.updates - latest.step) // 2
+        spacing = min(latest.step, math.ceil(_SPACING * latest.updates), half_of_rest)
         return validated > latest.validated or step >= latest.step + max(1, spacing)
 
     def revise(self, step: int, validated: int, wall_s: float, validate_every: int | None) -> None:
-        """Plan the rest of the run from ``wall_s`` on, by the present seconds per update and validation.
+        """Plan the rest of the run from second ``wall_s`` on, and append the revision.
 
-        The rest has a whole number of validations, of which one is the end. With ``validate_every`` None they
-        are evenly spaced. There are at most 20 in a run, and at least nine times their duration lies between
-        two. Otherwise they have that spacing, but the last interval is longer.
+        The plan uses the present seconds per update and per validation. The rest of the run contains a whole
+        number of validations, and the last of them is at the end.
+
+        - With ``validate_every`` None, they are evenly spaced. There are at most 20 in a run, and validations
+          take at most a tenth of the time.
+        - Otherwise they are ``validate_every`` updates apart, and the last interval is longer.
         """
         per_update = self.seconds_per_update
         seconds_left = self.seconds - wall_s
@@ -110,7 +132,9 @@ class TimePlan:
         self.updates = step + max(0, int(seconds_left / per_update))
         spacing = validate_every or math.ceil((self.updates - validated) / validations)
         self.validate_every = max(1, spacing)
-        validate_at = max(step, validated + self.validate_every) if validations > 1 else self.updates
+        validate_at = self.updates
+        if validations > 1:
+            validate_at = max(step, validated + self.validate_every)
         share = step / self.updates
         if self.revisions:
             share = self.revisions[-1].share_at(step)
@@ -118,7 +142,10 @@ class TimePlan:
         self.revisions.append(revision)
 
     def _validation_period(self, validate_every: int | None) -> float:
-        """Return the seconds between the ends of two validations. With None it is the shortest period."""
+        """Return the seconds from the end of a validation to the end of the next one.
+
+        With ``validate_every`` None, this is the shortest period that the limits of validation allow.
+        """
         per_validation = self.seconds_per_validation
         if validate_every is None:
             return max(self.seconds / _MAX_VALIDATIONS, per_validation / _VALIDATION_SHARE)
@@ -130,26 +157,26 @@ class TimePlan:
 
 
 def shared_plan(plan: TimePlan | None, group: Group) -> TimePlan | None:
-    """Return rank 0's plan on every rank."""
-    content = b""
-    if plan is not None and not group.world.rank:
-        content = json.dumps(plan.content()).encode()
-    # The other ranks add zeros, so each sum is the number of rank 0.
-    length = torch.tensor([float(len(content))])
-    size = int(group.sum(length)[0])
-    numbers = torch.zeros(size)
-    numbers[: len(content)] = torch.tensor(list(content))
-    content = bytes(group.sum(numbers).int().tolist())
-    return _plan_of(json.loads(content)) if content else None
+    """Return the ``plan`` of rank 0 on every rank, or None if rank 0 has none."""
+    json_bytes = b""
+    if plan is not None and group.world.rank == 0:
+        json_bytes = json.dumps(plan.content()).encode()
+    # Groups can sum tensors only. The other ranks add zeros, so each sum is the number of rank 0.
+    length = torch.tensor([float(len(json_bytes))])
+    shared_length = int(group.sum(length)[0])
+    numbers = torch.zeros(shared_length)
+    numbers[: len(json_bytes)] = torch.tensor(list(json_bytes))
+    shared_bytes = bytes(group.sum(numbers).int().tolist())
+    return _plan_from(json.loads(shared_bytes)) if shared_bytes else None
 
 
-def _plan_of(content: dict[str, Any]) -> TimePlan:
-    """Return the plan of the content of ``plan.json``. Raises TypeError or ValueError."""
-    rows = content["revisions"]
-    plan = TimePlan(**{**content, "revisions": [Revision(*row) for row in rows]})
+def _plan_from(content: dict[str, Any]) -> TimePlan:
+    """Return the plan with the content of ``plan.json``. Raises TypeError or ValueError if it is damaged."""
+    revisions = content["revisions"]
+    plan = TimePlan(**{**content, "revisions": [Revision(*fields) for fields in revisions]})
     numbers = [number for name, number in content.items() if name != "revisions"]
-    for row in rows:
-        numbers += row
+    for fields in revisions:
+        numbers += fields
     are_numbers = all(isinstance(number, int | float) for number in numbers)
     if not are_numbers or plan.updates < 1:
         raise ValueError("a value is not a number of a plan")
@@ -162,7 +189,7 @@ def read_plan(folder: Path) -> TimePlan | None:
     if not path.exists():
         return None
     try:
-        return _plan_of(read_json(path))
+        return _plan_from(read_json(path))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RunError(f"{path} is damaged ({error}). Restore it, or use another run_dir") from None
 
@@ -172,7 +199,10 @@ def write_plan(plan: TimePlan, folder: Path) -> None:
 
 
 class Planning:
-    """The number of updates of a run that is limited by steps, epochs or nothing."""
+    """The planned updates of a run that is limited by steps, epochs or nothing.
+
+    ``max_hours`` may end such a run earlier.
+    """
 
     def __init__(
         self,
@@ -189,40 +219,39 @@ class Planning:
         self.group = group
         self.tracker = tracker
         self.run_dir = run_dir
-        self.wall_seconds = wall_seconds
-        """Returns the seconds of training, earlier starts included."""
+        self.wall_seconds = wall_seconds  # returns the seconds of the run, earlier starts included
         self.evaluate = evaluate
-        self.updates: int | None = None
-        self.validate_every = 1
+        self.updates: int | None = None  # the planned updates of the whole run, or None for no plan
+        self.validate_every = 1  # updates from one validation to the next
         self.plan = TimePlan(config.max_hours or 0.0)
 
-    def start(self, parts: Parts, per_epoch: float) -> None:
-        """Plan the run before its first update."""
-        self.updates = planned_steps(self.config, per_epoch)
-        self.validate_every = self.config.validate_every or max(1, round(per_epoch))
+    def start(self, parts: Parts, updates_per_epoch: float) -> None:
+        """Plan the run before the first update of this start."""
+        self.updates = planned_steps(self.config, updates_per_epoch)
+        self.validate_every = self.config.validate_every or max(1, round(updates_per_epoch))
 
-    def length(self, step: int) -> float:
-        """Return the updates of the whole run at its pace until ``step``, or 0 if nothing is planned."""
+    def expected_updates(self, step: int) -> float:
+        """Return the updates of the whole run by its progress until ``step``, or 0 without a plan."""
         return self.updates or 0
 
     def correct(self, parts: Parts) -> None:
-        """Correct a plan by time. It is called after each update and after each validation."""
+        """Revise a plan by time if that is due. The trainer calls this after each update and validation."""
 
     def add_validation(self, seconds: float) -> None:
-        """Count ``seconds`` of a whole validation and its checkpoint."""
+        """Record the ``seconds`` that a whole validation and its checkpoint took."""
 
     def is_validation_step(self, step: int) -> bool:
         """Return whether a validation follows update ``step``, if the run does not end there."""
         return step % self.validate_every == 0
 
-    def latest_s(self) -> float | None:
-        """Return the seconds of training after which no further update begins, or None for no limit."""
+    def time_limit_s(self) -> float | None:
+        """Return the seconds of the run after which no further update begins, or None for no limit."""
         return None if self.config.max_hours is None else self.config.max_hours * 3600
 
     def is_late(self) -> bool:
-        """Return whether the time is over by this rank's clock."""
-        latest = self.latest_s()
-        return latest is not None and self.wall_seconds() >= latest
+        """Return whether the time limit is over by this rank's clock."""
+        limit_s = self.time_limit_s()
+        return limit_s is not None and self.wall_seconds() >= limit_s
 
     def status(self, step: int, stop: bool, late: bool) -> str:
         """Return how the run ends after ``step`` updates. It is empty while the run continues."""
@@ -233,58 +262,64 @@ class Planning:
         return "preempted" if stop else ""
 
     def eta_s(self, progress: Progress) -> float | None:
-        """Return the seconds to the end by the average of the run, which includes validations."""
-        step, planned = progress.step, self.updates
-        return None if planned is None else (planned - step) * progress.wall_s / step
+        """Return the estimated seconds to the end, from the mean time of an update with validations."""
+        if self.updates is None:
+            return None
+        return (self.updates - progress.step) * progress.wall_s / progress.step
 
 
 class TimedPlanning(Planning):
-    """The number of updates of a run that is limited by ``max_hours`` alone.
+    """The planned updates of a run that is limited by ``max_hours`` alone.
 
-    The plan comes from the median time of real updates. Rank 0's clock decides for all ranks.
+    The plan comes from the median time of real updates. The clock of rank 0 decides for all ranks.
     """
 
-    _revision: Revision | None = None  # the revision that the run follows
-    _reported_updates = 0  # the planned updates of the latest report
+    _revision: Revision | None = None  # the revision that the run applies at present
+    _reported_updates = 0  # the planned updates in the latest log line of a plan, or 0
 
-    def start(self, parts: Parts, per_epoch: float) -> None:
+    def start(self, parts: Parts, updates_per_epoch: float) -> None:
         progress, hours = parts.progress, self.plan.hours
+        # Updates are timed from ``_mark_step`` and ``_mark_s``, the step and the second of the last revision.
         self._start_s = self._mark_s = self.wall_seconds()
         self._mark_step = progress.step
-        stored_plan = read_plan(self.run_dir)  # Only the folder of rank 0 has one.
+        stored_plan = read_plan(self.run_dir)  # Only the run directory of rank 0 contains it.
         self.plan = shared_plan(stored_plan, self.group) or self.plan
+        # The seconds of each update. The plan of an earlier start stores only their median, which stands here
+        # for one update of each revision.
         self._update_seconds = [self.plan.seconds_per_update] * len(self.plan.revisions)
         if not progress.step:
             parts.schedule.plan(_UNPLANNED)
         if self.plan.hours != hours or not self.plan.revisions:
+            # With another time limit, the stored revisions of later steps are wrong.
             self.plan.hours = hours
             self.plan.revisions = self.plan.revisions_until(progress.step, progress.validated)
             if self.plan.seconds_per_update:
                 self._revise(parts)
-        self._follow(parts)
+        self._apply_revision(parts)
 
-    def length(self, step: int) -> float:
+    def expected_updates(self, step: int) -> float:
         share = self._revision.share_at(step) if self._revision else 0.0
         return step / share if share else _UNPLANNED
 
     def correct(self, parts: Parts) -> None:
         progress = parts.progress
-        if self.plan.is_due(progress.step, progress.validated):
+        if self.plan.is_revision_due(progress.step, progress.validated):
             self._revise(parts)
-        self._follow(parts)
+        self._apply_revision(parts)
 
     def add_validation(self, seconds: float) -> None:
         self.plan.seconds_per_validation = seconds
-        self._mark_s += seconds
+        self._mark_s += seconds  # This time does not belong to updates.
 
     def is_validation_step(self, step: int) -> bool:
         return self._revision is not None and step >= self._revision.validate_at
 
-    def latest_s(self) -> float | None:
-        return _LATEST * self.plan.seconds - self.plan.seconds_per_validation
+    def time_limit_s(self) -> float | None:
+        # The last validation must end before the latest end.
+        return _LATEST_END * self.plan.seconds - self.plan.seconds_per_validation
 
     def _revise(self, parts: Parts) -> None:
-        """Measure the updates since the last revision and plan the rest."""
+        """Measure the updates since the last revision, and plan the rest of the run."""
         plan, progress = self.plan, parts.progress
         self._measure_updates(progress.step)
         if self._is_measurement_due(progress):
@@ -294,14 +329,14 @@ class TimedPlanning(Planning):
         progress.wall_s = self.wall_seconds()
         plan.revise(progress.step, progress.validated, progress.wall_s, self.config.validate_every)
         self.plan = shared_plan(plan, self.group) or plan
-        if not self.group.world.rank:
+        if self.group.world.rank == 0:
             write_plan(self.plan, self.run_dir)
 
     def _measure_updates(self, step: int) -> None:
-        """Add the updates since the last revision and take the median of the latest ones.
+        """Set the seconds per update to the median of the latest updates up to ``step``.
 
-        All updates between two revisions get their mean time: a device that works asynchronously is
-        synchronised only here, and the mean has long batches in their proportion.
+        Each update since the last revision counts with the mean time of these updates. Single times are not
+        known, because a device that works asynchronously is synchronised only here.
         """
         self.device.synchronize()
         wall_s, updates = self.wall_seconds(), step - self._mark_step
@@ -313,40 +348,49 @@ class TimedPlanning(Planning):
         self._mark_s, self._mark_step = wall_s, step
 
     def _is_measurement_due(self, progress: Progress) -> bool:
-        """Return whether a part of a validation must be timed, because the run has not validated yet.
+        """Return whether part of a validation must be timed. All ranks return the same.
 
-        It is timed at 2 % of the time. It is timed again at half of the updates, when hypotheses are longer.
+        This is the case before the first validation of the run: at 2 % of the time, and again at half of the
+        updates, when the hypotheses are longer.
         """
         if progress.validated:
             return False
         if not self.plan.seconds_per_validation:
             is_late_enough = self.wall_seconds() >= _SPACING * self.plan.seconds
-            return self.group.any(is_late_enough and not self.group.world.rank)
+            return self.group.any(is_late_enough and self.group.world.rank == 0)
         half = (self.updates or 0) / 2
         return self._revision is not None and self._revision.step < half <= progress.step
 
     def _measure_validation(self, parts: Parts) -> float:
-        """Return the estimated seconds of a validation, from the first batches of each set."""
-        total, world = 0.0, self.group.world
+        """Return the estimated seconds of a whole validation, from the first batches of each set."""
+        total_s, world = 0.0, self.group.world
         for name, batches in parts.data.valid(world.rank, world.size).items():
             start_s = self.wall_seconds()
             audio_seconds: list[float] = []
             self.evaluate(parts, {name: self._first_batches(batches, audio_seconds)})
-            audio_share = sum(audio_seconds) / getattr(batches, "seconds", math.inf)
-            total += (self.wall_seconds() - start_s) / (audio_share or 1.0)
-        return total
+            evaluated_share = sum(audio_seconds) / getattr(batches, "seconds", math.inf)
+            # The share is 0 if the seconds of the set are unknown. Then all batches were evaluated.
+            total_s += (self.wall_seconds() - start_s) / (evaluated_share or 1.0)
+        return total_s
 
     def _first_batches(self, batches: Iterable[Batch], audio_seconds: list[float]) -> Iterator[Batch]:
-        end = self.wall_seconds() + min(_MEASURED_SHARE * self.plan.seconds, _MAX_MEASURED_S)
+        """Yield batches until the time for the measurement is over, and add the seconds of their audio.
+
+        If the seconds of the whole set are unknown, all batches are yielded.
+        """
+        end_s = self.wall_seconds() + min(_MEASURED_SHARE * self.plan.seconds, _MAX_MEASURED_S)
         for batch in batches:
             yield batch
             audio_seconds.append(batch.seconds)
-            is_over = hasattr(batches, "seconds") and self.wall_seconds() >= end
+            is_over = hasattr(batches, "seconds") and self.wall_seconds() >= end_s
             if self.group.any(is_over):
                 return
 
-    def _follow(self, parts: Parts) -> None:
-        """Apply the revision of this point, which the run may have stored before it was interrupted."""
+    def _apply_revision(self, parts: Parts) -> None:
+        """Apply the latest revision up to this point, if the run does not apply it already.
+
+        It may come from an earlier start, which was interrupted after this point.
+        """
         progress = parts.progress
         revisions = self.plan.revisions_until(progress.step, progress.validated)
         if not revisions or revisions[-1] == self._revision:
@@ -354,13 +398,14 @@ class TimedPlanning(Planning):
         self._revision = revision = revisions[-1]
         self.updates = revision.updates
         parts.schedule.plan(revision.updates, progress.step)
+        # Earlier plans rest on a few updates, so they are not logged.
         if revision.wall_s >= _SPACING * self.plan.seconds:
             self._report(revision)
 
     def _report(self, revision: Revision) -> None:
-        """Log a plan that differs by 5 % from the one before, with warnings at the first."""
+        """Log a plan that differs by 5 % from the last logged one. The first one may also cause warnings."""
         plan = self.plan
-        if abs(revision.updates - self._reported_updates) < _NEWS * revision.updates:
+        if abs(revision.updates - self._reported_updates) < _REPORTED_CHANGE * revision.updates:
             return
         values = {
             "step": revision.step,
@@ -376,13 +421,15 @@ class TimedPlanning(Planning):
         self._reported_updates = revision.updates
 
     def _warn(self, revision: Revision) -> None:
+        """Warn of a plan with few updates, and of validations that take much of the time."""
         plan, per_validation = self.plan, self.plan.seconds_per_validation
         speed = f"an update takes {plan.seconds_per_update:.3g} s, a validation {per_validation:.3g} s"
         if revision.updates < _FEW_UPDATES:
             room = f"trainer.max_hours={plan.hours:g} has room for {revision.updates} updates"
             reason = f"the start took {self._start_s:.3g} s, {speed}; set a longer trainer.max_hours"
             self.tracker.log("warning", {"message": f"{room}: {reason}"})
-        share = max(1, revision.updates // plan.validate_every) * per_validation / plan.seconds
+        validations = max(1, revision.updates // plan.validate_every)
+        share = validations * per_validation / plan.seconds
         if share > _VALIDATION_SHARE:
             advice = "give data.valid fewer recordings, or set a longer trainer.validate_every"
             message = f"validation takes {share:.0%} of the time ({speed}); {advice}"

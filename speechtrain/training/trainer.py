@@ -1,7 +1,10 @@
 """The shared trainer: one loop that every model, device and launcher uses.
 
-The order is: next batch, prepare, move, forward, backward, mark step, reduce status, schedule, unscale,
-clip, step, average, then log, save and validate if they are due.
+The order of an update is: next batch, prepare, move, forward, backward, mark step, all-reduce of the status,
+learning rate, unscale, clip, optimizer step, average. Then log, save and validate if they are due.
+
+The status of a run is empty while the run continues. Otherwise it says how the run ends: ``finished``,
+``target``, ``time`` or ``preempted``.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,12 +50,12 @@ class GlobalBatch(NamedTuple):
 
     weight: Tensor  # (), the sum of the loss weights
     is_finite: Tensor  # () bool, whether every loss is finite
-    stop: bool  # whether a stop was requested
-    late: bool  # whether the time is over
+    is_stop_requested: bool  # on any rank
+    is_late: bool  # whether the time limit of the run is over on any rank
 
 
 class DueWork(NamedTuple):
-    """The work that follows an update."""
+    """The work that must follow an update."""
 
     log: bool
     save: bool
@@ -74,7 +77,7 @@ class Trainer:
     stop_requested: Callable[[], bool] = lambda: False
     policy: ComputePolicy = PLAIN
     progress: Progress = field(init=False, default_factory=Progress)
-    parts: Parts | None = field(init=False, default=None)
+    parts: Parts | None = field(init=False, default=None)  # the arguments of ``fit``
 
     def __post_init__(self) -> None:
         config, device, tracker = self.config, self.device, self.tracker
@@ -85,21 +88,26 @@ class Trainer:
         self.update = update_class(self.precision, config.clip)
         self.graphs = graphs_class(device, tracker, config.max_graphs)
         self.recovery = Recovery(config, tracker, self.seed, run_dir=self.run_dir)
-        stop = self.stop_requested
         self.validation = Validation(
-            device, self.policy, self.group, tracker=tracker, target=config.target, stop_requested=stop
+            device,
+            self.policy,
+            self.group,
+            tracker=tracker,
+            target=config.target,
+            stop_requested=self.stop_requested,
         )
         self.saving = Saving(self.group, self.checkpointer, tracker, config.on_save_error)
-        planning_class = TimedPlanning if is_planned_by_time(config) else Planning
-        self._start_clock = 0.0  # the clock at which an uninterrupted run would have started
-        self._lap_start = 0.0  # the clock when the latest update was counted, or a pause after it ended
+        # Values of ``time.perf_counter``: the time at which a run without interruptions would have started,
+        # and the time from which the training time of the next update counts.
+        self._start_clock, self._update_clock = 0.0, 0.0
         self._updates_per_epoch = 0.0
+        planning_class = TimedPlanning if is_planned_by_time(config) else Planning
         self.planning = planning_class(
             config, device, self.group, tracker, self.run_dir, self._wall_seconds, self.validation.evaluate
         )
 
     def _wall_seconds(self) -> float:
-        """Return the seconds of training, earlier starts included."""
+        """Return the seconds of the run, which are the sum over its starts."""
         return time.perf_counter() - self._start_clock
 
     def fit(
@@ -111,12 +119,13 @@ class Trainer:
         average: Average,
         resume: str = "auto",
     ) -> str:
-        """Train and return how it ended: ``finished``, ``target``, ``time`` or ``preempted``.
+        """Train and return how the run ended: ``finished``, ``target``, ``time`` or ``preempted``.
 
-        ``resume`` is ``auto`` (continue if a usable checkpoint exists), ``never`` or ``must``. A stop request
-        takes effect at the next step boundary. During a validation it takes effect before the next batch,
-        and the continued run repeats that validation. After an error, the last whole update is saved if
-        possible.
+        ``resume`` is ``auto`` (continue if a usable checkpoint exists), ``never`` or ``must``.
+
+        - A stop request takes effect after the present update. During a validation it takes effect before the
+          next batch, and the continued run repeats that validation.
+        - After an error, the last complete update is saved if possible.
 
         Raises:
         - Diverged: ``max_bad_updates`` updates in a row were not finite, no update was ever finite, or
@@ -144,17 +153,18 @@ class Trainer:
             with self.saving.save_after_error(self.parts):
                 return self._train(self.parts)
         except Preempted:
+            # Other ranks may still wait for this one, so only a single rank may end without an error.
             if self.group.world.size > 1:
                 raise
             return "preempted"
 
     def _train(self, parts: Parts) -> str:
-        """Train from the step of ``progress`` on. Return how the run ended."""
+        """Train from the step of ``progress`` on. Return the status at the end."""
         progress = self.progress
         profiler = StepProfiler(self.config.profile, self.run_dir)
         batches, status = self._start(parts)
         interval = Interval()
-        self._lap_start = time.perf_counter()
+        self._update_clock = time.perf_counter()
         while not status:
             step = progress.step + 1
             profiler.begin(step)
@@ -162,16 +172,17 @@ class Trainer:
             profiler.end(step, final=bool(status))
 
             due = self._due_work(parts, status)
+            # On a device with static shapes, the outcomes are read only with a log line.
             self.recovery.count(self.update.outcomes(due.log), parts)
             if due.log:
                 self._log(interval, rate, norm=norm)
-                self._check(parts, interval)
+                self._check_interval(parts, interval)
                 interval = Interval()
             self._count_update(parts)
             if due.save or due.validate:
-                status = self._save(parts, status, due=due)
-                # The time of checkpoints and validations does not count as training.
-                interval.started = self._lap_start = time.perf_counter()
+                status = self._save_and_validate(parts, status, due=due)
+                # The time of checkpoints and validations does not count as training time.
+                interval.start_clock = self._update_clock = time.perf_counter()
         self._refuse_untrained(status)
         return status
 
@@ -182,7 +193,7 @@ class Trainer:
             raise Diverged(f"none of {progress.step} updates had a finite loss, so nothing was learnt")
 
     def _start(self, parts: Parts) -> tuple[Iterator[Batch], str]:
-        """Prepare the first update. Return the micro-batches, and the status before that update."""
+        """Do all work before the first update. Return the micro-batches of this rank, and the status."""
         world = self.group.world
         parts.task.train()
         self.group.rank_status.begin_phase(0, "warm-up")
@@ -194,61 +205,70 @@ class Trainer:
     def _run_update(
         self, parts: Parts, batches: Iterator[Batch], step: int, interval: Interval
     ) -> tuple[float, Tensor, str]:
-        """Run the next update, which is number ``step``, and correct the plan by its time.
+        """Run update number ``step``, which is the next one, and correct the plan by its time.
 
-        Returns the learning rate, the norm () of the gradients before clipping, and the status.
+        The losses of its micro-batches are added to ``interval``. Returns the learning rate, the norm () of
+        the gradients before clipping, and the status.
         """
         progress = self.progress
-        parts.task.planned_updates = self.planning.length(progress.step)
+        parts.task.planned_updates = self.planning.expected_updates(progress.step)
         parts.task.advance(progress.step, seed_at(self.seed, RunStream.UPDATE_DRAWS, step))
         batch = self._accumulate(parts, batches, step, interval=interval)
         self.group.rank_status.begin_phase(step, "update")
         rate = parts.schedule.rate(step)
-        with self.saving.block_rescue(parts):
+        with self.saving.prevent_save_after_error(parts):
             norm = self._step(parts, batch, rate)
             progress.step = step
             progress.wall_s = self._wall_seconds()
         self.planning.correct(parts)
-        return rate, norm, self.planning.status(step, batch.stop, batch.late)
+        status = self.planning.status(step, batch.is_stop_requested, batch.is_late)
+        return rate, norm, status
 
     def _due_work(self, parts: Parts, status: str) -> DueWork:
-        """Return the work that is due after the latest update. It depends on whether the run ends here."""
+        """Return the work that is due after the latest update. If the run ends here, all of it is due."""
         config, step = self.config, self.progress.step
         validate = self.validation.is_due(parts, status, self.planning.is_validation_step(step))
-        save = bool(status) or step % (config.save_every or math.inf) == 0
+        is_save_step = config.save_every is not None and step % config.save_every == 0
+        save = bool(status) or is_save_step
         log = step % config.log_every == 0 or validate or save
         return DueWork(log, save, validate)
 
     def _accumulate(
         self, parts: Parts, batches: Iterator[Batch], step: int, interval: Interval
     ) -> GlobalBatch:
-        """Compute the gradients of this rank's share of a global batch."""
+        """Compute the gradients of this rank's micro-batches. Return the global batch that they belong to."""
         world, accumulate = self.group.world, self.config.accumulate
-        weights, finite = [], []
+        weights, finite_flags = [], []
         parts.micro_batches = []
-        for micro in range(accumulate):
-            # A micro-batch has the same address, whichever rank computes it.
-            address = (step, micro * world.size + world.rank)
+        for index in range(accumulate):
+            # The number of the micro-batch in the global batch addresses its random draws. It does not depend
+            # on the number of ranks, so neither do the draws.
+            address = (step, index * world.size + world.rank)
             batch = self._next_batch(parts, batches, address, interval=interval)
-            moved = self.device.move(batch)
+            device_batch = self.device.move(batch)
             torch.manual_seed(seed_at(self.seed, RunStream.DEVICE_DRAWS, *address))
-            loss = self._add_gradients(parts, moved, step, is_last=micro + 1 == accumulate)
+            is_last = index + 1 == accumulate
+            loss = self._add_gradients(parts, device_batch, step, is_last=is_last)
             weights.append(loss.weight)
-            finite.append(torch.isfinite(loss.total.detach()).to(torch.float32))
+            finite_flags.append(torch.isfinite(loss.total.detach()).to(torch.float32))
             interval.add(batch, loss)
             self.device.mark_step()
         self.group.rank_status.begin_phase(step, "all-reduce")
-        return self._agree(weights, finite)
+        return self._reduce_status(weights, finite_flags)
 
     def _next_batch(
         self, parts: Parts, batches: Iterator[Batch], address: tuple[int, int], interval: Interval
     ) -> Batch:
-        """Return the next micro-batch, with the random draws of the host at ``address``."""
+        """Return the next micro-batch, on the host and prepared by the task.
+
+        ``address`` is the step and the number of the micro-batch in the global batch. It seeds the draws of
+        the task.
+        """
         step = address[0]
         self.group.rank_status.begin_phase(step, "data")
         wait_start = time.perf_counter()
         batch = next(batches)
-        interval.waited_s += time.perf_counter() - wait_start
+        interval.data_wait_s += time.perf_counter() - wait_start
         self.group.rank_status.begin_phase(step, "forward")
         batch = parts.task.prepare(batch, seed_at(self.seed, RunStream.HOST_DRAWS, *address))
         parts.micro_batches.append(batch)
@@ -256,48 +276,56 @@ class Trainer:
         return batch
 
     def _add_gradients(self, parts: Parts, batch: Batch, step: int, is_last: bool) -> Loss:
-        """Run forward and backward of a micro-batch on the device. Ranks reduce gradients in the last one."""
+        """Run forward and backward of a micro-batch on the device, which adds to the gradients.
+
+        With ``is_last``, the ranks also sum their gradients.
+        """
         progress = self.progress
         synchronisation = nullcontext() if is_last else self.group.no_sync(parts.wrapped)
         with synchronisation:
             with self.policy.autocast(self.device.name):
                 loss: Loss = parts.wrapped(batch)
             if not progress.backward_divisor:
-                # The host reads the weight once in a run, because checkpoints hold the divisor.
+                # The host reads the weight only once in a run, because checkpoints contain the divisor.
                 weight = float(self.group.sum(loss.weight.detach().clone()))
-                size = max(1.0, weight * self.config.accumulate)
-                progress.backward_divisor = 2.0 ** round(math.log2(size))  # Division by it is exact.
+                update_weight = max(1.0, weight * self.config.accumulate)
+                # Division by a power of two is exact.
+                progress.backward_divisor = 2.0 ** round(math.log2(update_weight))
             self.group.rank_status.begin_phase(step, "backward")
             self.precision.backward(scale_scalar(loss.total, 1.0 / progress.backward_divisor))
         return loss
 
-    def _agree(self, weights: list[Tensor], finite: list[Tensor]) -> GlobalBatch:
-        """Reduce the weight () of each micro-batch, and whether its loss is finite (), over the ranks."""
-        skip = torch.stack(finite).sum() < self.config.accumulate
+    def _reduce_status(self, weights: list[Tensor], finite_flags: list[Tensor]) -> GlobalBatch:
+        """Return the global batch from this rank's micro-batches, by a reduction over the ranks.
+
+        ``weights`` has the loss weight () of each micro-batch. ``finite_flags`` has 1 () for a finite loss,
+        else 0.
+        """
+        skip = torch.stack(finite_flags).sum() < self.config.accumulate
         late = self.planning.is_late()
         weight, stop, late, skip = self.group.all_reduce_status(
             torch.stack(weights).sum(), stop=self.stop_requested(), late=late, skip=skip
         )
-        return GlobalBatch(weight, ~skip, stop, late)
+        return GlobalBatch(weight, ~skip, is_stop_requested=stop, is_late=late)
 
-    def _step(self, parts: Parts, batch: GlobalBatch, rate: float, is_real: bool = True) -> Tensor:
+    def _step(self, parts: Parts, batch: GlobalBatch, rate: float, is_applied: bool = True) -> Tensor:
         """Update by a global batch if its losses are finite. Return the norm () of its gradients.
 
-        With ``is_real`` False, as in the warm-up, the update is computed but not applied.
+        With ``is_applied`` False, as in the warm-up, the update is computed but not applied.
         """
         weight = batch.weight
-        healthy = batch.is_finite.to(weight.dtype) * self._scalar(is_real)
-        # A Python number instead of full_like would turn this lazy scalar into fp64.
+        healthy = batch.is_finite.to(weight.dtype) * self._flag(is_applied)
+        # ``full_like`` is needed, because a Python number would turn this lazy scalar into fp64.
         scale = torch.full_like(weight, self.progress.backward_divisor) / weight.clamp(min=1.0)
         norm = self.update(parts.trained, rate, scale, healthy=healthy)
         self.device.mark_step()
         return norm
 
-    def _scalar(self, flag: bool) -> Tensor:
-        """Return 1 or 0 () on the device, as a part of a tensor of one element.
+    def _flag(self, flag: bool) -> Tensor:
+        """Return 1 or 0 () on the device.
 
-        The lazy backend merges equal scalars. Without that tensor, the warm-up and a real step would have
-        different graphs.
+        It is an element of a tensor, because the lazy backend merges equal scalars, so that the warm-up and a
+        real step would have different graphs.
         """
         return self.device.tensor(torch.tensor([float(flag)]))[0]
 
@@ -305,17 +333,23 @@ class Trainer:
         """Compile the graphs before the first update, on a device that compiles graphs."""
         rate = parts.schedule.rate(self.progress.step + 1)
 
-        def step(padding: Batch) -> None:
+        def run_step(padding: Batch) -> None:
             parts.task.advance(self.progress.step, seed_at(self.seed, RunStream.UPDATE_DRAWS, 0))
             batch = self._accumulate(parts, itertools.repeat(padding), 0, interval=Interval())
-            self._step(parts, batch, rate, is_real=False)
+            self._step(parts, batch, rate, is_applied=False)
 
-        self.graphs.warm_up(parts, step, lambda sets: self.validation.evaluate(parts, sets))
-        self.update.outcomes(True)
+        def evaluate(sets: dict[str, Iterable[Batch]]) -> None:
+            self.validation.evaluate(parts, sets)
+
+        self.graphs.warm_up(parts, run_step, evaluate)
+        self.update.outcomes(True)  # The outcomes of the warm-up are discarded.
         self.graphs.settle()
 
     def _catch_up(self, parts: Parts) -> str:
-        """Do the work that the previous start left undone. Return the status before the first update."""
+        """Do the validation or the save that the previous start left undone. Return the status.
+
+        A stop request, or the time limit, may end the run before its first update.
+        """
         progress = self.progress
         step = progress.step
         stop, late = self.stop_requested(), self.planning.is_late()
@@ -328,50 +362,65 @@ class Trainer:
             progress.wall_s = self._wall_seconds()
             status = self._validate(parts, status)
         elif status == "preempted" and not step:
-            # A run that is stopped before its first update has a checkpoint, too.
+            # A run that is stopped before its first update needs a checkpoint to continue from.
             self.saving.save(parts, is_last=True)
         return status
 
-    def _save(self, parts: Parts, status: str, due: DueWork) -> str:
-        """Save a checkpoint, and validate if that is due. Return the status."""
+    def _save_and_validate(self, parts: Parts, status: str, due: DueWork) -> str:
+        """Save a checkpoint, and validate if that is due. Return the status.
+
+        A checkpoint is also saved if only a validation is due, so that an error in it loses no update.
+        """
         self.saving.save(parts, is_last=bool(status))
         if due.validate:
             return self._validate(parts, status)
         return status
 
     def _validate(self, parts: Parts, status: str) -> str:
-        """Validate. Return the status, which a target, a stop request or a correction of the plan changes."""
+        """Validate. Return the new status.
+
+        It differs from ``status`` if the target is reached, if a stop is requested, or if the corrected plan
+        ends here.
+        """
         start_s = self.progress.wall_s
-        new_status = self.validation.run(parts, status)
+        validation_status = self.validation.run(parts, status)
         self.progress.wall_s = self._wall_seconds()
-        if new_status:
+        if validation_status:
             # The run ends here, and the save before the validation may have failed.
             self.saving.save(parts, is_last=True)
-        self.saving.add_validation(parts, is_last=bool(status or new_status))
-        if status or new_status:
-            return new_status or status
+            status = validation_status
+        self.saving.add_validation(parts, is_last=bool(status))
+        if status:
+            return status
         self.planning.add_validation(self._wall_seconds() - start_s)
         self.planning.correct(parts)
         return self.planning.status(self.progress.step, stop=False, late=False)
 
-    def _check(self, parts: Parts, interval: Interval) -> None:
-        """Check the compilations and the metrics of a log line. Raises RunError or Diverged."""
+    def _check_interval(self, parts: Parts, interval: Interval) -> None:
+        """Check the graph compilations, and the metrics since the last log line.
+
+        Raises RunError for too many graphs, and Diverged for a collapse.
+        """
         step = self.progress.step
         self.graphs.check(step)
         alarm = parts.task.watch(step, interval.sums.means())
         self.recovery.handle_alarm(alarm, step)
 
     def _count_update(self, parts: Parts) -> None:
-        """Add the latest update to the progress. Log an event if it is the last one of an epoch."""
+        """Add the latest update to the progress. Log an event if the update is the last one of an epoch.
+
+        Utterances and seconds of audio are estimates: this rank's counts times the number of ranks.
+        """
         progress, ranks = self.progress, self.group.world.size
-        epoch, later_updates = divmod(progress.step, max(1, round(self._updates_per_epoch)))
-        start_s, self._lap_start = self._lap_start, time.perf_counter()
-        progress.train_s += self._lap_start - start_s
+        clock = time.perf_counter()
+        progress.train_s += clock - self._update_clock
+        self._update_clock = clock
         progress.epochs += 1 / self._updates_per_epoch
         for batch in parts.micro_batches:
             progress.utterances += ranks * batch.utterances
             progress.audio_s += ranks * batch.seconds
-        if not later_updates:
+        epoch, updates_in_epoch = divmod(progress.step, max(1, round(self._updates_per_epoch)))
+        if updates_in_epoch == 0:
             seconds = progress.train_s - progress.epoch_start_s
             speed = (progress.utterances - progress.epoch_start_utterances) / max(1e-9, seconds)
             values = {"step": progress.step, "epoch": epoch, "seconds": seconds, "utterances_per_s": speed}
@@ -380,6 +429,7 @@ class Trainer:
             progress.epoch_start_utterances = progress.utterances
 
     def _log(self, interval: Interval, rate: float, norm: Tensor) -> None:
+        """Log the metrics of ``interval``, the learning rate and the norm () of the latest gradients."""
         self.group.rank_status.begin_phase(self.progress.step, "log")
         self.device.synchronize()  # The speed below counts finished work.
         speed = interval.speed(self.group.world.size)

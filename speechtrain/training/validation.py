@@ -1,4 +1,7 @@
-"""Validation in training: when it is due, and how its metrics change the status of the run."""
+"""Validation in training: when it is due, and how its metrics change the status of the run.
+
+``trainer.py`` explains the status.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +21,32 @@ from speechtrain.training.run_state import Parts
 
 @dataclass(frozen=True)
 class Validation:
-    """Evaluates the averaged weights on every named set, and stores the metrics in the progress."""
+    """Evaluates the averaged weights on every validation set, and stores the metrics in the progress."""
 
     device: Device
     policy: ComputePolicy
     group: Group
     tracker: Tracker
-    target: float | None
+    target: float | None  # ``trainer.target``, a value of the task's best metric, or None
     stop_requested: Callable[[], bool]
     _warned_sets: set[str] = field(default_factory=set)  # the sets with a warning of a contradiction
 
     def is_due(self, parts: Parts, status: str, is_validation_step: bool) -> bool:
-        """Return whether the weights must be evaluated before training goes on or ends.
+        """Return whether the present weights must be evaluated before training goes on or ends.
 
         A stop does not wait for a validation: a preempted run is saved, and validated when it continues.
         """
-        is_due = bool(status) or is_validation_step
-        return is_due and status != "preempted" and parts.progress.step > parts.progress.validated
+        if status == "preempted":
+            return False
+        is_new_step = parts.progress.step > parts.progress.validated
+        return is_new_step and (bool(status) or is_validation_step)
 
     def run(self, parts: Parts, status: str = "") -> str:
-        """Evaluate and report all sets. Return the new status of the run, or an empty one.
+        """Evaluate and report all sets. Return the status that follows from the validation.
 
-        It is ``target`` if the target is reached, and ``preempted`` if a stop request came first. If the run
-        ends by ``status`` or by the target, the final decoder evaluates the sets once more.
+        The status is ``target`` if the target is reached, ``preempted`` if a stop was requested before the
+        end of the validation, and otherwise empty. If the run ends by ``status`` or by the target, the final
+        decoder evaluates the sets once more.
         """
         progress = parts.progress
         new_status = ""
@@ -61,18 +67,18 @@ class Validation:
         return new_status
 
     def _evaluate_sets(self, parts: Parts) -> dict[str, Outcome]:
-        """Evaluate all sets of the data with the task's present decoder."""
+        """Return the outcomes of all validation sets with the task's present decoder."""
         group = self.group
 
-        def stop() -> bool:
-            """Return whether any rank was asked to stop. The evaluation calls it before every batch."""
+        def is_stop_requested() -> bool:
+            """Return whether any rank must stop. The evaluation calls this before every batch."""
             group.rank_status.begin_phase(parts.progress.step, "validation")
             return group.any(self.stop_requested())
 
         sets: dict[str, Iterable[Batch]] = {}
         for name, batches in parts.data.valid(group.world.rank, group.world.size).items():
             sets[name] = _record_latest(batches, parts)
-        return self.evaluate(parts, sets, stop)
+        return self.evaluate(parts, sets, is_stop_requested)
 
     def _evaluate_with_final_decoder(self, parts: Parts) -> dict[str, Outcome]:
         """Return the outcomes of the final decoder, or {} if that decoder does not search."""
@@ -91,20 +97,31 @@ class Validation:
         return reaches_target(parts.task, parts.progress.metrics, self.target)
 
     def evaluate(
-        self, parts: Parts, sets: dict[str, Iterable[Batch]], stop: Callable[[], bool] = lambda: False
+        self,
+        parts: Parts,
+        sets: dict[str, Iterable[Batch]],
+        is_stop_requested: Callable[[], bool] = lambda: False,
     ) -> dict[str, Outcome]:
-        """Evaluate with the averaged weights.
+        """Return the outcomes of ``sets`` with the averaged weights.
 
-        The step is marked before and after, so that a lazy device does not extend the graph of an update.
+        The step is marked after the change to the averaged weights and after the change back. Otherwise a
+        lazy device would add these changes to the graph of an update.
         """
         with contextlib.ExitStack() as stack:
             stack.callback(self.device.mark_step)
             stack.enter_context(parts.average.use_average(parts.task))
             self.device.mark_step()
-            task, group = parts.task, self.group
-            return evaluate(task, sets, self.device, policy=self.policy, group=group, stop_requested=stop)
+            return evaluate(
+                parts.task,
+                sets,
+                self.device,
+                policy=self.policy,
+                group=self.group,
+                stop_requested=is_stop_requested,
+            )
 
     def _report(self, outcomes: dict[str, Outcome], step: int) -> None:
+        """Log the metrics and examples of each set, and a contradiction once for each set."""
         for name, outcome in outcomes.items():
             values = {"step": step, "set": name, "seconds": outcome.seconds, **outcome.metrics}
             self.tracker.log("valid", values)
@@ -116,9 +133,9 @@ class Validation:
 
 
 def _record_metrics(outcomes: dict[str, Outcome], parts: Parts) -> None:
-    """Store the metrics of the first set, and the milliseconds of decoding for a second of its audio.
+    """Store the metrics of the first set and its speed of evaluation in the progress.
 
-    These metrics select checkpoints, and a sweep reads them.
+    These metrics select the best checkpoints, and a sweep reads them.
     """
     if not outcomes:
         return
@@ -131,7 +148,7 @@ def _record_metrics(outcomes: dict[str, Outcome], parts: Parts) -> None:
 
 
 def _record_latest(batches: Iterable[Batch], parts: Parts) -> Iterator[Batch]:
-    """Yield each of ``batches``, after it is stored as the latest batch."""
+    """Yield each of ``batches``, and store it as the latest batch first."""
     for batch in batches:
         parts.latest = batch
         yield batch

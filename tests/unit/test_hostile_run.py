@@ -23,7 +23,7 @@ from speechtrain.devices.hpu import _write_operations
 from speechtrain.errors import DataError, RunError, SpeechtrainError
 from speechtrain.files import MOST_BYTES, append_line, atomic, read_text, write_json, write_text
 from speechtrain.launcher import Job, forwarded_environment, holds_secret, is_secret
-from speechtrain.rank.main import _print_to
+from speechtrain.rank.main import _redirect_output
 from speechtrain.run_directory import (
     RunLock,
     read_about,
@@ -81,7 +81,7 @@ WRITES: dict[str, Callable[[Path], object]] = {
     "skipped.jsonl": lambda run: SkipLog(str(run), 9, 1.0).add(Skip("a", "unreadable", "a.wav"), 9),
     "lock": lambda run: RunLock(run).acquire().release(),
     "tensorboard/.probe": lambda run: TensorBoard(str(run))._probe(),
-    "ranks/1/output.log": lambda run: _print_to(run / "ranks/1/output.log"),
+    "ranks/1/output.log": lambda run: _redirect_output(run / "ranks/1/output.log"),
     "agent.log": lambda run: supervise(
         ["sh", "-c", "echo said >&2"], os.environ, run / "agent.log", grace=1.0
     ),

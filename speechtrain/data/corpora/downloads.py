@@ -1,4 +1,4 @@
-"""Download and unpacking of the archives of public corpora. An interrupted download continues."""
+"""Downloads and unpacks the archives of public corpora. An interrupted download continues."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from speechtrain.data.prepare.cut_files import check_room
 from speechtrain.errors import DISK, ConfigError, DataError, MachineError
 from speechtrain.files import absolute_path, open_append, open_regular, write_text, writing
 
-_BLOCK = 2**20  # bytes
-_MAX_FAILURES = 5  # the most connections in a row that bring less than a block
+_BLOCK = 2**20  # bytes that are received at once
+_MAX_FAILURES = (
+    5  # the download ends after this number of connections in a row that receive less than a block
+)
 _TIMEOUT = 60.0  # the most seconds without a byte
 _MIN_RATE = 1_000  # the lowest mean rate of a connection, in bytes per second
 _SHARE = 0.1  # the share of a file between two lines of progress, if stderr is not a terminal
@@ -31,11 +33,7 @@ _SHARE = 0.1  # the share of a file between two lines of progress, if stderr is 
 
 @dataclass
 class Archive:
-    """A tar archive with ``parts`` of a corpus: its size, its published checksum, and its folder below root.
-
-    ``into`` is empty for the corpus's own folder. ``inner`` is the pattern of the archives inside it, which
-    are unpacked in their folders.
-    """
+    """A tar archive with parts of a corpus."""
 
     parts: list[str]  # parts of the corpus that the archive has
     gb: float  # size of the archive, in GB
@@ -47,11 +45,12 @@ class Archive:
 
 
 def fetch(root: Path, url: str, archives: Mapping[str, Archive], folder: str) -> None:
-    """Download the archives that are not unpacked yet to ``root``, and unpack them below ``root/folder``.
+    """Download archives to ``root`` and unpack them in ``root/folder``, unless they are unpacked already.
 
-    Nothing is deleted. Raises MachineError if the disk has no room for all archives, before the first byte,
-    and for a server that cannot be reached. Raises DataError for an archive that the server does not have,
-    and for a damaged one, one larger than declared, or one with another checksum than published.
+    ``archives`` maps the names of the files below ``url``. Nothing is deleted. Raises MachineError if the
+    disk has too little space for all archives, before the first byte, and if the server cannot be reached.
+    Raises DataError for an archive that the server does not have, that is damaged or larger than declared, or
+    whose checksum is not the published one.
     """
     root = absolute_path(root)
     if not re.match(r"https?://", url):
@@ -85,7 +84,10 @@ def _check_names(root: Path, archives: Mapping[str, Archive], folder: str) -> No
 
 
 def _checked_room(root: Path, archives: Mapping[str, Archive]) -> str:
-    """Return a line on the room that the archives need. Raises MachineError if it is not free."""
+    """Return a line with the space that the archives need. Raises MachineError if it is not free.
+
+    Bytes that are already downloaded are not counted again.
+    """
     needed_bytes = 0.0
     for name, archive in archives.items():
         needed_bytes += (archive.gb + archive.unpacked_gb) * 1e9
@@ -94,12 +96,12 @@ def _checked_room(root: Path, archives: Mapping[str, Archive]) -> str:
 
 
 def _most_bytes(gigabytes: float) -> float:
-    """Return the most bytes for a declared size. The declared size is rounded."""
+    """Return the most bytes that are accepted for a declared size, which is rounded."""
     return 1.25e9 * gigabytes + 2**27
 
 
 def _unpack(path: Path, folder: Path, archive: Archive) -> None:
-    """Unpack an archive and the archives inside it. The unpacked bytes of all of them have one limit."""
+    """Unpack an archive and the archives inside it. One limit applies to the unpacked bytes of all."""
     most_bytes = _most_bytes(archive.unpacked_gb)
     with _progress(path.name, _size(path)) as report_bytes:
         names, size = unpack(path, folder, most_bytes, report_bytes)
@@ -110,6 +112,7 @@ def _unpack(path: Path, folder: Path, archive: Archive) -> None:
 
 
 def _marker(root: Path, name: str) -> Path:
+    """Return the path of the empty file that shows that an archive is unpacked."""
     return root / f".{name}.unpacked"
 
 
@@ -118,9 +121,9 @@ def _size(path: Path) -> int:
 
 
 def _download(url: str, path: Path, most_bytes: float) -> None:
-    """Append to ``path`` until it has all bytes. If a connection is lost, the next one continues there.
+    """Append to ``path`` until it has all bytes. If a connection fails, the next one continues the download.
 
-    Raises MachineError after several connections that brought nothing, DataError if the server refuses.
+    Raises MachineError after several connections that received little, DataError if the server refuses.
     """
     failures = 0
     while True:
@@ -146,7 +149,7 @@ def _download(url: str, path: Path, most_bytes: float) -> None:
             failures = 0
         if failures == _MAX_FAILURES:
             raise MachineError(f"{url}: {cause}; the same command continues the download") from cause
-        time.sleep(2**failures - 1)
+        time.sleep(2**failures - 1)  # 0 s after a connection that received a block, else 1, 3, 7 and 15 s
 
 
 def _receive(url: str, path: Path, most_bytes: float) -> None:
@@ -196,9 +199,9 @@ def _verify(path: Path, archive: Archive) -> None:
 
 @contextlib.contextmanager
 def _progress(name: str, total: int) -> Iterator[Any]:
-    """Yield a function that gets the number of bytes so far and shows progress.
+    """Yield a function that is called with the number of bytes so far and shows the progress.
 
-    It draws a bar on a terminal. Otherwise it prints a line for each tenth of ``total``.
+    On a terminal it draws a bar. Otherwise it prints a line for each tenth of ``total``.
     """
     if sys.stderr.isatty():
         from rich.console import Console

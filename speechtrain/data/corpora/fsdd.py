@@ -36,7 +36,7 @@ class Take:
 
     speaker: str
     digit: int
-    index: int
+    index: int  # the number of the recording among those with the same speaker and digit
     path: Path
 
 
@@ -44,10 +44,10 @@ class Take:
 class Fsdd(Connected):
     """Connected digits of one speaker each, joined from real recordings.
 
-    A round shuffles each speaker's recordings and divides them into groups of ``min_words`` to
-    ``max_words`` (a speaker's last group may be shorter), so every recording is used once. The speakers
-    alternate. ``utterances=0`` is exactly one round. Another number takes that number of utterances from as
-    many rounds as needed.
+    A round shuffles each speaker's recordings and divides them into groups of ``min_words`` to ``max_words``
+    recordings. A speaker's last group may be shorter. So a round uses every recording once. Each group is an
+    utterance, and the speakers alternate. ``utterances=0`` means exactly one round. Another number of
+    utterances is taken from as many rounds as needed.
 
     - ``root`` contains ``recordings/`` or the WAV files themselves.
     - ``split`` is ``train`` or ``test`` (index 0 to 4, never in training).
@@ -131,7 +131,7 @@ class Fsdd(Connected):
         for draw in uniform_at(*address, numbers, FsddStream.SIZE):
             if len(remaining) <= self.max_words:
                 break
-            # The clips after this group suffice for another group, if the limits allow it.
+            # If possible, enough clips remain for another group of ``min_words``.
             max_size = min(self.max_words, len(remaining) - self.min_words)
             max_size = max(self.min_words, max_size)
             possible_sizes = max_size - self.min_words + 1
@@ -168,10 +168,10 @@ def find_takes(root: str) -> list[Take]:
 
 
 class Recordings(Clips):
-    """Audio files as 16 kHz mono clips. The first use of a hash or a length reads all files.
+    """Audio files as 16 kHz mono clips. All files are read when ``digest`` or ``lengths`` is first used.
 
-    Reading 2,500 files of 7 kB takes a fraction of a second. The hash is of their bytes, which are the same
-    on every machine, unlike their times. Raises DataError with the name of a file that cannot be read.
+    Reading 2,500 files of 7 kB takes a fraction of a second. The digest depends on the bytes of the files and
+    not on their times, so it is equal on every machine. Raises DataError for a file that cannot be read.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:

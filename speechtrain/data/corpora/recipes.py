@@ -24,10 +24,11 @@ from speechtrain.files import parse_json, read_bytes
 
 @dataclass
 class Set:
-    """A set of recordings, which is one part of a corpus, and how to read it.
+    """The recipe that reads one part of a corpus, with its arguments.
 
-    ``recipe`` is lhotse's ``prepare_RECIPE``, or a key of OWN. The part is on disk if the path ``place``
-    exists. In arguments and place, ``{root}``, ``{folder}``, ``{part}`` and ``{language}`` are replaced.
+    ``recipe`` is the RECIPE in the name of lhotse's function ``prepare_RECIPE``, or a key of OWN. The part is
+    on disk if the path ``place`` exists. ``{root}``, ``{folder}``, ``{part}`` and ``{language}`` in
+    ``arguments`` and ``place`` are replaced by their values.
     """
 
     recipe: str
@@ -45,12 +46,13 @@ class Span:
 
 
 def cuts_by_part(sets: Mapping[str, Set], names: Mapping[str, str], jobs: int) -> Iterator[tuple[str, Any]]:
-    """Yield each part with its cuts in lhotse's JSON format.
+    """Yield the name of each part and an iterator of its cuts in lhotse's JSON format.
 
-    ``names`` has the values of ``{root}``, ``{folder}`` and ``{language}`` in ``sets``. A recipe with
-    ``{part}`` in its arguments runs for each part. Any other recipe runs once for all its parts. If
-    ``sets`` is ``{"": Set}``, every part that the recipe returns is yielded. Raises DataError for a folder
-    that is not as the recipe expects it, ConfigError for an argument that the recipe does not take.
+    ``sets`` has the Set of each part by name. ``names`` has the values of ``{root}``, ``{folder}`` and
+    ``{language}``. A recipe with ``{part}`` in its arguments runs once for each part. Any other recipe runs
+    once for all parts with the same Set. If ``sets`` is ``{"": Set}``, every part that the recipe returns is
+    yielded. Raises DataError for a folder that is not as the recipe expects it, ConfigError for an argument
+    that the recipe does not take.
     """
     remaining = dict(sets)
     while remaining:
@@ -63,14 +65,14 @@ def cuts_by_part(sets: Mapping[str, Set], names: Mapping[str, str], jobs: int) -
         part_names = {**names, "part": part}
         arguments = {key: fill_names(argument, part_names) for key, argument in part_set.arguments.items()}
         cuts_by_name = dict(_read(part_set.recipe, arguments, names["folder"], jobs))
-        takes_every_part = part == ""
+        wants_every_part = part == ""
         is_one_part = len(parts) == 1 and len(cuts_by_name) == 1
-        if is_one_part and not takes_every_part:
+        if is_one_part and not wants_every_part:
             # A recipe may give its only part another name.
             (cuts,) = cuts_by_name.values()
             cuts_by_name = {part: cuts}
         for name, cuts in cuts_by_name.items():
-            if takes_every_part or name in parts:
+            if wants_every_part or name in parts:
                 yield name, cuts
 
 
@@ -84,7 +86,7 @@ def fill_names(value: Any, names: Mapping[str, str]) -> Any:
 
 
 def _read(recipe: str, arguments: dict[str, Any], folder: str, jobs: int) -> Iterator[tuple[str, Any]]:
-    """Yield name and cuts of each part that a recipe reads."""
+    """Yield the name and the cuts of each part that a recipe reads. An own recipe has one part, named ""."""
     function = _recipe_function(recipe)
     arguments = _complete_arguments(recipe, function, arguments, folder, jobs)
     if recipe in OWN:
@@ -99,7 +101,7 @@ def _read(recipe: str, arguments: dict[str, Any], folder: str, jobs: int) -> Ite
 
 
 def _recipe_function(name: str) -> Any:
-    """Return the function of a recipe. Raises ConfigError for an unknown name."""
+    """Return the function of a recipe of this module or of lhotse. Raises ConfigError for an unknown name."""
     if name in OWN:
         return OWN[name]
     names = recipe_names()
@@ -196,9 +198,10 @@ def _set_audio_backend() -> None:
 
 
 def _parts(manifests: Any, name: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each mapping with recordings that ``manifests`` contains, after its name.
+    """Yield the name and the manifests of each part in the nested mappings that a recipe returns.
 
-    The name joins the keys on the way to the mapping, such as ``train-clean``.
+    The manifests of a part are a mapping with the key ``recordings``. Its name joins the keys that lead to
+    the mapping, such as ``train-clean``.
     """
     if not isinstance(manifests, Mapping):
         return
@@ -287,7 +290,7 @@ def _stm_segments(line: str, paths: Mapping[str, Path]) -> Iterator[Record]:
 
 
 def _voice_activity(path: Path, jobs: int) -> Iterator[Record]:
-    """Yield the stretches of speech in Libri-Light's part ``path``. lhotse's recipe reads all parts."""
+    """Yield the segments of speech in Libri-Light's part ``path``. lhotse's recipe always reads all parts."""
 
     def read(audio: Path) -> list[Record]:
         labels_path = audio.with_suffix(".json")

@@ -1,4 +1,4 @@
-"""Unpacking of tar archives: names and links stay below one folder, and the unpacked bytes have a limit.
+"""Unpacks untrusted tar archives. Names and links stay below one folder, and the unpacked bytes are limited.
 
 The ``data`` filter of Python 3.11.4 to 3.11.13 follows links whose resolved path is too long for the system
 (CVE-2025-4517 and CVE-2025-4330). So each member is also checked by its names alone.
@@ -22,7 +22,7 @@ _DAMAGE = (tarfile.TarError, EOFError, KeyError, zlib.error, lzma.LZMAError, *MA
 
 
 class _Header(tarfile.TarInfo):
-    """A header whose extension is small. tarfile reads it at once, in time that grows with its square."""
+    """A header that refuses a large extension. tarfile reads an extension in time quadratic in its size."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
@@ -37,10 +37,10 @@ def unpack(
 ) -> tuple[list[str], int]:
     """Unpack a tar archive below ``folder`` and return the names of its files and its unpacked bytes.
 
-    If the archive has a folder of the same name at its top, the content of that folder is unpacked. Complete
-    files are not written again. ``report_bytes`` gets the number of packed bytes read so far. Raises
-    DataError for a damaged or hostile archive, MachineError for a Python without the filter, OSError for a
-    full disk.
+    If the members are in a folder with the name of ``folder``, they are unpacked without that folder. A file
+    that exists with its full size is not written again. ``report_bytes`` is called with the number of packed
+    bytes read so far. Raises DataError for a damaged or hostile archive, MachineError for a Python without
+    the filter, OSError for a full disk.
     """
     if not hasattr(tarfile, "data_filter"):
         raise MachineError(
@@ -50,12 +50,12 @@ def unpack(
     try:
         with open_regular(path) as file, tarfile.open(fileobj=file, tarinfo=_Header) as tar:
             for member in iter(tar.next, None):
-                size = member.offset_data + member.size
+                size = member.offset_data + member.size  # unpacked bytes up to the end of this member
                 if member.size < 0 or size > most_bytes or member.issparse():
                     raise tarfile.ReadError(f"it has more than {most_bytes:.0f} bytes, or a sparse file")
                 if name := _extract(tar, member, folder):
                     names.append(name)
-                tar.members.clear()  # type: ignore[attr-defined]  # 300,000 members take 300 MB
+                tar.members.clear()  # type: ignore[attr-defined]  # 300,000 members would need 300 MB.
                 report_bytes(file.tell())
         return names, size
     except OSError as error:
@@ -77,7 +77,7 @@ def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> str
     is_file = path.is_file() and not path.is_symlink()
     if not (is_file and member.isfile() and path.stat().st_size == member.size):
         if not member.isdir() and (is_file or path.is_symlink()):
-            path.unlink()  # tarfile would write through a link
+            path.unlink()  # tarfile would write to the target of a link.
         linkname = _checked_link(member, parts, folder)
         renamed = member.replace(name=name, linkname=linkname, deep=False)
         tar.extract(renamed, folder, set_attrs=False, filter="data")
@@ -102,11 +102,12 @@ def _checked_link(member: tarfile.TarInfo, parts: list[str], folder: Path) -> st
     """Return the name to which a member links. Raises ExtractError if it may lead out of ``folder``."""
     if member.islnk():
         name = "/".join(_names_below(member.linkname, folder))
-        if not (folder / name).is_symlink():  # a copy of a link leads elsewhere
+        if not (folder / name).is_symlink():  # A hard link to a link would point to another file.
             return name
     target = PurePosixPath(member.linkname)
-    climbs = target.parts.count("..")
-    is_below = climbs < len(parts) and target.parts[:climbs] == ("..",) * climbs
+    levels_up = target.parts.count("..")
+    # All ".." are at the start, and they do not leave ``folder``.
+    is_below = levels_up < len(parts) and target.parts[:levels_up] == ("..",) * levels_up
     if member.islnk() or not is_below or target.is_absolute():
         raise tarfile.ExtractError(f"{member.name[:100]!r} is a link that leads out of its folder")
     return member.linkname

@@ -19,24 +19,27 @@ from speechtrain.data.formats.manifests import (
 from speechtrain.errors import DataError
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".sph", ".aiff", ".aif")
+"""The suffixes of the recordings that are read."""
+
+# the suffixes of recordings that are not read, which a warning lists
 _OTHER_SUFFIXES = (".m4a", ".mp4", ".aac", ".wma", ".amr", ".3gp", ".webm", ".caf", ".au", ".mov", ".mkv")
-# The largest list of transcripts: 300,000 of LibriSpeech, whose largest list has 0.03 MB.
+# The most bytes of a *.trans.txt: about 300,000 transcripts. The largest one of LibriSpeech has 0.03 MB.
 _MAX_LIST_BYTES = 2**25
-_LAYOUTS = 3  # the number of layouts that are read: an index of fewer layouts is built again
-_MAX_VISITS = 100  # the most paths by which one folder is read, if links lead to it
+_LAYOUTS = 3  # the number of layouts that are read. It is in the fingerprint, so a new one needs a new index.
+_MAX_VISITS = 100  # the most times that one folder is read if several links lead to it
 
 
 class Folder(Manifest):
-    """Every recording below a folder, in three layouts that may be mixed.
+    """Every recording below a folder, in three layouts that may be mixed:
 
     - ``x.wav`` (or flac, ogg, opus, mp3, sph, aiff) with its transcript in ``x.txt`` next to it.
     - A folder ``wav`` with a folder ``txt`` next to it: ``wav/x.wav`` and ``txt/x.txt``.
-    - LibriSpeech's: each line of ``*.trans.txt`` is an id, a space and the transcript of ``<id>.flac`` next
-      to it. An id begins with the speaker.
+    - As in LibriSpeech: each line of ``*.trans.txt`` is an id, a space and the transcript of ``<id>.flac`` in
+      the same folder. An id begins with the speaker.
 
     A recording without a transcript file has an empty transcript. The id of a cut is the path of the
-    recording without suffix, from the folder's name on. Each header is read once, for the length. A
-    recording with a damaged header stays in the corpus and is reported like other damaged recordings.
+    recording without suffix, from the folder's name on. The length of a recording is read from its header. A
+    recording with a damaged header is a cut, too, so that it is reported like other damaged recordings.
     """
 
     kind = "folder"
@@ -55,12 +58,19 @@ class Folder(Manifest):
             yield f"{self.path}: {len(names)} files are not read, such as {names[0]}. Convert to {suffixes}"
 
     def text_hint(self) -> str:
-        names = [name for name in files_below(self.path, ("",)) if not name.lower().endswith(AUDIO_SUFFIXES)]
-        namesakes = {Path(name).stem: name for name in names}
+        other_files = {}  # the files that are not recordings, by their names without folder and suffix
+        for name in files_below(self.path, ("",)):
+            if not name.lower().endswith(AUDIO_SUFFIXES):
+                other_files[Path(name).stem] = name
         stems = sorted(self._recordings)
-        stem = next((stem for stem in stems if os.path.basename(stem) in namesakes), stems[0])
-        hint = f"{len(stems)} recordings, for example {self._recordings[stem]}; no {stem}.txt"
-        namesake = namesakes.get(os.path.basename(stem))
+        # The example is the first recording with such a file of the same name, if there is one.
+        example = stems[0]
+        for stem in stems:
+            if os.path.basename(stem) in other_files:
+                example = stem
+                break
+        hint = f"{len(stems)} recordings, for example {self._recordings[example]}; no {example}.txt"
+        namesake = other_files.get(os.path.basename(example))
         return f"{hint}, but {namesake} has its name" if namesake else hint
 
     @cached_property
@@ -77,24 +87,37 @@ class Folder(Manifest):
 
     @cached_property
     def _recordings(self) -> dict[str, str]:
-        """The path of each recording by its stem, which is the path without suffix."""
-        names = [name for name, _, _ in reversed(self._files) if not name.lower().endswith(".txt")]
-        return {os.path.splitext(name)[0]: name for name in names}
+        """The path of each recording by its stem, which is the path without suffix.
+
+        If recordings differ only in their suffixes, the first path in alphabetical order is used.
+        """
+        recordings = dict[str, str]()
+        for name, _, _ in reversed(self._files):
+            stem, suffix = os.path.splitext(name)
+            if suffix.lower() != ".txt":
+                recordings[stem] = name
+        return recordings
 
     @cached_property
-    def _texts(self) -> dict[str, str]:
-        """The path of each text by the same path and by that path in lower case: b.wav may have B.TXT."""
-        texts = dict[str, str]()
+    def _text_files(self) -> dict[str, str]:
+        """The path of each text file, by this path and by this path in lower case.
+
+        The second key finds B.TXT for b.wav.
+        """
+        text_files = dict[str, str]()
         for name, _, _ in self._files:
             if name.lower().endswith(".txt"):
-                texts |= {name.lower(): name, name: name}
-        return texts
+                text_files[name.lower()] = name
+                text_files[name] = name
+        return text_files
 
     def _text(self, stem: str) -> str:
         """Return the transcript of a recording from its text file. It is empty if the file is missing."""
-        for text_stem in (stem, f"/{stem}".replace("/wav/", "/txt/")[1:]):
+        # The slash makes ``wav/x`` match, too.
+        stem_in_txt_folder = f"/{stem}".replace("/wav/", "/txt/").removeprefix("/")
+        for text_stem in (stem, stem_in_txt_folder):
             name = f"{text_stem}.txt"
-            path = self._texts.get(name) or self._texts.get(name.lower())
+            path = self._text_files.get(name) or self._text_files.get(name.lower())
             if path:
                 return " ".join(self._read(path).split())
         return ""
@@ -102,9 +125,11 @@ class Folder(Manifest):
     def entries(self) -> Iterator[Entry]:
         if not self._recordings:
             raise DataError(f"{self.path} contains no recordings ({', '.join(AUDIO_SUFFIXES)})")
-        utterances = self._librispeech()
-        for number, stem in enumerate(sorted({*self._recordings, *utterances}), 1):
-            name = self._recordings.get(stem, stem + ".flac")
+        utterances = self._librispeech_utterances()
+        # A listed utterance without a recording is a cut whose file is missing.
+        stems = sorted({*self._recordings, *utterances})
+        for number, stem in enumerate(stems, 1):
+            name = self._recordings.get(stem, f"{stem}.flac")
             text, speaker = utterances.get(stem, (None, None))
             if text is None:
                 text = self._text(stem)
@@ -113,61 +138,69 @@ class Folder(Manifest):
             cut = simple_cut(f"{self.name}/{stem}", path, 0.0, seconds, text, rate=rate, speaker=speaker)
             yield Entry(cut, number, -1)
 
-    def _librispeech(self) -> dict[str, tuple[str, str | None]]:
-        """Return transcript and speaker by stem from LibriSpeech's lists, SPEAKER-CHAPTER.trans.txt."""
-        transcripts = {}
+    def _librispeech_utterances(self) -> dict[str, tuple[str, str | None]]:
+        """Return the transcript and the speaker of each utterance in LibriSpeech's lists, by its stem.
+
+        A list has the name SPEAKER-CHAPTER.trans.txt. The speaker is None unless the ids in a list begin with
+        the name of the list.
+        """
+        utterances = {}
         for name, _, _ in self._files:
             if not name.endswith(".trans.txt"):
                 continue
-            folder, chapter = os.path.split(name.removesuffix(".trans.txt"))
+            folder, list_name = os.path.split(name.removesuffix(".trans.txt"))
             for line in self._read(name, _MAX_LIST_BYTES).splitlines():
-                identifier, _, text = line.strip().partition(" ")
-                if identifier:
-                    is_named = "-" in chapter and identifier.startswith(chapter + "-")
-                    speaker = chapter.partition("-")[0] if is_named else None
-                    transcripts[os.path.join(folder, identifier)] = " ".join(text.split()), speaker
-        return transcripts
+                utterance_id, _, text = line.strip().partition(" ")
+                if not utterance_id:
+                    continue
+                has_speaker = "-" in list_name and utterance_id.startswith(f"{list_name}-")
+                speaker = list_name.partition("-")[0] if has_speaker else None
+                utterances[os.path.join(folder, utterance_id)] = " ".join(text.split()), speaker
+        return utterances
 
-    def _read(self, name: str, limit: int = MOST_TEXT_BYTES) -> str:
+    def _read(self, name: str, max_bytes: int = MOST_TEXT_BYTES) -> str:
+        """Return the text of a file, whose path is relative to the folder. Raises DataError."""
         try:
-            return self.transcript(self.path / name, limit)
+            return self.read_transcript(self.path / name, max_bytes)
         except (OSError, ValueError) as error:
             raise DataError(f"{self.path / name}: cannot be read as UTF-8 text ({error})") from None
 
 
 def files_below(folder: Path, suffixes: tuple[str, ...]) -> list[str]:
-    """Return the sorted relative paths of files with these suffixes, without hidden files and folders.
+    """Return the paths of the files with these suffixes below ``folder``, relative to it and sorted.
 
-    Raises DataError for a folder that cannot be read.
+    Hidden files and hidden folders are left out. Raises DataError for a folder that cannot be read.
     """
-    files = []
+    paths = []
     for parent, names in _walk(folder):
         for name in names:
             if name.lower().endswith(suffixes) and not name.startswith("."):
-                files.append(os.path.relpath(os.path.join(parent, name), folder))
-    return sorted(files)
+                paths.append(os.path.relpath(os.path.join(parent, name), folder))
+    return sorted(paths)
 
 
 def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield each folder that is not hidden, with the names of its files. Links are followed.
 
     Links may lead back to a folder above them, or double the number of paths at each level. So a folder is
-    not read below itself, and not more than ``_MAX_VISITS`` times.
+    not read below itself, and at most ``_MAX_VISITS`` times.
     """
 
-    def refuse(error: OSError) -> None:
+    def raise_data_error(error: OSError) -> None:
         raise DataError(f"{error.filename}: {error.strerror}") from None
 
-    chains: dict[str, tuple[tuple[int, int], ...]] = {}  # each folder with the folders above it
-    visits: Counter[tuple[int, int]] = Counter()
-    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+    # The device and inode of each folder and of all folders above it, by the path of the folder.
+    chains: dict[str, tuple[tuple[int, int], ...]] = {}
+    visits: Counter[tuple[int, int]] = Counter()  # by device and inode
+    for parent, subfolders, names in os.walk(folder, onerror=raise_data_error, followlinks=True):
         status = os.stat(parent)
         identity = (status.st_dev, status.st_ino)
         ancestors = chains.get(os.path.dirname(parent), ())
         chains[parent] = (*ancestors, identity)
         visits[identity] += 1
+        # os.walk reads the folders that remain in ``subfolders``.
         if identity in ancestors or visits[identity] > _MAX_VISITS:
-            folders.clear()
+            subfolders.clear()
             continue
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         yield parent, names

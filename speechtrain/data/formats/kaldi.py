@@ -10,7 +10,6 @@ from functools import cached_property
 from speechtrain.data.formats.manifests import (
     Entry,
     Manifest,
-    Record,
     decode_line,
     digest,
     is_gzip,
@@ -21,19 +20,22 @@ from speechtrain.data.formats.manifests import (
 from speechtrain.errors import DataError
 
 LIST = "wav.scp"
+"""The list of recordings. A folder with this file is a data directory."""
+
 _FILES = (LIST, "segments", "text", "utt2spk")
 _COMMAND_OR_ARCHIVE = re.compile(r".*\||\|.*|-|.*\.ark:\d+")
-# The most levels from a data directory up to the recipe's folder, where paths of Kaldi and ESPnet start.
+# The most levels between a data directory and the recipe's folder. Paths in the recipes of Kaldi and ESPnet
+# are relative to the recipe's folder.
 _MAX_LEVELS = 4
 
 
 class Kaldi(Manifest):
     """A folder with ``wav.scp`` and, if they exist, ``segments``, ``text`` and ``utt2spk``.
 
-    A command in ``wav.scp`` is refused, because no file of a corpus may run a program. Relative paths start
-    at the folder, or at the nearest of four folders above it that has the first recording. Kaldi writes the
-    utterance's id as the speaker if nobody knows the speaker, so such a speaker is omitted. The id of a cut
-    consists of the folder's name and the utterance's id.
+    A command in ``wav.scp`` is refused, because no file of a corpus may run a program. Paths are relative to
+    this folder or to one of four folders above it: the nearest one that has the first recording. Kaldi writes
+    the utterance's id as the speaker if the speaker is unknown, so such a speaker is omitted. The id of a cut
+    is the folder's name, a slash and the utterance's id.
     """
 
     kind = "kaldi"
@@ -43,49 +45,62 @@ class Kaldi(Manifest):
         return digest(self.kind, self.name, self._root, stamps)
 
     def error_at(self, line: int, problem: str) -> DataError:
-        """Return a DataError with the list of utterances, the line and the problem."""
-        return DataError(f"{self.path / self._utterances}:{line}: {problem}")
+        """Return a DataError with the path of the list of utterances, the line and the problem."""
+        return DataError(f"{self.path / self._utterance_list}:{line}: {problem}")
 
     def entries(self) -> Iterator[Entry]:
-        paths = {key: self._audio(words, line) for line, key, words in self._lines(LIST)}
-        texts = {key: words for _, key, words in self._lines("text")}
-        speakers = {key: words for _, key, words in self._lines("utt2spk") if words != key}
-        is_segment = self._utterances != LIST
+        paths = {recording: self._audio_path(words, line) for line, recording, words in self._lines(LIST)}
+        texts = {utterance: words for _, utterance, words in self._lines("text")}
+        speakers = {utterance: words for _, utterance, words in self._lines("utt2spk") if words != utterance}
+        is_segment = self._utterance_list != LIST
         line = 0
-        for line, name, words in self._lines(self._utterances):
-            recording, start, duration = name, 0.0, None
+        for line, utterance, words in self._lines(self._utterance_list):
+            # Without ``segments``, an utterance is a whole recording with the same id.
+            recording, start, duration = utterance, 0.0, None
             if is_segment:
                 recording, start, duration = self._segment(words, line, paths)
             path = paths[recording]
-            duration = self.seconds({"duration": duration}, "duration", line, path, start)
-            fields: Record = {"speaker": speakers.get(name), "segment": is_segment}
-            text = texts.get(name, "")
-            cut = simple_cut(f"{self.name}/{name}", path, start, duration, text, **fields)
+            duration = self.duration_field({"duration": duration}, "duration", line, path, start)
+            cut = simple_cut(
+                f"{self.name}/{utterance}",
+                path,
+                start,
+                duration,
+                text=texts.get(utterance, ""),
+                speaker=speakers.get(utterance),
+                segment=is_segment,
+            )
             yield Entry(cut, line, -1)
         if not line:
-            raise DataError(f"{self.path / self._utterances} is empty. It needs a line for each utterance")
+            raise DataError(
+                f"{self.path / self._utterance_list} is empty. It needs a line for each utterance"
+            )
 
     @property
-    def _utterances(self) -> str:
-        """The name of the list of utterances."""
+    def _utterance_list(self) -> str:
+        """The name of the file with a line for each utterance."""
         return "segments" if (self.path / "segments").is_file() else LIST
 
     def _segment(self, words: str, line: int, recordings: Container[str]) -> tuple[str, float, float | None]:
         """Return recording, start and duration in seconds from a line of ``segments``.
 
-        The duration is None if the end is -1, which means the end of the recording.
+        ``words`` is the line without the utterance's id. The duration is None if the end is -1, which means
+        the end of the recording.
         """
         recording, *times = words.split(" ")
         if len(times) != 2 or recording not in recordings:
             raise self.error_at(line, f"is not 'UTTERANCE RECORDING START END' of a recording in {LIST}")
         record = {"start": times[0], "end": times[1]}
-        start = self.time(record, "start", line) or 0.0
-        end = self.time(record, "end", line) or 0.0
+        start = self.time_field(record, "start", line) or 0.0
+        end = self.time_field(record, "end", line) or 0.0
         duration = None if end == -1 else end - start
         return recording, start, duration
 
     def _lines(self, name: str) -> Iterator[tuple[int, str, str]]:
-        """Yield (line, first word, other words with single spaces) of a file, or nothing if it is missing."""
+        """Yield (line number, first word, text after it) of each line that is not blank.
+
+        The words of the text are separated by single spaces. A missing file yields nothing.
+        """
         path = self.path / name
         if not path.is_file():
             return
@@ -99,14 +114,14 @@ class Kaldi(Manifest):
 
     @cached_property
     def _root(self) -> str:
-        """The folder where relative paths start."""
-        _, _, recording = next(self._lines(LIST), (0, "", ""))
+        """The folder to which paths are relative (see the class)."""
+        _, _, first_recording = next(self._lines(LIST), (0, "", ""))
         for folder in (self.path, *self.path.parents[:_MAX_LEVELS]):
-            if os.path.isfile(folder / recording):
+            if os.path.isfile(folder / first_recording):
                 return str(folder)
         return str(self.path)
 
-    def _audio(self, name: str, line: int) -> str:
+    def _audio_path(self, name: str, line: int) -> str:
         """Return the path of a recording. Raises DataError for a command or an archive."""
         if not name or _COMMAND_OR_ARCHIVE.fullmatch(name):
             raise DataError(

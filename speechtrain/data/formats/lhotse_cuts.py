@@ -1,7 +1,8 @@
-"""Checks of the cuts in an untrusted manifest: lhotse gets known keys only, with bounded numbers.
+"""Checks cuts of an untrusted manifest before lhotse reads their audio.
 
-lhotse reads the audio of cuts with several files, tracks or transforms. It runs shell commands and opens URLs
-and impulse responses that a manifest names. So it gets only the parts of a cut that this module lists.
+lhotse reads the audio of cuts with several files, tracks or transforms. It runs the shell commands and opens
+the URLs and impulse responses that a manifest names. So lhotse gets a copy of the cut that has only the keys
+listed here, with numbers within bounds.
 """
 
 from __future__ import annotations
@@ -18,26 +19,29 @@ Samples = NDArray[np.float32]
 
 MOST_SAMPLES = 2**28
 """The most decoded samples of a cut, over all channels: 1 GiB, 4.6 hours of one channel at 16 kHz."""
-_SECONDS = (0.0, 1e6)
+
+_SECONDS_BOUNDS = (0.0, 1e6)
+_SNR_BOUNDS = (-300.0, 300.0)  # dB
+_FACTOR_BOUNDS = (0.1, 10.0)
 _MAX_TRACKS = 1_000
 _MAX_TRANSFORMS = 16
-_FACTOR = {"factor": (0.1, 10.0)}
+# the known transforms, each with the bounds of its arguments
 _TRANSFORMS: dict[str, dict[str, tuple[float, float]]] = {
-    "Speed": _FACTOR,
-    "Tempo": _FACTOR,
+    "Speed": {"factor": _FACTOR_BOUNDS},
+    "Tempo": {"factor": _FACTOR_BOUNDS},
     "Volume": {"factor": (-1e3, 1e3)},
     "Resample": {"source_sampling_rate": RATES, "target_sampling_rate": RATES},
 }
 
 
 class UnknownPart(ValueError):
-    """A cut has an unknown part, or a number out of its bounds."""
+    """A cut has an unknown part, or a number out of bounds."""
 
 
 def is_simple(cut: Mapping[str, Any]) -> bool:
-    """Return whether a cut is a part of one file, as nearly all cuts are.
+    """Return whether a cut is a part of one file without transforms, as nearly all cuts are.
 
-    A simple cut is read without lhotse, whose objects take 50 µs.
+    Such a cut is read without lhotse, whose objects take 50 µs to make.
     """
     if cut["type"] not in ("MonoCut", "MultiCut"):
         return False
@@ -51,69 +55,78 @@ def known_cut(cut: Mapping[str, Any]) -> dict[str, Any]:
     Raises UnknownPart with the first part that is unknown or whose number is out of bounds.
     """
     if cut.get("type") != "MixedCut":
-        return _cut_of_one_recording(cut, cut.get("type"))
-    tracks = [_track(track) for track in _checked_list(cut, "tracks", _MAX_TRACKS)]
-    mixed_cut = {"id": str(cut.get("id")), "type": "MixedCut", "tracks": tracks, **_transforms(cut)}
+        return _known_single_cut(cut, cut.get("type"))
+    tracks = [_known_track(track) for track in _checked_list(cut, "tracks", _MAX_TRACKS)]
+    mixed_cut = {"id": str(cut.get("id")), "type": "MixedCut", "tracks": tracks, **_known_transforms(cut)}
     cuts = [track["cut"] for track in tracks]
     if cut.get("snr_reference") is not None:
-        mixed_cut["snr_reference"] = _track(cut["snr_reference"])
-        cuts.append(mixed_cut["snr_reference"]["cut"])
+        snr_reference = _known_track(cut["snr_reference"])
+        mixed_cut["snr_reference"] = snr_reference
+        cuts.append(snr_reference["cut"])
     seconds = max(track["offset"] + track["cut"]["duration"] for track in tracks)
-    samples = _samples(cuts, seconds * largest_growth(mixed_cut))
+    samples = _largest_samples(cuts, seconds * largest_growth(mixed_cut))
     if samples > MOST_SAMPLES:
         raise UnknownPart(f"its tracks have {samples:.0f} samples, the most are {MOST_SAMPLES}")
     return mixed_cut
 
 
-def _samples(cuts: Sequence[Mapping[str, Any]], seconds: float) -> float:
-    """Return the larger number of samples: all cuts, or their mixture of ``seconds`` over all channels."""
-    samples, max_rate, max_channels = 0.0, 0, 1
-    for cut in cuts:
-        rate = cut.get("recording", cut)["sampling_rate"]
-        samples += cut["duration"] * rate
-        max_rate = max(max_rate, rate)
-        channel = cut.get("channel")
-        if isinstance(channel, list):
-            max_channels = max(max_channels, len(channel))
-    return max(samples, seconds * max_rate * max_channels)
-
-
-def _track(track: object) -> dict[str, Any]:
+def _known_track(track: object) -> dict[str, Any]:
     """Return the known parts of a track. Its cut has one recording or is silence."""
     if not isinstance(track, Mapping) or not isinstance(track.get("cut"), Mapping):
         raise UnknownPart("a track has no 'cut'")
-    kind = str(track.get("type", track["cut"].get("type")))  # a string, because NaN is not equal to itself
-    kind_of_cut = str(track["cut"].get("type", kind))
-    if kind_of_cut != kind:
-        raise UnknownPart(f"a track of the two types {kind[:40]!r}, {kind_of_cut[:40]!r}")
-    cut = _cut_of_one_recording(track["cut"], kind)
-    known_track = {"type": cut.pop("type"), "cut": cut, "offset": _number(track, "offset", _SECONDS, 0.0)}
+    # The type is a key of the track or of its cut. Strings are compared, because NaN is not equal to itself.
+    track_type = str(track.get("type", track["cut"].get("type")))
+    cut_type = str(track["cut"].get("type", track_type))
+    if cut_type != track_type:
+        raise UnknownPart(f"a track of the two types {track_type[:40]!r}, {cut_type[:40]!r}")
+    cut = _known_single_cut(track["cut"], track_type)
+    known_track = {
+        "type": cut.pop("type"),
+        "cut": cut,
+        "offset": _number(track, "offset", _SECONDS_BOUNDS, default=0.0),
+    }
     if track.get("snr") is not None:
-        known_track["snr"] = _number(track, "snr", (-300.0, 300.0))
+        known_track["snr"] = _number(track, "snr", _SNR_BOUNDS)
     for key in ("is_snr_reference", "mute"):
         known_track[key] = track.get(key) is True
     return known_track
 
 
-def _cut_of_one_recording(cut: Mapping[str, Any], kind: object) -> dict[str, Any]:
+def _largest_samples(cuts: Sequence[Mapping[str, Any]], mixture_seconds: float) -> float:
+    """Return the number of samples of all cuts, or of their mixture over all channels if that is larger."""
+    cut_samples, max_rate, max_channels = 0.0, 0, 1
+    for cut in cuts:
+        recording = cut.get("recording", cut)  # Silence has no recording. It has a rate itself.
+        rate = recording["sampling_rate"]
+        cut_samples += cut["duration"] * rate
+        max_rate = max(max_rate, rate)
+        channel = cut.get("channel")
+        if isinstance(channel, list):
+            max_channels = max(max_channels, len(channel))
+    return max(cut_samples, mixture_seconds * max_rate * max_channels)
+
+
+def _known_single_cut(cut: Mapping[str, Any], cut_type: object) -> dict[str, Any]:
     """Return the known parts of a cut with one recording, or of silence."""
-    seconds = _number(cut, "duration", _SECONDS)
-    known_parts: dict[str, Any] = {"id": str(cut.get("id")), "duration": seconds, "type": kind}
-    if kind == "PaddingCut":
+    seconds = _number(cut, "duration", _SECONDS_BOUNDS)
+    known_parts: dict[str, Any] = {"id": str(cut.get("id")), "duration": seconds, "type": cut_type}
+    if cut_type == "PaddingCut":
         rate = int(_number(cut, "sampling_rate", RATES))
         if seconds * rate > MOST_SAMPLES:
             raise UnknownPart(f"{seconds:g} s of silence")
         return known_parts | {"sampling_rate": rate, "feat_value": 0.0, "num_samples": round(seconds * rate)}
     recording = cut.get("recording")
-    if kind not in ("MonoCut", "MultiCut") or not isinstance(recording, Mapping):
-        raise UnknownPart(f"a cut of type {kind!r} with {type(recording).__name__} as its recording")
+    if cut_type not in ("MonoCut", "MultiCut") or not isinstance(recording, Mapping):
+        raise UnknownPart(f"a cut of type {cut_type!r} with {type(recording).__name__} as its recording")
     channel = cut.get("channel", 0)
-    channel = _channels(channel) if isinstance(channel, list) else _channels([channel])[0]
-    known_parts |= {"start": _number(cut, "start", _SECONDS), "channel": channel, "supervisions": []}
-    return known_parts | {"recording": _recording(recording)}
+    known_parts["channel"] = _channels(channel) if isinstance(channel, list) else _channels([channel])[0]
+    known_parts["start"] = _number(cut, "start", _SECONDS_BOUNDS)
+    known_parts["supervisions"] = []
+    known_parts["recording"] = _known_recording(recording)
+    return known_parts
 
 
-def _recording(recording: Mapping[str, Any]) -> dict[str, Any]:
+def _known_recording(recording: Mapping[str, Any]) -> dict[str, Any]:
     """Return the known parts of a recording. Raises UnknownPart for audio that is not in files."""
     sources = []
     for source in _checked_list(recording, "sources", MOST_CHANNELS):
@@ -123,21 +136,26 @@ def _recording(recording: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(path, str):
             raise UnknownPart("its audio is not a file")
         sources.append({"type": "file", "channels": _channels(source.get("channels")), "source": path})
-    seconds = _number(recording, "duration", _SECONDS)
+    seconds = _number(recording, "duration", _SECONDS_BOUNDS)
     rate = int(_number(recording, "sampling_rate", RATES))
-    known_parts: dict[str, Any] = {"id": str(recording.get("id")), "sources": sources}
-    known_parts |= {"duration": seconds, "sampling_rate": rate}
+    known_parts: dict[str, Any] = {
+        "id": str(recording.get("id")),
+        "sources": sources,
+        "duration": seconds,
+        "sampling_rate": rate,
+        "num_samples": round(seconds * rate),
+    }
     if recording.get("channel_ids") is not None:
         known_parts["channel_ids"] = _channels(recording["channel_ids"])
-    return known_parts | {"num_samples": round(seconds * rate)} | _transforms(recording)
+    return known_parts | _known_transforms(recording)
 
 
-def _transforms(holder: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the key ``transforms`` of a cut or recording, or no key if it has no transforms."""
-    if not holder.get("transforms"):
+def _known_transforms(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``{"transforms": […]}`` of a cut or a recording, or ``{}`` if it has no transforms."""
+    if not part.get("transforms"):
         return {}
     transforms = []
-    for transform in _checked_list(holder, "transforms", _MAX_TRANSFORMS):
+    for transform in _checked_list(part, "transforms", _MAX_TRANSFORMS):
         name = arguments = None
         if isinstance(transform, Mapping):
             name, arguments = transform.get("name"), transform.get("kwargs")
@@ -149,36 +167,42 @@ def _transforms(holder: Mapping[str, Any]) -> dict[str, Any]:
     return {"transforms": transforms}
 
 
-def largest_growth(holder: Mapping[str, Any]) -> float:
-    """Return the largest factor by which a chain of known transforms lengthens audio on the way."""
-    factor = largest = 1.0
-    for transform in holder.get("transforms", ()):
+def largest_growth(part: Mapping[str, Any]) -> float:
+    """Return the length of the longest audio in the transforms of a cut or recording, relative to its input.
+
+    The transforms must be known. They are applied one after another, so an intermediate result can be longer
+    than the last one.
+    """
+    factor = largest_factor = 1.0
+    for transform in part.get("transforms", ()):
         arguments = transform["kwargs"]
         if transform["name"] == "Resample":
             factor *= arguments["target_sampling_rate"] / arguments["source_sampling_rate"]
         elif transform["name"] != "Volume":
             factor /= arguments["factor"]
-        largest = max(largest, factor)
-    return largest
+        largest_factor = max(largest_factor, factor)
+    return largest_factor
 
 
-def _checked_list(holder: Mapping[str, Any], key: str, max_length: int) -> list[Any]:
-    elements = holder.get(key)
+def _checked_list(part: Mapping[str, Any], key: str, max_length: int) -> list[Any]:
+    """Return ``part[key]``. Raises UnknownPart unless it is a list of 1 to ``max_length`` elements."""
+    elements = part.get(key)
     if not isinstance(elements, list) or not 0 < len(elements) <= max_length:
         raise UnknownPart(f"{key!r} is not a list of 1 to {max_length}")
     return elements
 
 
-def _number(
-    holder: Mapping[str, Any], key: str, bounds: tuple[float, float], default: object = None
-) -> float:
-    number, (low, high) = holder.get(key, default), bounds
+def _number(part: Mapping[str, Any], key: str, bounds: tuple[float, float], default: object = None) -> float:
+    """Return ``part[key]`` or the default. Raises UnknownPart unless it is a number within ``bounds``."""
+    number = part.get(key, default)
+    low, high = bounds
     if isinstance(number, bool) or not isinstance(number, int | float) or not low <= number <= high:
         raise UnknownPart(f"{key!r} is {str(number)[:40]!r}, not a number from {low:g} to {high:g}")
     return number
 
 
 def _channels(channels: object) -> list[int]:
+    """Return ``channels``. Raises UnknownPart unless it is a list of channel numbers."""
     numbers = _checked_list({"channels": channels}, "channels", MOST_CHANNELS)
     if not all(isinstance(channel, int) and 0 <= channel < MOST_CHANNELS for channel in numbers):
         raise UnknownPart(f"the channels are {str(channels)[:40]!r}")

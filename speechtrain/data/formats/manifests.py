@@ -1,7 +1,7 @@
-"""Readers of lhotse, NeMo and MLPerf manifests, which convert each line to a lhotse cut.
+"""Readers of lhotse, NeMo and MLPerf manifests. A reader converts each line to a lhotse cut.
 
-A manifest may have a million lines. So a reader yields plain dictionaries in lhotse's JSON format: a
-dictionary takes 6 µs, an object 50 to 150 µs. Only ``cuts()`` makes objects.
+A manifest may have a million lines. So a reader yields plain dictionaries in lhotse's JSON format. A
+dictionary takes 6 µs to make, and an object of lhotse 50 to 150 µs. Only ``cuts()`` makes objects.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ SEGMENT = "speechtrain_segment"
 """Custom field of a cut that is a part of a recording of unknown length."""
 
 LONGEST_LINE = 2**24  # bytes
-LARGEST_ARRAY = 2**28  # bytes, for about 250,000 recordings of MLPerf with three speeds each
+LARGEST_ARRAY = 2**28  # bytes of about 250,000 recordings of MLPerf with three speeds each
 LONGEST_TRANSCRIPT = 2**19  # characters of ten hours of speech, at 15 characters per second
-# The most bytes of content for each byte of a gzipped file, beyond LONGEST_LINE. Manifests have 5 to 20.
+# A gzipped file may expand to LONGEST_LINE plus this multiple of its size. Manifests expand 5 to 20 times.
 _MAX_EXPANSION = 40
-# The least bytes that count for a line of a gzipped file or a bracket of an array: its object is as large.
+# Shorter lines of a gzipped file, and brackets of an array, count as this number of bytes, because the Python
+# object of each needs about as much memory.
 _MIN_COUNTED_BYTES = 128
 # The rate of a recording in Hz if the manifest has none. Its audio is read at the rate of the file.
 ASSUMED_RATE = 16_000
 _LARGEST_NUMBER = 1e6  # seconds (11 days) or hertz
-TEXT_SUFFIXES = (".txt", ".text", ".lab", ".trn")  # the suffixes of transcript files that a manifest names
-MOST_TEXT_BYTES = 2**20  # the largest transcript file. Ten hours of speech have less
+TEXT_SUFFIXES = (".txt", ".text", ".lab", ".trn")  # the allowed suffixes of NeMo's transcript files
+MOST_TEXT_BYTES = 2**20  # the most bytes of a transcript file. Ten hours of speech have fewer.
 _UNKNOWN_SECONDS = 1.0  # the assumed length of a recording whose header cannot be read
 _CUT_TYPES = ("MonoCut", "MultiCut", "MixedCut", "PaddingCut")
 
@@ -55,12 +56,16 @@ class Entry:
     """One cut in lhotse's JSON format, with its position in the manifest."""
 
     cut: Record
-    line: int
-    offset: int  # position of the line's first byte in a plain file of JSON lines, otherwise -1
+    line: int  # from 1
+    offset: int  # the position of the line's first byte in a plain file of JSON lines, otherwise -1
 
 
 class Manifest(Source):
-    """A source in one file (or folder) whose entries are converted one at a time."""
+    """A source in one file or folder. Its entries are converted to cuts one after another.
+
+    Methods such as ``number_field`` return a checked field of a record. They raise DataError with the file
+    and ``line``, the number of the record's line.
+    """
 
     kind: str
     """A short word for the format. It is part of the fingerprint."""
@@ -106,21 +111,21 @@ class Manifest(Source):
         return f"{self.path}:{line}"
 
     def _known_parts(self, cut: Record, line: int) -> Record:
-        """Return the parts of a cut that its audio needs. Raises DataError for a part that is unknown."""
+        """Return the keys of a cut that its audio needs. Raises DataError for an unknown part."""
         try:
             return known_cut(cut)
         except UnknownPart as error:
             raise self.error_at(line, str(error)) from None
 
-    def field(self, record: Mapping[str, Any], name: str, line: int) -> Any:
+    def required_field(self, record: Mapping[str, Any], name: str, line: int) -> Any:
         """Return ``record[name]``. Raises DataError if it is missing."""
         if name not in record:
             raise self.error_at(line, f"has no {name!r}")
         return record[name]
 
-    def number(self, record: Mapping[str, Any], name: str, line: int) -> float:
-        """Return a numeric field. Raises DataError if it is missing, not a number, or a duration below 0."""
-        number = self.field(record, name, line)
+    def number_field(self, record: Mapping[str, Any], name: str, line: int) -> float:
+        """Return a number. Raises DataError if it is missing, not finite, too large or a duration below 0."""
+        number = self.required_field(record, name, line)
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise self.error_at(line, f"{name!r} is {number!r}, not a number")
         if not abs(number) < _LARGEST_NUMBER:
@@ -129,48 +134,50 @@ class Manifest(Source):
             raise self.error_at(line, f"{name!r} is {number!r}, below 0. Without it the audio is measured")
         return float(number)
 
-    def time(self, record: Mapping[str, Any], name: str, line: int) -> float | None:
-        """Return a number of seconds, which may be a string. None if the field is missing or empty."""
+    def time_field(self, record: Mapping[str, Any], name: str, line: int) -> float | None:
+        """Return a number of seconds, which may be a string, or None if the field is missing or empty."""
         seconds: Any = record.get(name)
         if isinstance(seconds, str):
             try:
                 seconds = float(seconds) if seconds.strip() else None
             except ValueError:
                 raise self.error_at(line, f"{name!r} is {seconds[:40]!r}, not a number") from None
-        return None if seconds is None else self.number({name: seconds}, name, line)
+        return None if seconds is None else self.number_field({name: seconds}, name, line)
 
-    def seconds(
+    def duration_field(
         self, record: Mapping[str, Any], name: str, line: int, path: str, start: float = 0.0
     ) -> float:
         """Return a duration. If the field is missing, it is the time from ``start`` to the end of ``path``.
 
-        The end is in the header of the file. Opening a local file takes 0.1 ms.
+        The header of the audio file ``path`` then has to be read, which takes 0.1 ms on a local disk.
         """
         if record.get(name) is None:
-            return max(0.0, measure(path)[0] - start)
-        return self.number(record, name, line)
+            file_seconds, _ = measure(path)
+            return max(0.0, file_seconds - start)
+        return self.number_field(record, name, line)
 
-    def text(self, record: Mapping[str, Any], name: str, line: int) -> str:
+    def text_field(self, record: Mapping[str, Any], name: str, line: int) -> str:
         """Return a string field (null is empty). Raises DataError if it is missing or not a string."""
-        text = self.field(record, name, line)
+        text = self.required_field(record, name, line)
         if text is not None and not isinstance(text, str):
             raise self.error_at(line, f"{name!r} is {text!r}, not a string")
         return text or ""
 
-    def rate(self, record: Mapping[str, Any], name: str, line: int) -> int:
+    def rate_field(self, record: Mapping[str, Any], name: str, line: int) -> int:
         """Return a sampling rate in Hz. It is ASSUMED_RATE if the field is missing or out of range."""
-        rate = self.number(record, name, line) if record.get(name) is not None else ASSUMED_RATE
+        rate = self.number_field(record, name, line) if record.get(name) is not None else ASSUMED_RATE
         return int(rate) if 0 < rate < 2**31 else ASSUMED_RATE
 
-    def beside(self, name: str) -> str:
-        """Return an absolute path. A relative ``name`` starts at the manifest's folder."""
+    def resolve_path(self, name: str) -> str:
+        """Return an absolute path. ``name`` is absolute or relative to the manifest's folder."""
         return os.path.join(self._folder, os.path.expanduser(name))
 
     @cached_property
     def _text_folders(self) -> list[str]:
-        """The folders of transcripts, each with a slash at the end.
+        """The folders in which transcripts are read, each with a slash at the end.
 
-        They are the manifest's folder and, if the manifest is a link, the folder of the file it leads to.
+        The folder is the manifest itself if it is a folder. Otherwise it is the folder of the manifest and,
+        if the manifest is a link, also the folder of the file to which it links.
         """
         target = os.path.realpath(self.path)
         folders = [target]
@@ -179,18 +186,21 @@ class Manifest(Source):
         return [os.path.join(folder, "") for folder in folders]
 
     def refuse_outside(self, path: Path) -> None:
-        """Raise DataError for a hidden file or one outside of the source: others may see its text."""
+        """Raise DataError for a text file that is hidden or outside of the source.
+
+        Such a file may be private, and a run publishes its transcripts.
+        """
         target = os.path.realpath(path)
         parents = [folder for folder in self._text_folders if target.startswith(folder)]
-        name = target.removeprefix(max(parents, key=len, default=""))
+        name = target.removeprefix(max(parents, key=len, default=""))  # relative to the innermost folder
         if not parents or name.startswith(".") or "/." in name:
             folder = self._text_folders[0]
             raise DataError(f"{path} lies in {target}: transcripts are read below {folder}, unless hidden")
 
-    def transcript(self, path: Path, limit: int = MOST_TEXT_BYTES) -> str:
-        """Return the text of a file of at most ``limit`` bytes. Raises DataError, OSError, ValueError."""
+    def read_transcript(self, path: Path, max_bytes: int = MOST_TEXT_BYTES) -> str:
+        """Return the text of a file of at most ``max_bytes``. Raises DataError, OSError, ValueError."""
         self.refuse_outside(path)
-        return read_bytes(path, limit, follow=True).decode("utf-8-sig")
+        return read_bytes(path, max_bytes, follow=True).decode("utf-8-sig")
 
 
 class JsonLines(Manifest):
@@ -198,7 +208,7 @@ class JsonLines(Manifest):
 
     @abstractmethod
     def cut_of(self, record: Record, line: int) -> Record:
-        """Convert one line to a cut."""
+        """Return the cut of one object."""
 
     def entries(self) -> Iterator[Entry]:
         for line, offset, record in records(self.path):
@@ -224,7 +234,7 @@ class LhotseCuts(JsonLines):
         return record
 
     def _check(self, cut: Record, line: int) -> None:
-        """Raise DataError for a cut that cannot be read. Its id may be missing."""
+        """Raise DataError for a cut that cannot be read. The id is not checked."""
         kind = cut.get("type")
         if kind not in _CUT_TYPES:
             raise self.error_at(line, f"'type' is {kind!r}. A lhotse cut has one of {', '.join(_CUT_TYPES)}")
@@ -232,10 +242,10 @@ class LhotseCuts(JsonLines):
         if kind == "MixedCut":
             self._check_known_tracks(cut, line)
             return
-        self.number(cut, "duration", line)
+        self.number_field(cut, "duration", line)
         if kind == "PaddingCut":
             return
-        self.number(cut, "start", line)
+        self.number_field(cut, "start", line)
         recording = cut.get("recording")
         if not isinstance(recording, dict):
             raise self.error_at(line, "has no 'recording' (a cut with features only has no audio)")
@@ -260,18 +270,20 @@ class LhotseCuts(JsonLines):
             self._check({**track["cut"], "type": kind}, line)
 
     def _check_recording(self, recording: Record, line: int) -> None:
-        rate = self.number(recording, "sampling_rate", line)
-        if not RATES[0] <= rate <= RATES[1]:
-            raise self.error_at(line, f"'sampling_rate' is {rate:g} Hz, not from {RATES[0]} to {RATES[1]}")
+        rate = self.number_field(recording, "sampling_rate", line)
+        lowest_rate, highest_rate = RATES
+        if not lowest_rate <= rate <= highest_rate:
+            problem = f"'sampling_rate' is {rate:g} Hz, not from {lowest_rate} to {highest_rate}"
+            raise self.error_at(line, problem)
         sources = recording.get("sources")
         if not isinstance(sources, list) or not sources:
             raise self.error_at(line, "'recording' has no 'sources'")
         for source in sources:
             if not isinstance(source, dict):
                 raise self.error_at(line, "'sources' is not a list of objects")
-            storage = source.get("type")
-            if storage != "file":
-                problem = f"the audio has the type {storage!r}. Save it as files (lhotse: save_audios)"
+            source_type = source.get("type")
+            if source_type != "file":
+                problem = f"the audio has the type {source_type!r}. Save it as files (lhotse: save_audios)"
                 raise self.error_at(line, problem)
             if not isinstance(source.get("source"), str) or not source["source"]:
                 raise self.error_at(line, "the audio has no 'source' that is a path")
@@ -310,18 +322,18 @@ class LhotsePair(LhotseCuts):
     def entries(self) -> Iterator[Entry]:
         recordings = self._recordings()
         for line, offset, supervision in records(self.path):
-            name = self.text(supervision, "id", line)
-            recording = self.text(supervision, "recording_id", line)
-            if recording not in recordings:
-                raise self.error_at(line, f"recording {recording!r} is not in {self.recordings}")
+            cut_id = self.text_field(supervision, "id", line)
+            recording_id = self.text_field(supervision, "recording_id", line)
+            if recording_id not in recordings:
+                raise self.error_at(line, f"recording {recording_id!r} is not in {self.recordings}")
             channel = supervision.get("channel", 0)
             cut = {
-                "id": name,
-                "start": self.number(supervision, "start", line),
-                "duration": self.number(supervision, "duration", line),
+                "id": cut_id,
+                "start": self.number_field(supervision, "start", line),
+                "duration": self.number_field(supervision, "duration", line),
                 "channel": channel,
                 "supervisions": [{**supervision, "start": 0.0}],
-                "recording": json.loads(recordings[recording]),
+                "recording": json.loads(recordings[recording_id]),
                 "type": "MonoCut",
             }
             if isinstance(channel, list):
@@ -329,18 +341,18 @@ class LhotsePair(LhotseCuts):
             yield Entry(self.cut_of(cut, line), line, offset)
 
     def _recordings(self) -> dict[str, bytes]:
-        """Return the recordings by id, as JSON, which takes a tenth of the memory of dictionaries."""
+        """Return the recordings by id, as JSON. JSON needs a tenth of the memory of dictionaries."""
         recordings = {}
         for line, _, recording in records(self.recordings):
-            name, sources = recording.get("id"), recording.get("sources")
-            if not isinstance(name, str) or not isinstance(sources, list):
+            recording_id, sources = recording.get("id"), recording.get("sources")
+            if not isinstance(recording_id, str) or not isinstance(sources, list):
                 raise DataError(f"{self.recordings}:{line}: not a recording ('id' or 'sources' is missing)")
             for source in sources:
                 if not isinstance(source, dict) or source.get("type") != "file":
                     raise DataError(
                         f"{self.recordings}:{line}: the audio is not a file. Save it as files first"
                     )
-            recordings[name] = json.dumps(recording).encode()
+            recordings[recording_id] = json.dumps(recording).encode()
         return recordings
 
 
@@ -349,59 +361,60 @@ class Nemo(JsonLines):
 
     A line has ``audio_filepath`` (or ``audio_file``, ``audio_filename``). The other fields are optional:
 
-    - ``duration`` in seconds. Without it, the audio's header is read.
+    - ``duration`` in seconds. Without it, the duration is read from the audio's header.
     - ``text`` (or ``normalized_text``, ``text_filepath``). Without it, the transcript is empty.
-    - ``offset`` in seconds. Without it, the line is the whole recording, otherwise a part of it.
+    - ``offset`` in seconds. A line without it is the whole recording, and a line with it is a part.
     - ``speaker``, ``lang`` and ``orig_sample_rate``.
 
-    Paths are relative to the manifest. The lines have no ids, so a cut's id consists of the manifest's name,
-    the line number and the recording's name.
+    Paths are relative to the manifest. The lines have no ids, so a cut's id is ``MANIFEST:LINE:RECORDING``
+    with the names of the manifest and the recording.
     """
 
     kind = "nemo"
     AUDIO = ("audio_filepath", "audio_file", "audio_filename")
 
     def cut_of(self, record: Record, line: int) -> Record:
-        audio = self._audio(record, line)
-        path = self.beside(audio)
+        audio_name = self._audio_name(record, line)
+        path = self.resolve_path(audio_name)
         is_segment = record.get("offset") is not None
-        start = self.number(record, "offset", line) if is_segment else 0.0
+        start = self.number_field(record, "offset", line) if is_segment else 0.0
         return simple_cut(
-            f"{self.name}:{line}:{_stem(audio)}",
+            f"{self.name}:{line}:{_stem(audio_name)}",
             path,
             start,
-            duration=self.seconds(record, "duration", line, path, start),
+            duration=self.duration_field(record, "duration", line, path, start),
             text=self._transcript(record, line),
-            rate=self.rate(record, "orig_sample_rate", line),
+            rate=self.rate_field(record, "orig_sample_rate", line),
             speaker=record.get("speaker"),
             language=record.get("lang"),
             segment=is_segment,
         )
 
-    def _audio(self, record: Record, line: int) -> str:
-        """Return the name of the recording. Raises DataError if there is none."""
-        audio = next((record[key] for key in self.AUDIO if record.get(key)), None)
-        if isinstance(audio, list):
+    def _audio_name(self, record: Record, line: int) -> str:
+        """Return the path of the recording, as the line has it. Raises DataError if it has none."""
+        name = next((record[key] for key in self.AUDIO if record.get(key)), None)
+        if isinstance(name, list):
             raise self.error_at(line, "has no 'audio_filepath' of one file: write its channels into one")
-        if not isinstance(audio, str):
+        if not isinstance(name, str):
             raise self.error_at(line, "has no 'audio_filepath'")
-        if line == 1 and "shard_id" in record and not os.path.isfile(self.beside(audio)):
-            problem = f"is of a tarred set, and {self._folder} has no {audio!r}"
+        # One line is enough to detect a manifest whose recordings are still in tars.
+        if line == 1 and "shard_id" in record and not os.path.isfile(self.resolve_path(name)):
+            problem = f"is of a tarred set, and {self._folder} has no {name!r}"
             fix = "Unpack the tars with the recordings there (tar -xf audio_0.tar)"
             raise self.error_at(line, f"{problem}. {fix}")
-        return audio
+        return name
 
     def _transcript(self, record: Record, line: int) -> str:
         for name in ("text", "normalized_text"):
             if name in record:
-                return self.text(record, name, line)
+                return self.text_field(record, name, line)
         if "text_filepath" not in record:
             return ""
-        path = Path(self.beside(self.text(record, "text_filepath", line)))
+        path = Path(self.resolve_path(self.text_field(record, "text_filepath", line)))
         if path.suffix.lower() not in TEXT_SUFFIXES:
             raise self.error_at(line, f"text_filepath {path} does not end in {', '.join(TEXT_SUFFIXES)}")
         try:
-            return " ".join(self.transcript(path).split())
+            return " ".join(self.read_transcript(path).split())
         except (OSError, ValueError) as error:
             raise self.error_at(line, f"text_filepath {path} cannot be read ({error})") from None
 
@@ -409,25 +422,28 @@ class Nemo(JsonLines):
 class Mlperf(JsonLines):
     """The JSON of MLPerf's and Intel's RNN-T: one array per file, or JSON lines of the same objects.
 
-    An object has ``files``. Optional are ``transcript`` (empty if missing) and ``original_duration`` in
-    seconds. Without it, the audio's header is read. Only the file of speed 1 is used, because training
-    changes the speed. File names are relative to the manifest.
+    An object has ``files``, one for each speed of the recording. Only the file of speed 1 is used, because
+    training changes the speed. ``transcript`` is optional and empty by default. ``original_duration`` is in
+    seconds. Without it, the duration is read from the audio's header. File names are relative to the
+    manifest.
     """
 
     kind = "mlperf"
 
     def cut_of(self, record: Record, line: int) -> Record:
-        text = self.text(record, "transcript", line) if "transcript" in record else ""
-        files = self.field(record, "files", line)
-        if not isinstance(files, list) or not files or not all(isinstance(f, dict) for f in files):
+        text = self.text_field(record, "transcript", line) if "transcript" in record else ""
+        files = self.required_field(record, "files", line)
+        if not isinstance(files, list) or not files or not all(isinstance(file, dict) for file in files):
             raise self.error_at(line, "'files' is empty or not a list of objects")
-        file = next((f for f in files if f.get("speed", 1) == 1), files[0])
-        name = self.text(file, "fname", line)
-        fields = {"duration": record.get("original_duration"), **file}
-        duration = self.seconds(fields, "duration", line, self.beside(name))
-        rate = self.rate(file, "sample_rate", line)
+        normal_file = next((file for file in files if file.get("speed", 1) == 1), files[0])
+        name = self.text_field(normal_file, "fname", line)
+        path = self.resolve_path(name)
+        # A duration of the file itself replaces ``original_duration``.
+        fields = {"duration": record.get("original_duration"), **normal_file}
+        duration = self.duration_field(fields, "duration", line, path)
+        rate = self.rate_field(normal_file, "sample_rate", line)
         cut_id = f"{self.name}:{line}:{_stem(name)}"
-        return simple_cut(cut_id, self.beside(name), 0.0, duration=duration, text=text, rate=rate)
+        return simple_cut(cut_id, path, 0.0, duration=duration, text=text, rate=rate)
 
 
 def simple_cut(
@@ -442,9 +458,10 @@ def simple_cut(
     language: object = None,
     segment: bool = False,
 ) -> Record:
-    """Return a ``MonoCut`` of one file in lhotse's JSON format. Times are in seconds.
+    """Return a ``MonoCut`` of the file ``path`` in lhotse's JSON format. Times are in seconds.
 
-    ``segment`` says that the cut is a part of a recording of unknown length.
+    ``name`` is the id of the cut, of its supervision and of its recording. ``segment`` says that the cut is a
+    part of a recording of unknown length.
     """
     supervision: Record = {"id": name, "recording_id": name, "start": 0.0, "duration": duration}
     supervision |= {"channel": 0, "text": text}
@@ -480,10 +497,13 @@ def _stem(path: str) -> str:
 
 
 def seconds_of(cut: Mapping[str, Any]) -> float:
-    """Return the seconds of a cut in lhotse's JSON format, or 0 if they are not positive and finite."""
+    """Return the duration in seconds of a cut in lhotse's JSON format, or 0 if it is not positive and finite.
+
+    A mixed cut lasts until the end of its last track.
+    """
     if cut.get("type") == "MixedCut":
-        ends = (float(track.get("offset", 0.0)) + seconds_of(track["cut"]) for track in cut["tracks"])
-        seconds = max(ends, default=0.0)
+        track_ends = [float(track.get("offset", 0.0)) + seconds_of(track["cut"]) for track in cut["tracks"]]
+        seconds = max(track_ends, default=0.0)
     else:
         seconds = float(cut["duration"])
     return seconds if math.isfinite(seconds) and seconds > 0 else 0.0
@@ -540,36 +560,39 @@ def open_bytes(path: Path) -> IO[bytes]:
 
 
 def numbered_lines(path: Path, in_array: bool = False) -> Iterator[tuple[int, bytes]]:
-    """Yield number (from 1) and bytes of each line. A long line of an array comes in parts of LONGEST_LINE.
+    """Yield the number, from 1, and the bytes of each line.
 
+    Lines have at most LONGEST_LINE bytes. With ``in_array``, a longer line is yielded in several parts.
     Raises DataError with file and line for a damaged file, for a line that is too long, and for a gzipped
-    file that consists of repetitions.
+    file that expands too much.
     """
     line = 0
-    longest = math.inf if in_array else LONGEST_LINE
+    max_line_bytes = math.inf if in_array else LONGEST_LINE
     try:
         with open_bytes(path) as file:
-            bytes_left = _largest_size(path)
+            bytes_left = _max_content_bytes(path)
             for line, content in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
                 bytes_left -= max(len(content), _MIN_COUNTED_BYTES)
                 if bytes_left < 0:
                     raise DataError(f"{path}:{line}: more than {_MAX_EXPANSION} times its gzipped size")
-                if len(content) >= longest:
+                if len(content) >= max_line_bytes:
                     raise DataError(f"{path}:{line}: too long to be read. This is not a manifest")
                 yield line, content
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}:{line + 1}: the file is damaged ({error})") from None
 
 
-def _largest_size(path: Path) -> float:
-    """Return the most bytes of a file's content. Only a gzipped file has a limit, since it can expand."""
+def _max_content_bytes(path: Path) -> float:
+    """Return the most bytes of a file's content: infinite, but for a gzipped file, which can expand."""
     if not is_gzip(path):
         return math.inf
     return LONGEST_LINE + _MAX_EXPANSION * path.stat().st_size
 
 
 def first_line(path: Path) -> tuple[int, bytes]:
-    """Return number and bytes of the first line that is not blank, without byte order mark and indent.
+    """Return the number and the bytes of the first line that is not blank.
+
+    The bytes have no byte order mark and no spaces at the start.
 
     Raises DataError for an empty file.
     """
@@ -584,11 +607,11 @@ def records(path: Path) -> Iterator[tuple[int, int, Record]]:
 
     Raises DataError with file and line. If the file is YAML, the message has the command that converts it.
     """
-    line, start = first_line(path)
-    if start.startswith(b"-"):
+    line, content = first_line(path)
+    if content.startswith(b"-"):
         output = f"{path.stem}.jsonl.gz"
         raise DataError(f"{path}:{line}: YAML is not read. Convert it: lhotse copy {path.name} {output}")
-    if start.startswith(b"["):
+    if content.startswith(b"["):
         return json_array(path)
     return json_lines(path)
 
@@ -614,12 +637,12 @@ def decode_line(content: bytes, path: Path, line: int) -> str:
 
 
 def parse(content: bytes, path: Path, line: int) -> Record:
-    """Parse one JSON object. Raises DataError with file and line."""
+    """Return the JSON object in ``content``. Raises DataError with file and line."""
     return _check_object(_parse_json(content, path, line), path, line)
 
 
 def _parse_json(content: bytes, path: Path, line: int) -> Any:
-    """Parse JSON that begins in ``line``. Raises DataError with file and line."""
+    """Return the value of JSON that begins in ``line``. Raises DataError with file and line."""
     try:
         return json.loads(decode_line(content, path, line))
     except json.JSONDecodeError as error:
@@ -640,7 +663,7 @@ def json_array(path: Path) -> Iterator[tuple[int, int, Record]]:
 
     Raises DataError with the file and the line, or with the number of an element that is not an object.
     """
-    bytes_left = min(LARGEST_ARRAY, _largest_size(path))
+    bytes_left = min(LARGEST_ARRAY, _max_content_bytes(path))
     lines = []
     for line, content in numbered_lines(path, in_array=True):
         brackets = content.count(b"{") + content.count(b"[")
@@ -656,15 +679,18 @@ def json_array(path: Path) -> Iterator[tuple[int, int, Record]]:
 
 
 def measure(path: str) -> tuple[float, int]:
-    """Return seconds and rate from a recording's header, or assumed numbers if it cannot be read."""
-    recording = header_or_none(path)
-    if recording is None:
+    """Return the seconds and the rate from a recording's header, or assumed ones if it cannot be read."""
+    header = header_or_none(path)
+    if header is None:
         return _UNKNOWN_SECONDS, ASSUMED_RATE
-    return recording.duration, recording.samplerate
+    return header.duration, header.samplerate
 
 
 def stamp(path: Path) -> tuple[str, int, int]:
-    """Return path, size and modification time in ns. Raises DataError if the file does not exist."""
+    """Return the path, size and modification time in ns of a file, for a fingerprint.
+
+    Raises DataError if the file does not exist.
+    """
     try:
         status = path.stat()
     except OSError as error:

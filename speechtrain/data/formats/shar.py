@@ -1,6 +1,7 @@
 """Reader of lhotse's Shar: cuts as JSON lines, and their audio as members of tars next to them.
 
-Nothing is unpacked. The index holds the position of each recording in its tar, so reading a cut is one seek.
+Nothing is unpacked. The index stores the position of each recording in its tar, so that reading a cut needs
+one seek.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class TarRecording:
     """A recording in a tar."""
 
     id: str
-    path: str  # the position of the audio in the tar, as tar_members.member_path() writes it
-    record: Record | None  # the recording in lhotse's JSON format. None: it has no audio
+    path: str  # the path of the audio as a member of the tar (see tar_members.member_path)
+    record: Record | None  # the recording in lhotse's JSON format, or None without audio
 
 
 def looks_like_shar(folder: Path) -> bool:
@@ -50,19 +51,19 @@ def looks_like_shar(folder: Path) -> bool:
     return bool(_files(folder, "cuts", ".jsonl"))
 
 
-def _files(folder: Path, field: str, kind: str) -> list[Path]:
-    """Return the files of a field in order, such as ``cuts.000000.jsonl.gz``, or one ``recording.tar``."""
+def _files(folder: Path, field: str, suffix: str) -> list[Path]:
+    """Return the files of a field in order, such as ``cuts.000000.jsonl.gz`` or ``recording.tar``."""
     paths = sorted(folder.glob(f"{field}.*"))
-    return [path for path in paths if kind in path.name.removeprefix(field).removesuffix(".gz")]
+    return [path for path in paths if suffix in path.name.removeprefix(field).removesuffix(".gz")]
 
 
 class Shar(LhotseCuts):
     """A folder of ``cuts.*.jsonl[.gz]``, each with its ``recording.*.tar``, as ``CutSet.to_shar`` writes it.
 
     A tar has two members for each cut, in the order of the cuts: ``ID.flac`` (or another format), and
-    ``ID.json`` with its recording. ``audio`` is the folder of the tars, relative to the folder of the cuts.
-    It is empty if both are the same folder. Other fields and custom fields are not read. Raises DataError for
-    a folder without recordings.
+    ``ID.json`` with the recording in lhotse's JSON format. ``audio`` is the folder of the tars, absolute or
+    relative to the folder of the cuts. It is empty if cuts and tars are in one folder. Other fields and
+    custom fields are not read. Raises DataError for a folder without recordings.
     """
 
     kind = "shar"
@@ -71,8 +72,8 @@ class Shar(LhotseCuts):
     def __init__(self, path: Path, audio: str = "") -> None:
         super().__init__(path)
         self.name = self.path.name
-        # The number of cuts before each shard that entries() has read.
-        self._cuts_before: list[int] = []
+        self._cuts_before: list[int] = []  # the number of cuts before each shard that entries() has read
+        # A Folder checks that the tars are below it.
         self._audio = Folder(Path(os.path.join(self.path, os.path.expanduser(audio))))
 
     @cached_property
@@ -94,7 +95,7 @@ class Shar(LhotseCuts):
             self.refuse_outside(path)
         for tar in tars:
             self._audio.refuse_outside(tar)
-        return [Shard(*paths) for paths in zip(cuts, tars, strict=True)]
+        return [Shard(cuts_path, tar) for cuts_path, tar in zip(cuts, tars, strict=True)]
 
     def fingerprint(self) -> str:
         stamps = []
@@ -103,8 +104,9 @@ class Shar(LhotseCuts):
         return digest(self.kind, self.name, stamps)
 
     def location_of(self, line: int) -> str:
-        index = bisect_left(self._cuts_before, line) - 1
-        return f"{self._shards[index].cuts}:{line - self._cuts_before[index]}"
+        # ``line`` counts the cuts of all shards. The location has the shard, and the line in that shard.
+        shard_number = bisect_left(self._cuts_before, line) - 1
+        return f"{self._shards[shard_number].cuts}:{line - self._cuts_before[shard_number]}"
 
     def entries(self) -> Iterator[Entry]:
         line, self._cuts_before = 0, []
@@ -118,15 +120,15 @@ class Shar(LhotseCuts):
                 if recording is None:
                     raise self.error_at(line, f"{shard.tar} has no recording of this cut. Write both again")
                 yield Entry(self._with_audio(cut, recording, line), line, -1)
-            surplus = next(recordings, None)
-            if surplus is not None:
+            extra_recording = next(recordings, None)
+            if extra_recording is not None:
                 raise DataError(
                     f"{shard.tar} has more recordings than {shard.cuts} has cuts, such as "
-                    f"{surplus.id[:200]!r}"
+                    f"{extra_recording.id[:200]!r}"
                 )
 
     def _with_audio(self, cut: Record, recording: TarRecording, line: int) -> Record:
-        """Return the known parts of a cut. Its audio is the recording in the tar."""
+        """Return the known parts of a cut (see ``known_cut``), with the recording in the tar as its audio."""
         if recording.id != cut.get("id"):
             names = f"{str(cut.get('id'))[:200]!r}, its recording {recording.id[:200]!r}"
             raise self.error_at(line, f"the cut is {names}")
@@ -134,10 +136,11 @@ class Shar(LhotseCuts):
             raise self.error_at(
                 line, "has no audio: it needs one recording in its tar, as a MonoCut or MultiCut has"
             )
-        sources, source = recording.record.get("sources"), {}
+        sources, tar_source = recording.record.get("sources"), {}
         if isinstance(sources, list) and sources and isinstance(sources[0], dict):
-            source = {**sources[0], "type": "file", "source": recording.path}
-        record = {**recording.record, "sources": [source], "transforms": None}
+            tar_source = {**sources[0], "type": "file", "source": recording.path}
+        # to_shar has already applied the transforms to the audio in the tar.
+        record = {**recording.record, "sources": [tar_source], "transforms": None}
         checked_cut = self.cut_of({**cut, "recording": record}, line)
         supervisions = checked_cut.get("supervisions") or []
         return self._known_parts(checked_cut, line) | {"supervisions": supervisions}
@@ -154,7 +157,7 @@ def _recordings(tar: Path) -> Iterator[TarRecording]:
                 if stem != os.path.splitext(json_name)[0] or json_size > LONGEST_LINE:
                     raise DataError(f"{tar}:{number}: {name[:200]!r} is not followed by its .json")
                 record = None
-                if not name.endswith(".nodata"):
+                if not name.endswith(".nodata"):  # lhotse's suffix for a cut without audio
                     content = os.pread(file.fileno(), json_size, json_offset)
                     record = parse(content, tar, number)
                 yield TarRecording(stem, member_path(tar, offset, size, name), record)

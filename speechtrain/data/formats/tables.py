@@ -39,14 +39,14 @@ COLUMNS = {
 
 _DELIMITERS = "\t,;|"
 _LONGEST_HEADER = 2**16  # bytes
-_LONGEST_ROW = 2**20  # bytes. A text of LONGEST_TRANSCRIPT has fewer
-_ROOT = re.compile(r"[${]*data_(root|folder)}?/")  # SpeechBrain's variable for the root folder of a table
-_LJSPEECH = ["id", "text", "normalised"]
+_LONGEST_ROW = 2**20  # bytes. This is more than a text of LONGEST_TRANSCRIPT.
+_ROOT_VARIABLE = re.compile(r"[${]*data_(root|folder)}?/")  # SpeechBrain's variable for the table's folder
+_LJSPEECH_COLUMNS = ["id", "text", "normalised"]
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a table is written."""
+    """The delimiter and the columns of a table."""
 
     delimiter: str  # empty for JSON
     columns: list[str]  # empty if the file is not a table
@@ -54,13 +54,15 @@ class Form:
 
 
 class Table(Nemo):
-    """A table with a header, or LJSpeech's: lines ``id|text`` or ``id|text|normalised`` of wavs/id.wav.
+    """A table with a header, or a table as in LJSpeech, which has no header.
 
-    ``columns`` names the columns of keys of COLUMNS. Other columns are detected by name. Without a column of
-    texts, each transcript is empty. Times are in seconds. Without ``duration`` and ``end``, the header of
-    the recording is read. Paths are relative to the table. In Common Voice's tables they are relative to
-    ``clips`` next to the table. Tabs and ``|`` separate without quoting, because a text may have a single
-    quotation mark.
+    A line of LJSpeech is ``id|text`` or ``id|text|normalised``, for the recording wavs/id.wav. ``columns``
+    maps keys of COLUMNS to columns of the table. The columns of other keys are detected by name.
+
+    Without a column of texts, each transcript is empty. Times are in seconds. Without ``duration`` and
+    ``end``, the duration is read from the recording's header. Paths are relative to the table, or in Common
+    Voice's tables to the folder ``clips`` next to the table. Cells between tabs or ``|`` are not quoted,
+    because a text may contain a single quotation mark.
     """
 
     kind = "table"
@@ -68,41 +70,45 @@ class Table(Nemo):
     def __init__(self, path: Path, columns: Mapping[str, str] | None = None) -> None:
         super().__init__(path)
         self.columns = dict(columns or {})
-        if self.name == "metadata":  # the table of every corpus in this layout has this name
+        if self.name == "metadata":  # Many corpora have a table with this name, so the folder's is used.
             self.name = self.path.parent.name
 
     def fingerprint(self) -> str:
-        return digest(self.kind, self.name, self.columns, self.beside(""), *stamp(self.path))
+        return digest(self.kind, self.name, self.columns, self.resolve_path(""), *stamp(self.path))
 
     @cached_property
     def form(self) -> Form:
-        """How this table is written."""
+        """The form of this table, from its first line that is not blank."""
         lines = numbered_lines(self.path, in_array=True)
-        header = next(content for _, content in lines if content.strip())
-        text = header[:_LONGEST_HEADER].decode("utf-8-sig", errors="replace")
-        if text.lstrip().startswith(("{", "[", "-")):
+        first_line = next(content for _, content in lines if content.strip())
+        header = first_line[:_LONGEST_HEADER].decode("utf-8-sig", errors="replace")
+        if header.lstrip().startswith(("{", "[", "-")):
             for _, _, record in records(self.path):
                 return Form("", list(record))
-        return self._delimited_form(text, len(header) <= _LONGEST_HEADER and "\0" not in text)
+        is_text_line = len(first_line) <= _LONGEST_HEADER and "\0" not in header
+        return self._delimited_form(header, is_text_line)
 
-    def _delimited_form(self, header: str, is_complete: bool) -> Form:
-        """Return the form of a table with delimiters, from its first line.
+    def _delimited_form(self, header: str, is_text_line: bool) -> Form:
+        """Return the form of a table with delimiters.
 
-        The form has no columns unless one column has a known name, or ``is_complete`` and there are several.
+        The delimiter is the one that gives a column with a known name. Without such a column, a line of two
+        or three cells between ``|`` is LJSpeech's. Otherwise the delimiter is the one that gives the most
+        columns. The form has no columns if there are fewer than two, or if ``is_text_line`` is false.
         """
         cells_by_delimiter = {delimiter: _cells(header, delimiter) for delimiter in _DELIMITERS}
-        names = set(self.columns.values())
-        if not names:
-            names.update(*COLUMNS.values())
+        known_names = set(self.columns.values())
+        if not known_names:
+            known_names.update(*COLUMNS.values())
         for delimiter, cells in cells_by_delimiter.items():
-            if not names.isdisjoint(cells) or not names.isdisjoint(map(str.lower, cells)):
+            lower_cells = [cell.lower() for cell in cells]
+            if not known_names.isdisjoint(cells + lower_cells):
                 return Form(delimiter, cells, has_header=True)
         bar_cells = len(cells_by_delimiter["|"])
         if not self.columns and 2 <= bar_cells <= 3:
-            return Form("|", _LJSPEECH[:bar_cells])
+            return Form("|", _LJSPEECH_COLUMNS[:bar_cells])
         delimiter = max(_DELIMITERS, key=lambda delimiter: len(cells_by_delimiter[delimiter]))
         columns = cells_by_delimiter[delimiter]
-        if len(columns) < 2 or not is_complete:
+        if len(columns) < 2 or not is_text_line:
             columns = []
         return Form(delimiter, columns, has_header=True)
 
@@ -112,7 +118,10 @@ class Table(Nemo):
 
     @cached_property
     def _column_names(self) -> dict[str, str]:
-        """The column of each key that has one. Raises DataError with the setting that chooses a column."""
+        """The name of the column of each key of COLUMNS that the table has.
+
+        Raises DataError if the column of a key is missing or not clear, with the setting that chooses it.
+        """
         columns = self.form.columns
         if self._is_ljspeech:
             return {"audio": columns[0], "text": columns[-1]}
@@ -123,15 +132,16 @@ class Table(Nemo):
                 candidates = [column for column in columns if column == explicit]
             else:
                 candidates = [column for column in columns if column.lower() in names]
-            must_be_one = explicit or key == "audio" or (candidates and key == "text")
-            if must_be_one and len(candidates) != 1:
+            # A wrong recording or text is an error. Of other columns, the first one is used.
+            needs_one = explicit or key == "audio" or (candidates and key == "text")
+            if needs_one and len(candidates) != 1:
                 raise self._column_error(key, len(candidates))
             if candidates:
                 column_names[key] = candidates[0]
         return column_names
 
     def _column_error(self, key: str, candidates: int) -> DataError:
-        """Return the error for a key with no column or several, with the setting that chooses a column."""
+        """Return the error for a key with no column or with several ``candidates``."""
         explicit = self.columns.get(key)
         problem = "no column that is known as its recordings"
         if candidates:
@@ -150,9 +160,9 @@ class Table(Nemo):
         is_common_voice = "client_id" in self.form.columns and os.path.isdir(f"{self._folder}/clips")
         return "clips" if is_common_voice else ""
 
-    def beside(self, name: str) -> str:
-        """Return an absolute path. A relative ``name`` starts at the folder of the recordings."""
-        return super().beside(os.path.join(self._clips, os.path.expanduser(name)))
+    def resolve_path(self, name: str) -> str:
+        """Return an absolute path. ``name`` is absolute or relative to the folder of the recordings."""
+        return super().resolve_path(os.path.join(self._clips, os.path.expanduser(name)))
 
     def entries(self) -> Iterator[Entry]:
         line, column_names = 0, self._column_names
@@ -164,13 +174,15 @@ class Table(Nemo):
 
     def cut_of(self, record: Record, line: int) -> Record:
         name = self._recording_name(record, line)
-        start, end, duration = (self.time(record, key, line) for key in ("start", "end", "duration"))
-        begin = start or 0.0
-        if begin < 0 or (end is not None and end < begin):
-            raise self.error_at(line, f"starts at {begin:g} s and ends at {end or 0:g} s")
+        start = self.time_field(record, "start", line)
+        end = self.time_field(record, "end", line)
+        duration = self.time_field(record, "duration", line)
+        start_seconds = start or 0.0
+        if start_seconds < 0 or (end is not None and end < start_seconds):
+            raise self.error_at(line, f"starts at {start_seconds:g} s and ends at {end or 0:g} s")
         if end is not None:
-            start, duration = begin, end - begin
-        text = self.text(record, "text", line) if "text" in record else ""
+            start, duration = start_seconds, end - start_seconds
+        text = self.text_field(record, "text", line) if "text" in record else ""
         nemo_record = {
             "audio_filepath": name,
             "speaker": record.get("speaker") or None,
@@ -182,7 +194,7 @@ class Table(Nemo):
 
     def _recording_name(self, record: Record, line: int) -> str:
         """Return the path of a recording, as the table has it. Raises DataError if the cell is empty."""
-        name = _ROOT.sub("", self.text(record, "audio", line), count=1)
+        name = _ROOT_VARIABLE.sub("", self.text_field(record, "audio", line), count=1)
         if not name:
             raise self.error_at(line, f"has no recording in column {self._column_names['audio']!r}")
         if self._is_ljspeech:
@@ -193,7 +205,7 @@ class Table(Nemo):
         return name
 
     def _rows(self) -> Iterator[tuple[int, Record]]:
-        """Yield line and value by column of each recording."""
+        """Yield the line number of each row, and its values by column."""
         form = self.form
         if not form.delimiter:
             for line, _, record in records(self.path):
@@ -208,9 +220,13 @@ class Table(Nemo):
             yield line, dict(zip(form.columns, cells, strict=True))
 
     def _delimited_rows(self) -> Iterator[tuple[int, list[str]]]:
-        """Yield line and cells of each row that is not blank, with the header. Raises DataError."""
+        """Yield the line number and the cells of each row that is not blank. The header is a row.
+
+        Raises DataError for a row with another number of cells than the header, and for a row that is too
+        long.
+        """
         form = self.form
-        bytes_left = _LONGEST_ROW
+        bytes_left = _LONGEST_ROW  # of the present row, which can have several lines
 
         def lines() -> Iterator[str]:
             nonlocal bytes_left
@@ -241,7 +257,7 @@ def _reader(lines: Iterable[str], delimiter: str) -> Any:
 
 
 def _cells(line: str, delimiter: str) -> list[str]:
-    """Return the cells of a line, or none if it is not a row."""
+    """Return the cells of a line, or an empty list if the line is not a row."""
     try:
         return [cell.strip() for cell in next(_reader([line], delimiter))]
     except csv.Error:

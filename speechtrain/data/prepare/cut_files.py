@@ -1,4 +1,4 @@
-"""Manifests of cuts: the cuts of any source, their measured lengths, and the atomic writing of files."""
+"""Reads the cuts of any source with their measured lengths, and writes files of cuts atomically."""
 
 from __future__ import annotations
 
@@ -26,34 +26,36 @@ from speechtrain.text.normalise import normaliser
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 
-_MEASURED = ("nemo", "mlperf", "fairseq", "table", "kaldi")
-"""Formats whose manifests lack the length and the rate of the recording."""
-FIX = "use another --out"  # if an output cannot be written
-_ROOM = 64 * 2**20  # bytes that stay free
-_CHUNK = 64  # recordings for each thread that the threads receive at once
+FIX = "use another --out"
+"""The fix in the message of an error that an output cannot be written."""
+
+_MEASURED_FORMATS = ("nemo", "mlperf", "fairseq", "table", "kaldi")
+"""The formats whose manifests lack the length and the rate of the recording."""
+_RESERVED_BYTES = 64 * 2**20  # bytes of the disk that stay free
+_CHUNK = 64  # items for each thread that are read from the input at once
 
 
 def cuts_of(source: Source) -> Iterator[Record]:
     """Yield every cut in lhotse's JSON format. Raises DataError for a repeated id."""
-    seen_keys: set[int] = set()  # A million keys need 60 MB, less than the ids.
+    keys = set[int]()  # the keys of the ids so far. A million keys need 60 MB, less than the ids.
     for part in parts_of(source):
         if not isinstance(part, Manifest):
             yield from (cut.to_dict() for cut in part.cuts())
             continue
         for entry in part.entries():
             key = key_of(str(entry.cut["id"]))
-            if key in seen_keys:
+            if key in keys:
                 raise part.error_at(entry.line, f"cut id {entry.cut['id']!r} is repeated. Ids must be unique")
-            seen_keys.add(key)
+            keys.add(key)
             _apply_facts(entry.cut, part.facts)
-            if part.kind in _MEASURED:
+            if part.kind in _MEASURED_FORMATS:
                 yield with_measured_length(entry.cut, counts_samples=part.kind == "fairseq")
             else:
                 yield entry.cut
 
 
 def _apply_facts(cut: Record, facts: Facts) -> None:
-    """Give a cut the language of its set, and normalise its transcripts by the normaliser of the set."""
+    """Set the language of a cut's set, and normalise the transcripts by the set's normaliser, in place."""
     for supervision in cut.get("supervisions") or ():
         if facts.language:
             supervision["language"] = facts.language
@@ -62,26 +64,30 @@ def _apply_facts(cut: Record, facts: Facts) -> None:
 
 
 def with_measured_length(cut: Record, counts_samples: bool = False) -> Record:
-    """Set the rate, length and channels of a cut of one file from its recording's header, if readable.
+    """Set the rate, length and channels of a cut of one file from its recording's header. Return the cut.
 
-    The lines of NeMo and MLPerf lack them, and lhotse refuses a recording that differs from its file. The end
-    of the cut moves by at most 0.1 s or 1 %, the tolerance of rounded durations. If the manifest
-    ``counts_samples`` and the header has the same count, the header's duration replaces the cut's.
+    A manifest of NeMo or MLPerf lacks them, and lhotse refuses a recording that differs from its file. The
+    end of the cut moves by at most 0.1 s or 1 %, because durations in manifests are rounded. If the manifest
+    ``counts_samples`` and has the same number of samples as the header, the cut gets the header's duration. A
+    cut whose header cannot be read does not change, so that it is reported like other bad recordings.
     """
     recording = cut["recording"]
-    file = header_or_none(recording["sources"][0]["source"])
-    if file is None:
-        return cut  # The cut is kept, because it is reported like any other bad recording.
-    if counts_samples and file.frames == recording["num_samples"]:
-        cut["duration"] = file.duration
-    channels = list(range(file.channels))
-    recording |= {"sampling_rate": file.samplerate, "num_samples": file.frames, "duration": file.duration}
-    recording["channel_ids"] = recording["sources"][0]["channels"] = channels
+    source = recording["sources"][0]
+    header = header_or_none(source["source"])
+    if header is None:
+        return cut
+    if counts_samples and header.frames == recording["num_samples"]:
+        cut["duration"] = header.duration
+    channels = list(range(header.channels))
+    recording["sampling_rate"] = header.samplerate
+    recording["num_samples"] = header.frames
+    recording["duration"] = header.duration
+    recording["channel_ids"] = source["channels"] = channels
     if len(channels) > 1:  # Training averages all channels, as the commands do.
         cut |= {"type": "MultiCut", "channel": channels}
-    excess = cut["start"] + cut["duration"] - file.duration
-    if 0 < excess <= max(0.1, 0.01 * cut["duration"]):
-        cut["duration"] = file.duration - cut["start"]
+    seconds_beyond_end = cut["start"] + cut["duration"] - header.duration
+    if 0 < seconds_beyond_end <= max(0.1, 0.01 * cut["duration"]):
+        cut["duration"] = header.duration - cut["start"]
     for supervision in cut["supervisions"]:
         supervision["duration"] = cut["duration"]
         supervision["channel"] = cut["channel"]
@@ -90,12 +96,12 @@ def with_measured_length(cut: Record, counts_samples: bool = False) -> Record:
 
 @dataclass
 class Totals:
-    """Totals of a manifest, and its bad recordings by reason."""
+    """The totals of a manifest, and its numbers of bad recordings by reason."""
 
     utterances: int = 0
     seconds: float = 0.0
     characters: int = 0
-    empty: int = 0
+    empty: int = 0  # empty transcripts
     bad: Counter[str] = field(default_factory=Counter)
 
     def add(self, cut: Record) -> None:
@@ -103,14 +109,19 @@ class Totals:
         self.utterances += 1
         self.seconds += seconds_of(cut)
         self.characters += len(text)
-        self.empty += not text.strip()
+        if not text.strip():
+            self.empty += 1
 
-    def refuse(self, name: object, problem: Unusable) -> None:
+    def refuse(self, cut_id: object, problem: Unusable) -> None:
+        """Count a bad recording, and print its id, the reason and the detail in a line with tabs."""
         self.bad[problem.reason] += 1
-        columns = [shorten(text, 8_000) for text in (str(name), problem.reason, problem.detail)]
-        print("bad: " + "\t".join(map(escape_controls, columns)), flush=True)
+        columns = []
+        for text in (str(cut_id), problem.reason, problem.detail):
+            columns.append(escape_controls(shorten(text, 8_000)))
+        print("bad: " + "\t".join(columns), flush=True)
 
     def describe(self) -> str:
+        """Return the totals as a line of text."""
         hours = self.seconds / 3600
         description = f"{self.utterances} utterances, {hours:.2f} h, {self.characters} characters"
         if self.empty:
@@ -124,11 +135,11 @@ class Totals:
 def write_cuts(
     out: Path, checked: Iterable[tuple[Record, Record | Unusable]], keeps_bad: bool = False
 ) -> int:
-    """Write the new cut of each (cut, new cut) pair, and print the bad recordings and the totals.
+    """Write the new cut of each pair (cut, new cut), and print the bad recordings and the totals.
 
-    A bad recording has its refusal in place of the new cut. With ``keeps_bad``, its old cut is written.
-    Returns the number of bad recordings. Raises DataError if no recording is left, MachineError if the file
-    cannot be written.
+    The new cut of a bad recording is an Unusable. The recording is left out or, with ``keeps_bad``, written
+    with its old cut. Returns the number of bad recordings. Raises DataError if no recording is left,
+    MachineError if the file cannot be written.
     """
     totals = Totals()
     with open_output(out) as file:
@@ -146,7 +157,8 @@ def write_cuts(
 
 
 def line_of(cut: Record) -> bytes:
-    # A lone surrogate becomes the escape \udcxx, as JSON writes it.
+    """Return a cut as a JSON line in UTF-8."""
+    # A lone surrogate, which UTF-8 cannot encode, becomes the JSON escape \udcxx.
     return json.dumps(cut, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
@@ -158,9 +170,10 @@ def refuse_empty(totals: Totals, out: Path) -> None:
 
 @contextlib.contextmanager
 def open_output(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file to write, gzipped if its name ends in ``.gz``. It gets its name only on success.
+    """Return a context with a file to write, which is gzipped if its name ends in ``.gz``.
 
-    Raises MachineError if the file cannot be written.
+    The file gets its final name only if the context ends without an error. Raises MachineError if the file
+    cannot be written.
     """
     with writing(path, FIX), atomic(path) as temporary, temporary.open("wb") as file:
         if path.suffix == ".gz":
@@ -173,9 +186,9 @@ def open_output(path: Path) -> Iterator[IO[bytes]]:
 def map_in_threads(
     function: Callable[[Item], Outcome], items: Iterable[Item], jobs: int
 ) -> Iterator[tuple[Item, Outcome | Unusable]]:
-    """Apply ``function`` to items in ``jobs`` threads. Yields (item, outcome or refusal) in order.
+    """Yield each item with the result of ``function``, or with the Unusable that it raised, in order.
 
-    Threads suffice, because decoding releases Python's lock.
+    ``jobs`` threads call the function. Threads suffice, because decoding releases Python's global lock.
     """
 
     def outcome_or_refusal(item: Item) -> Outcome | Unusable:
@@ -184,27 +197,28 @@ def map_in_threads(
         except Unusable as problem:
             return problem
 
-    remaining = iter(items)
+    remaining_items = iter(items)
     with ThreadPoolExecutor(jobs) as pool:
-        while chunk := list(islice(remaining, _CHUNK * jobs)):
+        # A pool reads all its items at once, so it gets a chunk of them.
+        while chunk := list(islice(remaining_items, _CHUNK * jobs)):
             yield from zip(chunk, pool.map(outcome_or_refusal, chunk), strict=True)
 
 
-def check_room(folder: Path, need: float, qualifier: str, fix: str) -> str:
-    """Return a line with the bytes that ``folder`` needs and the bytes that are free.
+def check_room(folder: Path, needed_bytes: float, qualifier: str, fix: str) -> str:
+    """Return a line with the size that ``folder`` needs and the free space of its disk.
 
-    Raises MachineError if too few bytes are free. ``qualifier`` precedes the need: "about " or "up to ".
-    ``fix`` ends the error.
+    ``qualifier`` precedes the needed size: "about " or "up to ". Raises MachineError if too little space is
+    free. Its message ends with ``fix``.
     """
     path = folder.absolute()
     existing_folder = next(parent for parent in (path, *path.parents) if parent.exists())
-    free = shutil.disk_usage(existing_folder).free
-    line = f"{folder} needs {qualifier}{size_text(need)}, {size_text(free)} are free"
-    if need + _ROOM > free:
+    free_bytes = shutil.disk_usage(existing_folder).free
+    line = f"{folder} needs {qualifier}{size_text(needed_bytes)}, {size_text(free_bytes)} are free"
+    if needed_bytes + _RESERVED_BYTES > free_bytes:
         raise MachineError(f"{line}. Free some space, {fix}")
     return line
 
 
-def size_text(count: float) -> str:
-    """Return a number of bytes as MB or GB."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+def size_text(byte_count: float) -> str:
+    """Return a number of bytes as text in MB or GB."""
+    return f"{byte_count / 1e9:.1f} GB" if byte_count >= 1e9 else f"{byte_count / 1e6:.0f} MB"

@@ -13,51 +13,54 @@ from numpy.typing import NDArray
 from speechtrain.data.formats.manifests import Record, seconds_of, speaker_of, text_of
 from speechtrain.data.recordings import Unusable
 
-# Times the median of characters per second. The rate of reading aloud varies by a quarter between speakers.
-_FAST, _SLOW = 2.0, 0.2
-_SILENT = 2e-3  # the largest sample of a silent recording at full scale 1: 65 of 16 bits
 LONG = 20.0  # seconds, the default of data.max_seconds
-_CLIPPED = 5e-4  # share of samples at full scale
-_PERCENTS = {"shortest": 0, "5 %": 5, "median": 50, "95 %": 95, "longest": 100}
-_MOST_CHARACTERS = 200  # in the table
+
+# A recording is too fast or too slow at this multiple of the median of characters per second. The rate of
+# reading aloud varies only by a quarter between speakers.
+_FAST, _SLOW = 2.0, 0.2
+_SILENT_PEAK = 2e-3  # A recording with a lower peak is silent. Full scale is 1, so this is 65 of 16 bits.
+_CLIPPED_SHARE = 5e-4  # A recording with a larger share of samples at full scale is clipped.
+_PERCENTILES = {"shortest": 0, "5 %": 5, "median": 50, "95 %": 95, "longest": 100}
+_MOST_CHARACTERS = 200  # the most characters in the text table
 
 
 class AudioCheck(NamedTuple):
     """The result of decoding a recording."""
 
-    content: bytes  # a hash of the samples
+    content_hash: bytes  # a hash of the samples, which shows copies
     fault: str  # the likely error, or ""
 
 
 def check_audio_of(cut: Record) -> AudioCheck:
-    """Decode a cut at the rate of its recording. Raises Unusable."""
+    """Return the result of decoding a cut at the rate of its recording. Raises Unusable."""
     from speechtrain.data.audio import read_cut
 
     rate = int((cut.get("recording") or {}).get("sampling_rate", 16_000))
     samples = np.abs(read_cut(cut, rate))
     fault = ""
-    if float(samples.max()) < _SILENT:
+    if float(samples.max()) < _SILENT_PEAK:
         fault = "silent"
-    elif float((samples >= 0.999).mean()) > _CLIPPED:
+    elif float((samples >= 0.999).mean()) > _CLIPPED_SHARE:
         fault = "clipped"
     return AudioCheck(hashlib.blake2b(samples.tobytes(), digest_size=16).digest(), fault)
 
 
 class Statistics:
-    """The statistics of the added cuts."""
+    """The statistics of the cuts that have been added."""
 
     def __init__(self) -> None:
         self.ids: list[str] = []
         self.seconds: list[float] = []
-        self.spoken: list[int] = []  # characters of each transcript, without spaces
-        self.characters, self.speakers = Counter[str](), Counter[str]()
-        self.errors: dict[str, list[str]] = defaultdict(list)  # ids by error
-        self._copies: dict[object, list[str]] = defaultdict(list)  # ids by content
+        self.spoken: list[int] = []  # the number of characters of each transcript, without spaces
+        self.characters = Counter[str]()  # how often each character occurs
+        self.speakers = Counter[str]()  # the number of cuts of each speaker. "" is an unknown speaker.
+        self.errors: dict[str, list[str]] = defaultdict(list)  # ids by likely error
+        self._ids_by_content: dict[object, list[str]] = defaultdict(list)
 
     def add(self, cut: Record, check: AudioCheck | Unusable | None) -> None:
-        """Add a cut with the check of its audio, or None if the audio is not decoded.
+        """Add a cut with the check of its audio, or with None if the audio is not decoded.
 
-        Without a check, the file, start and duration stand for the content of the recording.
+        Without a check, two recordings are copies if their files, starts and durations are equal.
         """
         from speechtrain.data.audio import files_of
 
@@ -69,20 +72,20 @@ class Statistics:
         self.speakers[speaker_of(cut)] += 1
         fault = ""
         if check is None:
-            self._copies[(*files_of(cut), cut.get("start"), cut.get("duration"))].append(name)
+            self._ids_by_content[(*files_of(cut), cut.get("start"), cut.get("duration"))].append(name)
         elif isinstance(check, Unusable):
             fault = check.reason
         else:
             fault = check.fault
             if fault != "silent":
-                self._copies[check.content].append(name)
+                self._ids_by_content[check.content_hash].append(name)
         if fault:
             self.errors[fault].append(name)
         if not text.strip():
             self.errors["no_transcript"].append(name)
 
     def long_recordings(self) -> dict[str, Any]:
-        """Return the number and hours of recordings that a run does not use by default."""
+        """Return the number and hours of recordings that are too long for training by default."""
         seconds = [length for length in self.seconds if length > LONG]
         hours = sum(seconds) / 3600
         return {"long": {"recordings": len(seconds), "hours": round(hours, 4)}}
@@ -91,11 +94,11 @@ class Statistics:
         """Return the statistics as JSON stores them, with the ids of the recordings by likely error."""
         seconds, spoken = np.array(self.seconds), np.array(self.spoken)
         rates = np.divide(spoken, seconds, out=np.zeros(len(spoken)), where=seconds > 0)
-        spoken_rates = rates[rates > 0]
-        median = float(np.median(spoken_rates)) if len(spoken_rates) else 0.0
+        positive_rates = rates[rates > 0]
+        median = float(np.median(positive_rates)) if len(positive_rates) else 0.0
         lengths = {}
-        for name, percent in _PERCENTS.items():
-            lengths[name] = round(float(np.percentile(seconds, percent)), 2)
+        for name, percentile in _PERCENTILES.items():
+            lengths[name] = round(float(np.percentile(seconds, percentile)), 2)
         hours = float(seconds.sum()) / 3600
         return {
             "recordings": len(self.ids),
@@ -109,10 +112,14 @@ class Statistics:
         }
 
     def _likely_errors(self, rates: NDArray[np.float64], median: float) -> dict[str, list[str]]:
-        """Return ids by error. ``rates`` (N,) are characters per second, and 0 without a transcript."""
+        """Return the ids of recordings by likely error.
+
+        ``rates`` (N,) are characters per second, and 0 without a transcript. ``median`` is the median of the
+        positive rates.
+        """
         is_slow = (rates > 0) & (rates < _SLOW * median)
         duplicates: list[str] = []
-        for names in self._copies.values():
+        for names in self._ids_by_content.values():
             if len(names) > 1:
                 duplicates += names
         errors = {

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent: damage of any kind is named, never loaded, and the one before is used."""
+"""Tests of ``Checkpointer``: saving, retention, and that damaged checkpoints are reported and not loaded."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from ...conftest import Disk
 
 
 class Value:
+    """A part of a run whose state is one tensor."""
+
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
@@ -33,9 +35,13 @@ class Value:
         self.tensor = state["tensor"]
 
 
-def saved(
+def save_checkpoints(
     root: Path, steps: tuple[int, ...], keep: int = 10, metrics: tuple[float, ...] = ()
 ) -> Checkpointer:
+    """Save a checkpoint at each of ``steps``, with the metric of its validation, and return the Checkpointer.
+
+    The tensor of the state is filled with the step, and the weight with the step plus 0.5.
+    """
     checkpointer = Checkpointer(root, keep=keep)
     for index, step in enumerate(steps):
         tensor = torch.full((100,), float(step))
@@ -45,8 +51,8 @@ def saved(
     return checkpointer
 
 
-def test_restores_the_newest(tmp_path: Path) -> None:
-    saved(tmp_path, (10, 20))
+def test_restore_loads_the_newest_checkpoint(tmp_path: Path) -> None:
+    save_checkpoints(tmp_path, (10, 20))
     value = Value(torch.zeros(100))
     assert Checkpointer(tmp_path).restore({"value": value}) == 20
     assert torch.equal(value.tensor, torch.full((100,), 20.0))
@@ -104,10 +110,10 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_named_and_the_one_before_is_loaded(
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_loaded(
     tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved(tmp_path, (10, 20))
+    save_checkpoints(tmp_path, (10, 20))
     damage(tmp_path / "checkpoints" / "step-00000020")
     value = Value(torch.zeros(100))
     assert Checkpointer(tmp_path).restore({"value": value}) == 10
@@ -115,32 +121,34 @@ def test_damage_is_named_and_the_one_before_is_loaded(
     assert "checkpoint not loaded" in caplog.messages[-1]
     assert all("step-00000020" in message for message in caplog.messages)
     count = len(caplog.messages)
-    # a second start neither trips over it nor loads it
+    # A second start does not load the damaged checkpoint, and does not report it again.
     assert Checkpointer(tmp_path).restore({"value": value}) == 10
     assert len(caplog.messages) == count
 
 
-def test_all_damaged_means_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saved(tmp_path, (10, 20))
+def test_restore_returns_none_if_all_checkpoints_are_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_checkpoints(tmp_path, (10, 20))
     for folder in (tmp_path / "checkpoints").glob("step-*"):
         truncate(folder)
     assert Checkpointer(tmp_path).restore({"value": Value(torch.zeros(1))}) is None
     assert len(caplog.messages) == 2
 
 
-def test_a_half_written_checkpoint_is_invisible_and_swept_up(tmp_path: Path) -> None:
-    saved(tmp_path, (10,))
-    left = tmp_path / "checkpoints" / ".writing-step-00000020"
-    shutil.copytree(tmp_path / "checkpoints" / "step-00000010", left)
+def test_an_incomplete_checkpoint_is_not_loaded_and_is_removed(tmp_path: Path) -> None:
+    save_checkpoints(tmp_path, (10,))
+    incomplete = tmp_path / "checkpoints" / ".writing-step-00000020"
+    shutil.copytree(tmp_path / "checkpoints" / "step-00000010", incomplete)
     assert Checkpointer(tmp_path).restore({"value": Value(torch.zeros(1))}) == 10
-    assert not left.exists()
-    left.mkdir()
-    saved(tmp_path, (30,))
-    assert not left.exists()
+    assert not incomplete.exists()
+    incomplete.mkdir()
+    save_checkpoints(tmp_path, (30,))
+    assert not incomplete.exists()
 
 
-def test_what_a_kill_left_at_the_last_save_is_removed_by_the_next_start(tmp_path: Path) -> None:
-    saved(tmp_path, (10,))
+def test_restore_removes_the_incomplete_files_of_a_killed_process(tmp_path: Path) -> None:
+    save_checkpoints(tmp_path, (10,))
     root = tmp_path / "checkpoints"
     before = sorted(root.rglob("*"))
     shutil.copytree(root / "step-00000010", root / ".removing-step-00000005")
@@ -153,23 +161,23 @@ def test_what_a_kill_left_at_the_last_save_is_removed_by_the_next_start(tmp_path
     assert sorted(root.rglob("*")) == before
 
 
-def of_the_next_format(folder: Path) -> None:
-    """Change a checkpoint to what a later version might write."""
+def set_next_format(folder: Path) -> None:
+    """Change the format of a checkpoint to the number of a later version."""
     manifest = read_manifest(folder)
     assert manifest is not None
     write_manifest(folder, replace(manifest, format=SHARDED + 1))
 
 
-def test_another_format_is_refused_by_name(tmp_path: Path) -> None:
-    saved(tmp_path, (10,))
+def test_verify_refuses_another_format(tmp_path: Path) -> None:
+    save_checkpoints(tmp_path, (10,))
     folder = tmp_path / "checkpoints" / "step-00000010"
-    of_the_next_format(folder)
+    set_next_format(folder)
     with pytest.raises(RunError, match=f"format {SHARDED + 1}"):
         Checkpointer(tmp_path).verify(folder)
 
 
-def test_states_that_do_not_fit_are_an_error_and_not_skipped(tmp_path: Path) -> None:
-    saved(tmp_path, (10,))
+def test_restore_refuses_a_checkpoint_with_other_parts(tmp_path: Path) -> None:
+    save_checkpoints(tmp_path, (10,))
     with pytest.raises(RunError, match="other"):
         Checkpointer(tmp_path).restore({"other": Value(torch.zeros(1))})
 
@@ -188,7 +196,7 @@ def test_pickled_code_is_not_executed(tmp_path: Path) -> None:
 
 
 def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
-    saved(tmp_path, (1, 2, 3, 4, 5), keep=2, metrics=(0.5, 0.1, 0.3, 0.2, 0.4))
+    save_checkpoints(tmp_path, (1, 2, 3, 4, 5), keep=2, metrics=(0.5, 0.1, 0.3, 0.2, 0.4))
     assert [p.name[-1] for p in Checkpointer(tmp_path).folders()] == ["2", "4", "5"]
     folder, weights = Checkpointer(tmp_path).weights("best")
     assert folder.name == "step-00000002"
@@ -198,12 +206,12 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
         Checkpointer(tmp_path).weights("step-00000099")
 
 
-def test_best_survives_a_metric_that_is_no_number(tmp_path: Path) -> None:
-    checkpointer = saved(tmp_path, (1, 2), metrics=(0.5, float("nan")))
+def test_a_checkpoint_whose_metric_is_nan_is_not_the_best(tmp_path: Path) -> None:
+    checkpointer = save_checkpoints(tmp_path, (1, 2), metrics=(0.5, float("nan")))
     assert checkpointer.best()[0] == tmp_path / "checkpoints" / "step-00000001"
 
 
-def test_of_equal_metrics_the_lower_loss_is_the_best_and_then_the_first(tmp_path: Path) -> None:
+def test_checkpoints_of_equal_metrics_are_compared_by_loss_and_then_by_step(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, keep=10)
     for step, loss in ((1, None), (2, 0.4), (3, 0.1), (4, 0.1), (5, math.inf)):
         metrics = {} if loss is None else {"wer": 0.0, "loss": loss, "dev/wer": 0.0}
@@ -218,12 +226,15 @@ def test_of_equal_metrics_the_lower_loss_is_the_best_and_then_the_first(tmp_path
     )  # as older checkpoints have it
     for step in (2, 3, 4, 5):
         shutil.rmtree(tmp_path / "checkpoints" / f"step-{step:08d}")
-    saved(tmp_path, (6, 7), metrics=(0.0, 0.0))
+    save_checkpoints(tmp_path, (6, 7), metrics=(0.0, 0.0))
     assert Checkpointer(tmp_path).best()[0] == tmp_path / "checkpoints" / "step-00000001"
 
 
-def test_above_a_wer_of_90_percent_the_cer_and_then_the_loss_choose(tmp_path: Path) -> None:
-    """The first three rows are of a run whose lucky WER kept its worst checkpoint."""
+def test_checkpoints_above_90_percent_wer_are_compared_by_cer_and_then_by_loss(tmp_path: Path) -> None:
+    """A row is step, WER, CER, loss, and the step of the best checkpoint so far.
+
+    The first three rows are from a real run. By WER alone, the second would be the best. It was the worst.
+    """
     rows = [
         (304, 0.9891, 0.9151, 140.2, 304),
         (418, 0.9674, 0.9660, 138.9, 304),
@@ -242,7 +253,7 @@ def test_above_a_wer_of_90_percent_the_cer_and_then_the_loss_choose(tmp_path: Pa
     assert checkpointer.best()[1] == 0.89
 
 
-def test_a_loss_above_one_is_no_word_error_rate(tmp_path: Path) -> None:
+def test_a_loss_above_0_9_is_not_treated_as_a_high_wer(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, keep=10)
     for step, loss, cer in ((1, 2.0, 0.5), (2, 3.0, 0.1)):
         checkpointer.save(step, {"value": Value(torch.zeros(1))}, {"w": torch.zeros(1)})
@@ -250,10 +261,11 @@ def test_a_loss_above_one_is_no_word_error_rate(tmp_path: Path) -> None:
     assert checkpointer.best() == (checkpointer.root / "step-00000001", 2.0)
 
 
-def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
-    checkpointer = saved(tmp_path, (10,))
+def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
+    checkpointer = save_checkpoints(tmp_path, (10,))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # writing more fails, as on a full disk
+    # A write beyond the limit fails, as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         with pytest.raises(OSError, match="step 20"):
             checkpointer.save(20, {"value": Value(torch.zeros(100_000))}, {})
@@ -264,9 +276,9 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     assert Checkpointer(tmp_path).restore({"value": value}) == 10
 
 
-def test_a_disk_that_fills_under_the_weights_is_the_same_error(tmp_path: Path) -> None:
-    """Safetensors has an error of its own for it, torch another one."""
-    checkpointer = saved(tmp_path, (10,))
+def test_a_disk_that_is_full_at_the_weights_raises_the_same_error(tmp_path: Path) -> None:
+    """Safetensors and torch raise different errors for a full disk."""
+    checkpointer = save_checkpoints(tmp_path, (10,))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
@@ -277,8 +289,8 @@ def test_a_disk_that_fills_under_the_weights_is_the_same_error(tmp_path: Path) -
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
 
 
-def leave(disk: Disk, measure: str, room: int) -> None:
-    """Fill a disk but for so many pages, or so many files."""
+def limit_free_space(disk: Disk, measure: str, room: int) -> None:
+    """Fill a disk until only ``room`` pages or files are free. ``measure`` is ``pages`` or ``files``."""
     used = os.statvfs(disk.path)
     if measure == "pages":
         disk.fill(room * used.f_frsize)
@@ -287,22 +299,22 @@ def leave(disk: Disk, measure: str, room: int) -> None:
 
 
 @pytest.mark.parametrize("measure", ["pages", "files"])
-def test_a_disk_that_fills_at_each_file_in_turn_loses_no_checkpoint(disk: Disk, measure: str) -> None:
-    """From no room at all to enough: at ``state.pt``, the weights, ``checkpoint.json``, ``best.json``."""
+def test_a_disk_that_is_full_at_any_file_loses_no_checkpoint(disk: Disk, measure: str) -> None:
+    """The free space grows from 0 to enough, so each file in turn is the first that does not fit."""
     states, weights = {"value": Value(torch.zeros(3000))}, {"weight": torch.zeros(3000)}
     outcomes = []
     disk.mount("remount,size=1m")
     for room in range(15):
         shutil.rmtree(disk.path / "run", ignore_errors=True)
-        checkpointer = saved(disk.path / "run", (1, 2), keep=1, metrics=(0.25, 0.5))
-        leave(disk, measure, room)
+        checkpointer = save_checkpoints(disk.path / "run", (1, 2), keep=1, metrics=(0.25, 0.5))
+        limit_free_space(disk, measure, room)
         outcomes.append("lost")
         with contextlib.suppress(OSError):
             checkpointer.save(3, states, weights)
             outcomes[-1] = "saved"
-            leave(disk, measure, room % 2)  # the save has made room: older checkpoints are removed
+            limit_free_space(disk, measure, room % 2)  # The save has removed older checkpoints.
             checkpointer.add_validation(3, 0.125, {"wer": 0.125})
-            outcomes[-1] = "noted"
+            outcomes[-1] = "validated"
         best, metric = checkpointer.best()
         assert best is not None
         assert metric <= 0.25
@@ -314,66 +326,67 @@ def test_a_disk_that_fills_at_each_file_in_turn_loses_no_checkpoint(disk: Disk, 
         checkpointer.save(4, states, weights)  # there is room again
         checkpointer.add_validation(4, 0.5, {})
         assert read_json(checkpointer.root / "best.json")["name"] == checkpointer.best()[0].name
-    assert set(outcomes) == {"lost", "saved", "noted"}
+    assert set(outcomes) == {"lost", "saved", "validated"}
 
 
-def test_every_file_has_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
+def test_every_file_has_the_mode_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        saved(tmp_path, (10,))
+        save_checkpoints(tmp_path, (10,))
     finally:
         os.umask(before)
     files = [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
     assert {path.stat().st_mode & 0o777 for path in files} == {0o644}
 
 
-def test_each_flipped_bit_of_the_note_on_the_best_changes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    checkpointer = saved(tmp_path, (1, 2, 3), keep=1, metrics=(0.5, 0.25, 0.75))
-    note = tmp_path / "checkpoints" / "best.json"
-    sound = note.read_bytes()
-    for place in range(8 * len(sound)):
-        damaged = bytearray(sound)
-        damaged[place // 8] ^= 1 << place % 8
-        note.write_bytes(damaged)
+def test_a_flipped_bit_in_best_json_has_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpointer = save_checkpoints(tmp_path, (1, 2, 3), keep=1, metrics=(0.5, 0.25, 0.75))
+    path = tmp_path / "checkpoints" / "best.json"
+    undamaged = path.read_bytes()
+    for bit in range(8 * len(undamaged)):
+        damaged = bytearray(undamaged)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
         assert checkpointer.best() == (tmp_path / "checkpoints" / "step-00000002", 0.25)
     checkpointer.save(4, {"value": Value(torch.zeros(1))}, {"weight": torch.zeros(1)})
     checkpointer.add_validation(4, 0.9, {})
     assert [folder.name for folder in checkpointer.folders()] == ["step-00000002", "step-00000004"]
-    assert note.read_bytes() == sound
+    assert path.read_bytes() == undamaged
 
 
 @pytest.mark.slow
-def test_no_flipped_bit_of_a_manifest_loses_the_best_checkpoint(
+def test_a_flipped_bit_in_a_manifest_does_not_remove_the_best_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A changed metric must not let another one win, and the best be removed."""
-    checkpointer = saved(tmp_path, (1, 2, 3), keep=1, metrics=(0.5, 0.25, 0.75))
+    """With a changed metric, another checkpoint could seem to be the best, and the best would be removed."""
+    checkpointer = save_checkpoints(tmp_path, (1, 2, 3), keep=1, metrics=(0.5, 0.25, 0.75))
     best = tmp_path / "checkpoints" / "step-00000002"
     manifest = best / "checkpoint.json"
-    sound, unchanged = manifest.read_bytes(), 0
-    places = range(0, 8 * len(sound), 3)  # bits of every byte. `make test-faults` flips more of them
-    for place in places:
-        damaged = bytearray(sound)
-        damaged[place // 8] ^= 1 << place % 8
+    undamaged, harmless = manifest.read_bytes(), 0
+    bits = range(
+        0, 8 * len(undamaged), 3
+    )  # These are bits of every byte. `make test-faults` flips more bits.
+    for bit in bits:
+        damaged = bytearray(undamaged)
+        damaged[bit // 8] ^= 1 << bit % 8
         manifest.write_bytes(damaged)
-        found, metric = checkpointer.best()
-        is_best = found == best and metric == 0.25  # white space, or the name of the digest itself
-        unchanged += is_best
-        if not is_best:
+        best_folder, metric = checkpointer.best()
+        # A flip in white space, or in the name of the digest, is harmless.
+        is_harmless = best_folder == best and metric == 0.25
+        harmless += is_harmless
+        if not is_harmless:
             with pytest.raises(RunError, match=r"no readable checkpoint\.json"):
                 checkpointer.verify(best)
         checkpointer._prune()
         assert best.is_dir()
-    assert unchanged < 0.2 * len(places)
-    manifest.write_bytes(sound.replace(b"0.25", b"0.95"))
+    assert harmless < 0.2 * len(bits)
+    manifest.write_bytes(undamaged.replace(b"0.25", b"0.95"))
     assert Checkpointer(tmp_path).weights("best")[0].name == "step-00000003"
     assert f"{manifest} is damaged and not used (it does not match its own sha256)" in caplog.messages
 
 
-def test_a_validation_is_noted_where_its_checkpoint_is(tmp_path: Path) -> None:
-    checkpointer = saved(tmp_path, (1, 2), keep=1, metrics=(0.5, 0.25))
+def test_a_validation_is_stored_only_if_its_checkpoint_exists(tmp_path: Path) -> None:
+    checkpointer = save_checkpoints(tmp_path, (1, 2), keep=1, metrics=(0.5, 0.25))
     assert checkpointer.read_validation(2) == {"metrics": {"wer": 0.25}, "wall_s": 0.0}
     checkpointer.add_validation(7, 0.1, {})  # its checkpoint could not be written
     assert [folder.name for folder in checkpointer.folders()] == ["step-00000002"]
@@ -381,7 +394,7 @@ def test_a_validation_is_noted_where_its_checkpoint_is(tmp_path: Path) -> None:
     assert checkpointer.restore({"value": Value(torch.zeros(100))}) == 2
 
 
-def test_a_kill_while_an_old_one_is_removed_leaves_nothing(
+def test_a_kill_during_the_removal_of_an_old_checkpoint_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(folder: Path, ignore_errors: bool = False) -> None:
@@ -391,14 +404,14 @@ def test_a_kill_while_an_old_one_is_removed_leaves_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            saved(tmp_path, (1, 2), keep=1)
-    checkpointer = saved(tmp_path, (3, 4), keep=1)
+            save_checkpoints(tmp_path, (1, 2), keep=1)
+    checkpointer = save_checkpoints(tmp_path, (3, 4), keep=1)
     assert [folder.name for folder in checkpointer.folders()] == ["step-00000004"]
     assert sorted(path.name for path in checkpointer.root.iterdir()) == ["step-00000004"]
 
 
-def test_a_run_directory_that_moves_away_is_noticed_and_not_made_again(tmp_path: Path) -> None:
-    checkpointer = saved(tmp_path / "run", (10,))
+def test_save_refuses_a_run_directory_that_was_moved(tmp_path: Path) -> None:
+    checkpointer = save_checkpoints(tmp_path / "run", (10,))
     (tmp_path / "run").rename(tmp_path / "moved")
     states, weights = {"value": Value(torch.zeros(1))}, {"weight": torch.zeros(1)}
     with pytest.raises(OSError, match=r"run was moved or removed while the run went on"):
@@ -408,24 +421,24 @@ def test_a_run_directory_that_moves_away_is_noticed_and_not_made_again(tmp_path:
     assert checkpointer.save(20, states, weights).is_dir()
 
 
-def test_another_format_is_never_set_aside(tmp_path: Path) -> None:
-    """A newer version's checkpoints must not be thrown away by an older one, nor trained over."""
-    saved(tmp_path, (10, 20))
+def test_a_checkpoint_of_another_format_is_not_renamed(tmp_path: Path) -> None:
+    """An older version must not remove or overwrite the checkpoints of a newer version."""
+    save_checkpoints(tmp_path, (10, 20))
     path = tmp_path / "checkpoints" / "step-00000020" / "checkpoint.json"
-    of_the_next_format(path.parent)
+    set_next_format(path.parent)
     with pytest.raises(RunError, match=f"format {SHARDED + 1}"):
         Checkpointer(tmp_path).restore({"value": Value(torch.zeros(100))})
     assert path.exists()
 
 
-NO_MANIFESTS = ["[]", '{"files": 3}', '{"files": {}, "format": 1, "step": 10}', '"\\ud800']
+WRONG_MANIFESTS = ["[]", '{"files": 3}', '{"files": {}, "format": 1, "step": 10}', '"\\ud800']
 
 
-@pytest.mark.parametrize("content", NO_MANIFESTS)
-def test_a_manifest_that_is_no_manifest_is_damage(
+@pytest.mark.parametrize("content", WRONG_MANIFESTS)
+def test_a_wrong_manifest_is_reported_as_damage(
     tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved(tmp_path, (10,))
+    save_checkpoints(tmp_path, (10,))
     (tmp_path / "checkpoints" / "step-00000010" / "checkpoint.json").write_text(content)
     assert Checkpointer(tmp_path).restore({"value": Value(torch.zeros(100))}) is None
     assert "training starts at step 0" in caplog.text

@@ -230,7 +230,7 @@ def test_a_lock_that_another_process_holds_is_named(
 ) -> None:
     notices: queue.Queue[str] = queue.Queue()
     monkeypatch.setattr(module, "print_notice", notices.put)
-    monkeypatch.setattr(module, "_TRIES", 1)
+    monkeypatch.setattr(module, "_LOCK_ATTEMPTS", 1)
     source = open_source(recordings.nemo("m.jsonl", nemo_records(3)))
     index = open_index(source)
     shutil.rmtree(index.folder)

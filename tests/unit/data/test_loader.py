@@ -12,7 +12,15 @@ import torch
 
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import dither_offset
-from speechtrain.data.audio import _BETA, _ROLLOFF, _ZEROS, Unusable, change_rate, read_cut, read_file
+from speechtrain.data.audio import (
+    _BETA,
+    _ROLLOFF,
+    _ZERO_CROSSINGS,
+    Unusable,
+    change_rate,
+    read_cut,
+    read_file,
+)
 from speechtrain.data.index import open_index
 from speechtrain.data.loader import BatchLoader, audio_row, collate
 from speechtrain.data.sampler import MicroBatch
@@ -127,7 +135,7 @@ def test_change_rate_equals_the_convolution_of_lhotse(rate: int) -> None:
     from lhotse.augmentation.resample import Resample
 
     samples = np.random.default_rng(0).normal(size=12_345).astype(np.float32)
-    convolution = Resample(rate, RATE, "sinc_interp_kaiser", _ZEROS, _ROLLOFF, _BETA)
+    convolution = Resample(rate, RATE, "sinc_interp_kaiser", _ZERO_CROSSINGS, _ROLLOFF, _BETA)
     expected = convolution(torch.from_numpy(samples))
     np.testing.assert_allclose(change_rate(samples, rate, RATE), expected.numpy(), atol=1e-5)
 

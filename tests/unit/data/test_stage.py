@@ -28,7 +28,7 @@ from tests.support.shar import write_shar
 
 @pytest.fixture(autouse=True)
 def small_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "_ROOM", 2**20)
+    monkeypatch.setattr(stage, "_RESERVED_BYTES", 2**20)
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -164,7 +164,7 @@ def test_a_recording_that_shrinks_under_the_copying_has_no_copy(
 
 
 def _copy_all(folder: Path, paths: list[Path]) -> None:
-    stage._ROOM = 2**20
+    stage._RESERVED_BYTES = 2**20
     staged(folder, *paths)
 
 
@@ -194,7 +194,7 @@ def test_a_full_disk_is_one_warning(
     paths = [recordings.tone(f"{i}.wav") for i in range(3)]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if how == "no room":
-        monkeypatch.setattr(stage, "_ROOM", shutil.disk_usage(tmp_path).total)
+        monkeypatch.setattr(stage, "_RESERVED_BYTES", shutil.disk_usage(tmp_path).total)
     elif how == "no folder":
         folder.write_text("")
     else:
@@ -215,7 +215,7 @@ def test_a_full_disk_ends_no_training(
     tmp_path: Path, cache: Path, recordings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = recordings.corpus("a", 10)
-    monkeypatch.setattr(stage, "_ROOM", shutil.disk_usage(tmp_path).total)
+    monkeypatch.setattr(stage, "_RESERVED_BYTES", shutil.disk_usage(tmp_path).total)
     data = make_data(train, tmp_path / "stage")
     assert sum(batch.utterances for batch in islice(data.train(), 8)) == 20
     data.close()

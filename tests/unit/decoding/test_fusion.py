@@ -61,18 +61,18 @@ def phrases_in(text: str, phrases: list[str] = ADDED["hotwords"]) -> int:
 )
 def test_fusion_total_counts_each_occurrence_of_each_phrase(phrases: list[str], text: str) -> None:
     fusion = Fusion(phrases=phrases, phrase_bonus=2.0)
-    fusion.begin(LETTERS)
+    fusion.start_search(LETTERS)
     expected = 2.0 * phrases_in(text, sorted(set(phrases)))
-    assert fusion.total(LETTERS.encode(text)) == pytest.approx(expected, abs=1e-5)
+    assert fusion.text_score(LETTERS.encode(text)) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("text", ["", "ab", "abb", "b a", "b ab", "b  a", "ab b a", "a b a ab", "b", " ab "])
 def test_a_text_earns_its_words_and_phrases(lm: str, text: str) -> None:
     model = NGram(lm)
     fusion = Fusion(model, 0.8, 0.7, phrases=ADDED["hotwords"], phrase_bonus=2.0)
-    fusion.begin(LETTERS)
+    fusion.start_search(LETTERS)
     expected = plain_total(text, model, 0.8) + 2.0 * phrases_in(text)
-    assert fusion.total(LETTERS.encode(text)) == pytest.approx(expected, abs=1e-5)
+    assert fusion.text_score(LETTERS.encode(text)) == pytest.approx(expected, abs=1e-5)
     # the search adds the same, label by label, but for what the end of the text adds
     extra, state = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int64)
     for label in LETTERS.encode(text + " "):
@@ -90,7 +90,7 @@ def check(
     lengths = torch.full((len(frames),), frames.shape[1])
     found = 0
     for one, known in zip(decoder.decode(scorer, frames, lengths), totals, strict=True):
-        fused = {labels: score + decoder.fusion.total(labels) for labels, score in known.items()}
+        fused = {labels: score + decoder.fusion.text_score(labels) for labels, score in known.items()}
         for listed in (one, *one.alternatives):
             assert listed.score == pytest.approx(fused.get(listed.labels, listed.score), abs=1e-4)
         found += one.score >= max(fused.values()) - 1e-4
@@ -131,7 +131,7 @@ def test_no_text_has_a_lower_score_than_greedys(lm: str, is_fused: bool, normali
         for row, (one, other) in enumerate(zip(found, others, strict=True)):
             labels = torch.tensor([other.labels], dtype=torch.int64).view(1, -1)
             alone = (given[row, None], lengths[row, None], labels, torch.tensor([len(other.labels)]))
-            exact = float(scorer.log_likelihood(*alone)) + decoder.fusion.total(other.labels)
+            exact = float(scorer.log_likelihood(*alone)) + decoder.fusion.text_score(other.labels)
             assert one.score >= exact - 1e-4
 
 

@@ -124,7 +124,7 @@ def groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for name in ("", "memory", "cpu,cpuacct"):
         (tmp_path / name / "pod" / "own").mkdir(parents=True)
     lines = "4:memory:/pod/own\n3:cpu,cpuacct:/pod/own\n0::/pod/own\n"
-    monkeypatch.setattr(host, "_GROUPS", tmp_path)
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
     monkeypatch.setattr(
         host,
         "read_small_file",
@@ -243,7 +243,7 @@ def test_a_library_of_the_system_is_found() -> None:
 
 
 def shares(device: CPU, cores: list[Core], processes: int, is_bound: bool = False) -> list[set[int]]:
-    return [device._share(cores, rank, processes, is_bound) for rank in range(processes)]
+    return [device._cpus_of_rank(cores, rank, processes, is_bound) for rank in range(processes)]
 
 
 def test_ranks_are_bound_as_asked(two_nodes: list[Core]) -> None:

@@ -219,7 +219,7 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
 
         run = Run(group, "adamw", FP16(initial_scale=2.0**126))  # overflows until it is lowered
         run.train(8)
-        told[f"fp16, {kind}"] = [verdict is StepOutcome.TAKEN for verdict in run.update.outcomes(True)]
+        told[f"fp16, {kind}"] = [verdict is StepOutcome.APPLIED for verdict in run.update.outcomes(True)]
 
     for name in ("lamb", "adamw", "novograd"):
         run = Run(sharded, name)

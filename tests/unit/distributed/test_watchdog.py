@@ -48,7 +48,7 @@ class Rig:
         """Look once a tick for so long; whether there was an alarm."""
         for _ in range(round(seconds / self.watch.tick)):
             self.clock.now += self.watch.tick
-            if self.watch.find_alarm():
+            if self.watch.check_alarm():
                 return True
         return False
 
@@ -59,9 +59,9 @@ def test_a_place_that_stands_still_raises_an_alarm(tmp_path: Path) -> None:
     assert not rig.wait(9)
     rig.rank_status.begin_phase(1, "forward")
     assert not rig.wait(9)
-    rig.rank_status.enter()
+    rig.rank_status.begin_collective()
     assert not rig.wait(9)
-    rig.rank_status.leave()
+    rig.rank_status.end_collective()
     assert not rig.wait(9)
     assert not rig.folder.exists(), "nothing is written while a run moves"
     assert rig.wait(4)
@@ -74,7 +74,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) ->
     assert not rig.wait(5)
     for _ in range(4):
         rig.clock.now += 3600
-        assert not rig.watch.find_alarm()
+        assert not rig.watch.check_alarm()
     assert rig.wait(5)
 
 
@@ -82,7 +82,7 @@ def test_before_the_first_step_only_waiting_counts_and_has_its_own_limit(tmp_pat
     rig = Rig(tmp_path)
     rig.rank_status.begin_phase(0, "warm-up")
     assert not rig.wait(3 * START_SECONDS), "a long compilation"
-    rig.rank_status.enter()
+    rig.rank_status.begin_collective()
     assert not rig.wait(START_SECONDS - 10)
     assert rig.wait(20)
 

@@ -147,7 +147,7 @@ def test_slices_of_rows_change_the_memory_and_no_value(monkeypatch: pytest.Monke
     kept = []
 
     def gradients(values_of_slice: int) -> tuple[list[Tensor], int]:
-        monkeypatch.setattr(fastconformer, "_SLICE", values_of_slice)
+        monkeypatch.setattr(fastconformer, "_SLICE_VALUES", values_of_slice)
         made, kept[:] = encoder().subsampling, []
         x = torch.randn(5, 90, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):

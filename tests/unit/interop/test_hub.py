@@ -130,3 +130,113 @@ def test_a_folder_is_its_absolute_path(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     assert pinned("hf:model") == f"hf:{tmp_path / 'model'}"
     assert folder_of("hf:model") == tmp_path / "model"
+
+
+class UploadHub(BaseHTTPRequestHandler):
+    """The hub's answers to an upload. It refuses a card without a licence."""
+
+    def __init__(self, requests: dict[str, str], *arguments: object) -> None:
+        self.requests = requests
+        super().__init__(*arguments)  # type: ignore[arg-type]
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.requests[self.path.partition("?")[0]] = body
+        self.requests["token"] = self.headers["Authorization"]
+        url = f"http://{self.headers['Host']}/team/model"
+        status, answer = 200, json.dumps({"url": url})
+        if self.path == "/api/validate-yaml" and "license" not in json.loads(body)["content"]:
+            status, answer = 400, "license is missing"
+        elif "/preupload/" in self.path:
+            files = [{"path": file["path"], "uploadMode": "regular"} for file in json.loads(body)["files"]]
+            answer = json.dumps({"files": [{**file, "shouldIgnore": False} for file in files]})
+        elif "/commit/" in self.path:
+            answer = json.dumps({"commitUrl": f"{url}/commit/{COMMIT}", "commitOid": COMMIT})
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer.encode())
+
+
+@pytest.fixture
+def upload_hub() -> Iterator[tuple[dict[str, str], str]]:
+    """A hub on this machine for uploads: the bodies of its requests by path, and its address."""
+    requests: dict[str, str] = {}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(UploadHub, requests))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield requests, f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+UPLOAD = """
+import os
+os.environ["HF_TOKEN"] = "hf_secret"
+from speechtrain.errors import SpeechtrainError
+try:
+    check_upload("team/model", needs_token=True)
+    print(upload(Path({!r}), ["README.md", "config.json"], "team/model"))
+except SpeechtrainError as error:
+    print(error.exit_code, error)
+"""
+
+
+def test_upload_sends_the_named_files_after_the_hub_has_checked_the_card(
+    upload_hub: tuple[dict[str, str], str], tmp_path: Path
+) -> None:
+    requests, endpoint = upload_hub
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "notes.txt"):
+        (folder / name).write_text("{}")
+    (folder / "README.md").write_text("---\nlicense: mit\n---\ntext\n")
+    process = run(UPLOAD.format(str(folder)), tmp_path, endpoint)
+    assert process.stdout == f"{endpoint}/team/model/commit/{COMMIT}\n", process.stderr
+    lines = [json.loads(line) for line in requests["/api/models/team/model/commit/main"].splitlines()]
+    assert {line["value"]["path"] for line in lines if line["key"] == "file"} == {"README.md", "config.json"}
+    repository = json.loads(requests["/api/repos/create"])
+    assert (repository["name"], repository["organization"]) == ("model", "team")
+    assert repository.get("private") or repository.get("visibility") == "private"
+    assert requests["token"] == "Bearer hf_secret"
+
+
+def test_upload_stores_nothing_if_the_hub_refuses_the_card(
+    upload_hub: tuple[dict[str, str], str], tmp_path: Path
+) -> None:
+    requests, endpoint = upload_hub
+    (tmp_path / "README.md").write_text("---\ntags: [a]\n---\ntext\n")
+    process = run(UPLOAD.format(str(tmp_path)), tmp_path, endpoint)
+    assert process.stdout.startswith("4 --push team/model: the hub did not store the model"), process.stderr
+    assert "license is missing" in process.stdout
+    assert set(requests) == {"/api/validate-yaml", "token"}
+
+
+def test_upload_without_a_network_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\ntext\n")
+    process = run(UPLOAD.format(str(tmp_path)), tmp_path, "http://127.0.0.1:9")
+    assert len(process.stdout.splitlines()) == 1, process.stderr
+    assert "Repeat the command with --force" in process.stdout
+    assert "hf_secret" not in process.stdout
+
+
+@pytest.mark.parametrize(
+    "name", ["", "a/b/c", "../x", "team/a b", "team/x.git", "datasets/a/b", "alone", "-a/b"]
+)
+def test_check_upload_refuses_a_name(name: str) -> None:
+    from speechtrain.errors import ConfigError
+    from speechtrain.interop.hub import check_upload
+
+    with pytest.raises(ConfigError, match=f"--push {name}"):
+        check_upload(name, needs_token=False)
+
+
+def test_check_upload_without_a_token_says_how_to_get_one(tmp_path: Path) -> None:
+    code = UPLOAD.format(str(tmp_path)).replace('os.environ["HF_TOKEN"] = "hf_secret"', "")
+    process = run(code, tmp_path, "http://127.0.0.1:9")
+    assert process.stdout.startswith("4 --push team/model needs a token of the hub."), process.stderr
+    assert "https://huggingface.co/settings/tokens" in process.stdout

@@ -272,7 +272,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     """Count the cells that the form ``rows`` computes."""
     work = Work()
     walk_class = module._RaggedWalk
-    fill_cells, add_cells = walk_class._fill_cells, walk_class._add_cells
+    fill_cells, add_cells = walk_class._fill_cells, walk_class._add_cell_gradients
 
     def counted_fill(self: Any, cells: Any, logits: Tensor) -> None:
         work.forward += len(logits)
@@ -285,7 +285,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
         add_cells(self, cells, *fields, **named)
 
     monkeypatch.setattr(walk_class, "_fill_cells", counted_fill)
-    monkeypatch.setattr(walk_class, "_add_cells", counted_add)
+    monkeypatch.setattr(walk_class, "_add_cell_gradients", counted_add)
     return work
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from speechtrain.config.resolved import dump
 from speechtrain.launcher import LaunchResult
-from speechtrain.rank.main import _restart
+from speechtrain.rank.main import _restart_fact
 from speechtrain.run_directory import RunLock
 from speechtrain.runs.compose import compose
 from speechtrain.runs.start import _run_result
@@ -68,7 +68,7 @@ def test_a_failure_under_torchrun_says_which_restart_follows(
     assert errors[0] == f"{errors[2]} (restart 1 of 2 follows)"
     assert errors[1] == f"{errors[2]} (restart 2 of 2 follows)"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert start_line(_restart()) == "start    restart 1 of 2"
+    assert start_line(_restart_fact()) == "start    restart 1 of 2"
 
 
 @pytest.mark.slow

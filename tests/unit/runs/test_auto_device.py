@@ -1,4 +1,4 @@
-"""``device=auto``: which device it means, when it is refused, and that a run keeps the device."""
+"""Tests of ``device=auto``: which device it means, when it is refused, and that a run keeps its device."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ from tests.support.digits import write_sample
 from tests.support.tiny_run import TINY, untrained
 
 HOST_LINE = "device: cpu (no CUDA device, habana_frameworks is not installed)"
-ELSEWHERE = ("ssh", "slurm", "mpi", "kubernetes")
+"""The line of ``device=auto`` on a host without accelerators."""
+REMOTE_LAUNCHERS = ("ssh", "slurm", "mpi", "kubernetes")
 
 
 class Plugin(Launcher):
-    """A launcher of a user's own that does not say that its ranks run on this host."""
+    """A launcher from a user's package. It does not override ``is_here``."""
 
     def launch(self, job: Job) -> LaunchResult:
         return LaunchResult(0)
@@ -51,14 +52,14 @@ class Plugin(Launcher):
 
 
 @pytest.fixture
-def rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule decides, as without the suite's variable. This host must have a CPU only."""
+def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unset the variable of the test suite, and skip the test on a host with an accelerator."""
     monkeypatch.delenv(VARIABLE)
     if auto_device().name != "cpu":
         pytest.skip("this host has an accelerator")
 
 
-# --- the rule ---------------------------------------------------------------------------------------
+# --- the choice -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_cuda_comes_before_gaudi_and_gaudi_before_the_cpu(cuda: str, hpu: str, l
     assert str(first_usable({"cuda": cuda, "hpu": hpu})) == line
 
 
-def test_a_host_without_accelerators_trains_on_its_cpu(rule: None) -> None:
+def test_a_host_without_accelerators_trains_on_its_cpu(no_accelerator: None) -> None:
     assert str(auto_device()) == HOST_LINE
 
 
@@ -109,7 +110,7 @@ def test_a_device_of_a_package_is_chosen_as_before(monkeypatch: pytest.MonkeyPat
     assert compose([], str(tmp_path)).device._target_.endswith(".Lazy")
 
 
-def test_a_recipe_sets_the_device_of_a_run(rule: None) -> None:
+def test_a_recipe_sets_the_device_of_a_run(no_accelerator: None) -> None:
     config, group_choices = compose_with_choices(["recipe=nemo_quartznet"])
     assert config.device._target_.endswith(".CUDA")
     assert group_choices["device"] == "cuda"
@@ -121,8 +122,8 @@ def test_a_recipe_sets_the_device_of_a_run(rule: None) -> None:
 # --- launchers --------------------------------------------------------------------------------------
 
 
-def refusal(*overrides: str) -> str:
-    """Return the error of a command's device, or an empty text."""
+def error_text(*overrides: str) -> str:
+    """Return the error of ``check_launcher`` for a command on two ranks, or an empty text."""
     config, group_choices = compose_with_choices([*overrides, "world_size=2"])
     try:
         check_launcher(group_choices, config)
@@ -131,30 +132,32 @@ def refusal(*overrides: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("launcher", ELSEWHERE)
+@pytest.mark.parametrize("launcher", REMOTE_LAUNCHERS)
 def test_a_launcher_of_other_hosts_needs_an_explicit_device(
-    launcher: str, rule: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: str, no_accelerator: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("hosts").write_text("a\nb\n")
-    keys = [f"launcher={launcher}", *(["launcher.image=i"] if launcher == "kubernetes" else [])]
+    keys = [f"launcher={launcher}"]
+    if launcher == "kubernetes":
+        keys.append("launcher.image=i")
     line = (
         f"launcher={launcher} may start ranks on other hosts, whose devices are unknown here. "
         "Add device=cpu, cuda or hpu"
     )
-    assert refusal(*keys) == refusal(*keys, "device=auto") == line
-    assert refusal(*keys, "device=cpu") == refusal(*keys, "recipe=intel_rnnt") == ""
+    assert error_text(*keys) == error_text(*keys, "device=auto") == line
+    assert error_text(*keys, "device=cpu") == error_text(*keys, "recipe=intel_rnnt") == ""
     monkeypatch.setenv(VARIABLE, "cpu")
-    assert refusal(*keys) == ""
+    assert error_text(*keys) == ""
 
 
 @pytest.mark.parametrize("launcher", ["auto", "torchrun", "local"])
-def test_a_launcher_of_this_host_needs_none(launcher: str, rule: None) -> None:
-    assert refusal(f"launcher={launcher}") == ""
+def test_a_launcher_of_this_host_needs_no_explicit_device(launcher: str, no_accelerator: None) -> None:
+    assert error_text(f"launcher={launcher}") == ""
 
 
-def test_a_launcher_of_a_package_says_itself_where_its_ranks_run(
-    rule: None, monkeypatch: pytest.MonkeyPatch
+def test_a_launcher_of_a_package_is_remote_unless_is_here_says_otherwise(
+    no_accelerator: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPEECHTRAIN_ALLOW_TARGETS", __name__)
     config, group_choices = compose_with_choices([])
@@ -167,7 +170,7 @@ def test_a_launcher_of_a_package_says_itself_where_its_ranks_run(
 
 @pytest.mark.parametrize("form", [[], ["dry_run=true"], ["-m", "seed=1,2"]])
 def test_the_command_refuses_before_it_starts_a_job(
-    form: list[str], rule: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: list[str], no_accelerator: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="launcher=slurm may start ranks on other hosts"):
@@ -175,8 +178,8 @@ def test_the_command_refuses_before_it_starts_a_job(
     assert not [*tmp_path.rglob("config.yaml")]
 
 
-def test_a_run_that_continues_with_another_device_follows_the_same_rule(
-    rule: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_that_continues_with_device_auto_is_checked_in_the_same_way(
+    no_accelerator: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = [text for text in TINY if text != "device.threads=1"]
     run_dir = untrained(tmp_path, *overrides, "device=lazy", "data.shapes=2")
@@ -191,8 +194,8 @@ def test_a_run_that_continues_with_another_device_follows_the_same_rule(
     )
 
 
-def test_ranks_that_run_already_get_the_device_of_rank_0(
-    rule: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_externally_launched_ranks_get_the_device_of_rank_0(
+    no_accelerator: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, group_choices = compose_with_choices(["launcher=slurm", "world_size=2"])
     announce_auto(group_choices, config, ExternalLaunch(World(0, 2, 0, 1), tmp_path))
@@ -228,8 +231,11 @@ def working_folder(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return tmp_path
 
 
-def test_the_first_line_says_the_device_and_the_run_keeps_it(
-    rule: None, working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_the_first_line_is_the_device_and_the_run_keeps_it(
+    no_accelerator: None,
+    working_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     overrides = [*TINY, "tracking=none", "launcher=local", "launcher.inline=true"]
     assert train.run(overrides) == 0
@@ -246,7 +252,7 @@ def test_the_first_line_says_the_device_and_the_run_keeps_it(
 def test_the_name_of_a_run_is_the_same_on_each_host(
     working_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run from before ``device=auto`` has this name, too. The device was no part of it."""
+    """The device is not part of the name, so a run from before ``device=auto`` has the same name."""
     names = set()
     for device in ("cpu", "cuda", "lazy"):
         monkeypatch.setenv(VARIABLE, device)
@@ -257,7 +263,7 @@ def test_the_name_of_a_run_is_the_same_on_each_host(
 
 @pytest.mark.slow
 def test_a_sweep_and_a_dry_run_say_the_device(
-    rule: None, working_folder: Path, capfd: pytest.CaptureFixture[str]
+    no_accelerator: None, working_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert train.run([*TINY, "dry_run=true", "-m", "device=auto,cpu", "seed=1,2"]) == 0
     output, log = capfd.readouterr()
@@ -275,7 +281,9 @@ def test_a_job_of_a_sweep_on_a_host_with_another_device_is_refused(monkeypatch: 
         check_same_device({"device": "auto"}, "cpu")
 
 
-def test_the_doctor_follows_the_rule(rule: None, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_reports_device_auto(
+    no_accelerator: None, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert doctor.run([*TINY]) == 0
     assert re.search(rf"^green\s+device=auto\s+{re.escape(HOST_LINE)}$", capsys.readouterr().out, re.M)
     assert doctor.run([*TINY, "launcher=slurm"]) == ConfigError.exit_code
@@ -287,7 +295,7 @@ def test_the_doctor_follows_the_rule(rule: None, cache: Path, capsys: pytest.Cap
 
 @pytest.fixture
 def gpu_run(cache: Path, tmp_path: Path) -> Path:
-    """A run of an absent device, in a precision that the CPU lacks."""
+    """Return a run of a device that is absent here, in a precision that the CPU lacks."""
     if torch.cuda.is_available():
         pytest.skip("this host has a GPU")
     run_dir = untrained(tmp_path / "run", *TINY)
@@ -301,8 +309,8 @@ def gpu_run(cache: Path, tmp_path: Path) -> Path:
 FALLBACK = f"{HOST_LINE}, precision=fp32"
 
 
-def test_evaluate_takes_the_device_of_the_rule_if_that_of_the_run_is_absent(
-    gpu_run: Path, rule: None, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+def test_evaluate_uses_device_auto_if_the_device_of_the_run_is_absent(
+    gpu_run: Path, no_accelerator: None, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate.run([str(gpu_run), "device.threads=1", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["metrics"]
@@ -312,9 +320,9 @@ def test_evaluate_takes_the_device_of_the_rule_if_that_of_the_run_is_absent(
     assert caplog.messages[0] == HOST_LINE
 
 
-def test_transcribe_and_load_do_the_same(
+def test_transcribe_and_load_use_device_auto_if_the_device_of_the_run_is_absent(
     gpu_run: Path,
-    rule: None,
+    no_accelerator: None,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
@@ -347,8 +355,8 @@ def test_a_device_that_is_present_stays(
 
 
 @pytest.mark.slow
-def test_the_line_is_printed_once_by_a_command_that_starts_again(gpu_run: Path, rule: None) -> None:
-    """A device's variables are set by a second start of the command."""
+def test_the_line_is_printed_once_by_a_command_that_starts_again(gpu_run: Path, no_accelerator: None) -> None:
+    """The command restarts itself with the device's environment variables."""
     program = Path(sys.executable).parent / "speechtrain-evaluate"
     result = subprocess.run([program, gpu_run, "--json"], capture_output=True, text=True, check=True)
     assert result.stderr.splitlines().count(FALLBACK) == 1

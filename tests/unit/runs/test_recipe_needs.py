@@ -1,4 +1,4 @@
-"""A recipe without its corpus or its tokenizer says which command makes them, and how large they are."""
+"""Tests of the lines about a missing corpus or tokenizer, with its size and the command that makes it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PREPARE = "speechtrain prepare corpus=librispeech download=true parts="
 PARTS = ("train-clean-100", "train-clean-360", "train-other-500", "dev-clean")
 SIZES = "train-clean-100 (6.4 GB), train-clean-360 (23.1 GB), train-other-500 (30.6 GB), dev-clean (0.4 GB)"
 UNSET = "in DATASET_DIR, which is not set (export DATASET_DIR=FOLDER)"
-SUBWORDS = "tokenizers.tokenizer.model={kind: unigram, size: 18}"  # The corpus is too small for more.
-TRAIN = (
+SUBWORDS = "tokenizers.tokenizer.model={kind: unigram, size: 18}"  # The corpus is too small for more pieces.
+SMALL_TRAINING = (
     *("device.threads=1", "device.autotune=false", "data.workers=0", "augment=none", "world_size=1"),
     *("encoder.hidden=16", "encoder.pre_layers=1", "encoder.post_layers=1"),
     *("model.prediction.hidden=16", "model.prediction.embedding=8", "model.joint.hidden=16"),
@@ -35,7 +35,7 @@ TRAIN = (
 
 
 @pytest.fixture(autouse=True)
-def _own_folder(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _empty_working_folder(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DATASET_DIR", raising=False)
 
@@ -63,7 +63,7 @@ def test_a_plan_without_data_names_the_corpus_and_the_tokenizer(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dataset_dir_is_named_where_it_is_set(
+def test_a_line_has_no_hint_to_set_dataset_dir_if_it_is_set(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DATASET_DIR", "corpora")
@@ -129,7 +129,7 @@ def test_a_corpus_without_a_download_names_its_page(
         ),
     ],
 )
-def test_a_key_without_a_value_says_what_to_type(
+def test_a_key_without_a_value_has_a_line_with_the_fix(
     argv: list[str], parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [f"speechtrain: needs {part}" for part in parts]
@@ -142,7 +142,7 @@ def test_a_key_without_a_value_says_what_to_type(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plan_keeps_the_length_that_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_explicit_length_replaces_the_hours_in_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     code, plan, _ = start(capsys, "recipe=scratch", "trainer.max_steps=7", DRY)
     assert (code, "max_hours: null" in plan) == (0, True)
 
@@ -187,7 +187,8 @@ def test_the_hosts_of_a_cluster_may_have_a_corpus_but_not_the_tokenizer(
     assert (code, "error: the lines above" in lines[-1]) == (3, True)
     code, _, lines = start(capsys, "recipe=wav2vec2", "launcher=slurm")
     assert lines[0].startswith("speechtrain: warning: needs LibriSpeech")
-    assert (code, "there is no sbatch" in lines[1]) == (4, True)  # The run gets past its data.
+    # The missing corpus does not stop the run, so the next error is about sbatch.
+    assert (code, "there is no sbatch" in lines[1]) == (4, True)
 
 
 @pytest.mark.parametrize("path", ["/elsewhere/manifests/librispeech/dev-clean.jsonl.gz", "a.jsonl"])
@@ -197,7 +198,7 @@ def test_another_path_keeps_its_error(path: str, capsys: pytest.CaptureFixture[s
     assert "does not exist. Give a manifest or a folder" in lines[0]
 
 
-def test_typed_recordings_replace_those_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explicit_recordings_replace_the_corpus_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     files = ["data.train=a.jsonl", "data.valid=b.jsonl", "tokenizer=characters"]
     assert start(capsys, "recipe=mlperf", *files, DRY)[::2] == (0, [])
     assert start(capsys, "recipe=mlperf", "data=digits", "tokenizer=characters", DRY)[::2] == (0, [])
@@ -211,7 +212,9 @@ def test_typed_recordings_replace_those_of_the_recipe(capsys: pytest.CaptureFixt
     assert needs_of(config) == []
 
 
-def test_each_job_of_a_sweep_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_job_of_a_sweep_prints_its_missing_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, lines = start(capsys, "-m", "recipe=wav2vec2", "seed=1,2", DRY)
     assert (code, sum("needs LibriSpeech" in line for line in lines)) == (0, 2)
     code, _, lines = start(capsys, "-m", "recipe=wav2vec2", "seed=1,2")
@@ -226,10 +229,10 @@ def test_the_doctor_has_the_same_lines(capsys: pytest.CaptureFixture[str]) -> No
     assert "needs the tokenizer manifests/librispeech/tokenizer.model" in red
 
 
-def test_the_command_of_a_line_makes_the_recipe_ready(
+def test_the_printed_command_makes_the_missing_parts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The corpus is unpacked: its manifests and its tokenizer are written where the recipe reads them."""
+    """The corpus is unpacked. The command writes manifests and tokenizer where the recipe reads them."""
     monkeypatch.setenv("DATASET_DIR", str(tmp_path / "corpora"))
     librispeech(tmp_path / "corpora", PARTS)
     _, _, lines = start(capsys, "recipe=mlperf", DRY)
@@ -277,7 +280,7 @@ def test_a_prepared_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("DATASET_DIR", str(tmp_path / "corpora"))
     librispeech(tmp_path / "corpora", PARTS)
     assert prepare.run(["corpus=librispeech", SUBWORDS]) == 0
-    assert train.run(["recipe=mlperf", *TRAIN, "run_dir=run"]) == 0
+    assert train.run(["recipe=mlperf", *SMALL_TRAINING, "run_dir=run"]) == 0
     result = json.loads(Path("run/result.json").read_text())
     assert result["metrics"]["dev-clean/wer"] >= 0
 

@@ -1,4 +1,4 @@
-"""Starting a run again: each test has the command of a user who was refused or misled."""
+"""Tests of commands that start a run again. Numbers such as U3 are reports of users who were misled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from speechtrain.runs.command_line import read_command
 from speechtrain.runs.compose import compose
 from speechtrain.runs.stored_config import set_key
 
-SMALL = (
+SMALL_TRAINING = (
     *("model=rnnt", "data=manifest", "device.threads=1", "data.workers=0", "trainer.max_steps=2"),
     *("decoder.max_symbols=9", "encoder.hidden=16", "model.prediction.hidden=16", "data.hold_out=0.3"),
     *("model.prediction.embedding=8", "model.joint.hidden=16", "tokenizer=auto", "tracking=none"),
@@ -30,11 +30,12 @@ SMALL = (
 )
 
 
-def speak(folder: Path, count: int) -> None:
+def write_recordings(folder: Path, count: int) -> None:
+    """Write ``count`` recordings of half a second of noise, with transcripts."""
     folder.mkdir(parents=True, exist_ok=True)
-    draw = np.random.default_rng(count)
+    generator = np.random.default_rng(count)
     for number in range(count):
-        soundfile.write(folder / f"{number}.wav", draw.normal(0, 0.1, 8_000), 16_000)
+        soundfile.write(folder / f"{number}.wav", generator.normal(0, 0.1, 8_000), 16_000)
         (folder / f"{number}.txt").write_text("yes no")
 
 
@@ -44,42 +45,49 @@ def project(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "out"))
     (tmp_path / "one").mkdir()
     monkeypatch.chdir(tmp_path / "one")
-    speak(Path("rec"), 10)
+    write_recordings(Path("rec"), 10)
     return tmp_path
 
 
 def start(*overrides: str) -> int:
-    return train.run([*SMALL, "data.train=rec", *overrides])
+    """Train on the recordings in ``rec``, and return the exit code."""
+    return train.run([*SMALL_TRAINING, "data.train=rec", *overrides])
 
 
 @pytest.mark.slow
-def test_a_run_continues_as_its_recordings_limits_and_folder_say(
+def test_a_repeated_command_compares_recordings_limits_and_paths(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """U3, U4, U28, U43 on one run, because a run takes seconds."""
+    """Several reports are tested with one run, because each run takes seconds."""
     schedule = Path("conf/schedule")
     schedule.mkdir(parents=True)
     (schedule / "mine.yaml").write_text("defaults: [cosine]\npeak: ${optimizer.lr}\n")
-    choice = ("--config-dir", "conf", "schedule=mine")
-    assert start(*choice) == 0
+    own_schedule = ("--config-dir", "conf", "schedule=mine")
+    assert start(*own_schedule) == 0
     (run_dir,) = (project / "out").iterdir()
-    assert start(*choice) == 0  # U1: the YAML refers to another key
+
+    # U1: the user's YAML file refers to a key of another group.
+    assert start(*own_schedule) == 0
     output, note = capsys.readouterr()
     assert f"{run_dir} is done: finished at step 2" in output
     assert f"the same keys started {run_dir}, which continues. run_dir=NEW starts another" in note
 
-    with pytest.raises(RunError, match=r"resume=never, but .* holds [12] checkpoints"):  # U28
-        start(*choice, "resume=never")
+    # U28: resume=never for a run with checkpoints.
+    with pytest.raises(RunError, match=r"resume=never, but .* holds [12] checkpoints"):
+        start(*own_schedule, "resume=never")
 
-    assert train.run([f"run_dir={run_dir}", *choice[:2], "trainer.max_steps=1"]) == 0  # U43
+    # U43: a limit below the updates so far.
+    assert train.run([f"run_dir={run_dir}", "--config-dir", "conf", "trainer.max_steps=1"]) == 0
     assert "is done with 2 updates, so trainer.max_steps=1 adds none" in capsys.readouterr().out
 
-    speak(Path("rec"), 12)  # U3
+    # U3: the folder has more recordings than at the end of the run.
+    write_recordings(Path("rec"), 12)
     with pytest.raises(DataError, match=r"10 recordings then, 12 now.*data\.train=rec.* run_dir=NEW"):
-        start(*choice)
+        start(*own_schedule)
 
-    other_project = project / "two"  # U4
-    speak(other_project / "rec", 10)
+    # U4: the same relative path in another working folder is another training set.
+    other_project = project / "two"
+    write_recordings(other_project / "rec", 10)
     monkeypatch.chdir(other_project)
     assert start("dry_run=true") == 0
     assert str(run_dir) not in capsys.readouterr().out
@@ -100,7 +108,7 @@ def test_a_run_continues_as_its_recordings_limits_and_folder_say(
         ("data.train=other", "data.train=other"),
     ],
 )
-def test_paths_of_files_are_compared_whole(override: str, absolute: str, tmp_path: Path) -> None:
+def test_paths_of_existing_files_become_absolute(override: str, absolute: str, tmp_path: Path) -> None:
     (tmp_path / "rec").mkdir()
     override, absolute = (text.replace("/P", str(tmp_path)) for text in (override, absolute))
     assert with_absolute_paths(override, str(tmp_path)) == absolute
@@ -109,7 +117,7 @@ def test_paths_of_files_are_compared_whole(override: str, absolute: str, tmp_pat
 
 @pytest.mark.parametrize("overrides", [[], ["resume=must"], ["trainer.max_steps=9000", "dry_run=true"]])
 def test_a_directory_without_a_run_is_not_continued(overrides: list[str], tmp_path: Path) -> None:
-    """U6: it began the digits in a directory with a misspelt name."""
+    """U6: a misspelt run_dir started a new run on the default data."""
     with pytest.raises(RunError, match=r"run holds no run .*recipe=demo"):
         train.run([f"run_dir={tmp_path / 'run'}", *overrides])
     assert list(tmp_path.iterdir()) == []
@@ -125,7 +133,7 @@ def test_a_refused_start_leaves_no_directory(tmp_path: Path) -> None:
 def test_the_lines_of_a_dry_run_write_the_config_of_the_ranks(
     symbols: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """U11: the printed line had no config to read."""
+    """U11: the printed command named a config file that did not exist."""
     run_dir = tmp_path / "a run"
     overrides = ["tokenizer=characters", f"tokenizer.alphabet='{symbols}'", "dry_run=true"]
     assert train.run(["recipe=demo", *overrides, f"run_dir='{run_dir}'"]) == 0
@@ -148,8 +156,8 @@ def test_a_rank_without_a_config_says_so(tmp_path: Path) -> None:
 
 
 def test_no_two_commands_of_the_readme_have_one_run() -> None:
-    """U15: the second one was refused, because it continued the run of the first."""
-    runs = {}
+    """U15: the second command was refused, because it continued the run of the first."""
+    line_by_identity = {}
     for line in Path(__file__).parents[3].joinpath("README.md").read_text().splitlines():
         if "speechtrain train" not in line or not line.startswith("    "):
             continue
@@ -158,9 +166,11 @@ def test_no_two_commands_of_the_readme_have_one_run() -> None:
         if command.is_sweep or command.run_dir is not None or not command.overrides:
             continue
         identity = tuple(identifying_overrides(command.overrides))
-        assert identity not in runs, f"{line.strip()} continues the run of {runs[identity]}"
-        runs[identity] = line.strip()
-    assert len(runs) >= 2
+        assert identity not in line_by_identity, (
+            f"{line.strip()} continues the run of {line_by_identity[identity]}"
+        )
+        line_by_identity[identity] = line.strip()
+    assert len(line_by_identity) >= 2
 
 
 @pytest.mark.parametrize(
@@ -172,7 +182,7 @@ def test_no_two_commands_of_the_readme_have_one_run() -> None:
     ],
 )
 def test_a_refusal_has_the_command_of_another_run(override: str, advice: str, tmp_path: Path) -> None:
-    """U5: the advice for another learning rate began the digits in another directory."""
+    """U5: the advised command for another learning rate started a run on the default data."""
     config = compose(["recipe=demo", "seed=3"])
     config.run_dir = str(tmp_path)
     (tmp_path / CONFIG).write_text(dump(config))

@@ -1,4 +1,4 @@
-"""A run's global batch belongs to it: another world size shares it out anew, or is refused."""
+"""Tests of ``start_run`` and of continued runs: dry runs, refused starts, failures, and changed keys."""
 
 from __future__ import annotations
 
@@ -34,16 +34,19 @@ pytestmark = pytest.mark.slow
 DRY = ["recipe=demo", "dry_run=true"]
 
 
-def begun(run_dir: Path, *overrides: str) -> None:
-    """What the command leaves of a run's config."""
+def write_run(run_dir: Path, *overrides: str) -> None:
+    """Write the config.yaml and the run.json of a run that these overrides have started."""
     config = compose([*DRY, *overrides])
     config.run_dir = str(run_dir)
     (run_dir / "config.yaml").write_text(dump(config))
     (run_dir / "run.json").write_text(json.dumps({"overrides": [*DRY, *overrides]}))
 
 
-def batches(run_dir: Path, *overrides: str) -> tuple[int, int | None, int]:
-    """World size, ``simulate_world`` and ``accumulate`` of the run with these overrides; it keeps them."""
+def continued_batch(run_dir: Path, *overrides: str) -> tuple[int, int | None, int]:
+    """Continue the run with these overrides, and store its config.
+
+    Return its world size, ``simulate_world`` and ``accumulate``.
+    """
     command = read_command([*DRY, *overrides])
     config = config_to_continue(run_dir, command)
     assert start_run(command, config, {}).status == "dry run"
@@ -51,7 +54,7 @@ def batches(run_dir: Path, *overrides: str) -> tuple[int, int | None, int]:
     return config.world_size, config.trainer.simulate_world, config.trainer.accumulate
 
 
-HOSTS = {
+LAUNCHER_KEYS = {
     "ssh": ["launcher.hostfile=hosts", "run_dir=run"],
     "mpi": ["launcher.hostfile=hosts"],
     "slurm": ["launcher.nodes=2"],
@@ -70,7 +73,7 @@ def test_render_names_the_run_directory(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("a\nb\n")
     size = "world_size=1" if launcher == "local" else "world_size=4"
-    line = [*DRY, f"launcher={launcher}", size, *HOSTS.get(launcher, []), "device.oversubscribe=true"]
+    line = [*DRY, f"launcher={launcher}", size, *LAUNCHER_KEYS.get(launcher, []), "device.oversubscribe=true"]
     assert train.run([*line, f"run_dir={tmp_path / 'run'}"]) == 0
     rendered = capsys.readouterr().out
     assert "speechtrain.train_rank" in rendered
@@ -79,19 +82,19 @@ def test_render_names_the_run_directory(
 
 
 @pytest.mark.parametrize(("launcher", "program"), list(PROGRAMS.items()))
-def test_a_dry_run_needs_no_engine_and_has_nothing_of_this_hosts_cores(
+def test_a_dry_run_needs_no_program_of_the_launcher_and_no_cores_of_this_host(
     launcher: str,
     program: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On a laptop, for a cluster: 99 ranks, of which each host computes its own share."""
+    """The case of a laptop on which a user prepares a job of a cluster. Each host counts its own cores."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("OMP_NUM_THREADS")
     (tmp_path / "hosts").write_text("a\nb\n")
-    line = [*DRY, f"launcher={launcher}", "world_size=64", "device.comm_cores=1", *HOSTS[launcher]]
+    line = [*DRY, f"launcher={launcher}", "world_size=64", "device.comm_cores=1", *LAUNCHER_KEYS[launcher]]
     assert train.run(line) == 0
     printed, warned = capsys.readouterr()
     shown = printed.partition("END_OF_CONFIG\n")[2]
@@ -107,7 +110,7 @@ def test_a_dry_run_needs_no_engine_and_has_nothing_of_this_hosts_cores(
     assert ("OMP_NUM_THREADS" in shown) == (launcher != "slurm")  # which passes it by itself
 
 
-def test_too_many_ranks_are_refused_and_a_dry_run_and_a_continued_run_are_warned(
+def test_too_many_ranks_are_refused_or_warned_of_in_dry_and_continued_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ["recipe=demo", "world_size=64", f"run_dir={tmp_path / 'run'}"]
@@ -129,8 +132,8 @@ def test_too_many_ranks_are_refused_and_a_dry_run_and_a_continued_run_are_warned
     assert "64 ranks would share" in capsys.readouterr().err
 
 
-def test_what_a_host_refuses_is_a_result_in_the_run_directory(tmp_path: Path) -> None:
-    begun(tmp_path, "world_size=64")
+def test_on_host_writes_its_failure_into_the_run_directory(tmp_path: Path) -> None:
+    write_run(tmp_path, "world_size=64")
     assert on_host.main([str(tmp_path / "config.yaml"), "64", "true"]) == MachineError.exit_code
     failure = read_failure(tmp_path)
     assert failure is not None
@@ -139,7 +142,7 @@ def test_what_a_host_refuses_is_a_result_in_the_run_directory(tmp_path: Path) ->
 
 
 def replace_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str) -> None:
-    """Put a shell line in place of sbatch. Slurm's other programs answer nothing."""
+    """Replace sbatch by a script with the shell line ``sbatch``. Slurm's other programs print nothing."""
     monkeypatch.chdir(folder)
     programs = folder / "bin"
     programs.mkdir()
@@ -176,7 +179,7 @@ def test_a_job_of_slurm_that_fails_without_an_error_of_a_rank_names_its_log(
         train.run(["recipe=demo", "launcher=slurm", f"run_dir={tmp_path}/run"])
 
 
-SHARING = """
+COUNT_SHARING_RANKS = """
 import os, pathlib, sys, time
 from speechtrain.runs.external_launch import _ranks_on_these_cpus
 from speechtrain.launcher import World
@@ -191,85 +194,88 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize(("is_bound", "shared"), [(False, ["3", "3", "3"]), (True, ["2", "2", "1"])])
-def test_ranks_that_something_else_bound_to_cpus_divide_those_that_they_share(
+def test_ranks_on_these_cpus_counts_the_ranks_that_share_cpus(
     is_bound: bool, shared: list[str], tmp_path: Path
 ) -> None:
     cpus = sorted(map(str, os.sched_getaffinity(0)))
-    sets = [cpus[0], cpus[0], cpus[-1]] if is_bound else [",".join(cpus)] * 3
+    cpus_by_rank = [",".join(cpus)] * 3
+    if is_bound:
+        cpus_by_rank = [cpus[0], cpus[0], cpus[-1]]
+    size = len(cpus_by_rank)
     processes = []
-    for rank, own in enumerate(sets):
-        world = {"RANK": rank, "SIZE": len(sets), "LOCAL_RANK": rank, "LOCAL_SIZE": len(sets)}
+    for rank, rank_cpus in enumerate(cpus_by_rank):
+        world = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
         environment = os.environ | {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in world.items()}
-        line, pipe = [sys.executable, "-c", SHARING, own], subprocess.PIPE
+        line, pipe = [sys.executable, "-c", COUNT_SHARING_RANKS, rank_cpus], subprocess.PIPE
         processes.append(
             subprocess.Popen(line, env=environment, cwd=tmp_path, stdin=pipe, stdout=pipe, text=True)
         )
-    found = [process.stdout.readline().strip() for process in processes if process.stdout]
+    counts = [process.stdout.readline().strip() for process in processes if process.stdout]
     for process in processes:
         process.communicate()
-    assert found == (shared if len(cpus) > 1 else ["3", "3", "3"])
+    assert counts == (shared if len(cpus) > 1 else ["3", "3", "3"])
 
 
-def test_another_world_keeps_the_global_batch(tmp_path: Path) -> None:
-    begun(tmp_path, "world_size=4")
-    assert batches(tmp_path, "world_size=4") == (4, None, 1)
-    assert batches(tmp_path, "world_size=2") == (2, 4, 2)
-    assert batches(tmp_path) == (2, 4, 2)  # what is not typed stays
-    assert batches(tmp_path, "world_size=1") == (1, 4, 4)
-    assert batches(tmp_path, "world_size=1") == (1, 4, 4)  # the same command again
+def test_another_world_size_does_not_change_the_global_batch(tmp_path: Path) -> None:
+    write_run(tmp_path, "world_size=4")
+    assert continued_batch(tmp_path, "world_size=4") == (4, None, 1)
+    assert continued_batch(tmp_path, "world_size=2") == (2, 4, 2)
+    assert continued_batch(tmp_path) == (2, 4, 2)  # Without an override, the stored values stay.
+    assert continued_batch(tmp_path, "world_size=1") == (1, 4, 4)
+    assert continued_batch(tmp_path, "world_size=1") == (1, 4, 4)  # A repeated command changes nothing.
     with pytest.raises(ConfigError, match="4 micro-batches per update, which world_size=3 does not divide"):
-        batches(tmp_path, "world_size=3")
+        continued_batch(tmp_path, "world_size=3")
     for wrong in ("world_size=0", "world_size=two", "trainer.accumulate=two"):
         with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
-            batches(tmp_path, wrong)
+            continued_batch(tmp_path, wrong)
     assert load(tmp_path / "config.yaml").world_size == 1
 
 
-def test_accumulation_that_was_asked_for_is_compared(tmp_path: Path) -> None:
-    begun(tmp_path, "trainer.accumulate=2")
-    # as many, dealt out in another way
-    assert batches(tmp_path, "trainer.accumulate=1", "world_size=2") == (2, 2, 1)
+def test_keys_that_change_the_global_batch_are_refused(tmp_path: Path) -> None:
+    write_run(tmp_path, "trainer.accumulate=2")
+    # The number of micro-batches stays 2, on two ranks.
+    assert continued_batch(tmp_path, "trainer.accumulate=1", "world_size=2") == (2, 2, 1)
     with pytest.raises(RunError, match=r"trainer\.accumulate: 1 in the run, 3 now"):
-        batches(tmp_path, "trainer.accumulate=3")
+        continued_batch(tmp_path, "trainer.accumulate=3")
     with pytest.raises(RunError, match=r"trainer\.simulate_world: 2 in the run, 8 now"):
-        batches(tmp_path, "trainer.simulate_world=8")
+        continued_batch(tmp_path, "trainer.simulate_world=8")
 
 
-def test_the_users_own_yaml_is_compared_with_what_it_was(tmp_path: Path) -> None:
+def test_changed_keys_in_the_users_yaml_are_applied_or_refused(tmp_path: Path) -> None:
     folder, run_dir = tmp_path / "conf", tmp_path / "run"
     (folder / "schedule").mkdir(parents=True)
     run_dir.mkdir()
     mine = folder / "schedule" / "mine.yaml"
-    before = "# @package _global_\ntrainer:\n  max_steps: 5\nschedule:\n  warmup_steps: 3\n"
-    mine.write_text(before)
-    begun(run_dir)
-    about = {"overrides": DRY, "written": {"schedule/mine": before}}
+    first_text = "# @package _global_\ntrainer:\n  max_steps: 5\nschedule:\n  warmup_steps: 3\n"
+    mine.write_text(first_text)
+    write_run(run_dir)
+    about = {"overrides": DRY, "written": {"schedule/mine": first_text}}
     (run_dir / "run.json").write_text(json.dumps(about))
     stored = load(run_dir / "config.yaml").trainer.max_steps
     command = read_command([*DRY, "--config-dir", str(folder)])
     assert config_to_continue(run_dir, command).trainer.max_steps == stored
-    mine.write_text(before.replace("max_steps: 5", "max_steps: 7"))  # may change
+    mine.write_text(first_text.replace("max_steps: 5", "max_steps: 7"))  # This key may change.
     assert config_to_continue(run_dir, command).trainer.max_steps == 7
-    mine.write_text(before.replace("warmup_steps: 3", "warmup_steps: 4"))
+    mine.write_text(first_text.replace("warmup_steps: 3", "warmup_steps: 4"))
     with pytest.raises(RunError, match=r"schedule\.warmup_steps: None in the run, 4 now"):
         config_to_continue(run_dir, command)
 
 
-def test_a_run_is_found_by_what_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_run_finds_a_run_by_its_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
     run_dir = tmp_path / "any name"
     run_dir.mkdir()
-    begun(run_dir)
+    write_run(run_dir)
     (run_dir / "run.json").write_text(json.dumps({"argv": [], "overrides": ["seed=2", "trainer.keep=9"]}))
     assert RunNames(None).existing_run(["trainer.max_steps=5", "seed=2"]) == run_dir
     assert RunNames(None).existing_run(["seed=3"]) is None
-    other_dir = tmp_path / "named"  # with run_dir=, as for a second run of the same keys
+    other_dir = tmp_path / "named"  # a second run with the same keys, started with run_dir=
     other_dir.mkdir()
-    begun(other_dir)
+    write_run(other_dir)
     about = {"argv": [], "overrides": ["seed=2", f"run_dir={other_dir}"]}
     (other_dir / "run.json").write_text(json.dumps(about))
     assert RunNames(None).existing_run(["seed=2"]) == run_dir
-    (run_dir / "run.json").write_text("{")  # damaged: it says nothing of what was typed
+    (run_dir / "run.json").write_text("{")  # A damaged file has no overrides.
     assert RunNames(None).existing_run(["seed=2"]) == other_dir
     assert RunNames(None).existing_run([]) is None
 
@@ -282,7 +288,7 @@ def test_existing_run_compares_the_volatile_keys_that_a_sweep_varies(
     for steps in (1, 2):
         run_dir = tmp_path / f"job-{steps}"
         run_dir.mkdir()
-        begun(run_dir)
+        write_run(run_dir)
         about = {"argv": [], "overrides": ["seed=2", f"trainer.max_steps={steps}"], "swept": swept}
         (run_dir / "run.json").write_text(json.dumps(about))
     assert RunNames(None).existing_run(["trainer.max_steps=2", "seed=2"], swept) == tmp_path / "job-2"
@@ -293,37 +299,39 @@ def test_existing_run_compares_the_volatile_keys_that_a_sweep_varies(
     assert RunNames(None).existing_run(["trainer.max_steps=2", "seed=2"], ["trainer.max_hours"]) is None
 
 
-def test_continued_composes_no_stored_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continuing_a_run_does_not_compose_its_stored_overrides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "modules" / "imported_by_hydra"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path / "modules")
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    begun(run_dir)
+    write_run(run_dir)
     stored = {"argv": [], "overrides": ["hydra.searchpath=[pkg://imported_by_hydra]"]}
     (run_dir / "run.json").write_text(json.dumps(stored))
     assert train.run([f"run_dir={run_dir}", "dry_run=true"]) == 0
     assert "imported_by_hydra" not in sys.modules
-    compose(stored["overrides"])  # typed, it is imported
+    compose(stored["overrides"])  # An override of the command itself would import the package.
     assert "imported_by_hydra" in sys.modules
 
 
-def test_continued_keeps_the_launcher_of_the_run(
+def test_a_continued_run_uses_its_stored_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    begun(tmp_path, "launcher=mpi", "launcher.program=mpirun.own", "launcher.options=[--verbose]")
+    write_run(tmp_path, "launcher=mpi", "launcher.program=mpirun.own", "launcher.options=[--verbose]")
     assert train.run([f"run_dir={tmp_path}", "dry_run=true"]) == 0
     rendered = capsys.readouterr().out
     assert "mpirun.own" in rendered
     assert "--verbose" in rendered
 
 
-def test_continued_says_which_repeated_limit_has_changed(
+def test_a_continued_run_prints_a_repeated_limit_that_has_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    begun(tmp_path, "trainer.max_steps=891")
+    write_run(tmp_path, "trainer.max_steps=891")
     first = [*DRY, "trainer.max_steps=900", "trainer.keep=2"]
     (tmp_path / "run.json").write_text(json.dumps({"argv": first, "overrides": first}))
     assert config_to_continue(tmp_path, read_command(first)).trainer.max_steps == 891
@@ -331,8 +339,8 @@ def test_continued_says_which_repeated_limit_has_changed(
 
 
 @pytest.mark.parametrize("damaged", ["{", "[]", '{"argv": [], "ovErrides": []}'])
-def test_a_damaged_record_of_what_was_typed_is_named(tmp_path: Path, damaged: str) -> None:
-    begun(tmp_path)
+def test_a_damaged_run_json_is_reported(tmp_path: Path, damaged: str) -> None:
+    write_run(tmp_path)
     (tmp_path / "run.json").write_text(damaged)
     with pytest.raises(
         RunError, match=r"run\.json is damaged or missing\. run_dir=.* alone continues the run"
@@ -341,7 +349,7 @@ def test_a_damaged_record_of_what_was_typed_is_named(tmp_path: Path, damaged: st
     assert config_to_continue(tmp_path, read_command([f"run_dir={tmp_path}"])).seed == 1
 
 
-def test_the_first_failure_that_has_a_cause_of_its_own_is_told(tmp_path: Path) -> None:
+def test_read_failure_returns_the_first_failure_that_is_a_cause(tmp_path: Path) -> None:
     assert read_failure(tmp_path) is None
     outcomes = {0: (2.0, False), 1: (3.0, True), 2: (4.0, True)}
     for rank, (when, is_cause) in outcomes.items():
@@ -353,9 +361,7 @@ def test_the_first_failure_that_has_a_cause_of_its_own_is_told(tmp_path: Path) -
     assert failure.rank == 1
 
 
-def test_a_disk_without_room_for_a_file_of_the_start_is_the_machines_fault(
-    disk: Disk, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_at_the_start_is_a_machine_error(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
     for files in range(1, 5):  # the run's folder, its lock, run.json, config.yaml
         disk.mount(f"remount,nr_inodes={files}")
         assert exit_code_of(lambda: train.run([*DRY[:1], f"run_dir={disk.path / 'run'}"])) == 4
@@ -366,15 +372,17 @@ def test_a_disk_without_room_for_a_file_of_the_start_is_the_machines_fault(
 
 
 @pytest.mark.parametrize("result", [{}, {"metric": 0.5}, {"metrics": None}])
-def test_a_result_that_is_not_whole_is_passed_over(result: dict[str, Any], tmp_path: Path) -> None:
+def test_a_result_without_metrics_is_not_complete(result: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
     assert _is_complete(RunResult("finished", 0.5, {}, steps=7), tmp_path)
     assert not _is_complete(RunResult("finished", steps=7, **result), tmp_path)
 
 
-def test_ranks_that_wait_learn_of_a_refused_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else they would wait for minutes for a rank 0 that has exited."""
-    begun(tmp_path, "world_size=2")
+def test_waiting_ranks_get_the_exit_code_of_a_refused_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the exit code, they would wait for minutes for a rank 0 that has exited."""
+    write_run(tmp_path, "world_size=2")
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     for run_dir, wrong, error in (
@@ -390,25 +398,25 @@ def test_ranks_that_wait_learn_of_a_refused_argument(tmp_path: Path, monkeypatch
         assert train.run([f"run_dir={run_dir}", wrong]) == error.exit_code
 
 
-def test_a_run_that_typed_rnnt_for_mlperfs_network_keeps_it(
+def test_a_run_continues_with_the_network_that_its_choice_meant_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before 0.1.0 was released, ``model=rnnt`` was what ``model=rnnt_mlperf`` is now."""
+    """Before the release of 0.1.0, ``model=rnnt`` chose the network that is now ``model=rnnt_mlperf``."""
     monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
     run_dir = tmp_path / "rnnt-digits-1"
     run_dir.mkdir()
-    begun(run_dir, "model=rnnt_mlperf", "optimizer=lamb", "schedule=mlperf", "augment=none")
-    typed = ["model=rnnt", "device=cpu", "dry_run=true"]
-    (run_dir / "run.json").write_text(json.dumps({"argv": typed, "overrides": typed}))
-    assert RunNames(None).existing_run(typed) == run_dir
-    config = config_to_continue(run_dir, read_command(typed))
+    write_run(run_dir, "model=rnnt_mlperf", "optimizer=lamb", "schedule=mlperf", "augment=none")
+    overrides = ["model=rnnt", "device=cpu", "dry_run=true"]
+    (run_dir / "run.json").write_text(json.dumps({"argv": overrides, "overrides": overrides}))
+    assert RunNames(None).existing_run(overrides) == run_dir
+    config = config_to_continue(run_dir, read_command(overrides))
     assert config.encoder.hidden == 1024
     assert config.optimizer._target_.endswith("LAMB")
     with pytest.raises(RunError, match="model=rnnt_mlperf was not an override when the run started"):
         config_to_continue(run_dir, read_command(["model=rnnt_mlperf"]))
 
 
-def test_a_finished_run_has_a_report_and_tells_the_line_for_own_recordings(
+def test_a_finished_run_writes_a_report_and_prints_the_command_for_own_recordings(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "</html>" in (run_dir / "report.html").read_text()
@@ -417,8 +425,8 @@ def test_a_finished_run_has_a_report_and_tells_the_line_for_own_recordings(
     _conclude(load(run_dir / "config.yaml"), command, RunResult("finished"))
     report, line = capsys.readouterr().out.splitlines()
     assert report == f"report: {run_dir / 'report.html'}"
-    own = "recipe=scratch data.train=FOLDER_OR_MANIFEST trainer.max_hours=0.5"
-    assert line.endswith(f": speechtrain train {own} precision=bf16")
+    overrides = "recipe=scratch data.train=FOLDER_OR_MANIFEST trainer.max_hours=0.5"
+    assert line.endswith(f": speechtrain train {overrides} precision=bf16")
     config = load(run_dir / "config.yaml")
     for own_files in (
         ["a.jsonl", "b.jsonl"],
@@ -444,7 +452,7 @@ def test_a_dry_run_says_that_the_device_is_absent(
         train.run(["recipe=demo", "device=hpu"])
 
 
-def test_a_folder_of_data_that_the_run_does_not_read_is_named_once(
+def test_an_unused_dataset_dir_is_warned_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -472,7 +480,7 @@ def test_a_folder_of_data_that_the_run_does_not_read_is_named_once(
         (["trainer.max_steps=7", "trainer.max_hours=2"], 2.0, 7),
     ],
 )
-def test_a_typed_length_replaces_the_hours_of_a_recipe(
+def test_an_explicit_number_of_steps_replaces_the_hours_of_a_recipe(
     overrides: list[str],
     hours: float | None,
     steps: int | None,
@@ -496,10 +504,10 @@ def test_a_typed_length_replaces_the_hours_of_a_recipe(
 
 
 @pytest.mark.parametrize(("first", "hours"), [([], None), (["trainer.max_hours=0.5"], 0.5)])
-def test_a_continued_run_keeps_the_hours_that_its_first_command_typed(
+def test_a_continued_run_keeps_explicit_hours_of_its_first_start(
     first: list[str], hours: float | None, tmp_path: Path
 ) -> None:
-    begun(tmp_path, "trainer.max_hours=0.5")
+    write_run(tmp_path, "trainer.max_hours=0.5")
     (tmp_path / "run.json").write_text(json.dumps({"overrides": [*DRY, *first]}))
     config = config_to_continue(tmp_path, read_command([f"run_dir={tmp_path}", "trainer.max_steps=9000"]))
     assert (config.trainer.max_hours, config.trainer.max_steps) == (hours, 9000)

@@ -1,4 +1,4 @@
-"""Which runs a command continues by itself."""
+"""Tests that a command continues a run which it finds by its keys only if this user started the run."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state" / "speechtrain"
 
 
-def started(run_dir: Path) -> Path:
-    """A run directory with the id of a start by this user."""
+def make_own_run(run_dir: Path) -> Path:
+    """Make a run directory that this user has started, and return it."""
     run_dir.mkdir(parents=True)
     identifier = start_id(run_dir)
     (run_dir / "run.json").write_text(json.dumps({"overrides": [], "start_id": identifier}))
@@ -41,8 +41,8 @@ def started(run_dir: Path) -> Path:
     return run_dir
 
 
-def received(run_dir: Path, overrides: Sequence[str]) -> Path:
-    """A run directory as somebody else sends it, with an id of his own."""
+def make_received_run(run_dir: Path, overrides: Sequence[str]) -> Path:
+    """Make a run directory that another user has started and sent, and return it."""
     run_dir.mkdir(parents=True)
     config = compose(list(overrides))
     config.run_dir = str(run_dir)
@@ -52,12 +52,13 @@ def received(run_dir: Path, overrides: Sequence[str]) -> Path:
     return run_dir
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def content_of(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of each file below ``folder`` by its path."""
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_require_started_accepts_a_run_of_this_user(tmp_path: Path, state: Path) -> None:
-    run_dir = started(tmp_path / "run")
+    run_dir = make_own_run(tmp_path / "run")
     require_started(run_dir)
     assert start_id(run_dir) == json.loads((run_dir / "run.json").read_text())["start_id"]
     assert state_folder() == state
@@ -67,7 +68,7 @@ def test_require_started_accepts_a_run_of_this_user(tmp_path: Path, state: Path)
 
 @pytest.mark.parametrize("about", ["{}", "{", "[]", '{"start_id": null}', '{"start_id": "%s"}' % ("0" * 32)])
 def test_require_started_refuses_another_id(tmp_path: Path, about: str) -> None:
-    run_dir = started(tmp_path / "run")
+    run_dir = make_own_run(tmp_path / "run")
     identifier = start_id(run_dir)
     (run_dir / "run.json").write_text(about)
     with pytest.raises(RunError, match=rf"^{run_dir} was started .*: run_dir={run_dir} continues it"):
@@ -76,7 +77,7 @@ def test_require_started_refuses_another_id(tmp_path: Path, about: str) -> None:
 
 
 def test_require_started_refuses_a_copy(tmp_path: Path) -> None:
-    run_dir = started(tmp_path / "run")
+    run_dir = make_own_run(tmp_path / "run")
     shutil.copytree(run_dir, tmp_path / "copy")
     require_started(run_dir)
     with pytest.raises(RunError, match=f"run_dir={tmp_path}/copy continues it"):
@@ -85,10 +86,10 @@ def test_require_started_refuses_a_copy(tmp_path: Path) -> None:
 
 def test_remember_removes_the_files_of_runs_that_are_gone(tmp_path: Path, state: Path) -> None:
     for number in range(5):
-        shutil.rmtree(started(tmp_path / f"run {number}"))
+        shutil.rmtree(make_own_run(tmp_path / f"run {number}"))
         assert len(list(state.iterdir())) == 1
     for _ in range(2):
-        run_dir = started(tmp_path / "again")
+        run_dir = make_own_run(tmp_path / "again")
         assert len(list(state.iterdir())) == 1
         require_started(run_dir)
         shutil.rmtree(run_dir)
@@ -98,7 +99,7 @@ def test_remember_says_how_to_continue_if_the_folder_cannot_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "state").write_text("a file in its place")
-    run_dir = started(tmp_path / "run")
+    run_dir = make_own_run(tmp_path / "run")
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith(f": only run_dir={run_dir} continues this run")
     with pytest.raises(RunError):
@@ -113,26 +114,26 @@ def test_start_jobs_refuses_a_received_run(
     assert train.run([*DRY, *options]) == 0
     capsys.readouterr()
     name = run_name_of(options) if has_default_name else "any"
-    run_dir = received(tmp_path / "runs" / name, DRY)
-    before = content(tmp_path / "runs")
+    run_dir = make_received_run(tmp_path / "runs" / name, DRY)
+    content = content_of(tmp_path / "runs")
     assert exit_code_of(lambda: train.run([*DRY, *options])) == RunError.exit_code
     output = capsys.readouterr()
     assert output.err.count("\n") == (2 if "-m" in options else 1)  # a sweep adds a line for all its jobs
     assert f"run_dir={run_dir} continues it" in output.err
     assert "train_rank" not in output.out
-    assert content(tmp_path / "runs") == before
+    assert content_of(tmp_path / "runs") == content
     assert train.run([*DRY, f"run_dir={run_dir}"]) == 0
 
 
 def run_name_of(options: tuple[str, ...]) -> str:
-    """The name of the folder of a new run with these overrides."""
+    """Return the name of the folder of a new run with the overrides among ``options``."""
     from speechtrain.runs.run_name import RunNames
 
     overrides = [*DRY, *(text for text in options if text == "resume=never")]
     return RunNames(None).name({"model": "rnnt_small", "data": "digits"}, overrides)
 
 
-def test_train_continues_what_the_user_has_started(
+def test_train_continues_a_run_that_the_user_has_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [*TINY, "seed=3", "tracking=none"]
@@ -150,7 +151,7 @@ def test_train_continues_what_the_user_has_started(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder to another user")
-def test_a_folder_of_another_user_is_trained_in_only_if_it_is_named(
+def test_a_folder_of_another_user_needs_an_explicit_run_dir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     acquire = RunLock.acquire

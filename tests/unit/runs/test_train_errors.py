@@ -1,4 +1,4 @@
-"""What a user may type wrongly: one line with key and fix, an exit code by class, nothing left."""
+"""Tests of wrong commands: an error of one line with key and fix, the exit code, and no file is left."""
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ DRY = "dry_run=true"
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in (ALLOW_TARGETS, "NUM_STEPS", "OUTPUT_DIR", "DATASET_DIR"):
-        monkeypatch.setenv(name, "")  # so that what the command sets is undone
+        # The two calls make monkeypatch restore the variable, even if the command sets it.
+        monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
 
 def _run(*argv: str) -> int:
+    """Return the exit code of a training command."""
     return exit_code_of(lambda: train.run(list(argv)))
 
 
 def _error(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    """Return the exit code of a training command and the text of its error, which must be one line."""
     capsys.readouterr()
     code = _run(*argv)
     error = capsys.readouterr().err
@@ -45,7 +48,8 @@ def _error(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     return code, error.removeprefix("speechtrain: error: ").strip()
 
 
-WRONG = [
+# Arguments of a command, its exit code, and texts in its error.
+WRONG_COMMANDS = [
     # keys
     (["dryrun=true"], CONFIG, ["dryrun", "did you mean 'dry_run'"]),
     (["trainer.max_stpes=5"], CONFIG, ["trainer.max_stpes", "'trainer.max_steps'"]),
@@ -156,15 +160,18 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("argv", "code", "said"), WRONG, ids=[" ".join(w[0]) or "empty" for w in WRONG])
-def test_one_line_and_nothing_left(
-    argv: list[str], code: int, said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("argv", "code", "texts"), WRONG_COMMANDS, ids=[" ".join(w[0]) or "empty" for w in WRONG_COMMANDS]
+)
+def test_a_wrong_command_has_an_error_of_one_line_and_leaves_no_file(
+    argv: list[str], code: int, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # a dry run: should a case pass after all, nothing is trained
-    got, error = _error(capsys, *argv, *([] if argv[-1].startswith("--") else [DRY]))
-    assert got == code, error
-    for part in said:
-        assert part in error
+    if not argv[-1].startswith("--"):  # An override cannot follow an option that may need a value.
+        argv = [*argv, DRY]  # If the command is accepted by mistake, nothing is trained.
+    exit_code, error = _error(capsys, *argv)
+    assert exit_code == code, error
+    for text in texts:
+        assert text in error
     assert list(tmp_path.iterdir()) == []
 
 
@@ -201,7 +208,7 @@ def test_start_jobs_believes_a_config_dir(tmp_path: Path, capsys: pytest.Capture
     assert "program: mpirun.own" in capsys.readouterr().out
 
 
-def test_a_base_yaml_is_listed_nowhere(
+def test_a_base_yaml_is_not_listed_as_a_choice(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert _run("--help") == 0
@@ -220,7 +227,7 @@ def test_a_sweep_over_all_choices_takes_no_base_yaml(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.count("speechtrain.train_rank") == 4
 
 
-def test_a_base_yaml_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_base_yaml_in_the_users_config_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "mine" / "model"
     folder.mkdir(parents=True)
     (folder / "_wide.yaml").write_text("defaults:\n  - rnnt\n  - _self_\n\njoint:\n  hidden: 640\n")
@@ -265,7 +272,7 @@ def test_a_folder_that_may_not_be_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_of_other_files_is_no_run_directory(
+def test_a_folder_with_other_files_is_refused_as_run_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run").mkdir()
@@ -457,7 +464,7 @@ def test_help_needs_neither_hydra_nor_torch() -> None:
         assert name in done.stdout
 
 
-def test_a_name_may_have_any_letters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_may_have_letters_of_any_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("run_dir=läufe/ü", "data=manifest", "data.train=ä, b.jsonl", "init_from=ß", DRY) == 0
     assert "/läufe/ü/config.yaml" in capsys.readouterr().out
     assert (
@@ -471,7 +478,7 @@ def test_a_name_may_have_any_letters(capsys: pytest.CaptureFixture[str]) -> None
     assert "job 2: init_from='ö'\n" in capsys.readouterr().out
 
 
-def test_secrets_stay_out_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_not_stored_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A true run that fails on its data: its config was written, its trace and code are the rank's."""
     monkeypatch.setenv("DATASET_DIR", "/secret/place")
     run = tmp_path / "run"
@@ -500,7 +507,7 @@ def test_secrets_stay_out_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert json.loads((run / "result.json").read_text())["exit_code"] == DATA
 
 
-def test_a_run_that_never_began_leaves_no_folder(tmp_path: Path) -> None:
+def test_a_refused_run_leaves_no_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "speechtrain.commands.train", "model=rnnt_small", "data=manifest"]
     done = subprocess.run(
         [*command, "data.train=no.jsonl", "device.threads=1"],

@@ -77,7 +77,7 @@ def test_median_rule_does_not_end_the_command_if_the_run_has_just_ended(tmp_path
 
     def end_after_the_signal() -> RunResult:
         deadline = time.monotonic() + 60
-        while not job._is_stopped:
+        while not job._is_pruned:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         time.sleep(0.1)

@@ -37,7 +37,7 @@ def test_a_program_that_fails_is_quoted_in_one_line(script: str, message: str) -
 
 
 def test_a_program_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_SECONDS", 0.1)
+    monkeypatch.setattr(client, "_TIMEOUT_SECONDS", 0.1)
     with pytest.raises(MachineError, match="sbatch got no answer"):
         call_client(["sleep", "60"], "sbatch")
     assert ask_client(["sleep", "60"]) is None

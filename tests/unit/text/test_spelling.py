@@ -48,9 +48,9 @@ def test_fusion_sees_the_words_of_each_kind_of_tokenizer(build: object, tmp_path
         ids = tokenizer.encode(text)
         assert "".join(spelling[label] for label in ids).strip() == text
         fusion = Fusion(word_bonus=1.0, phrases=["new york"], phrase_bonus=10.0)
-        fusion.begin(tokenizer)
+        fusion.start_search(tokenizer)
         expected = len(text.split()) + 10.0 * ("new york" in text)
-        assert fusion.total(ids) == pytest.approx(expected, abs=1e-4)
+        assert fusion.text_score(ids) == pytest.approx(expected, abs=1e-4)
 
 
 def test_spelling_of_characters() -> None:

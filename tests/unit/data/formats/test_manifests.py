@@ -316,9 +316,9 @@ def test_a_long_recording_is_resampled_in_blocks_to_the_same_bits(
     rate: int, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = np.random.default_rng(0).standard_normal(61 * rate + 7).astype(np.float32)
-    monkeypatch.setattr(audio, "_BLOCK", 2**40)
+    monkeypatch.setattr(audio, "_BLOCK_VALUES", 2**40)
     whole = change_rate(samples, rate, wanted)
-    monkeypatch.setattr(audio, "_BLOCK", 1)
+    monkeypatch.setattr(audio, "_BLOCK_VALUES", 1)
     assert np.array_equal(change_rate(samples, rate, wanted), whole)
 
 
