@@ -13,7 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Any
+from functools import update_wrapper
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,14 @@ _MAX_RELATIVE_TIME = (
 )
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 5  # Each round times every policy once.
 _MAX_SECONDS = 20.0  # After this time, rounds beyond the minimum are omitted.
+
+Compiler = str | Callable[..., Any]
+"""A backend of ``torch.compile``: its name or its function. It is empty without compilation."""
+# Graphs of one function for each shape: training and evaluation, the widths of the LSTMs, and a last part.
+_GRAPHS_OF_A_SHAPE = 16
+_STEPS_OF_A_GRAPH = 80  # XLA compiled an LSTM of 136,000 operations, all frames in one graph, for minutes.
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class ComputePolicy:
     feature_frames: int = 256  # frames of a spectrogram at once (256 fit into a CPU's cache). 0: all
     lstm_segment: int = 0  # frames of an LSTM encoder in one lazy graph. 0: all
     # Fields with compare=False are not stored, and policies that differ only in them are equal.
-    compiler: str = field(default="", compare=False)  # backend of torch.compile. Empty: no compilation
+    compiler: Compiler = field(default="", compare=False)
     # function that ends a lazy graph
     mark_step: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
     # the vendor's CTC loss, with the arguments of torch's ``ctc_loss`` in the same order
@@ -159,10 +168,46 @@ def apply_policy(module: nn.Module, policy: ComputePolicy) -> None:
             block.apply_policy(policy)
 
 
+class GraphFunction(Generic[_Arguments, _Result]):
+    """A function that a compiling device with static shapes computes as one graph. Elsewhere it is plain.
+
+    A recursion calls it for one part of its steps after the other, so the size of a graph does not grow with
+    the recording. Arguments that are not tensors are constants of the graph.
+    """
+
+    compiler: ClassVar[Compiler] = ""  # of this process, which ``compile_module`` sets
+
+    def __init__(self, function: Callable[_Arguments, _Result]) -> None:
+        update_wrapper(self, function)
+        self._function = function
+        self._compiled: dict[Compiler, Callable[_Arguments, _Result]] = {}
+
+    def __call__(self, *arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
+        compiler = self.compiler
+        if not compiler:
+            return self._function(*arguments, **keywords)
+        if compiler not in self._compiled:
+            self._compiled[compiler] = torch.compile(
+                self._function, backend=compiler, dynamic=False, fullgraph=True
+            )
+        return self._compiled[compiler](*arguments, **keywords)
+
+
+def equal_parts(steps: int) -> tuple[int, int]:
+    """Return the number and the length of the parts of a recursion of ``steps`` steps.
+
+    A part has up to 80 steps, whose graph has less than 1,000 operations. All parts have the same length, so
+    one graph serves all. The last part may have some steps of padding.
+    """
+    count = -(-steps // _STEPS_OF_A_GRAPH)
+    return count, -(-steps // count)
+
+
 def compile_module(module: nn.Module, policy: ComputePolicy, shapes: int) -> None:
     """Compile ``module`` in place for ``shapes`` shapes of training, if ``policy`` has a compiler.
 
-    With static shapes, the whole module becomes one graph. Otherwise each layer in the ``ModuleList``
+    With static shapes, the ``graph_units`` of the module are compiled, or the whole module if it lists none.
+    The recursions in the remaining code are graph functions. Otherwise each layer in the ``ModuleList``
     attributes that a submodule lists in ``shard_units`` is compiled. If no submodule lists layers, the whole
     module is compiled except its ``losses``.
     """
@@ -171,14 +216,33 @@ def compile_module(module: nn.Module, policy: ComputePolicy, shapes: int) -> Non
     # Training and evaluation each compile every shape. Beyond the limit, torch would run new shapes eagerly.
     config = torch_private.dynamo_config
     config.recompile_limit = max(config.recompile_limit, 2 * shapes)
-    parts: list[nn.Module] = []
-    if not policy.static_shapes:
-        parts = _shard_layers(module)
-        if not parts and hasattr(module, "losses"):
-            # The losses read lengths, which would break the graph.
-            module.losses = torch.compiler.disable(module.losses)  # type: ignore[no-untyped-call]
+    if policy.static_shapes:
+        limit = _GRAPHS_OF_A_SHAPE * shapes
+        config.recompile_limit = max(config.recompile_limit, limit)
+        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, limit)
+        GraphFunction.compiler = policy.compiler
+        _compile_units(module, policy.compiler)
+        return
+    parts = _shard_layers(module)
+    if not parts and hasattr(module, "losses"):
+        # The losses read lengths, which would break the graph.
+        module.losses = torch.compiler.disable(module.losses)  # type: ignore[no-untyped-call]
     for part in parts or [module]:
         part.compile(backend=policy.compiler, dynamic=False)
+
+
+def _compile_units(module: nn.Module, compiler: Compiler) -> None:
+    """Compile the methods and submodules of ``module`` that it lists in ``graph_units``, or all of it."""
+    names = getattr(module, "graph_units", None)
+    if names is None:
+        module.compile(backend=compiler, dynamic=False)
+        return
+    for name in names:
+        unit = getattr(module, name)
+        if isinstance(unit, nn.Module):
+            _compile_units(unit, compiler)
+        else:
+            setattr(module, name, torch.compile(unit, backend=compiler, dynamic=False))
 
 
 def _shard_layers(module: nn.Module) -> list[nn.Module]:

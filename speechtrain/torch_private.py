@@ -29,6 +29,10 @@ PARTS = {
     # torch.compile: the limit for the graphs of a compiled layer, and the number of graphs so far.
     "dynamo_config": "torch._dynamo.config",
     "dynamo_counters": "torch._dynamo.utils.counters",
+    # A backend of torch.compile for forward and backward, and the number of the function that is compiled.
+    "aot_autograd": "torch._dynamo.backends.common.aot_autograd",
+    "make_boxed_func": "functorch.compile.make_boxed_func",
+    "compile_id": "torch._guards.CompileContext.current_compile_id",
     # Interception of each operation below autograd. The number of an autograd node connects an operation of
     # the backward pass with the operation of the forward pass.
     "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",

@@ -45,6 +45,7 @@ _COLOURS = {GREEN: "\033[32m", AMBER: "\033[33m", RED: "\033[31m"}  # escape seq
 _END_OF_COLOUR = "\033[0m"
 _MAX_TRANSCRIPTS = 10_000  # transcripts that are checked in each set
 _RECORDED_BATCHES = 4  # micro-batches whose steps are recorded
+_COUNTED_SHAPES = 2  # shapes whose graphs are counted: the second one shows a dynamic shape
 _MAX_SHAPES = 8  # shapes that the finding on shapes lists
 
 
@@ -278,6 +279,8 @@ class Recipe:
             if self.device.static_shapes or not self.device.on_host:
                 yield try_check("recorder", self._record_steps)
                 yield from self._fake_findings()
+            if self.device.static_shapes and self._plain_policy().compiler:
+                yield try_check("graphs", self._count_graphs)
             if self.precision is not None:
                 yield from self._step_findings(self.precision)
 
@@ -313,7 +316,8 @@ class Recipe:
         except Exception as error:  # The doctor reports every error as a finding.
             finding = failure("device", error)
             is_explicit = "device" in map(key_of_override, self.overrides)
-            if is_explicit and not self.device.on_host and self.device.absence(1):
+            is_absent = self.device.absence(1) and not self.device.library_fault()
+            if is_explicit and not self.device.on_host and is_absent:
                 # The user asks about an accelerator that this machine does not have. The recorder tests
                 # whether the recipe suits it.
                 finding = replace(finding, state=AMBER)
@@ -445,25 +449,21 @@ class Recipe:
         with the line of code if the device does not support an operation, or if a step ends its graph early
         or has another graph than the earlier steps.
         """
-        from speechtrain.compute_policy import apply_policy
-        from speechtrain.config.build import build_precision
         from speechtrain.devices.recorder import Recorder
-        from speechtrain.rank.build import build_task
         from speechtrain.rank.trial_steps import smallest_batches
 
         self.device.validate_shapes(self.data.shapes())
-        task, _ = build_task(self.config)
-        task.train().load_state_dict({name: tensor.cpu() for name, tensor in self.task.state_dict().items()})
         operations = self.device.facts.operations
+        policy = self._plain_policy()
+        if policy.compiler:  # ``_count_graphs`` compares the size of the graphs.
+            operations = replace(operations, largest_graph=0)
         recorder = Recorder(operations)
-        policy = self.device.policy(build_precision(self.config).dtype)
-        # The vendor's CTC kernel does not run on the CPU, so torch's CTC loss replaces it.
-        policy = replace(policy, mark_step=recorder.mark_step, ctc_kernel=None)
-        apply_policy(task, policy)
+        policy = replace(policy, mark_step=recorder.mark_step)
+        task = self._task_on_host(policy)
         batches = smallest_batches(self.data, _RECORDED_BATCHES)
         shapes = _record_batches(recorder, policy, task, batches)
         line = f"{_RECORDED_BATCHES} micro-batches of {shapes} shapes: {recorder.costs}"
-        if operations.records:
+        if operations.records and not policy.compiler:
             graphs = recorder.segments
             line += f", {len(graphs)} graphs, {recorder.distinct} of them distinct, of up to {max(graphs):,}"
         return line
@@ -492,6 +492,38 @@ class Recipe:
         if process.returncode:
             raise MachineError((process.stderr.strip().splitlines() or ["no output"])[-1])
         return process.stdout.strip()
+
+    def _plain_policy(self) -> ComputePolicy:
+        from speechtrain.config.build import build_precision
+
+        # The vendor's CTC kernel does not run on the CPU, so torch's CTC loss replaces it.
+        return replace(self.device.policy(build_precision(self.config).dtype), ctc_kernel=None)
+
+    def _task_on_host(self, policy: ComputePolicy) -> Task:
+        """Return a copy of the task on the CPU, which trains by ``policy``."""
+        from speechtrain.compute_policy import apply_policy
+        from speechtrain.rank.build import build_task
+
+        task, _ = build_task(self.config)
+        task.train().load_state_dict({name: tensor.cpu() for name, tensor in self.task.state_dict().items()})
+        apply_policy(task, policy)
+        return task
+
+    def _count_graphs(self) -> str:
+        """Return the graphs that ``torch.compile`` makes of the steps of the smallest shapes.
+
+        Raises MachineError if a graph is broken, dynamic, or too large for the device.
+        """
+        from speechtrain.devices.graph_count import count_graphs
+        from speechtrain.rank.trial_steps import smallest_shapes
+
+        self.device.validate_shapes(self.data.shapes())
+        policy = self._plain_policy()
+        task = self._task_on_host(policy)
+        batches = [task.prepare(batch, seed=0) for batch in smallest_shapes(self.data, _COUNTED_SHAPES)]
+        count = count_graphs(task, policy, batches)
+        count.check(self.device.facts.operations.largest_graph)
+        return str(count)
 
     def _step_findings(self, precision: Precision) -> Iterator[Finding]:
         """Yield findings on a training step of the largest batch, and on the time of an epoch."""
@@ -539,7 +571,10 @@ def _record_batches(recorder: Recorder, policy: ComputePolicy, task: Task, batch
 
 
 def _vendor_findings(config: DictConfig, device: Device) -> Iterator[Finding]:
-    """Yield findings on the torch version that the vendor's plugin needs, and on the memory of the host."""
+    """Yield findings on the vendor's plugin, on the torch that it needs, and on the memory of the host."""
+    fault = device.library_fault()
+    if fault:
+        yield Finding(RED, "torch", fault)
     with contextlib.suppress(metadata.PackageNotFoundError):
         if device.facts.plugin:
             yield _plugin_finding(device.facts, metadata.version(device.facts.plugin))
@@ -548,19 +583,12 @@ def _vendor_findings(config: DictConfig, device: Device) -> Iterator[Finding]:
 
 
 def _plugin_finding(facts: DeviceFacts, version: str) -> Finding:
-    """Return the finding on whether the vendor built its plugin for the installed version of torch."""
-    installed = metadata.version("torch")
+    """Return the finding on the release of the vendor's plugin."""
     plugin = f"{facts.plugin} {version}"
     for release, torch_version in facts.plugin_torch.items():
-        if not f"{version}.".startswith(f"{release}."):
-            continue
-        line = f"{plugin} is built for torch {torch_version}, and torch is {installed}"
-        if f"{installed}.".startswith(f"{torch_version}."):
-            return Finding(GREEN, "release", line)
-        fix = "Use an image of the vendor, and keep its torch (docs/devices.md)"
-        return Finding(RED, "release", f"{line}. {fix}")
-    text = f"{plugin} is not in the table of docs/devices.md, and torch is {installed}"
-    return Finding(AMBER, "release", text)
+        if f"{version}.".startswith(f"{release}."):
+            return Finding(GREEN, "release", f"{plugin} is built for torch {torch_version}")
+    return Finding(AMBER, "release", f"{plugin} is not in the table of docs/devices.md")
 
 
 def _host_memory_finding(config: DictConfig, device: Device) -> Finding:

@@ -115,6 +115,13 @@ class Device(ABC):
         The command calls this before it starts processes. ``open`` makes the final check in each rank.
         """
 
+    def library_fault(self) -> str:
+        """Return why the installed library of the vendor cannot work here, or an empty text.
+
+        Nothing is imported. ``check`` raises the same text.
+        """
+        return ""
+
     def absence(self, processes: int) -> str:
         """Return the message of the error that ``check`` raises, empty if it raises none."""
         try:

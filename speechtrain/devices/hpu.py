@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import tempfile
@@ -18,9 +19,11 @@ from speechtrain.compute_policy import ComputePolicy
 from speechtrain.devices import host
 from speechtrain.devices.base import Device, DeviceFacts, Operations
 from speechtrain.errors import MachineError, one_line, require_least
+from speechtrain.files import read_bytes
 
 _PACKAGE = "habana_frameworks"
 _REHEARSAL = "device=lazy rehearses its lazy mode here, speechtrain doctor device=hpu checks the recipe"
+_KEPT_TORCH = "Use the vendor's image, and install with pip's --no-deps or -c (docs/devices.md)"
 _ADVICE = f"It comes with the vendor's container (vault.habana.ai/gaudi-docker). {_REHEARSAL}"
 _LOWER, _FP32 = "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST"
 _MODES = {"lazy": "1", "eager": "0", "compile": "0"}
@@ -163,6 +166,20 @@ class HPU(Device):
     def check(self, processes: int) -> None:
         if importlib.util.find_spec(_PACKAGE) is None:
             raise MachineError(f"device=hpu: {_PACKAGE} is not installed here. {_ADVICE}")
+        fault = self.library_fault()
+        if fault:
+            raise MachineError(f"device=hpu: {fault}")
+
+    def library_fault(self) -> str:
+        required, installed = _required_torch(), torch.__version__
+        if required and not f"{installed}.".startswith(f"{required}."):
+            line = f"the bridge is built for torch {required}, and torch {installed} has replaced it"
+            return f"{line}. {_KEPT_TORCH}"
+        # The versions of the vendor's builds end in +git… or +hpu…, and the bridge looks at this, too.
+        if required and self.mode == "lazy" and not installed.partition("+")[2].startswith(("git", "hpu")):
+            line = f"torch {installed} is not the vendor's build, and mode=lazy needs that"
+            return f"{line}. {_KEPT_TORCH}, or set device.mode=compile"
+        return ""
 
     def obstacle(self) -> str:
         if importlib.util.find_spec(_PACKAGE) is None:
@@ -243,6 +260,24 @@ class HPU(Device):
         metrics = importlib.import_module(f"{_PACKAGE}.torch.hpu.metrics")
         counters: dict[str, Any] = dict(metrics.metric_global(metric).stats())
         return int(counters["TotalNumber"])
+
+
+def _required_torch() -> str:
+    """Return the major and minor version of torch that the installed bridge needs, or an empty text.
+
+    The bridge stores the version in a file. Otherwise the version of the plugin says it. Nothing is imported.
+    """
+    spec = importlib.util.find_spec(_PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            file = Path(folder) / "torch" / "required_version.txt"
+            return ".".join(read_bytes(file, follow=True).decode().strip().split(".")[:2])
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version(HPU.facts.plugin)
+        for release, torch_version in _TORCH_OF_RELEASE.items():
+            if f"{version}.".startswith(f"{release}."):
+                return torch_version
+    return ""
 
 
 def _write_operations(variable: str, operations: Sequence[str]) -> str:

@@ -223,7 +223,8 @@ class ConvolutionalEncoder(LogMelEncoder, PolicyAware):
         x, lengths = self.augmented(batch)
         for number, block in enumerate(self.blocks, 1):
             x, lengths = block(x, lengths)
-            if self._policy.static_shapes and number % _BLOCKS_PER_GRAPH == 0:
+            is_lazy = self._policy.static_shapes and not self._policy.compiler
+            if is_lazy and number % _BLOCKS_PER_GRAPH == 0:
                 (x,) = EndSegment.apply(self._policy.mark_step, x)  # type: ignore[no-untyped-call]
         return x, lengths
 

@@ -37,6 +37,7 @@ class LSTMEncoder(LogMelEncoder, PolicyAware):
     """
 
     shard_units = ("pre_rnn", "post_rnn")  # Sharded runs gather the parameters of one stack at a time.
+    graph_units = ("augmented",)  # The LSTMs compile their recursions.
 
     def __init__(
         self,

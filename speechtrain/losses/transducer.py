@@ -50,6 +50,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from speechtrain.compute_policy import GraphFunction, equal_parts
 from speechtrain.nn.full_precision import full_precision
 from speechtrain.nn.joint import check_durations
 
@@ -696,22 +697,26 @@ class _StaticWalk(_Walk):
         self.encoder = inputs.encoder.to(joint.wide).masked_fill(beyond_frames[..., None], 0)
         self.prediction = inputs.prediction.to(joint.wide).masked_fill(beyond_positions[..., None], 0)
         self.targets = _targets(inputs, joint.blank)
+        # The numbers of frames are data. As constants they would make each span another graph.
+        self.frame = _indices(self.shape[1], self.encoder)
 
     def log_probabilities(self) -> list[Tensor]:
         """Return the log-probabilities of blank, next label and each duration, each (B, T, P).
 
         Outside the lattice of an utterance they are arbitrary but finite.
         """
-        spans = []
-        for span in self._spans():
-            symbol_logits, duration_logits = self._logits(self._hidden(span))
-            log_p = symbol_logits.log_softmax(-1)
-            targets = self.targets[:, None, :, None].expand(-1, log_p.shape[1], -1, -1)
-            fields = [log_p[..., self.joint.blank], log_p.gather(-1, targets)[..., 0]]
-            if self.joint.durations:  # Graphs cannot contain the empty tensor that would be here without.
-                fields += duration_logits.log_softmax(-1).unbind(-1)
-            spans.append(fields)
+        spans = [_span_arcs(self, self.encoder[:, span], self.frame[span]) for span in self._spans()]
         return [torch.cat(fields, 1) for fields in zip(*spans, strict=True)]
+
+    def arcs(self, hidden: Tensor) -> list[Tensor]:
+        """Return the log-probabilities (B, t, P) of the arcs of t frames with the ``hidden`` units."""
+        symbol_logits, duration_logits = self._logits(hidden)
+        log_p = symbol_logits.log_softmax(-1)
+        targets = self.targets[:, None, :, None].expand(-1, log_p.shape[1], -1, -1)
+        arcs = [log_p[..., self.joint.blank], log_p.gather(-1, targets)[..., 0]]
+        if self.joint.durations:  # Graphs cannot contain the empty tensor that would be here without.
+            arcs += duration_logits.log_softmax(-1).unbind(-1)
+        return arcs
 
     def gradients(self, differentials: Sequence[Tensor], upstream: Tensor) -> _Gradients:
         """Return the gradients of the inputs for the upstream gradients (B,).
@@ -725,25 +730,25 @@ class _StaticWalk(_Walk):
         weight = torch.zeros_like(self.weight, dtype=wide)
         bias = torch.zeros_like(self.bias, dtype=wide)
         for span in self._spans():
-            span_sums = self._span_gradients(span, masks, [field[:, span, :, None] for field in fields])
+            span_fields = [field[:, span, :, None] for field in fields]
+            span_sums = _span_gradients(self, self.encoder[:, span], self.frame[span], masks, span_fields)
             encoder.append(span_sums.encoder)
             prediction = prediction + span_sums.prediction
             weight = weight + span_sums.weight
             bias = bias + span_sums.bias
         return _Gradients(torch.cat(encoder, 1), prediction, weight * self.joint.scale, bias=bias)
 
-    def _span_gradients(
-        self, span: slice, masks: tuple[Tensor, Tensor, Tensor], fields: Sequence[Tensor]
+    def part_of_gradients(
+        self, hidden: Tensor, frame: Tensor, masks: tuple[Tensor, ...], fields: Sequence[Tensor]
     ) -> _Gradients:
-        """Return the sums of the gradients over the cells of a span. The weight's gradient is not scaled."""
+        """Return the sums of the gradients over the cells of frames (t,). The weight's is not scaled."""
         wide = self.joint.wide
-        hidden = self._hidden(span)
         gradient = self._logit_gradient(hidden, masks, fields)
         bias = gradient.sum((0, 1, 2), dtype=wide)
         weight = gradient.flatten(0, 2).t() @ hidden.flatten(0, 2)
         slope = self.joint.slope_(hidden)
         if self.joint.activation != "relu":  # Dropped units of relu have the slope 0 already.
-            slope = self.dropout.applied(slope, span.start)
+            slope = self.dropout.applied(slope, frame)
         unit_gradient = (gradient @ self.weight).to(wide) * slope
         return _Gradients(unit_gradient.sum(2), unit_gradient.sum(1), weight.to(wide), bias=bias)
 
@@ -755,9 +760,7 @@ class _StaticWalk(_Walk):
         is_label = (symbol == self.targets[:, None, :, None]).to(wide) * (1 - is_blank)
         return is_blank, is_label, 1 - is_blank - is_label
 
-    def _logit_gradient(
-        self, hidden: Tensor, masks: tuple[Tensor, Tensor, Tensor], fields: Sequence[Tensor]
-    ) -> Tensor:
+    def _logit_gradient(self, hidden: Tensor, masks: tuple[Tensor, ...], fields: Sequence[Tensor]) -> Tensor:
         """Return the gradient (B, frames of the span, P, V + K) over the logits.
 
         ``fields`` are the results of ``_differentials`` for the cells of the span, with an axis for symbols.
@@ -776,19 +779,33 @@ class _StaticWalk(_Walk):
         step = max(1, self.joint.chunk // (batch * positions))
         return (slice(start, min(start + step, frames)) for start in range(0, frames, step))
 
-    def _hidden(self, span: slice) -> Tensor:
-        """Return the hidden units (B, frames of the span, P, H) after dropout.
+    def hidden(self, encoder: Tensor, frame: Tensor) -> Tensor:
+        """Return the hidden units (B, t, P, H) of the frames (t,) after dropout.
 
         The weight contains the scale of dropout.
         """
-        sums = self.encoder[:, span, None] + self.prediction[:, None]
+        sums = encoder[:, :, None] + self.prediction[:, None]
         hidden = _ACTIVATIONS[self.joint.activation](sums)
-        return self.dropout.applied(hidden, span.start).to(self.joint.dtype)
+        return self.dropout.applied(hidden, frame).to(self.joint.dtype)
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits of symbols (…, V) and of durations (…, K) for hidden units (…, H)."""
         logits = F.linear(hidden, self.weight, self.bias)
         return self.joint.split_logits(logits.to(self.joint.wide))
+
+
+@GraphFunction
+def _span_arcs(walk: _StaticWalk, encoder: Tensor, frame: Tensor) -> list[Tensor]:
+    """Return the log-probabilities (B, t, P) of the arcs of the frames (t,)."""
+    return walk.arcs(walk.hidden(encoder, frame))
+
+
+@GraphFunction
+def _span_gradients(
+    walk: _StaticWalk, encoder: Tensor, frame: Tensor, masks: tuple[Tensor, ...], fields: Sequence[Tensor]
+) -> _Gradients:
+    """Return the sums of the gradients over the cells of the frames (t,)."""
+    return walk.part_of_gradients(walk.hidden(encoder, frame), frame, masks, fields)
 
 
 # ------------------------------------------------------------------------------------- used by both walks
@@ -834,7 +851,7 @@ class _NoDropout:
     def apply_(self, hidden: Tensor, cells: _Cells) -> None:
         pass
 
-    def applied(self, hidden: Tensor, first_frame: int) -> Tensor:
+    def applied(self, hidden: Tensor, frame: Tensor) -> Tensor:
         return hidden
 
 
@@ -871,13 +888,10 @@ class _Dropout:
         draws = words.view(torch.int16)[:, : self.width]
         hidden *= draws.ge_(self.threshold)
 
-    def applied(self, hidden: Tensor, first_frame: int) -> Tensor:
-        """Return the units ``hidden`` (B, frames, P, H) with 0 for the dropped ones.
-
-        They are the units of all utterances from ``first_frame`` on.
-        """
-        frame, position = _indices(hidden.shape[1], hidden), _indices(hidden.shape[2], hidden)
-        keys = self._cell_keys(self.row_keys[:, None, None], frame[:, None] + first_frame, position)
+    def applied(self, hidden: Tensor, frame: Tensor) -> Tensor:
+        """Return the units ``hidden`` (B, t, P, H) of the frames (t,), with 0 for the dropped ones."""
+        position = _indices(hidden.shape[2], hidden)
+        keys = self._cell_keys(self.row_keys[:, None, None], frame[:, None], position)
         words = _mix(keys[..., None] + self.word_keys)
         # Gaudi's graphs cannot read an int32 as two int16. So each draw becomes the upper half of an int32,
         # which is compared with the threshold times 65536.
@@ -1110,6 +1124,25 @@ def _normalised_diagonals(
     and the log-odds of label against blank.
     """
     diagonal = torch.zeros_like(by_blank[:, :, 0])
+    arcs = [by_blank, by_label, factors]
+    steps = by_blank.shape[2]
+    count, size = equal_parts(steps)
+    if count * size > steps:
+        arcs = [F.pad(field, (0, 0, 0, count * size - steps)) for field in arcs]
+    parts = []
+    for start in range(0, steps, size):
+        blank, label, factor = (field[:, :, start : start + size] for field in arcs)
+        *part, diagonal = _diagonals_part(blank, label, factor, diagonal)
+        parts.append(part)
+    alpha, beta, totals, log_odds = (torch.cat(part, 1)[:, :steps] for part in zip(*parts, strict=True))
+    return alpha, beta, totals, log_odds
+
+
+@GraphFunction
+def _diagonals_part(
+    by_blank: Tensor, by_label: Tensor, factors: Tensor, diagonal: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the results of ``_normalised_diagonals`` for d diagonals (B, d, P), and the last (2, B, P)."""
     columns = []
     for d in range(by_blank.shape[2]):
         paths_by_blank = torch.addcmul(by_blank[:, :, d], factors[:, :, d], diagonal)
@@ -1118,7 +1151,7 @@ def _normalised_diagonals(
         diagonal = total.log_softmax(-1)
         columns.append((diagonal[0], diagonal[1], total[1], paths_by_label[1], paths_by_blank[1]))
     alpha, beta, totals, labels, blanks = (torch.stack(column, 1) for column in zip(*columns, strict=True))
-    return alpha, beta, totals, labels - blanks
+    return alpha, beta, totals, labels - blanks, diagonal
 
 
 def _posteriors_of_durations(

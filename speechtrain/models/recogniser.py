@@ -33,6 +33,8 @@ class Recogniser(Task, PolicyAware):
 
     metric = "wer"
     writes_text = True
+    # The losses compile their recursions. A vendor's kernel is one operation.
+    graph_units = ("encoder",)
     decoder: Decoder
 
     def __init__(

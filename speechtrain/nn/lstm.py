@@ -6,7 +6,7 @@ candidate, output. The sums are the values that the sigmoids and the tanh turn i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from speechtrain import torch_private
-from speechtrain.compute_policy import ComputePolicy, PolicyAware
+from speechtrain.compute_policy import ComputePolicy, GraphFunction, PolicyAware, equal_parts
 from speechtrain.nn.full_precision import at_least_fp32, full_precision
 
 State = tuple[Tensor, Tensor]
@@ -292,19 +292,51 @@ def _forward_static(
     Lazy devices copy a whole tensor for each write into a slice of it.
     """
     recurrent = weight.t().contiguous()
-    sigmoids, candidates, cells, outputs = [], [], [cell], []
-    hiddens = [hidden.to(weight.dtype)]
+    hidden = hidden.to(weight.dtype)
+    first_cell, first_hidden = cell[None], hidden[None]
+    frames = len(sums)
+    count, size = equal_parts(frames)
+    parts = []
+    for part_sums in _split(sums, size, (0, count * size - frames)):
+        part = _forward_part(part_sums, recurrent, hidden, cell)
+        cell, hidden = part[1][-1], part[2][-1]
+        parts.append(part)
+    gates, cells, hiddens, outputs = (_concatenate(fields)[:frames] for fields in zip(*parts, strict=True))
+    return gates, torch.cat((first_cell, cells)), torch.cat((first_hidden, hiddens)), outputs
+
+
+@GraphFunction
+def _forward_part(
+    sums: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gates (t, B, 4H) of some frames, and their cells, hiddens and outputs (t, B, H).
+
+    The hiddens are the outputs in the dtype of ``recurrent`` (H, 4H).
+    """
+    sigmoids, candidates, cells, hiddens, outputs = [], [], [], [], []
     for t in range(len(sums)):
-        sigmoid, candidate, cell, output = _static_frame(sums[t], hiddens[t], cell, recurrent)
+        sigmoid, candidate, cell, output = _static_frame(sums[t], hidden, cell, recurrent)
+        hidden = output.to(recurrent.dtype)
         sigmoids.append(sigmoid)
         candidates.append(candidate)
         cells.append(cell)
-        hiddens.append(output.to(weight.dtype))
+        hiddens.append(hidden)
         outputs.append(output)
     width = cell.shape[1]
     stacked = torch.stack(sigmoids)
     gates = stacked[..., : 2 * width], torch.stack(candidates), stacked[..., 3 * width :]
     return torch.cat(gates, 2), torch.stack(cells), torch.stack(hiddens), torch.stack(outputs)
+
+
+def _split(field: Tensor, size: int, padding: tuple[int, int], value: float = 0.0) -> list[Tensor]:
+    """Split a field (T, B, ·) into parts of ``size`` frames, after padding before and after its frames."""
+    if any(padding):
+        field = F.pad(field, (0, 0, 0, 0, *padding), value=value)
+    return [field[start : start + size] for start in range(0, len(field), size)]
+
+
+def _concatenate(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _static_frame(
@@ -355,6 +387,32 @@ def _backward_static(
     weight: Tensor,
 ) -> _Gradients:
     """Compute ``_backward`` without writes into slices."""
+    frames = len(output_gradients)
+    count, size = equal_parts(frames)
+    padding = count * size - frames, 0
+    fields = [_split(field, size, padding) for field in (output_gradients, *derivatives[:2])]
+    # The gradient of the cell passes through the padding.
+    fields.append(_split(derivatives.cell_by_previous, size, padding, value=1.0))
+    parts = []
+    for part_fields in zip(*(field[::-1] for field in fields), strict=True):
+        part, hidden_gradient, cell_gradient = _backward_part(
+            part_fields[0], hidden_gradient, cell_gradient, _Derivatives(*part_fields[1:]), weight
+        )
+        parts.append(part)
+    sum_gradients = _concatenate(parts[::-1])[-frames:]
+    if padding[0]:
+        hidden_gradient = torch.mm(sum_gradients[0], weight).to(cell_gradient.dtype)
+    return sum_gradients, hidden_gradient, cell_gradient
+
+
+@GraphFunction
+def _backward_part(
+    output_gradients: Tensor,
+    hidden_gradient: Tensor,
+    cell_gradient: Tensor,
+    derivatives: _Derivatives,
+    weight: Tensor,
+) -> _Gradients:
     sum_gradients: list[Tensor] = []
     for t in reversed(range(len(output_gradients))):
         hidden_gradient = hidden_gradient + output_gradients[t]

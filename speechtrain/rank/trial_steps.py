@@ -18,6 +18,7 @@ from speechtrain.devices.base import Device
 from speechtrain.precision import Precision
 from speechtrain.task import Task
 from speechtrain.training.autotune import choose_policy
+from speechtrain.training.graph_warmup import padding_batch
 
 _TIMED_BATCHES = 8  # micro-batches whose steps are timed, to predict the time of an epoch
 
@@ -29,6 +30,12 @@ def smallest_batches(data: DataModule, count: int) -> list[Batch]:
         return range(min(count, total))
 
     return _batches_by_size(data, first_positions)
+
+
+def smallest_shapes(data: DataModule, count: int) -> list[Batch]:
+    """Return a silent batch of each of the ``count`` smallest fixed shapes of training."""
+    shapes = sorted(data.shapes(), key=lambda shape: shape[0] * shape[1])
+    return [padding_batch(*shape) for shape in shapes[:count]]
 
 
 def _spread_positions(total: int) -> list[int]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.compute_policy import PLAIN, ComputePolicy, compile_module
+from speechtrain.compute_policy import PLAIN, ComputePolicy, GraphFunction, compile_module
 from speechtrain.config.build import build, build_data, build_tokenizer
 from speechtrain.counter_rng import DITHER_PERIOD
 from speechtrain.data.base import DataModule
@@ -249,6 +249,7 @@ def test_every_name_has_the_address_of_who_documents_it() -> None:
         **VENDOR.BACKENDS,
         **{name: known.address for name, known in VENDOR.NAMES.items()},
         "operations": VENDOR.OPERATIONS,
+        "the file of torch's version": VENDOR.TORCH_VERSION_FILE[1],
     }
     for name, address in named.items():
         assert re.match(r"https://(docs\.habana\.ai|github\.com)/\S+/\S+", address), name
@@ -416,6 +417,20 @@ def test_a_ninth_rank_is_refused(calls: list[str]) -> None:
         OnHost().open(8)
 
 
+def test_a_replaced_torch_is_refused_before_the_bridge_is_imported(
+    vendor: Any, calls: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / VENDOR.TORCH_VERSION_FILE[0]
+    file.parent.mkdir()
+    file.write_text("1.13.1")
+    vendor.folder = tmp_path
+    with pytest.raises(MachineError, match=r"built for torch 1\.13, .*--no-deps") as raised:
+        OnHost().open(0)
+    assert "\n" not in str(raised.value)
+    assert vendor.lists == {}
+    assert not calls
+
+
 def test_a_bridge_that_does_not_load_is_one_line(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(VENDOR.MODULES, "habana_frameworks.torch.core")
     with pytest.raises(MachineError, match="does not load") as raised:
@@ -435,6 +450,7 @@ def test_collectives_are_loaded_for_several_processes_only(
 
 
 def test_compile_mode_names_the_documented_backend(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphFunction, "compiler", "")  # put back afterwards
     told: dict[str, Any] = {}
     module = nn.Linear(2, 2)
     monkeypatch.setattr(module, "compile", lambda **keywords: told.update(keywords))

@@ -72,4 +72,4 @@ def joint_dropout_mask(
     """The mask (B, T, P, H) of ``transducer_loss``, True where kept, and the scale of the kept units."""
     joint = _Joint(0, "relu", rate, 0.0, dtype=torch.float32, skip_below=0.0, chunk=1, keep=0)
     drop = _Dropout(joint, batch, hidden, seed_halves=torch.tensor([seed]).view(torch.int32))
-    return drop.applied(torch.ones(batch, frames, positions, hidden), 0) > 0, joint.scale
+    return drop.applied(torch.ones(batch, frames, positions, hidden), torch.arange(frames)) > 0, joint.scale

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from speechtrain import compute_policy
-from speechtrain.compute_policy import PLAIN, STATIC, ComputePolicy, fastest_policy
+from speechtrain.compute_policy import PLAIN, STATIC, ComputePolicy, equal_parts, fastest_policy
 
 LOOP = ComputePolicy(lstm="loop")
 NARROW = ComputePolicy(autocast_dtype=torch.bfloat16, product_dtype=torch.bfloat16)
@@ -77,3 +77,10 @@ def test_a_damaged_record_is_none(name: str, value: object) -> None:
 def test_a_description_names_what_is_not_plain() -> None:
     assert PLAIN.describe() == "plain"
     assert replace(LOOP, fp32_matmul="medium").describe() == "fp32_matmul=medium lstm=loop"
+
+
+@pytest.mark.parametrize("steps", [1, 79, 80, 81, 100, 160, 161, 1999])
+def test_equal_parts_cover_the_steps_with_less_than_a_step_of_padding_each(steps: int) -> None:
+    count, size = equal_parts(steps)
+    assert size <= 80
+    assert steps <= count * size < steps + count

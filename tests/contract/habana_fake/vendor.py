@@ -42,6 +42,10 @@ _SAVE = f"{_SOURCE}/python_packages/habana_frameworks/torch/core/torch_overwrite
 _LISTS = f"{_SOURCE}/habana_helpers/autocast_helpers.h"
 _AUTOLOAD = "https://github.com/pytorch/pytorch/blob/v2.13.0/docs/source/backends.md"
 _CTC = f"{_SOURCE}/python_packages/habana_frameworks/torch/hpex/kernels/ctc_loss.py"
+_TORCH = (
+    "https://github.com/HabanaAI/gaudi-pytorch-bridge/blob/01cb156cfbdbcf405cf95bea811c48bb2fd65e6f"
+    "/python_packages/habana_frameworks/torch/__init__.py"
+)
 _OPTIMUM = "https://github.com/huggingface/optimum-habana/blob/main/examples/language-modeling/README.md"
 
 
@@ -128,6 +132,9 @@ OUT_OF_MEMORY = (
     _MEMORY,
 )
 
+TORCH_VERSION_FILE = ("torch/required_version.txt", _TORCH)
+"""The file of the package with the version of torch that the bridge was built for."""
+
 LISTS = ("PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST")
 """Files of autocast's operations, which the library reads once, when it is imported (_LISTS)."""
 
@@ -168,9 +175,15 @@ class Imported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:
         self.monkeypatch, self.calls = monkeypatch, calls
         self.lists: dict[str, list[str]] = {}
+        self.folder: Path | None = None  # of the package's files
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name in MODULES else None
+        if name not in MODULES:
+            return None
+        spec = importlib.machinery.ModuleSpec(name, self, is_package=True)
+        if self.folder is not None:
+            spec.submodule_search_locations = [str(self.folder)]
+        return spec
 
     def create_module(self, spec: Any) -> ModuleType:
         if spec.name == "habana_frameworks":

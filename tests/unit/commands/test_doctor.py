@@ -113,6 +113,10 @@ def test_a_precision_that_the_device_lacks_is_red(capsys: pytest.CaptureFixture[
     assert "precision=fp32" in found["device"][1]
 
 
+WAV2VEC2 = (
+    *("model=wav2vec2_small", "data=digits", "data.workers=0", "encoder.layers=1", "encoder.width=16"),
+    *("encoder.heads=2", "encoder.feed_forward=16", "encoder.position_groups=2"),
+)
 GAUDI = (*(a for a in TINY if not a.startswith("device.")), "device=hpu")
 
 
@@ -174,28 +178,69 @@ def test_host_memory_is_for_the_ranks_of_one_host(launcher: tuple[str, ...], tmp
 
 
 @pytest.mark.parametrize(
-    ("plugin", "torch_version", "state", "text"),
+    ("plugin", "torch_version", "subject", "state", "text"),
     [
-        ("1.22.2.32", "2.7.1", "green", "is built for torch 2.7, and torch is 2.7.1"),
-        ("1.19.0.561", "2.7.1", "red", "is built for torch 2.5, and torch is 2.7.1. Use an image"),
-        ("1.24.1.482", "2.10.0", "red", "is built for torch 2.11, and torch is 2.10.0. Use an image"),
-        ("1.24.0.1007", "2.10.0a0+git1", "green", "is built for torch 2.10, and torch is 2.10.0a0+git1"),
-        ("1.99.0.1", "2.7.1", "amber", "is not in the table of docs/devices.md"),
+        ("1.22.2.32", "2.7.1+git1", "release", "green", "is built for torch 2.7"),
+        ("1.19.0.561", "2.7.1+git1", "torch", "red", "is built for torch 2.5, and torch 2.7.1+git1 has"),
+        ("1.24.1.482", "2.10.0+git1", "torch", "red", "is built for torch 2.11, and torch 2.10.0+git1 has"),
+        ("1.24.0.1007", "2.10.0a0+git1", "release", "green", "is built for torch 2.10"),
+        ("1.22.2.32", "2.7.1+cu126", "torch", "red", "2.7.1+cu126 is not the vendor's build"),
+        ("1.99.0.1", "2.7.1", "release", "amber", "is not in the table of docs/devices.md"),
     ],
 )
 def test_the_release_of_a_vendors_plugin_fits_one_torch(
-    plugin: str, torch_version: str, state: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, version in (("habana_torch_plugin", plugin), ("torch", torch_version)):
-        folder = tmp_path / f"{name}-{version}.dist-info"
-        folder.mkdir()
-        lines = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
-        (folder / "METADATA").write_text(lines)
+    plugin: str, torch_version: str, subject: str, state: str, text: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    folder = tmp_path / f"habana_torch_plugin-{plugin}.dist-info"
+    folder.mkdir()
+    lines = f"Metadata-Version: 2.1\nName: habana-torch-plugin\nVersion: {plugin}\n"
+    (folder / "METADATA").write_text(lines)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("torch.__version__", torch_version)
     config = compose([*GAUDI, "run_dir=run"])
     finding = next(doctor._vendor_findings(config, build_device(config)))
-    assert (finding.subject, finding.state) == ("release", state)
+    assert (finding.subject, finding.state) == (subject, state)
     assert text in finding.text
+
+
+def test_a_torch_that_replaced_the_vendors_is_red(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package is installed, so the device is not only absent, and the exit code says so."""
+    (tmp_path / "habana_frameworks" / "torch").mkdir(parents=True)
+    (tmp_path / "habana_frameworks" / "torch" / "required_version.txt").write_text("2.7.1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(doctor.Recipe, "_model_findings", lambda self: iter(()))
+    monkeypatch.setattr(doctor.Recipe, "_data_findings", lambda self: iter(()))
+    monkeypatch.setattr(doctor.Recipe, "_record_steps", lambda self: "")
+    code, lines = look(capsys, *GAUDI)
+    assert code == 4
+    assert lines["device"][0] == "red"
+    assert "--no-deps" in lines["device"][1]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("model", ["rnnt", "wav2vec2"])
+def test_the_graphs_of_gaudis_compile_mode_are_counted(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*GAUDI, "device.mode=compile"]
+    if model == "wav2vec2":
+        arguments = [*WAV2VEC2, "device=hpu", "device.mode=compile"]
+    code, lines = look(capsys, *arguments)
+    assert code == 0, lines
+    state, text = lines["graphs"]
+    assert state == "green", text
+    match = re.fullmatch(
+        r"(\d+) graphs of (\d+) functions for (\d) shapes, of up to ([\d,]+) operations", text
+    )
+    assert match
+    graphs, functions, shapes = (int(match[number]) for number in (1, 2, 3))
+    assert graphs <= 3 * functions * shapes
+    assert "graphs" not in lines["recorder"][1]
 
 
 def test_varying_shapes_are_unfit_for_gaudi(capsys: pytest.CaptureFixture[str]) -> None:

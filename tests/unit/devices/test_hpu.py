@@ -76,6 +76,49 @@ def test_the_package_without_a_card_is_an_obstacle(tmp_path: Path, monkeypatch: 
     assert HPU().obstacle() == "no Gaudi card"
 
 
+@pytest.mark.parametrize(
+    ("required", "installed", "mode", "fault"),
+    [
+        ("2.7.1", "2.7.1+hpu_1.22.0", "lazy", ""),
+        ("2.9.0\n", "2.9.0a0+git4f2", "lazy", ""),
+        ("2.9.0", "2.9.1+cpu", "compile", ""),
+        ("2.9.0", "2.9.1+cpu", "eager", ""),
+        ("2.9.0", "2.9.1", "lazy", "torch 2.9.1 is not the vendor's build, and mode=lazy needs that"),
+        ("2.9.0", "2.9.1+cu128", "lazy", "or set device.mode=compile"),
+        ("2.1.0", "2.15.0", "compile", "is built for torch 2.1, and torch 2.15.0 has replaced it"),
+        ("2.7.1", "2.15.0+git1", "lazy", "is built for torch 2.7, and torch 2.15.0+git1 has replaced it"),
+        ("", "2.15.0", "lazy", ""),
+    ],
+)
+def test_a_torch_that_replaced_the_vendors_is_refused(
+    required: str,
+    installed: str,
+    mode: str,
+    fault: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bridge refuses the same versions when it is imported, so the command must not get as far."""
+    package = tmp_path / "habana_frameworks"
+    (package / "torch").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError\n")
+    if required:  # a bridge without the file
+        (package / "torch" / "required_version.txt").write_text(required)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch, "__version__", installed)
+    device = HPU(mode)
+    assert fault in device.library_fault()
+    if not fault:
+        device.check(1)
+        return
+    with pytest.raises(MachineError, match=r"^device=hpu: ") as raised:
+        device.check(1)
+    text = str(raised.value)
+    assert fault in text
+    assert "--no-deps" in text
+    assert text.isprintable()
+
+
 def test_modes_differ_in_their_variables() -> None:
     lazy, eager, compiled = (HPU(mode).environment(1) for mode in ("lazy", "eager", "compile"))
     assert lazy["PT_HPU_LAZY_MODE"] == "1"

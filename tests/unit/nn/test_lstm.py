@@ -44,7 +44,7 @@ def gradients(model: LSTM, x: Tensor, state: tuple[Tensor, Tensor] | None) -> li
 @LOOPS
 @BOUNDS
 @pytest.mark.parametrize("has_state", [False, True])
-@pytest.mark.parametrize(("rows", "frames"), [(4, 9), (1, 1), (3, 2)])
+@pytest.mark.parametrize(("rows", "frames"), [(4, 9), (1, 1), (3, 2), (2, 81), (2, 160)])
 def test_the_loop_computes_what_torch_does(
     policy: ComputePolicy, dtype: torch.dtype, bound: float, has_state: bool, rows: int, frames: int
 ) -> None:

@@ -1,0 +1,112 @@
+"""Counts the graphs of a task that ``torch.compile`` compiles, without the device that they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speechtrain import torch_private
+from speechtrain.batch import Batch
+from speechtrain.compute_policy import ComputePolicy, GraphFunction, compile_module
+from speechtrain.errors import MachineError, one_line
+from speechtrain.task import Task
+
+
+@dataclass(eq=False)
+class GraphCounter:
+    """A backend of ``torch.compile`` that counts graphs and runs their operations one by one."""
+
+    functions: set[int] = field(default_factory=set)  # the numbers of the functions that were compiled
+    sizes: list[int] = field(
+        default_factory=list
+    )  # the operations of each forward or backward, without views
+    dynamic: int = 0  # graphs with an input whose shape is a variable
+
+    def __call__(self, module: nn.Module, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.functions.add(torch_private.compile_id().frame_id)
+        backend = torch_private.aot_autograd(fw_compiler=self._count, bw_compiler=self._count)
+        compiled: Callable[..., Any] = backend(module, inputs)
+        return compiled
+
+    def _count(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        operations = [node.target for node in module.graph.nodes if node.op == "call_function"]
+        self.sizes.append(sum(not getattr(operation, "is_view", True) for operation in operations))
+        self.dynamic += any(_is_dynamic(value) for value in inputs)
+        boxed: Callable[..., Any] = torch_private.make_boxed_func(module.forward)
+        return boxed
+
+
+def _is_dynamic(value: Any) -> bool:
+    sizes = value.shape if isinstance(value, Tensor) else [value]
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+@dataclass(frozen=True)
+class GraphCount:
+    """The graphs of the training and evaluation steps of some shapes."""
+
+    shapes: int
+    functions: int
+    graphs: int  # each forward and each backward counts
+    largest: int  # operations
+    dynamic: int  # graphs of a dynamic shape
+    repeated: int  # graphs that a shape compiled when it came again
+    breaks: tuple[str, ...]  # the reasons of graph breaks
+
+    def __str__(self) -> str:
+        line = f"{self.graphs} graphs of {self.functions} functions for {self.shapes} shapes"
+        return f"{line}, of up to {self.largest:,} operations"
+
+    def check(self, largest: int) -> None:
+        """Raise MachineError unless all graphs are static and whole, with at most ``largest`` operations."""
+        if self.breaks:
+            raise MachineError(f"{self}. torch.compile breaks a graph: {one_line(self.breaks[0], 300)}")
+        if self.dynamic or self.repeated:
+            causes = f"{self.dynamic} have a dynamic shape, {self.repeated} are of a shape that was known"
+            raise MachineError(f"{self}. {causes}, so steps are compiled again")
+        if self.largest > largest:
+            raise MachineError(f"{self}. The device compiles at most {largest:,}")
+
+
+def count_graphs(task: Task, policy: ComputePolicy, batches: Sequence[Batch]) -> GraphCount:
+    """Compile ``task`` in place, and count its graphs in steps on the CPU under its applied ``policy``.
+
+    Each of the prepared ``batches`` has another shape. It is trained on and evaluated, twice.
+    """
+    counter = GraphCounter()
+    breaks = torch_private.dynamo_counters["graph_break"]
+    breaks.clear()
+    with _graph_functions_restored():
+        compile_module(task, replace(policy, compiler=counter), len(batches))
+        graphs = 0
+        for is_first in (True, False):
+            for batch in batches:
+                _run_steps(task, policy, batch)
+            if is_first:
+                graphs = len(counter.sizes)
+    return GraphCount(
+        len(batches), len(counter.functions), graphs, max(counter.sizes, default=0), counter.dynamic,
+        repeated=len(counter.sizes) - graphs, breaks=tuple(map(str, breaks)),
+    )  # fmt: skip
+
+
+def _run_steps(task: Task, policy: ComputePolicy, batch: Batch) -> None:
+    with policy.autocast("cpu"):
+        loss = task.train()(batch).total
+    torch.autograd.backward(loss)
+    with torch.no_grad(), policy.autocast("cpu"):
+        task.eval()(batch)
+
+
+@contextmanager
+def _graph_functions_restored() -> Iterator[None]:
+    compiler = GraphFunction.compiler
+    try:
+        yield
+    finally:
+        GraphFunction.compiler = compiler
