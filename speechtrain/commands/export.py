@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _OURS = "speechtrain"
 _FORMATS = (_OURS, "fairseq", "huggingface")
+_TARGETS = (*_FORMATS, "onnx")
 _FIX = "name another path"  # for --out
 
 
@@ -43,7 +44,7 @@ def parser() -> Parser:
     build.add_argument(
         "--from", dest="source_form", choices=_FORMATS, default=_OURS, help=f"default {_OURS}: a run"
     )
-    build.add_argument("--to", dest="form", choices=_FORMATS, default=_OURS, help=f"default {_OURS}")
+    build.add_argument("--to", dest="form", choices=_TARGETS, default=_OURS, help=f"default {_OURS}")
     build.add_argument(
         "--out",
         type=Path,
@@ -53,6 +54,13 @@ def parser() -> Parser:
     )
     build.add_argument("--checkpoint", default="best", help="of a run: best (default), last or a name")
     build.add_argument("--encoder", action="store_true", help="write the encoder only (Wav2Vec2Model)")
+    build.add_argument(
+        "--features",
+        choices=("inside", "outside"),
+        default="inside",
+        help="with --to onnx: part of the encoder's graph, which then reads the waveform (default), or a graph "
+        "of their own",
+    )
     build.add_argument("--force", action="store_true", help="replace existing files at --out")
     return build
 
@@ -64,6 +72,8 @@ def run(argv: list[str]) -> int:
     if arguments.source_form == form:
         raise ConfigError(f"--from and --to are both {form}. Name another format, such as --to huggingface")
     _check_free(out, form, arguments.force)
+    if form == "onnx":
+        return _export_onnx(arguments)
     if (arguments.source_form, form) == (_OURS, "huggingface"):
         line = _export_parakeet(arguments)
         if line:
@@ -83,6 +93,23 @@ def run(argv: list[str]) -> int:
         print("NOT checked against Hugging Face's model: it needs pip install -e '.[interop]'")
     if "fairseq" in (arguments.source_form, form):
         print("not run in fairseq itself. docs/interchange.md has the commands for that")
+    return 0
+
+
+def _export_onnx(arguments: argparse.Namespace) -> int:
+    """Write a run as graphs of ONNX, and print how they were checked. Return the exit code."""
+    from speechtrain.export import onnx_folder
+    from speechtrain.inference.loaded_run import LoadedRun
+    from speechtrain.interop.wav2vec2_hf import replacing_files
+
+    if arguments.source_form != _OURS or arguments.encoder:
+        raise ConfigError("--to onnx writes a run's recogniser. Remove --from and --encoder")
+    loaded = LoadedRun(_open_run(arguments))
+    with writing(f"--out {arguments.out}", _FIX), replacing_files(arguments.out) as folder:
+        lines = onnx_folder.write(loaded, folder, has_features=arguments.features == "inside")
+    print(f"{arguments.out}: python recognise.py RECORDING")
+    for line in lines:
+        print(line)
     return 0
 
 

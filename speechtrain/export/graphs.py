@@ -260,7 +260,9 @@ def write_graph(graph: Graph, path: Path) -> None:
         raise MachineError(f"--to onnx: {error}. Install it: pip install -e '.[export]'") from None
     except Exception as error:  # torch raises errors of many types for a module that it cannot export.
         module = next(graph.module.children())
-        raise ConfigError(f"--to onnx cannot write {type(module).__name__}: {one_line(str(error), 200)}") from None
+        raise ConfigError(
+            f"--to onnx cannot write {type(module).__name__}: {one_line(str(error), 200)}"
+        ) from None
     assert onnx_program is not None
     onnx_program.save(path)
 

@@ -247,7 +247,7 @@ class LogMel(MovedModule, PolicyAware):
     def _columns(self, samples: int) -> int:
         if self.form == "parakeet":
             return max(1, samples // self.hop)
-        return samples // self.hop + 1 if self._is_dali else -(-samples // self.hop)
+        return samples // self.hop + 1 if self._is_dali else (samples + self.hop - 1) // self.hop
 
     def _valid_columns(self, columns: int, lengths: Tensor) -> Tensor:
         """Return whether each column (B, T) belongs to its row, by the samples (B,)."""
