@@ -11,6 +11,7 @@ from speechtrain.errors import ConfigError
 from speechtrain.files import writing
 
 if TYPE_CHECKING:
+    from speechtrain.inference.loaded_run import LoadedRun
     from speechtrain.inference.open_run import OpenedRun
     from speechtrain.interop.pretrained import Pretrained
 
@@ -96,15 +97,21 @@ def run(argv: list[str]) -> int:
     return 0
 
 
+def load_for_onnx(run_directory: Path, checkpoint: str) -> LoadedRun:
+    """Load a run on the CPU in fp32, the device and precision of the comparison."""
+    from speechtrain.inference.loaded_run import load
+
+    return load(run_directory, "device=cpu", "precision=fp32", checkpoint=checkpoint)
+
+
 def _export_onnx(arguments: argparse.Namespace) -> int:
     """Write a run as graphs of ONNX, and print how they were checked. Return the exit code."""
     from speechtrain.export import onnx_folder
-    from speechtrain.inference.loaded_run import LoadedRun
     from speechtrain.interop.wav2vec2_hf import replacing_files
 
     if arguments.source_form != _OURS or arguments.encoder:
         raise ConfigError("--to onnx writes a run's recogniser. Remove --from and --encoder")
-    loaded = LoadedRun(_open_run(arguments))
+    loaded = load_for_onnx(arguments.source, arguments.checkpoint)
     with writing(f"--out {arguments.out}", _FIX), replacing_files(arguments.out) as folder:
         lines = onnx_folder.write(loaded, folder, has_features=arguments.features == "inside")
     print(f"{arguments.out}: python recognise.py RECORDING")

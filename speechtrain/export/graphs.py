@@ -136,7 +136,7 @@ class _PredictionStep(nn.Module):
 
 
 class _JointStep(nn.Module):
-    """A frame (1, W) and an output of the prediction network to logits (1, V), then those of durations."""
+    """A frame (1, W) and an output of the prediction network to logits (1, V + durations)."""
 
     def __init__(self, joint: Joint) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class _LSTMOperators(nn.Module):
 
 
 def graphs_of(task: Recogniser) -> dict[str, Graph]:
-    """Return the graphs by the names of their files. Raises ConfigError for a model without a form in ONNX."""
+    """Return the graphs by the names of their files. Raises ConfigError for another model."""
     if not isinstance(task, CTC | RNNT):
         raise ConfigError(f"--to onnx writes CTC and transducers, and the model is a {type(task).__name__}")
     task = copy.deepcopy(task).eval()
@@ -234,7 +234,7 @@ def _search_graphs(task: RNNT, frames: Tensor) -> dict[str, Graph]:
 
 
 def write_graph(graph: Graph, path: Path) -> None:
-    """Write a graph as a file of ONNX. Raises ConfigError if torch cannot, MachineError without onnxscript."""
+    """Write a graph as a file of ONNX. Raises ConfigError if torch cannot."""
     shapes: list[dict[int, Any] | None] = []
     for name in graph.inputs:
         shapes.append({1: torch.export.Dim.DYNAMIC} if name in graph.long_inputs else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 
 from speechtrain.config.build import build
 from speechtrain.errors import ConfigError, DataError
+from speechtrain.export.recognise import open_export, transcribe
 from speechtrain.inference.loaded_run import LONGEST_SECONDS, LoadedRun
 from speechtrain.metrics import error_rates
 
@@ -27,42 +29,55 @@ class Utterance:
     reference: str  # the normalised transcript
 
 
+class _MeasuredSession:
+    """A session of ONNX Runtime that stores the smallest difference of the two best scores of a choice."""
+
+    def __init__(self, session: Any, classes: int) -> None:
+        self._session, self._classes = session, classes
+        self.get_inputs, self.get_outputs = session.get_inputs, session.get_outputs
+        self.margin = math.inf
+
+    def run(self, names: None, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+        outputs: list[np.ndarray] = self._session.run(names, inputs)
+        scores = outputs[-1]
+        for part in (scores[..., : self._classes], scores[..., self._classes :]):  # symbols, then durations
+            if part.shape[-1] > 1:
+                best = np.partition(part, -2, axis=-1)[..., -2:]
+                self.margin = min(self.margin, float(np.min(best[..., 1] - best[..., 0], initial=math.inf)))
+        return outputs
+
+
+class _Export:
+    """The export in a folder, in one precision."""
+
+    def __init__(self, folder: Path, precision: str) -> None:
+        self.model, self.sessions = open_export(folder, precision)
+        head = "ctc" if self.model["kind"] == "ctc" else "joint"
+        self.scores = _MeasuredSession(self.sessions[head], self.model["blank"] + 1)
+        self.sessions[head] = self.scores
+
+    def text(self, samples: np.ndarray) -> str:
+        self.scores.margin = math.inf
+        return str(transcribe(self.model, self.sessions, samples))
+
+
 def check(loaded: LoadedRun, folder: Path, precisions: Sequence[str]) -> dict[str, Any]:
     """Return the error rates of PyTorch and of each precision on the run's evaluation sets.
 
     The recordings with another text in fp32 because of a tie are listed under ``ties``. Raises DataError,
     which names the first recording, for another text without a tie.
     """
-    from speechtrain.export.recognise import Recogniser
-
-    class MeasuredRecogniser(Recogniser):
-        """Stores the smallest difference of the two best scores of a recording."""
-
-        margin = np.inf
-
-        def best(self, scores: np.ndarray) -> int:
-            if len(scores) > 1:
-                second, first = np.partition(scores, -2)[-2:]
-                self.margin = min(self.margin, float(first - second))
-            return int(super().best(scores))
-
-    recognisers = {precision: MeasuredRecogniser(folder, precision) for precision in precisions}
+    exports = {precision: _Export(folder, precision) for precision in precisions}
     pairs: dict[str, list[tuple[str, str]]] = {name: [] for name in ("pytorch", *precisions)}
     ties = []
     for utterance in utterances(loaded):
         torch_text = text_of(loaded, utterance.samples)
         pairs["pytorch"].append((utterance.reference, torch_text))
-        for precision, recogniser in recognisers.items():
-            recogniser.margin = np.inf
-            text = recogniser.transcribe(utterance.samples)
+        for precision, export in exports.items():
+            text = export.text(utterance.samples)
             pairs[precision].append((utterance.reference, text))
             if precision == "fp32" and text != torch_text:
-                if recogniser.margin >= TIE:
-                    raise DataError(
-                        f"{utterance.id}: the text in ONNX is {text!r:.200}, and PyTorch's is {torch_text!r:.200}. "
-                        "Nothing is written"
-                    )
-                ties.append({"id": utterance.id, "onnx": text, "pytorch": torch_text})
+                ties.append(_tie(utterance.id, text, torch_text, export.scores.margin))
     if not pairs["pytorch"]:
         raise ConfigError(
             "--to onnx needs recordings for its check. Set data.valid or data.hold_out in a run"
@@ -73,6 +88,14 @@ def check(loaded: LoadedRun, folder: Path, precisions: Sequence[str]) -> dict[st
             metric: float(errors / units) for metric, (errors, units) in error_rates(texts).items()
         }
     return {"recordings": len(pairs["pytorch"]), "ties": ties, "error_rates": rates}
+
+
+def _tie(name: str, text: str, torch_text: str, margin: float) -> dict[str, str]:
+    """Return the entry of a recording whose texts differ. Raises DataError unless two scores are equal."""
+    if margin >= TIE:
+        texts = f"the text in ONNX is {text!r:.200}, and PyTorch's is {torch_text!r:.200}"
+        raise DataError(f"{name}: {texts}. Nothing is written. Report the encoder and this line")
+    return {"id": name, "onnx": text, "pytorch": torch_text}
 
 
 def lines(result: dict[str, Any]) -> list[str]:

@@ -14,7 +14,6 @@ from typing import Any
 
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import MachineError
-from speechtrain.export import held_out
 from speechtrain.export.graphs import Graph, graphs_of, write_graph
 from speechtrain.files import write_json
 from speechtrain.inference.loaded_run import LoadedRun
@@ -33,8 +32,10 @@ def write(loaded: LoadedRun, folder: Path, has_features: bool) -> list[str]:
     task: Any = loaded.opened.task
     if not isinstance(getattr(task, "decoder", None), Greedy):
         task.decoder = Greedy()
-    graphs = graphs_of(task)
     _require_packages()
+    from speechtrain.export import held_out
+
+    graphs = graphs_of(task)
     for name, graph in graphs.items():
         write_graph(graph, folder / f"{name}.fp32.onnx")
     _quantise(graphs, folder)

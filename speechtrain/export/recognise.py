@@ -1,6 +1,5 @@
-"""Transcribe recordings with an export: python recognise.py [--precision int8] RECORDING..."""
+"""Transcribe recordings with the export in this folder: python recognise.py fp32|int8 RECORDING..."""
 
-import argparse
 import hashlib
 import json
 import sys
@@ -12,94 +11,71 @@ import onnxruntime
 import soundfile
 
 
-class Recogniser:
-    """Greedy search with the graphs of an export. Raises ValueError unless the folder is an intact export."""
-
-    def __init__(self, folder, precision="fp32", threads=1):
-        try:
-            self.model = json.loads((Path(folder) / "model.json").read_bytes()[: 2**24])
-            digests, self.labels = self.model["sha256"][precision], [*self.model["labels"], ""]
-            self.rate, self.kind, states = self.model["sample_rate"], self.model["kind"], self.model["states"]
-            self.states = {name: np.zeros(shape, np.float32) for name, shape in states.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(
-                f"{folder} has no model.json of an export with {precision} ({error!r})"
-            ) from None
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, self.sessions = threads, {}
-        for name in {"features", "encoder", "ctc", "prediction", "joint"} & digests.keys():
-            path = Path(folder) / f"{name}.{precision}.onnx"
-            content = path.read_bytes() if path.is_file() else b""
-            if hashlib.sha256(content).hexdigest() != digests[name]:
-                raise ValueError(f"{path} is missing or damaged. Copy the whole export again")
-            self.sessions[name] = onnxruntime.InferenceSession(content, options)
-
-    def run(self, name, values):
-        """Add the outputs of a graph to ``values``, which has its inputs."""
-        session = self.sessions[name]
-        outputs = session.run(None, {entry.name: values[entry.name] for entry in session.get_inputs()})
-        values.update(zip([entry.name for entry in session.get_outputs()], outputs, strict=True))
-
-    def transcribe(self, samples):
-        """Return the text of mono fp32 samples (S,)."""
-        values = {"audio": np.pad(samples, (0, max(0, self.rate // 10 - len(samples))))[None]}
-        values["offset"] = np.array([zlib.crc32(samples[: 2**14].tobytes()) % 2**18])  # in a table of noise
-        for name in [name for name in ("features", "encoder") if name in self.sessions]:
-            self.run(name, values)
-        labels = self.best_path(values) if self.kind == "ctc" else self.best_symbols(values)
-        text = "".join(self.labels[label] for label in labels)  # The last label, the blank, has no text.
-        return text.strip() if self.model["strip"] else text
-
-    def best(self, scores):
-        return int(scores.argmax())
-
-    def best_path(self, values):
-        self.run("ctc", values)
-        path = [self.best(scores) for scores in values["scores"][0]]
-        return [label for label, before in zip(path, [-1, *path], strict=False) if label != before]
-
-    def best_symbols(self, values):
-        blank, durations, frame, in_frame, label = len(self.labels) - 1, self.model["durations"], 0, 0, None
-        labels, frames, most = [], values["frames"], self.model["max_symbols_per_step"]
-        limit = self.model["max_symbols"] or np.ceil(frames.shape[1] * 50 * self.model["frame_seconds"])
-        values.update(self.states)
-        while frame < frames.shape[1] and (in_frame or len(labels) <= limit):
-            if label != blank:
-                values["label"] = np.array([blank if label is None else label])
-                self.run("prediction", values)
-                values.update({name: values[f"next_{name}"] for name in self.states})
-            values["frame"] = frames[:, frame]
-            self.run("joint", values)
-            scores = values["scores"][0]
-            label, step = self.best(scores[: blank + 1]), 0
-            if durations:
-                step = durations[self.best(scores[blank + 1 :])]
-            if label == blank:
-                step = max(step, 1)
-            else:
-                labels.append(label)
-                in_frame += 1
-                step = max(step, int(in_frame >= most))
-            frame, in_frame = frame + step, 0 if step else in_frame
-        return labels
+def open_export(folder, precision):
+    """Return model.json and the sessions of its graphs. Raises an error for a damaged or foreign folder."""
+    model, options = json.loads((folder / "model.json").read_bytes()[: 2**24]), onnxruntime.SessionOptions()
+    options.intra_op_num_threads, sessions = 1, {}
+    for name, digest in model["sha256"][precision].items():
+        content = (folder / f"{Path(name).name}.{precision}.onnx").read_bytes()
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise ValueError(f"{name}.{precision}.onnx is damaged")
+        sessions[name] = onnxruntime.InferenceSession(content, options)
+    return model, sessions
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", default=Path(__file__).parent)
-    parser.add_argument("--precision", default="fp32")
-    parser.add_argument("recordings", nargs="+")
-    arguments = parser.parse_args()
-    try:
-        recogniser = Recogniser(arguments.folder, arguments.precision)
-        for path in arguments.recordings:
-            samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
-            if rate != recogniser.rate:
-                raise ValueError(f"{path} has {rate} Hz. Convert it to {recogniser.rate} Hz")
-            print(path, recogniser.transcribe(samples.mean(1)), sep="\t", flush=True)
-    except Exception as error:
-        sys.exit(f"recognise.py: {' '.join(str(error).split())[:300]}")
+def run(session, inputs, values):
+    """Add the outputs of a graph to ``values``. Return the first row of the last output."""
+    outputs = session.run(None, {entry.name: inputs[entry.name] for entry in session.get_inputs()})
+    names = [entry.name.removeprefix("next_") for entry in session.get_outputs()]
+    values.update(zip(names, outputs, strict=True))
+    return outputs[-1][0]
+
+
+def transcribe(model, sessions, samples):
+    """Return the text of mono fp32 samples (S,)."""
+    values = {name: np.zeros(shape, np.float32) for name, shape in model["states"].items()}
+    values["audio"] = np.pad(samples, (0, max(0, model["sample_rate"] // 10 - len(samples))))[None]
+    values["offset"] = np.array([zlib.crc32(samples[: 2**14].tobytes()) % 2**18])  # of the features' noise
+    for name in sorted({"features", "encoder"} & sessions.keys(), reverse=True):
+        run(sessions[name], values, values)
+    labels = (best_path if model["kind"] == "ctc" else best_symbols)(model, sessions, values)
+    text = "".join([model["labels"][label] for label in labels if label != model["blank"]])
+    return text.strip() if model["strip"] else text
+
+
+def best_path(model, sessions, values):
+    path = run(sessions["ctc"], values, values).argmax(1)
+    return path[np.diff(path, prepend=-1) != 0]
+
+
+def best_symbols(model, sessions, values):
+    labels, blank, count = [], model["blank"], values["frames"].shape[1]
+    limit = model["max_symbols"] or np.ceil(count * 50 * model["frame_seconds"])
+    frame, symbols_in_frame, label, is_new = 0, 0, blank, True  # The blank stands before the first label.
+    while frame < count and (symbols_in_frame or len(labels) <= limit):
+        if is_new:
+            run(sessions["prediction"], values | {"label": np.array([label])}, values)
+        scores = run(sessions["joint"], values | {"frame": values["frames"][:, frame]}, {})
+        label, advance = scores[: blank + 1].argmax(), 0
+        is_new = label != blank
+        labels += [label][: int(is_new)]
+        symbols_in_frame += int(is_new)
+        if model["durations"]:
+            advance = model["durations"][scores[blank + 1 :].argmax()]
+        advance = max(advance, int(not is_new or symbols_in_frame >= model["max_symbols_per_step"]))
+        frame, symbols_in_frame = frame + advance, symbols_in_frame * (advance == 0)
+    return labels
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        export = open_export(Path(__file__).parent, sys.argv[1])
+        for file in sys.argv[2:]:
+            audio, rate = soundfile.read(file, dtype="float32", always_2d=True)
+            if rate != export[0]["sample_rate"]:
+                raise ValueError(f"{file} has {rate} Hz. Convert it to {export[0]['sample_rate']} Hz")
+            print(file, transcribe(*export, audio.mean(1)), sep="\t", flush=True)
+    except Exception as error:
+        sys.exit(
+            f"recognise.py: {Path(__file__).parent} cannot be used: {error!r:.300}. Copy the export again"
+        )
