@@ -59,8 +59,8 @@ def parser() -> Parser:
         "--features",
         choices=("inside", "outside"),
         default="inside",
-        help="with --to onnx: part of the encoder's graph, which then reads the waveform (default), or a graph "
-        "of their own",
+        help="with --to onnx: in the graph of the encoder, which then reads the waveform (default), or in a "
+        "graph of their own",
     )
     build.add_argument("--force", action="store_true", help="replace existing files at --out")
     return build

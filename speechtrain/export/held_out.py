@@ -68,7 +68,7 @@ def check(loaded: LoadedRun, folder: Path, precisions: Sequence[str]) -> dict[st
     which names the first recording, for another text without a tie.
     """
     exports = {precision: _Export(folder, precision) for precision in precisions}
-    pairs: dict[str, list[tuple[str, str]]] = {name: [] for name in ("pytorch", *precisions)}
+    pairs = {name: list[tuple[str, str]]() for name in ("pytorch", *precisions)}
     ties = []
     for utterance in utterances(loaded):
         torch_text = text_of(loaded, utterance.samples)

@@ -17,8 +17,7 @@ def open_export(folder, precision):
     options.intra_op_num_threads, sessions = 1, {}
     for name, digest in model["sha256"][precision].items():
         content = (folder / f"{Path(name).name}.{precision}.onnx").read_bytes()
-        if hashlib.sha256(content).hexdigest() != digest:
-            raise ValueError(f"{name}.{precision}.onnx is damaged")
+        assert hashlib.sha256(content).hexdigest() == digest, f"{name}.{precision}.onnx is damaged"
         sessions[name] = onnxruntime.InferenceSession(content, options)
     return model, sessions
 
@@ -34,8 +33,10 @@ def run(session, inputs, values):
 def transcribe(model, sessions, samples):
     """Return the text of mono fp32 samples (S,)."""
     values = {name: np.zeros(shape, np.float32) for name, shape in model["states"].items()}
-    values["audio"] = np.pad(samples, (0, max(0, model["sample_rate"] // 10 - len(samples))))[None]
-    values["offset"] = np.array([zlib.crc32(samples[: 2**14].tobytes()) % 2**18])  # of the features' noise
+    padding = max(0, model["sample_rate"] // 10 - len(samples))
+    values["audio"] = np.pad(samples, (0, padding))[None]
+    offset = zlib.crc32(samples[: 2**14].tobytes()) % 2**18  # of the noise that the features add
+    values["offset"] = np.array([offset])
     for name in sorted({"features", "encoder"} & sessions.keys(), reverse=True):
         run(sessions[name], values, values)
     labels = (best_path if model["kind"] == "ctc" else best_symbols)(model, sessions, values)
@@ -49,19 +50,20 @@ def best_path(model, sessions, values):
 
 
 def best_symbols(model, sessions, values):
-    labels, blank, count = [], model["blank"], values["frames"].shape[1]
+    labels, blank, durations = [], model["blank"], model["durations"]
+    count = values["frames"].shape[1]
     limit = model["max_symbols"] or np.ceil(count * 50 * model["frame_seconds"])
     frame, symbols_in_frame, label, is_new = 0, 0, blank, True  # The blank stands before the first label.
     while frame < count and (symbols_in_frame or len(labels) <= limit):
         if is_new:
             run(sessions["prediction"], values | {"label": np.array([label])}, values)
-        scores = run(sessions["joint"], values | {"frame": values["frames"][:, frame]}, {})
-        label, advance = scores[: blank + 1].argmax(), 0
+        values["frame"] = values["frames"][:, frame]
+        scores = run(sessions["joint"], values, values)
+        label = int(scores[: blank + 1].argmax())
+        advance = durations[scores[blank + 1 :].argmax()] if durations else 0
         is_new = label != blank
-        labels += [label][: int(is_new)]
-        symbols_in_frame += int(is_new)
-        if model["durations"]:
-            advance = model["durations"][scores[blank + 1 :].argmax()]
+        labels += [label] * is_new
+        symbols_in_frame += is_new
         advance = max(advance, int(not is_new or symbols_in_frame >= model["max_symbols_per_step"]))
         frame, symbols_in_frame = frame + advance, symbols_in_frame * (advance == 0)
     return labels
@@ -72,10 +74,7 @@ if __name__ == "__main__":
         export = open_export(Path(__file__).parent, sys.argv[1])
         for file in sys.argv[2:]:
             audio, rate = soundfile.read(file, dtype="float32", always_2d=True)
-            if rate != export[0]["sample_rate"]:
-                raise ValueError(f"{file} has {rate} Hz. Convert it to {export[0]['sample_rate']} Hz")
+            assert rate == export[0]["sample_rate"], f"{file} has {rate} Hz. Convert it"
             print(file, transcribe(*export, audio.mean(1)), sep="\t", flush=True)
     except Exception as error:
-        sys.exit(
-            f"recognise.py: {Path(__file__).parent} cannot be used: {error!r:.300}. Copy the export again"
-        )
+        sys.exit(f"recognise.py: {Path(__file__).parent} cannot be used: {error!r:.300}")

@@ -133,6 +133,8 @@ def test_write_refuses_another_text(
 
 
 def test_write_refuses_a_model_without_text(tmp_path: Path) -> None:
-    run_directory = untrained(tmp_path / "run", "model=wav2vec2_small", "encoder=wav2vec2_small", "data=digits")
+    run_directory = untrained(
+        tmp_path / "run", "model=wav2vec2_small", "encoder=wav2vec2_small", "data=digits"
+    )
     with pytest.raises(ConfigError, match="writes CTC and transducers"):
         export.run([str(run_directory), "--to", "onnx", "--out", str(tmp_path / "onnx")])
