@@ -51,14 +51,14 @@ class _Export:
     """The export in a folder, in one precision."""
 
     def __init__(self, folder: Path, precision: str) -> None:
-        self.model, self.sessions = open_export(folder, precision)
+        self.model, self.sessions = open_export(folder, precision)  # type: ignore[no-untyped-call]
         head = "ctc" if self.model["kind"] == "ctc" else "joint"
         self.scores = _MeasuredSession(self.sessions[head], self.model["blank"] + 1)
         self.sessions[head] = self.scores
 
     def text(self, samples: np.ndarray) -> str:
         self.scores.margin = math.inf
-        return str(transcribe(self.model, self.sessions, samples))
+        return str(transcribe(self.model, self.sessions, samples))  # type: ignore[no-untyped-call]
 
 
 def check(loaded: LoadedRun, folder: Path, precisions: Sequence[str]) -> dict[str, Any]:

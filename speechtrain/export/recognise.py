@@ -35,7 +35,7 @@ def transcribe(model, sessions, samples):
     values = {name: np.zeros(shape, np.float32) for name, shape in model["states"].items()}
     padding = max(0, model["sample_rate"] // 10 - len(samples))
     values["audio"] = np.pad(samples, (0, padding))[None]
-    offset = zlib.crc32(samples[: 2**14].tobytes()) % 2**18  # of the noise that the features add
+    offset = zlib.crc32(samples[:16384].tobytes()) % 262144  # of the noise that the features add
     values["offset"] = np.array([offset])
     for name in sorted({"features", "encoder"} & sessions.keys(), reverse=True):
         run(sessions[name], values, values)
@@ -50,7 +50,7 @@ def best_path(model, sessions, values):
 
 
 def best_symbols(model, sessions, values):
-    labels, blank, durations = [], model["blank"], model["durations"]
+    labels, blank, durations, most = [], model["blank"], model["durations"], model["max_symbols_per_step"]
     count = values["frames"].shape[1]
     limit = model["max_symbols"] or np.ceil(count * 50 * model["frame_seconds"])
     frame, symbols_in_frame, label, is_new = 0, 0, blank, True  # The blank stands before the first label.
@@ -64,7 +64,7 @@ def best_symbols(model, sessions, values):
         is_new = label != blank
         labels += [label] * is_new
         symbols_in_frame += is_new
-        advance = max(advance, int(not is_new or symbols_in_frame >= model["max_symbols_per_step"]))
+        advance = max(advance, int(not is_new or symbols_in_frame >= most))
         frame, symbols_in_frame = frame + advance, symbols_in_frame * (advance == 0)
     return labels
 

@@ -16,6 +16,7 @@ from speechtrain.errors import ConfigError, DataError
 from speechtrain.export import held_out, recognise
 from tests.support.tiny_run import TINY, untrained
 
+pytestmark = pytest.mark.slow  # torch needs half a minute to write a model
 TDT = ("model.joint.durations=[0,1,2]", "model.ctc_weight=0")
 
 
@@ -95,7 +96,6 @@ def test_recognise_refuses_a_damaged_folder_with_one_line(
     assert process.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -115,7 +115,6 @@ def test_write_of_other_models(tmp_path: Path, overrides: tuple[str, ...]) -> No
     assert rates["fp32"] == rates["pytorch"]
 
 
-@pytest.mark.slow
 def test_write_with_features_outside(run_directory: Path, tmp_path: Path) -> None:
     out = tmp_path / "onnx"
     options = ["--to", "onnx", "--features", "outside", "--out", str(out)]
