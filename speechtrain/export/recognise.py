@@ -50,7 +50,7 @@ def best_path(model, sessions, values):
 
 
 def best_symbols(model, sessions, values):
-    labels, blank, durations, most = [], model["blank"], model["durations"], model["max_symbols_per_step"]
+    labels, blank, durations, largest = [], model["blank"], model["durations"], model["max_symbols_per_step"]
     count = values["frames"].shape[1]
     limit = model["max_symbols"] or np.ceil(count * 50 * model["frame_seconds"])
     frame, symbols_in_frame, label, is_new = 0, 0, blank, True  # The blank stands before the first label.
@@ -64,7 +64,7 @@ def best_symbols(model, sessions, values):
         is_new = label != blank
         labels += [label] * is_new
         symbols_in_frame += is_new
-        advance = max(advance, int(not is_new or symbols_in_frame >= most))
+        advance = max(advance, int(not is_new or symbols_in_frame >= largest))
         frame, symbols_in_frame = frame + advance, symbols_in_frame * (advance == 0)
     return labels
 
