@@ -26,16 +26,16 @@ from speechtrain.export.held_out import Utterance
 from speechtrain.inference.loaded_run import LoadedRun, load
 from speechtrain.metrics import error_rates
 
-JOINED, LEAST_SECONDS, MOST_SECONDS = 20, 20.0, 40.0
+JOINED, LEAST_SECONDS = 20, 20.0
 
 
 def joined(utterances: list[Utterance], rate: int) -> list[Utterance]:
     """Return recordings of 20 to 40 s. Each one joins successive held-out recordings."""
     recordings = []
     for number in range(JOINED):
-        wanted = LEAST_SECONDS + (MOST_SECONDS - LEAST_SECONDS - 10) * number / JOINED
+        seconds = LEAST_SECONDS + number / 2  # 20 to 30 s, before the last recording of up to 10 s
         parts, index = [], number * 7
-        while sum(len(part.samples) for part in parts) < wanted * rate:
+        while sum(len(part.samples) for part in parts) < seconds * rate:
             parts.append(utterances[index % len(utterances)])
             index += 1
         samples = np.concatenate([part.samples for part in parts])
@@ -66,8 +66,12 @@ def compare(
         texts[precision] = transcripts([*recognise, precision], paths)
     for precision, hypotheses in texts.items():
         errors, units = error_rates(zip(references, hypotheses, strict=True))["cer"]
-        others = sum(a.strip() != b.strip() for a, b in zip(torch_texts, hypotheses, strict=True))
-        print(f"{name}: {len(paths)} recordings, {precision}: other texts {others}, CER {errors / units:.2%}")
+        differences = 0
+        for torch_text, text in zip(torch_texts, hypotheses, strict=True):
+            differences += torch_text.strip() != text.strip()
+        print(
+            f"{name}: {len(paths)} recordings, {precision}: other texts {differences}, CER {errors / units:.2%}"
+        )
 
 
 def seconds_of(command: list[str]) -> float:
@@ -88,6 +92,7 @@ def main() -> None:
     loaded = load(arguments.run, "device=cpu", "precision=fp32", "device.threads=1")
     utterances = list(held_out.utterances(loaded))
     long_recordings = joined(utterances, loaded.sample_rate)
+    seconds = sum(len(utterance.samples) for utterance in utterances) / loaded.sample_rate
     recognise = [arguments.python, str(arguments.export / "recognise.py")]
     has_torch = subprocess.run([arguments.python, "-c", "import torch"], capture_output=True).returncode == 0
     print(f"torch in {arguments.python}: {has_torch}")
@@ -95,9 +100,7 @@ def main() -> None:
         folder = Path(name)
         compare("held_out", utterances, loaded, recognise, folder)
         compare("joined", long_recordings, loaded, recognise, folder)
-        print_speed(
-            arguments, recognise, folder, sum(len(u.samples) for u in utterances) / loaded.sample_rate
-        )
+        print_speed(arguments, recognise, folder, seconds)
 
 
 def print_speed(arguments: argparse.Namespace, recognise: list[str], folder: Path, seconds: float) -> None:

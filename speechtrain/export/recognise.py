@@ -71,10 +71,10 @@ def best_symbols(model, sessions, values):
 
 if __name__ == "__main__":
     try:
-        export = open_export(Path(__file__).parent, sys.argv[1])
+        model, sessions = open_export(Path(__file__).parent, sys.argv[1])
         for file in sys.argv[2:]:
             audio, rate = soundfile.read(file, dtype="float32", always_2d=True)
-            assert rate == export[0]["sample_rate"], f"{file} has {rate} Hz. Convert it"
-            print(file, transcribe(*export, audio.mean(1)), sep="\t", flush=True)
+            assert rate == model["sample_rate"], f"{file} has {rate} Hz. Convert it"
+            print(file, transcribe(model, sessions, audio.mean(1)), sep="\t", flush=True)
     except Exception as error:
         sys.exit(f"recognise.py: {Path(__file__).parent} cannot be used: {error!r:.300}")
