@@ -133,7 +133,17 @@ def _features(encoder: Any) -> dict[str, Any]:
     features = getattr(encoder, "features", None)
     if features is None:
         return {"normalise_audio": encoder.normalise_audio}
-    names = ("form", "n_fft", "mels", "f_min", "f_max", "preemphasis", "dither", "padding", "log_floor")
+    names: tuple[str, ...] = (
+        "form",
+        "n_fft",
+        "mels",
+        "f_min",
+        "f_max",
+        "preemphasis",
+        "dither",
+        "padding",
+        "log_floor",
+    )
     names += ("normalise", "splice", "splice_first", "trim_silence_db")
     settings = {name: getattr(features, name) for name in names}
     return settings | {"window_samples": features.width, "hop_samples": features.hop}
