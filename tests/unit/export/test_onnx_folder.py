@@ -17,12 +17,13 @@ from speechtrain.export import held_out, recognise
 from tests.support.tiny_run import TINY, untrained
 
 pytestmark = pytest.mark.slow  # torch needs half a minute to write a model
-TDT = ("model.joint.durations=[0,1,2]", "model.ctc_weight=0")
+KEYS = [key for key in TINY if not key.startswith("encoder.")] + ["encoder=fastconformer_tiny"]
+TDT = ("encoder=fastconformer_tiny", "model.joint.durations=[0,1,2]", "model.ctc_weight=0")
 
 
 @pytest.fixture(scope="module")
 def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return untrained(tmp_path_factory.mktemp("run") / "rnnt", *TINY)
+    return untrained(tmp_path_factory.mktemp("run") / "rnnt", *KEYS)
 
 
 @pytest.fixture(scope="module")
