@@ -69,9 +69,7 @@ def compare(
         differences = 0
         for torch_text, text in zip(torch_texts, hypotheses, strict=True):
             differences += torch_text.strip() != text.strip()
-        print(
-            f"{name}: {len(paths)} recordings, {precision}: other texts {differences}, CER {errors / units:.2%}"
-        )
+        print(f"{name}: {len(paths)}, {precision}: other texts {differences}, CER {errors / units:.2%}")
 
 
 def seconds_of(command: list[str]) -> float:

@@ -117,7 +117,7 @@ class _PredictionStep(nn.Module):
         table = embedding.weight.detach()
         if not prediction.starts_with_blank:
             table = torch.cat([table, torch.zeros_like(table[:1])])
-        self.prediction.embedding = nn.Embedding(*table.shape, _weight=table)
+        self.prediction.embedding = nn.Embedding(table.shape[0], table.shape[1], _weight=table)
         self.first = table[-1]
 
     def states(self) -> list[Tensor]:
