@@ -64,6 +64,7 @@ MAY_IMPORT = {
     }
     | {"checkpoint.fit", "optim.common", "optim.ema", "optim.schedules"},
     "interop": {"checkpoint", "encoders", "features", "models", "nn", "text"},
+    "export": {"config", "data", "decoding", "encoders", "inference", "models", "nn", "text"},
     "report": {"config.resume_fields", "tracking"},
     # return types of its builders, for type checkers only
     "config": {"data.base", "decoding.base", "devices.base", "encoders.base"}
@@ -91,7 +92,18 @@ MAY_IMPORT = {
     | {"text.vocabulary", "training"}
     # types of the results
     | {"decoding.base", "encoders.base"},
-    "commands": {"checkpoint", "config", "data", "devices", "inference", "interop", "rank", "report", "runs"}
+    "commands": {
+        "checkpoint",
+        "config",
+        "data",
+        "devices",
+        "export",
+        "inference",
+        "interop",
+        "rank",
+        "report",
+        "runs",
+    }
     | {"study", "text", "training.evaluation"},
 }
 

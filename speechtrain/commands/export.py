@@ -12,11 +12,13 @@ from speechtrain.errors import ConfigError
 from speechtrain.files import writing
 
 if TYPE_CHECKING:
+    from speechtrain.inference.loaded_run import LoadedRun
     from speechtrain.inference.open_run import OpenedRun
     from speechtrain.interop.pretrained import Pretrained
 
 _OURS = "speechtrain"
 _FORMATS = (_OURS, "fairseq", "huggingface")
+_TARGETS = (*_FORMATS, "onnx")
 _FIX = "name another path"  # for --out
 
 
@@ -44,7 +46,7 @@ def parser() -> Parser:
     build.add_argument(
         "--from", dest="source_form", choices=_FORMATS, default=_OURS, help=f"default {_OURS}: a run"
     )
-    build.add_argument("--to", dest="form", choices=_FORMATS, default=_OURS, help=f"default {_OURS}")
+    build.add_argument("--to", dest="form", choices=_TARGETS, default=_OURS, help=f"default {_OURS}")
     build.add_argument(
         "--out",
         type=Path,
@@ -54,6 +56,13 @@ def parser() -> Parser:
     )
     build.add_argument("--checkpoint", default="best", help="of a run: best (default), last or a name")
     build.add_argument("--encoder", action="store_true", help="write the encoder only (Wav2Vec2Model)")
+    build.add_argument(
+        "--features",
+        choices=("inside", "outside"),
+        default="inside",
+        help="with --to onnx: in the graph of the encoder, which then reads the waveform (default), or in a "
+        "graph of their own",
+    )
     build.add_argument("--force", action="store_true", help="replace existing files at --out")
     add_card_options(build)
     return build
@@ -75,6 +84,8 @@ def _convert(arguments: argparse.Namespace) -> None:
     if arguments.source_form == form:
         raise ConfigError(f"--from and --to are both {form}. Name another format, such as --to huggingface")
     _check_free(out, form, arguments.force)
+    if form == "onnx":
+        return _export_onnx(arguments)
     if (arguments.source_form, form) == (_OURS, "huggingface"):
         line = _export_parakeet(arguments)
         if line:
@@ -94,6 +105,29 @@ def _convert(arguments: argparse.Namespace) -> None:
         print("NOT checked against Hugging Face's model: it needs pip install -e '.[interop]'")
     if "fairseq" in (arguments.source_form, form):
         print("not run in fairseq itself. docs/interchange.md has the commands for that")
+
+
+def load_for_onnx(run_directory: Path, checkpoint: str) -> LoadedRun:
+    """Load a run on the CPU in fp32, the device and precision of the comparison."""
+    from speechtrain.inference.loaded_run import load
+
+    return load(run_directory, "device=cpu", "precision=fp32", checkpoint=checkpoint)
+
+
+def _export_onnx(arguments: argparse.Namespace) -> int:
+    """Write a run as graphs of ONNX, and print how they were checked. Return the exit code."""
+    from speechtrain.export import onnx_folder
+    from speechtrain.interop.wav2vec2_hf import replacing_files
+
+    if arguments.source_form != _OURS or arguments.encoder:
+        raise ConfigError("--to onnx writes a run's recogniser. Remove --from and --encoder")
+    loaded = load_for_onnx(arguments.source, arguments.checkpoint)
+    with writing(f"--out {arguments.out}", _FIX), replacing_files(arguments.out) as folder:
+        lines = onnx_folder.write(loaded, folder, has_features=arguments.features == "inside")
+    print(f"{arguments.out}: python recognise.py RECORDING")
+    for line in lines:
+        print(line)
+    return 0
 
 
 def _kind(pretrained: Pretrained) -> str:

@@ -109,7 +109,7 @@ class RelativeAttention(nn.Module):
         rows, frames, width = x.shape
         shape = (rows, frames, self.heads, width // self.heads)
         q, k, v = (layer(x).view(shape) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        distance_keys = self.relative_k_proj(positions).view(1, len(positions), *shape[2:])
+        distance_keys = self.relative_k_proj(positions).view(1, positions.shape[0], *shape[2:])
         scores = self._scores(q, k, distance_keys)
         weights = scores.masked_fill(~allowed_keys[:, None], FORBIDDEN).softmax(-1).to(v.dtype)
         context = torch.matmul(F.dropout(weights, self.dropout, self.training), v.transpose(1, 2))

@@ -266,7 +266,7 @@ class LogMel(MovedModule, PolicyAware):
         """Return the number of columns of ``samples`` samples: the row "frames" of the module's table."""
         if self.form == "parakeet":
             return max(1, samples // self.hop)
-        return samples // self.hop + 1 if self._is_dali else -(-samples // self.hop)
+        return samples // self.hop + 1 if self._is_dali else (samples + self.hop - 1) // self.hop
 
     def _is_valid_column(self, columns: int, lengths: Tensor) -> Tensor:
         """Return whether each column (B, T) belongs to its row, which has ``lengths`` (B,) samples."""

@@ -16,7 +16,7 @@ def stack_time(x: Tensor, factor: int) -> Tensor:
     value once. A concatenation of k shifted copies of the sequence would allocate k² times as many values.
     """
     rows, frames, width = x.shape
-    groups = -(-frames // factor)
+    groups = (frames + factor - 1) // factor  # ONNX rounds the quotient of a negative number towards 0.
     padding = groups * factor - frames
     return F.pad(x, (0, 0, 0, padding)).reshape(rows, groups, factor * width)
 

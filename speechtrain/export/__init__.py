@@ -1,0 +1,1 @@
+"""Exporters of trained recognisers: one file for each target."""

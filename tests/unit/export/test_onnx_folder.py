@@ -1,0 +1,140 @@
+"""Exports of tiny runs, checked by ``speechtrain export`` itself and by the program in the folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import soundfile
+
+from speechtrain.commands import export
+from speechtrain.errors import ConfigError, DataError
+from speechtrain.export import held_out, recognise
+from tests.support.tiny_run import TINY, untrained
+
+pytestmark = pytest.mark.slow  # torch needs half a minute to write a model
+KEYS = [key for key in TINY if not key.startswith("encoder.")] + ["encoder=fastconformer_tiny"]
+TDT = ("encoder=fastconformer_tiny", "model.joint.durations=[0,1,2]", "model.ctc_weight=0")
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return untrained(tmp_path_factory.mktemp("run") / "rnnt", *KEYS)
+
+
+@pytest.fixture(scope="module")
+def folder(run_directory: Path) -> Path:
+    out = run_directory.with_name("onnx")
+    assert export.run([str(run_directory), "--to", "onnx", "--out", str(out)]) == 0
+    return out
+
+
+def recognise_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(folder / "recognise.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def recording(run_directory: Path, folder: Path) -> Path:
+    """Write the first held-out recording as a file, and return its path."""
+    loaded = export.load_for_onnx(run_directory, "best")
+    utterance = next(held_out.utterances(loaded))
+    soundfile.write(folder / "a.wav", utterance.samples, loaded.sample_rate, subtype="FLOAT")
+    return folder / "a.wav"
+
+
+def test_write_checks_every_precision(folder: Path) -> None:
+    result = json.loads((folder / "result.json").read_text())
+    assert result["recordings"] == 4
+    assert result["ties"] == []
+    assert result["error_rates"]["fp32"] == result["error_rates"]["pytorch"]
+    assert set(result["error_rates"]) == {"pytorch", "fp32", "int8"}
+
+
+def test_recognise_prints_the_text_of_pytorch(run_directory: Path, folder: Path, tmp_path: Path) -> None:
+    audio = recording(run_directory, tmp_path)
+    loaded = export.load_for_onnx(run_directory, "best")
+    utterance = next(held_out.utterances(loaded))
+    process = recognise_in(folder, "fp32", str(audio))
+    assert process.stderr == ""
+    assert process.stdout == f"{audio}\t{held_out.text_of(loaded, utterance.samples)}\n"
+
+
+def test_recognise_has_at_most_80_lines_and_three_packages() -> None:
+    text = Path(recognise.__file__).read_text()
+    assert len(text.splitlines()) <= 80
+    imports = [line.split()[1] for line in text.splitlines() if line.startswith(("import ", "from "))]
+    packages = set(imports) - set(sys.stdlib_module_names)
+    assert packages == {"numpy", "onnxruntime", "soundfile"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.json", b""),
+        ("model.json", b"[]"),
+        ("model.json", b"{}"),
+        ("model.json", b'{"sha256": {"fp32": {"../../secret": ""}}}'),
+        ("model.json", b"[" * 100_000),
+        ("encoder.fp32.onnx", b"foreign"),
+        ("joint.fp32.onnx", None),
+    ],
+)
+def test_recognise_refuses_a_damaged_folder_with_one_line(
+    folder: Path, tmp_path: Path, name: str, content: bytes | None
+) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy" / name).unlink()
+    if content is not None:
+        (tmp_path / "copy" / name).write_bytes(content)
+    process = recognise_in(tmp_path / "copy", "fp32", "a.wav")
+    assert process.returncode == 1
+    assert process.stdout == ""
+    assert process.stderr.startswith("recognise.py: ")
+    assert process.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        TDT,
+        ("prediction=stateless", "encoder=contextnet_tiny"),
+        ("model=ctc", "encoder=fastconformer_tiny"),
+        ("model=ctc", "encoder=quartznet_tiny"),
+        ("model=ctc", "encoder=wav2vec2_small"),
+    ],
+)
+def test_write_of_other_models(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    keys = [key for key in TINY if not key.startswith(("encoder.", "model."))] + list(overrides)
+    run_directory = untrained(tmp_path / "run", *keys)
+    out = tmp_path / "onnx"
+    assert export.run([str(run_directory), "--to", "onnx", "--out", str(out)]) == 0
+    rates = json.loads((out / "result.json").read_text())["error_rates"]
+    assert rates["fp32"] == rates["pytorch"]
+
+
+def test_write_with_features_outside(run_directory: Path, tmp_path: Path) -> None:
+    out = tmp_path / "onnx"
+    options = ["--to", "onnx", "--features", "outside", "--out", str(out)]
+    assert export.run([str(run_directory), *options]) == 0
+    assert (out / "features.fp32.onnx").is_file()
+
+
+def test_write_refuses_another_text(
+    run_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_out, "text_of", lambda loaded, samples: "another text")
+    with pytest.raises(DataError, match="Nothing is written"):
+        export.run([str(run_directory), "--to", "onnx", "--out", str(tmp_path / "onnx")])
+    assert not (tmp_path / "onnx").exists()
+
+
+def test_write_refuses_a_model_without_text(tmp_path: Path) -> None:
+    run_directory = untrained(
+        tmp_path / "run", "model=wav2vec2_small", "encoder=wav2vec2_small", "data=digits"
+    )
+    with pytest.raises(ConfigError, match="writes CTC and transducers"):
+        export.run([str(run_directory), "--to", "onnx", "--out", str(tmp_path / "onnx")])
