@@ -28,9 +28,11 @@ def parser() -> Parser:
         description="Convert wav2vec 2.0 models: a run to fairseq or Hugging Face (--to), a checkpoint of "
         "fairseq or Hugging Face to speechtrain (--from), or one of the two to the other (both options). "
         "Every conversion runs the model of Hugging Face and the one of speechtrain on the same audio. If "
-        "they differ by more than 1e-4, it writes nothing.",
+        "they differ by more than 1e-4, it writes nothing. --to onnx writes a recogniser for ONNX Runtime. It "
+        "compares the texts with those of the run on the evaluation sets.",
         examples=[
             "speechtrain export RUN --to huggingface --out FOLDER",
+            "speechtrain export RUN --to onnx --out FOLDER",
             "speechtrain export checkpoint.pt --from fairseq --out DIR",
             "speechtrain train --config-dir DIR model=imported init_from=DIR    # or encoder=imported",
         ],
@@ -85,7 +87,8 @@ def _convert(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--from and --to are both {form}. Name another format, such as --to huggingface")
     _check_free(out, form, arguments.force)
     if form == "onnx":
-        return _export_onnx(arguments)
+        _export_onnx(arguments)
+        return
     if (arguments.source_form, form) == (_OURS, "huggingface"):
         line = _export_parakeet(arguments)
         if line:
@@ -114,8 +117,8 @@ def load_for_onnx(run_directory: Path, checkpoint: str) -> LoadedRun:
     return load(run_directory, "device=cpu", "precision=fp32", checkpoint=checkpoint)
 
 
-def _export_onnx(arguments: argparse.Namespace) -> int:
-    """Write a run as graphs of ONNX, and print how they were checked. Return the exit code."""
+def _export_onnx(arguments: argparse.Namespace) -> None:
+    """Write a run as graphs of ONNX, and print how they were checked."""
     from speechtrain.export import onnx_folder
     from speechtrain.interop.wav2vec2_hf import replacing_files
 
@@ -127,7 +130,6 @@ def _export_onnx(arguments: argparse.Namespace) -> int:
     print(f"{arguments.out}: python recognise.py RECORDING")
     for line in lines:
         print(line)
-    return 0
 
 
 def _kind(pretrained: Pretrained) -> str:
