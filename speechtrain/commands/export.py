@@ -28,8 +28,8 @@ def parser() -> Parser:
         description="Convert wav2vec 2.0 models: a run to fairseq or Hugging Face (--to), a checkpoint of "
         "fairseq or Hugging Face to speechtrain (--from), or one of the two to the other (both options). "
         "Every conversion runs the model of Hugging Face and the one of speechtrain on the same audio. If "
-        "they differ by more than 1e-4, it writes nothing. --to onnx writes a recogniser for ONNX Runtime. Its "
-        "texts on the evaluation sets must be the texts of the run.",
+        "they differ by more than 1e-4, it writes nothing. --to onnx writes a recogniser for ONNX Runtime. "
+        "Its texts on the evaluation sets must be the texts of the run.",
         examples=[
             "speechtrain export RUN --to huggingface --out FOLDER",
             "speechtrain export RUN --to onnx --out FOLDER",
