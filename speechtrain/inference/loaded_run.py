@@ -186,8 +186,8 @@ class LoadedRun:
         """
         opened = self.opened
         config = copy.deepcopy(opened.config)
+        train_is_optional = part_class("data", config.data).train_is_optional  # This also checks the node.
         _choose_sets(config, sets or {})
-        train_is_optional = part_class("data", config.data).train_is_optional
         if train_is_optional and config.data.valid:
             config.data.train = ""  # Without a path, the training set is not opened.
         data = build_data(config, opened.tokenizer, opened.task)
