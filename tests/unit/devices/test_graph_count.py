@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import STATIC, GraphFunction, apply_policy
+from speechtrain.compute_policy import STATIC, GraphFunction, apply_policy, equal_parts
 from speechtrain.devices.graph_count import GraphCount, count_graphs
 from speechtrain.devices.hpu import HPU
 from speechtrain.errors import MachineError
@@ -100,32 +100,37 @@ def test_count_graphs_shows_a_graph_that_is_too_large() -> None:
 
 
 NARROW_LSTM = ("encoder.hidden=8", "model.prediction.hidden=8", "encoder.features.mels=8")
-NARROW_TRANSFORMER = ("encoder.width=32", "encoder.feed_forward=32", "encoder.heads=2")
+CONV_LAYERS = "encoder.conv_layers=[[8,10,5],[8,3,2],[8,3,2],[8,3,2],[8,3,2],[8,2,2],[8,2,2]]"
+NARROW_TRANSFORMER = ("encoder.width=32", "encoder.feed_forward=32", "encoder.heads=2", CONV_LAYERS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "graphs", "largest"),
     [
-        (("model=rnnt_mlperf", *NARROW_LSTM, "model.joint.hidden=8"), 16, 900),
-        (("model=wav2vec2", *NARROW_TRANSFORMER, "encoder.layers=12"), 3, 1400),
+        (("model=rnnt_mlperf", *NARROW_LSTM, "model.joint.hidden=8"), 16, 500),
+        (("model=wav2vec2", *NARROW_TRANSFORMER, "encoder.layers=2"), 3, 400),
     ],
     ids=["rnnt_mlperf", "wav2vec2"],
 )
 @pytest.mark.usefixtures("cache")
 def test_count_graphs_of_gaudi_are_static_and_few(recipe: tuple[str, ...], graphs: int, largest: int) -> None:
-    """Narrow networks have the operations of the wide ones. A long recording has graphs of the same size."""
+    """Narrow networks have the operations of the wide ones. The recursions of 2.5 s have two equal parts."""
     task, tokenizer = build_task(compose([*recipe, "data=digits"]))
     policy = HPU("compile").policy(torch.bfloat16)
     apply_policy(task, policy)
     batches = []
-    for rows, seconds, labels in ((2, 2.5, 20), (1, 16.7, 100)):
+    for rows, seconds, labels in ((2, 0.8, 5), (1, 2.5, 40)):
         batches.append(task.prepare(batch_of(rows, seconds, labels, max(5, tokenizer.size)), 1))
     count = count_graphs(task, policy, batches)
     count.check(largest)
     assert count.shapes == 2
     assert count.graphs <= graphs * count.shapes
     assert count.graphs <= 3 * count.functions * count.shapes
+
+
+def test_parts_of_a_recursion_have_at_most_80_steps_of_a_graph() -> None:
+    assert [equal_parts(steps) for steps in (1, 80, 81, 557)] == [(1, 1), (1, 80), (2, 41), (7, 80)]
 
 
 @pytest.mark.slow
