@@ -38,6 +38,7 @@ TRAINS = {
     "decoders",
     "evaluation",
     "first_contact",
+    "onnx",
     "pretraining",
     "recipes",
     "scratch",

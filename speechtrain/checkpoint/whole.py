@@ -97,7 +97,7 @@ class _ShardedTensors:
 
     def __init__(self, states: Mapping[str, Stateful]) -> None:
         self._tensors: dict[str, Tensor] = {}
-        self._parameters: dict[str, Tensor] = {}  # by the path of the parameter's optimizer state
+        self._tensors_of_parameters: dict[str, Tensor] = {}  # by the path of the parameter's optimizer state
         for name, part in states.items():
             map_tensors(part.state_dict(), self._add, name)
             if isinstance(part, torch.optim.Optimizer):
@@ -112,7 +112,7 @@ class _ShardedTensors:
         parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for index, parameter in enumerate(parameters):
             if is_sharded(parameter):
-                self._parameters[f"{name}/state/{index}"] = parameter.detach()
+                self._tensors_of_parameters[f"{name}/state/{index}"] = parameter.detach()
 
     def find(self, path: str, saved: Tensor) -> Tensor | None:
         """Return the run's tensor whose sharding ``saved`` must get, or None if ``saved`` stays whole."""
@@ -120,7 +120,7 @@ class _ShardedTensors:
             path = current_name(path)
         tensor = self._tensors.get(path)
         if tensor is None:
-            tensor = self._parameters.get(path.rpartition("/")[0])
+            tensor = self._tensors_of_parameters.get(path.rpartition("/")[0])
         if tensor is None or tensor.shape != saved.shape:
             return None
         return tensor

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from speechtrain.commands._cli import Parser, console
 from speechtrain.config.resume_fields import key_of_override
 from speechtrain.errors import ConfigError, DataError, MachineError, SpeechtrainError, one_line
-from speechtrain.files import absolute_path
+from speechtrain.files import absolute_path, write_text
 from speechtrain.runs.choices import choices
 
 if TYPE_CHECKING:
@@ -480,12 +480,11 @@ class Recipe:
 
     def _run_fake_step(self) -> str:
         """Run the smallest and the largest shape in a process of its own. Return its line."""
-        from omegaconf import OmegaConf
-
+        from speechtrain.config.resolved import dump
         from speechtrain.rank.trial_steps import extreme_shapes
 
         path = Path(self.run_dir) / "fake.yaml"
-        OmegaConf.save(self.config, path)
+        write_text(path, dump(self.config))
         shapes = [",".join(map(str, shape)) for shape in extreme_shapes(self.data)]
         line = [sys.executable, "-P", "-m", "speechtrain.rank.fake_step", str(path), *shapes]
         process = subprocess.run(line, capture_output=True, text=True, check=False)

@@ -220,8 +220,9 @@ def _encoder_graphs(task: Recogniser) -> dict[str, Graph]:
 def _search_graphs(task: RNNT, frames: Tensor) -> dict[str, Graph]:
     """Return the graphs of the prediction network and of the joint."""
     if not isinstance(task.prediction, LSTMPrediction | StatelessPrediction):
-        name = type(task.prediction).__name__
-        raise ConfigError(f"--to onnx cannot write prediction={name}. Choose prediction=lstm or stateless")
+        raise ConfigError(
+            f"--to onnx cannot write {type(task.prediction).__name__}. Choose prediction=lstm or stateless"
+        )
     step = _PredictionStep(task.prediction)
     inputs = {"label": torch.zeros(1, dtype=torch.int64)}
     for index, state in enumerate(step.states()):

@@ -1,11 +1,10 @@
-"""Writes the folder of ``--to onnx``: graphs in fp32 and int8, model.json, result.json and recognise.py.
+"""Writes the folder of ``--to onnx``: graphs in fp32 and int8, model.json, error_rates.json and recognise.py.
 
 The export is checked on the run's held-out recordings before the folder is written.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import shutil
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from typing import Any
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import MachineError
 from speechtrain.export.graphs import Graph, graphs_of, write_graph
-from speechtrain.files import write_json
+from speechtrain.files import sha256, write_json
 from speechtrain.inference.loaded_run import LoadedRun
 from speechtrain.text.vocabulary import Characters
 
@@ -44,7 +43,7 @@ def write(loaded: LoadedRun, folder: Path, has_features: bool) -> list[str]:
     write_json(folder / "model.json", _settings(task, graphs, folder))
     shutil.copy(Path(__file__).with_name("recognise.py"), folder / "recognise.py")
     result = held_out.check(loaded, folder, PRECISIONS)
-    write_json(folder / "result.json", result)
+    write_json(folder / "error_rates.json", result)
     return held_out.lines(result)
 
 
@@ -111,7 +110,7 @@ def _settings(task: Any, graphs: Mapping[str, Graph], folder: Path) -> dict[str,
         digests[precision] = {}
         for path in sorted(folder.glob(f"*.{precision}.onnx")):
             name = path.name.partition(".")[0]
-            digests[precision][name] = hashlib.sha256(path.read_bytes()).hexdigest()
+            digests[precision][name] = sha256(path)
     return {
         "kind": kind,
         "sample_rate": task.sample_rate,

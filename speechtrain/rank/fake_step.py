@@ -16,16 +16,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from speechtrain import torch_private
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import apply_policy
 from speechtrain.config.build import build_device, build_optimizer, build_precision
+from speechtrain.config.resolved import load
 from speechtrain.devices.base import Device
 from speechtrain.devices.recorder import SourceLine, Unfit, is_of_torch
 from speechtrain.errors import MachineError, SpeechtrainError, first_line
@@ -171,9 +173,8 @@ def _named_faults() -> Iterator[None]:
 def main(arguments: list[str]) -> int:
     """Print one line for the config and the shapes of the command line. Return the exit code."""
     path, *shapes = arguments
-    config = OmegaConf.load(path)
-    assert isinstance(config, DictConfig)
     try:
+        config = load(Path(path))
         run(config, [tuple(map(int, shape.split(","))) for shape in shapes])  # type: ignore[misc]
     except SpeechtrainError as error:
         print(error, file=sys.stderr)

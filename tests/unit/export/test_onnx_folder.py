@@ -47,7 +47,7 @@ def recording(run_directory: Path, folder: Path) -> Path:
 
 
 def test_write_checks_every_precision(folder: Path) -> None:
-    result = json.loads((folder / "result.json").read_text())
+    result = json.loads((folder / "error_rates.json").read_text())
     assert result["recordings"] == 4
     assert result["ties"] == []
     assert result["error_rates"]["fp32"] == result["error_rates"]["pytorch"]
@@ -112,7 +112,7 @@ def test_write_of_other_models(tmp_path: Path, overrides: tuple[str, ...]) -> No
     run_directory = untrained(tmp_path / "run", *keys)
     out = tmp_path / "onnx"
     assert export.run([str(run_directory), "--to", "onnx", "--out", str(out)]) == 0
-    rates = json.loads((out / "result.json").read_text())["error_rates"]
+    rates = json.loads((out / "error_rates.json").read_text())["error_rates"]
     assert rates["fp32"] == rates["pytorch"]
 
 
