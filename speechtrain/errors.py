@@ -33,9 +33,9 @@ class SpeechtrainError(Exception):
 
 
 class ConfigError(SpeechtrainError):
-    """An unknown or ill-typed key, choice or combination, such as a launcher of other hosts without a device.
+    """A key, a choice or a combination of keys that is unknown or has the wrong type.
 
-    The line names the key and the nearest valid one.
+    The line names the key and the nearest valid key.
     """
 
     exit_code = 2
@@ -51,23 +51,23 @@ class DataError(SpeechtrainError):
 
 
 class MachineError(SpeechtrainError):
-    """A device, vendor package, precision, CPUs, memory or disk space that this machine lacks.
-    A path that cannot be read or written, a rank that hangs or was killed, or a lost host.
+    """The machine lacks a device, a vendor's package, a precision, CPUs, memory or disk space.
+    Also a path that cannot be read or written, a rank that hangs or was killed, and a lost host.
 
-    The line names it.
+    The line names the cause.
     """
 
     exit_code = 4
 
 
 class OutOfMemory(MachineError):
-    """A step needs more memory than the device has. A study handles it by a key of its own."""
+    """A step needs more memory than the device has. A study has a separate key for this error."""
 
 
 class RunError(SpeechtrainError):
     """A run directory that is in use, belongs to another config, or has no usable checkpoint.
 
-    The line names it.
+    The line names the run directory.
     """
 
     exit_code = 5
@@ -76,17 +76,17 @@ class RunError(SpeechtrainError):
 class Diverged(SpeechtrainError):
     """Non-finite updates in a row, a loss that was never finite, or codebooks that collapse.
 
-    Lower the learning rate for the first, of which ``replay.pt`` has the batches. For the last, the line
-    names the key to change.
+    After non-finite updates, ``replay.pt`` has their batches, and a lower learning rate may help. If the
+    codebooks collapse, the line names the key to change.
     """
 
     exit_code = 6
 
 
 class Preempted(SpeechtrainError):
-    """Saved after a signal, or stopped by it before the ranks had started.
+    """A signal ended the run. The run was saved, or its ranks had not started.
 
-    The same command continues.
+    The same command continues the run.
     """
 
     exit_code = EXIT_PREEMPTED

@@ -45,11 +45,11 @@ class Operations:
 class DeviceFacts:
     """Facts of a device that other parts need. A host without an accelerator has the defaults."""
 
-    # The torch.distributed backend for each torch device type. Without "cpu", the values in host memory are
-    # reduced by a group of their own.
+    # The torch.distributed backend for each torch device type. If "cpu" is absent, a second process group
+    # (gloo) reduces the values in host memory.
     collectives: Mapping[str, str] = field(default_factory=lambda: {"cpu": "gloo"})
-    # The torch device type on whose opened chip the process group is created at once. Empty: at the first
-    # use.
+    # The torch device type that the process group is bound to when it is created. If it is empty, the first
+    # collective creates the connections.
     group_device: str = ""
     ddp_options: Mapping[str, Any] = field(default_factory=dict)  # of torch's DistributedDataParallel
     # The environment variables that set the network interface of the collectives.

@@ -48,7 +48,6 @@ def find_library(names: Sequence[str], folders: Iterable[Path]) -> str | None:
 
 
 def _is_native(path: Path) -> bool:
-    """Return whether a library has the ELF class and machine of this interpreter."""
     """Return whether a library is for the same kind of processor as this Python."""
     formats = []
     for binary in (path, Path(sys.executable)):
@@ -57,7 +56,8 @@ def _is_native(path: Path) -> bool:
                 header = file.read(20)
         except OSError:
             return False
-        # In an ELF header, byte 4 is the word size (32 or 64 bits), and bytes 18 and 19 are the processor.
+        # In an ELF header, bytes 0 to 3 are fixed. Byte 4 is the word size (32 or 64 bits), and bytes 18 and
+        # 19 are the processor.
         formats.append((header[:5], header[18:20]))
     library_format, python_format = formats
     return library_format == python_format

@@ -26,11 +26,14 @@ class Utterance:
 
     id: str
     samples: np.ndarray  # (S,) fp32, as in the file
-    reference: str  # the normalised transcript
+    reference: str  # the transcript in the form in which error rates count it
 
 
 class _MeasuredSession:
-    """A session of ONNX Runtime that stores the smallest difference of the two best scores of a choice."""
+    """A session of ONNX Runtime that measures how clear its decisions are.
+
+    ``margin`` is the smallest difference between the best and the second best score of a decision.
+    """
 
     def __init__(self, session: Any, classes: int) -> None:
         self._session, self._classes = session, classes
@@ -42,8 +45,9 @@ class _MeasuredSession:
         scores = outputs[-1]
         for part in (scores[..., : self._classes], scores[..., self._classes :]):  # symbols, then durations
             if part.shape[-1] > 1:
-                best = np.partition(part, -2, axis=-1)[..., -2:]
-                self.margin = min(self.margin, float(np.min(best[..., 1] - best[..., 0], initial=math.inf)))
+                second_best, best = np.moveaxis(np.partition(part, -2, axis=-1)[..., -2:], -1, 0)
+                margin = float(np.min(best - second_best, initial=math.inf))
+                self.margin = min(self.margin, margin)
         return outputs
 
 
@@ -52,20 +56,20 @@ class _Export:
 
     def __init__(self, folder: Path, precision: str) -> None:
         self.model, self.sessions = open_export(folder, precision)  # type: ignore[no-untyped-call]
-        head = "ctc" if self.model["kind"] == "ctc" else "joint"
-        self.scores = _MeasuredSession(self.sessions[head], self.model["blank"] + 1)
-        self.sessions[head] = self.scores
+        name = "ctc" if self.model["kind"] == "ctc" else "joint"
+        self.head = _MeasuredSession(self.sessions[name], self.model["blank"] + 1)
+        self.sessions[name] = self.head
 
     def text(self, samples: np.ndarray) -> str:
-        self.scores.margin = math.inf
+        self.head.margin = math.inf
         return str(transcribe(self.model, self.sessions, samples))  # type: ignore[no-untyped-call]
 
 
 def check(loaded: LoadedRun, folder: Path, precisions: Sequence[str]) -> dict[str, Any]:
     """Return the error rates of PyTorch and of each precision on the run's evaluation sets.
 
-    The recordings with another text in fp32 because of a tie are listed under ``ties``. Raises DataError,
-    which names the first recording, for another text without a tie.
+    If a tie makes the fp32 text differ from PyTorch's text, ``ties`` lists the recording. Raises DataError
+    for the first recording whose fp32 text differs without a tie.
     """
     exports = {precision: _Export(folder, precision) for precision in precisions}
     pairs = {name: list[tuple[str, str]]() for name in ("pytorch", *precisions)}
@@ -77,7 +81,7 @@ def check(loaded: LoadedRun, folder: Path, precisions: Sequence[str]) -> dict[st
             text = export.text(utterance.samples)
             pairs[precision].append((utterance.reference, text))
             if precision == "fp32" and text != torch_text:
-                ties.append(_tie(utterance.id, text, torch_text, export.scores.margin))
+                ties.append(_tie(utterance.id, text, torch_text, export.head.margin))
     if not pairs["pytorch"]:
         raise ConfigError(
             "--to onnx needs recordings for its check. Set data.valid or data.hold_out in a run"
@@ -90,12 +94,12 @@ def check(loaded: LoadedRun, folder: Path, precisions: Sequence[str]) -> dict[st
     return {"recordings": len(pairs["pytorch"]), "ties": ties, "error_rates": rates}
 
 
-def _tie(name: str, text: str, torch_text: str, margin: float) -> dict[str, str]:
-    """Return the entry of a recording whose texts differ. Raises DataError unless two scores are equal."""
+def _tie(recording: str, text: str, torch_text: str, margin: float) -> dict[str, str]:
+    """Return the entry of a recording whose texts differ. Raises DataError if the margin is not a tie."""
     if margin >= TIE:
         texts = f"the text in ONNX is {text!r:.200}, and PyTorch's is {torch_text!r:.200}"
-        raise DataError(f"{name}: {texts}. Nothing is written. Report the encoder and this line")
-    return {"id": name, "onnx": text, "pytorch": torch_text}
+        raise DataError(f"{recording}: {texts}. Nothing is written. Report the encoder and this line")
+    return {"id": recording, "onnx": text, "pytorch": torch_text}
 
 
 def lines(result: dict[str, Any]) -> list[str]:
@@ -108,7 +112,7 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 
 def text_of(loaded: LoadedRun, samples: np.ndarray) -> str:
-    """Return PyTorch's text of samples (S,), which are not cut."""
+    """Return PyTorch's text of samples (S,), which are decoded as a single piece."""
     transcript = loaded.transcribe(samples, batch=1, piece_seconds=LONGEST_SECONDS)[0]
     return "".join([segment.hypothesis.text for segment in transcript.segments])
 
@@ -132,7 +136,7 @@ def utterances(loaded: LoadedRun) -> Iterator[Utterance]:
 
 
 def _rows(batch: Any) -> Iterator[Utterance]:
-    for row, name in enumerate(batch.ids):
-        if name:
+    for row, recording in enumerate(batch.ids):
+        if recording:  # The id of a padding row is empty.
             samples = batch.audio[row, : int(batch.audio_lengths[row])]
-            yield Utterance(name, samples.numpy(), batch.texts[row])
+            yield Utterance(recording, samples.numpy(), batch.texts[row])
