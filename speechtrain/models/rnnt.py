@@ -71,9 +71,12 @@ class RNNT(Recogniser):
         return self.joint.dropout if self.training else 0.0
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
-        """Add the seeds of the joint's dropout to the batch: two int32 for each slice of its rows."""
+        """Add the seeds of the joint's dropout to the batch: two int32 for each slice of its rows.
+
+        The mode of the module does not matter, because callers may prepare a batch before ``train()``.
+        """
         batch = super().prepare(batch, seed)
-        if not self.dropout:
+        if not self.joint.dropout:
             return batch
         rows = len(batch.audio)
         slices = -(-rows // (self.joint_rows or rows))

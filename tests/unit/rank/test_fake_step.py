@@ -27,9 +27,9 @@ FAULTS = [
     Fault(
         "a table of numpy in a device operation",
         "features/augment.py",
-        "        valid = torch.arange(samples, device=audio.device) < lengths[:, None]\n",
+        "        is_valid = torch.arange(samples, device=audio.device) < lengths[:, None]\n",
         "        import numpy as np\n\n"
-        "        valid = torch.from_numpy(np.arange(samples)) < lengths[:, None]  # planted\n",
+        "        is_valid = torch.from_numpy(np.arange(samples)) < lengths[:, None]  # planted\n",
     ),
     Fault(
         "a tensor that is no buffer",
