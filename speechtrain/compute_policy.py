@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from speechtrain import torch_private
 
-_MAX_RELATIVE_TIME = (
-    0.9  # A policy replaces the reference if its time is at most 90 % of the reference's time.
-)
+# A policy replaces the reference if its time is at most 90 % of the reference's time.
+_MAX_RELATIVE_TIME = 0.9
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 5  # Each round times every policy once.
 _MAX_SECONDS = 20.0  # After this time, rounds beyond the minimum are omitted.
 
@@ -53,9 +52,8 @@ class ComputePolicy:
     conv: str = "matmul"  # matmul of strided views | conv1d | conv2d
     spectrum: str = "fft"  # fft | matmul (for a device without FFT) | conv (also without strided views)
     ctc: str = "torch"  # torch (its kernel) | static (a recursion in static shapes) | vendor (ctc_kernel)
-    transducer: str = (
-        "ragged"  # ragged (lattice cells within each row's lengths) | static (all, with padding)
-    )
+    # ragged (lattice cells within each row's lengths) | static (all cells, with padding)
+    transducer: str = "ragged"
     lattice_cells: int = 1024  # largest number of the transducer's lattice cells in memory at once
     logit_bytes: int = 32 * 2**20  # bytes of logits that the transducer loss stores for its gradients
     feature_frames: int = 256  # frames of a spectrogram at once (256 fit into a CPU's cache). 0: all

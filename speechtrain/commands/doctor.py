@@ -479,7 +479,7 @@ class Recipe:
             yield try_check("fake device", self._run_fake_step)
 
     def _run_fake_step(self) -> str:
-        """Run the smallest and the largest shape in a process of its own. Return its line."""
+        """Run the smallest and the largest shape in another process. Return the line that it prints."""
         from speechtrain.config.resolved import dump
         from speechtrain.rank.trial_steps import extreme_shapes
 
@@ -489,7 +489,8 @@ class Recipe:
         line = [sys.executable, "-P", "-m", "speechtrain.rank.fake_step", str(path), *shapes]
         process = subprocess.run(line, capture_output=True, text=True, check=False)
         if process.returncode:
-            raise MachineError((process.stderr.strip().splitlines() or ["no output"])[-1])
+            lines = process.stderr.strip().splitlines() or ["no output"]
+            raise MachineError(lines[-1])
         return process.stdout.strip()
 
     def _plain_policy(self) -> ComputePolicy:

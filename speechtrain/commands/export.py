@@ -118,13 +118,17 @@ def load_for_onnx(run_directory: Path, checkpoint: str) -> LoadedRun:
 
 
 def _export_onnx(arguments: argparse.Namespace) -> None:
-    """Write a run as graphs of ONNX, and print how they were checked."""
+    """Write a run as graphs of ONNX, and print how they were checked.
+
+    ``arguments.checkpoint`` becomes the name of the checkpoint, which the model card needs.
+    """
     from speechtrain.export import onnx_folder
     from speechtrain.interop.wav2vec2_hf import replacing_files
 
     if arguments.source_form != _OURS or arguments.encoder:
         raise ConfigError("--to onnx writes a run's recogniser. Remove --from and --encoder")
     loaded = load_for_onnx(arguments.source, arguments.checkpoint)
+    arguments.checkpoint = loaded.checkpoint.name
     with writing(f"--out {arguments.out}", _FIX), replacing_files(arguments.out) as folder:
         lines = onnx_folder.write(loaded, folder, has_features=arguments.features == "inside")
     print(f"{arguments.out}: python recognise.py RECORDING")

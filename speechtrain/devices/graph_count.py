@@ -22,9 +22,8 @@ class GraphCounter:
     """A backend of ``torch.compile`` that counts graphs and runs their operations one by one."""
 
     functions: set[int] = field(default_factory=set)  # the numbers of the functions that were compiled
-    sizes: list[int] = field(
-        default_factory=list
-    )  # the operations of each forward or backward, without views
+    # the number of operations of each forward or backward graph, without views
+    sizes: list[int] = field(default_factory=list)
     dynamic: int = 0  # graphs with an input whose shape is a variable
 
     def __call__(self, module: nn.Module, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -90,9 +89,14 @@ def count_graphs(task: Task, policy: ComputePolicy, batches: Sequence[Batch]) ->
             if is_first:
                 graphs = len(counter.sizes)
     return GraphCount(
-        len(batches), len(counter.functions), graphs, max(counter.sizes, default=0), counter.dynamic,
-        repeated=len(counter.sizes) - graphs, breaks=tuple(map(str, breaks)),
-    )  # fmt: skip
+        shapes=len(batches),
+        functions=len(counter.functions),
+        graphs=graphs,
+        largest=max(counter.sizes, default=0),
+        dynamic=counter.dynamic,
+        repeated=len(counter.sizes) - graphs,
+        breaks=tuple(map(str, breaks)),
+    )
 
 
 def _run_steps(task: Task, policy: ComputePolicy, batch: Batch) -> None:

@@ -70,7 +70,7 @@ class _Backend:
 
 
 def absence() -> str:
-    """Return which private part this torch lacks, or an empty text. Releases before 2.9 may lack one."""
+    """Return which private part this torch lacks, or an empty text."""
     try:
         for name in ("register_python_backend", "FakeTensorMode", "without_fake_mode"):
             getattr(torch_private, name)
