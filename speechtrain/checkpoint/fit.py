@@ -76,7 +76,9 @@ def _update_error(optimizer: torch.optim.Optimizer) -> Exception | None:
 
 def _copy_without_values(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return a copy of an optimizer whose parameters, gradients and state are on the meta device."""
-    trial = copy.copy(optimizer)
+    trial = object.__new__(type(optimizer))
+    # ``copy.copy`` loses the attributes of a subclass, because torch's optimizers pickle only their state.
+    vars(trial).update(vars(optimizer))
     trial.param_groups, trial.state = [], defaultdict(dict)
     for group in optimizer.param_groups:
         meta_parameters = []

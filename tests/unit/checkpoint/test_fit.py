@@ -17,6 +17,7 @@ from speechtrain.optim.novograd import NovoGrad
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: AdamW(parameters, lr=0.1),
+    "fused adamw": lambda parameters: AdamW(parameters, lr=0.1, fused=True),
     "lamb": lambda parameters: LAMB(parameters, lr=0.1),
     "novograd": lambda parameters: NovoGrad(parameters, lr=0.1),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -64,6 +65,18 @@ def test_half_a_state_of_an_optimizer_does_not_load(name: str) -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0].pop(next(iter(saved["state"][0])))
     with pytest.raises(KeyError):
+        load_optimizer(OPTIMIZERS[name](layer().parameters()), saved)
+
+
+@pytest.mark.parametrize("name", ["adamw", "fused adamw", "lamb", "novograd", "sgd"])
+def test_load_optimizer_refuses_a_state_of_another_shape(name: str) -> None:
+    module = layer()
+    optimizer = OPTIMIZERS[name](module.parameters())
+    updated(optimizer, module, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    state_name = "momentum_buffer" if name == "sgd" else "exp_avg"
+    saved["state"][0][state_name] = torch.zeros(7)
+    with pytest.raises((RuntimeError, ValueError)):
         load_optimizer(OPTIMIZERS[name](layer().parameters()), saved)
 
 
