@@ -170,9 +170,9 @@ def _find_prefix(content: Any, path: Path) -> str:
     """
     tensors = content.get("model") if isinstance(content, dict) else None
     if isinstance(tensors, dict):
-        for name in map(str, tensors):
-            if name.endswith("mask_emb"):
-                return name.removesuffix("mask_emb")
+        for name, tensor in tensors.items():
+            if str(name).endswith("mask_emb") and isinstance(tensor, Tensor):
+                return str(name).removesuffix("mask_emb")
     raise DataError(f"{path} has no wav2vec 2.0 model. Give the .pt file that fairseq wrote")
 
 

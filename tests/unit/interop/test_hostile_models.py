@@ -160,6 +160,13 @@ def test_hugging_faces_config_without_bound_is_refused(tmp_path: Path, name: str
         wav2vec2_hf.read(tmp_path)
 
 
+def test_read_refuses_a_mask_embedding_that_is_no_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"model": {"mask_emb": "x"}, "cfg": {"model": {}}}, path)
+    with pytest.raises(DataError, match="has no wav2vec 2.0 model"):
+        wav2vec2_fairseq.read(path)
+
+
 def test_layers_are_counted_before_they_are_built() -> None:
     for encoder in (
         {"layers": MOST_LAYERS + 1, "conv_layers": []},
