@@ -163,7 +163,7 @@ def test_hugging_faces_config_without_bound_is_refused(tmp_path: Path, name: str
 def test_read_refuses_a_mask_embedding_that_is_no_tensor(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     torch.save({"model": {"mask_emb": "x"}, "cfg": {"model": {}}}, path)
-    with pytest.raises(DataError, match="has no wav2vec 2.0 model"):
+    with pytest.raises(DataError, match=r"has no wav2vec 2\.0 model"):
         wav2vec2_fairseq.read(path)
 
 
