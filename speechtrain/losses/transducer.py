@@ -1,7 +1,12 @@
 """The exact transducer (RNN-T) loss of an additive joint, without its (B, T, U + 1, V) lattice.
 
 Legend: B utterances, T frames, U labels, P = U + 1 positions, H joint width, V symbols (the labels and the
-blank), K durations, R reach (the longest duration plus 1), D diagonals, N cells of a chunk.
+blank), K durations, R reach (the longest duration plus 1), D diagonals, N cells of a chunk, t frames of a
+part of the lattice.
+
+The forms: ``RaggedJoint`` computes the cells within the lengths of each utterance, and is the default.
+``StaticJoint`` computes all cells of the padded lattice. Both compute the log-probabilities of the arcs, from
+which ``posteriors_of_arcs`` computes the loss and the occupancies, and then the gradients of the inputs.
 
 The lattice has a cell for each frame t and each position u, the number of labels before the cell. An arc
 leads from a cell to another: the blank from (t, u) to (t + 1, u), the next label from (t, u) to (t, u + 1). A
@@ -49,11 +54,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from speechtrain.losses.transducer_joint import ACTIVATIONS, logit_differentials
-from speechtrain.losses.transducer_lattice import Gradients, Inputs, Joint, indices, lattice_shape
+from speechtrain.losses.transducer_joint import ACTIVATIONS, gradient_factors
+from speechtrain.losses.transducer_lattice import Gradients, Inputs, Settings, indices, lattice_shape
 from speechtrain.losses.transducer_posteriors import posteriors_of_arcs
-from speechtrain.losses.transducer_ragged import RaggedWalk
-from speechtrain.losses.transducer_static import StaticWalk
+from speechtrain.losses.transducer_ragged import RaggedJoint
+from speechtrain.losses.transducer_static import StaticJoint
 from speechtrain.nn.full_precision import full_precision
 from speechtrain.nn.joint import check_durations
 
@@ -128,24 +133,45 @@ def transducer_loss(
     tensors = (encoder, prediction, weight, bias, labels, encoder_lengths, label_lengths)
     _check_tensors(blank, len(durations), *tensors)
     dtype = _matmul_dtype(compute_dtype, encoder.dtype)
-    joint = Joint(blank, activation, dropout, fastemit, dtype, skip_below, chunk, keep, durations, sigma)
-    return _losses(joint, tensors, seed, static)
+    settings = Settings(
+        blank=blank,
+        activation=activation,
+        dropout=dropout,
+        fastemit=fastemit,
+        dtype=dtype,
+        skip_below=skip_below,
+        chunk=chunk,
+        keep=keep,
+        durations=durations,
+        sigma=sigma,
+    )
+    return _losses(settings, tensors, seed, static)
 
 
-def _losses(joint: Joint, tensors: tuple[Tensor, ...], seed: int | Tensor, static: bool) -> Tensor:
+def _losses(settings: Settings, tensors: tuple[Tensor, ...], seed: int | Tensor, static: bool) -> Tensor:
     """Return the losses (B,) of ``tensors``, which are in the order of ``transducer_loss``."""
     encoder, prediction, weight, bias, *targets = tensors
     seed_halves = torch.zeros(2, dtype=torch.int32, device=encoder.device)
-    if joint.dropout:
+    if settings.dropout:
         seed_halves = _seed_halves(seed, encoder.device)
-    labels, frames, symbols = (tensor.long() for tensor in targets)
-    inputs = Inputs(encoder, prediction, weight, bias, labels, frames, symbols, seed_halves=seed_halves)
+    labels, frame_counts, label_counts = (tensor.long() for tensor in targets)
+    inputs = Inputs(
+        encoder=encoder,
+        prediction=prediction,
+        weight=weight,
+        bias=bias,
+        labels=labels,
+        frame_counts=frame_counts,
+        label_counts=label_counts,
+        seed_halves=seed_halves,
+    )
     if not static:
-        _check_values(inputs, joint.blank, len(bias) - len(joint.durations))
-    joint = replace(joint, chunk=min(joint.chunk, math.prod(lattice_shape(inputs))))
+        _check_values(inputs, settings.blank, vocabulary=len(bias) - len(settings.durations))
+    cells_of_batch = math.prod(lattice_shape(inputs))
+    settings = replace(settings, chunk=min(settings.chunk, cells_of_batch))
     is_training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     function = _StaticLoss if static else _RaggedLoss
-    loss: Tensor = function.apply(*inputs, joint, is_training)  # type: ignore[no-untyped-call]
+    loss: Tensor = function.apply(*inputs, settings, is_training)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -176,12 +202,15 @@ def _check_durations(durations: Sequence[int], fastemit: float, sigma: float) ->
     durations = check_durations(durations)
     is_valid_sigma = sigma == 0 or (durations and sigma > 0)
     if (fastemit and durations) or not is_valid_sigma:
-        raise ValueError(f"fastemit is {fastemit}, sigma {sigma}: one excludes durations, one needs them")
+        raise ValueError(
+            f"fastemit is {fastemit}, sigma {sigma}. With durations fastemit must be 0 and sigma at least 0, "
+            "without durations sigma must be 0"
+        )
     return durations
 
 
 def _matmul_dtype(compute_dtype: torch.dtype | None, encoder_dtype: torch.dtype) -> torch.dtype:
-    """Return the type of the matmuls. Raises ValueError for another type."""
+    """Return the type of the matmuls. Raises ValueError for a type in which they cannot be computed."""
     if compute_dtype is None:
         return torch.float64 if encoder_dtype == torch.float64 else torch.float32
     if compute_dtype not in (torch.float32, torch.bfloat16, torch.float64):
@@ -190,8 +219,16 @@ def _matmul_dtype(compute_dtype: torch.dtype | None, encoder_dtype: torch.dtype)
 
 
 # The axes of each tensor of ``transducer_loss``, in the order of its parameters.
-_AXES = {"encoder": "B T H", "prediction": "B U+1 H", "weight": "V H", "bias": "V", "labels": "B U"}
-_AXES |= {"encoder_lengths": "B", "label_lengths": "B"}
+_AXES = {
+    "encoder": "B T H",
+    "prediction": "B U+1 H",
+    "weight": "V H",
+    "bias": "V",
+    "labels": "B U",
+    "encoder_lengths": "B",
+    "label_lengths": "B",
+}
+_FLOATING_POINT = ("encoder", "prediction", "weight", "bias")  # The other tensors have integers.
 
 
 def _check_tensors(blank: int, durations: int, *tensors: Any) -> None:
@@ -208,9 +245,9 @@ def _check_tensors(blank: int, durations: int, *tensors: Any) -> None:
         _check_shape(name, tuple(tensor.shape), axes, sizes)
         if "U+1" in sizes:
             sizes["U"] = sizes["U+1"] - 1
-    symbols = sizes["V"] - durations
-    if not 0 <= blank < symbols:
-        raise ValueError(f"blank is {blank}. It must be the id of a class, 0 to {symbols - 1}")
+    vocabulary = sizes["V"] - durations
+    if not 0 <= blank < vocabulary:
+        raise ValueError(f"blank is {blank}. It must be the id of a class, 0 to {vocabulary - 1}")
     if not encoder.numel():
         raise ValueError(f"encoder has shape {tuple(encoder.shape)}, with no utterance, frame or unit")
 
@@ -219,9 +256,12 @@ def _check_type(name: str, tensor: Any) -> None:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} is a {type(tensor).__name__}. It must be a tensor")
     dtype = tensor.dtype
-    kind = "floating-point" if name in Gradients._fields else "integer"
-    is_number = not (dtype.is_complex or dtype == torch.bool)
-    if not is_number or dtype.is_floating_point != (kind == "floating-point"):
+    if name in _FLOATING_POINT:
+        kind, is_valid = "floating-point", dtype.is_floating_point
+    else:
+        is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+        kind, is_valid = "integer", is_integer
+    if not is_valid:
         raise ValueError(f"{name} is of {dtype}. It must be of {kind} numbers")
 
 
@@ -238,14 +278,15 @@ def _check_shape(name: str, shape: tuple[int, ...], axes: str, sizes: dict[str, 
 
 def _check_values(inputs: Inputs, blank: int, vocabulary: int) -> None:
     """Raise ValueError for lengths and labels that are out of range. ``vocabulary`` is V."""
-    labels, frames, symbols = inputs.labels, inputs.frames, inputs.symbols
+    labels, frame_counts, label_counts = inputs.labels, inputs.frame_counts, inputs.label_counts
     max_labels, max_frames = labels.shape[1], inputs.encoder.shape[1]
-    is_misfit = (frames < 0) | (frames > max_frames) | (symbols < 0) | (symbols > max_labels)
-    if bool(is_misfit.any()):
-        lengths = f"{frames.tolist()} and {symbols.tolist()}"
+    is_frame_misfit = (frame_counts < 0) | (frame_counts > max_frames)
+    is_label_misfit = (label_counts < 0) | (label_counts > max_labels)
+    if bool((is_frame_misfit | is_label_misfit).any()):
+        lengths = f"{frame_counts.tolist()} and {label_counts.tolist()}"
         raise ValueError(f"lengths {lengths} do not fit {max_frames} frames and {max_labels} labels")
     is_invalid = (labels < 0) | (labels >= vocabulary) | (labels == blank)
-    is_within_length = indices(max_labels, labels) < symbols[:, None]
+    is_within_length = indices(max_labels, labels) < label_counts[:, None]
     if bool((is_invalid & is_within_length).any()):
         raise ValueError(f"a label is the blank {blank} or outside the vocabulary of {vocabulary}")
 
@@ -259,14 +300,14 @@ class _RaggedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *tensors, joint, is_training = arguments
+        *tensors, settings, is_training = arguments
         inputs = Inputs(*tensors)
         with full_precision(inputs.encoder.device):
-            walk = RaggedWalk(joint, inputs)
-            loss = walk.losses(is_training)
-        gradients = walk.gradients() if is_training else ()
-        ctx.joint = joint
-        ctx.save_for_backward(*inputs, *walk.arcs, *gradients)
+            joint = RaggedJoint(settings, inputs)
+            loss = joint.losses(is_training)
+        gradients = joint.gradients() if is_training else ()
+        ctx.settings = settings
+        ctx.save_for_backward(*inputs, *joint.arcs, *gradients)
         return loss
 
     @staticmethod
@@ -275,38 +316,42 @@ class _RaggedLoss(torch.autograd.Function):
         # ``forward`` has saved the 8 inputs, then the arcs, then the 4 gradients.
         inputs = Inputs(*ctx.saved_tensors[:8])
         arcs, gradients = ctx.saved_tensors[8:-4], ctx.saved_tensors[-4:]
-        factors = upstream[inputs.frames > 0]
+        factors = upstream[inputs.frame_counts > 0]
         is_same_factor = bool((factors == factors[:1]).all())
         if is_same_factor:
             factor = factors[:1].sum()  # 0 if no utterance has frames
-            return Gradients(*(gradient * factor for gradient in gradients)).for_inputs(inputs)
+            scaled_gradients = Gradients(*(gradient * factor for gradient in gradients))
+            return scaled_gradients.for_inputs(inputs)
         with full_precision(upstream.device):
-            walk = RaggedWalk(ctx.joint, inputs)
-            walk.arcs = list(arcs)
-            all_rows = slice(0, len(upstream))
-            walk.add_gradients(all_rows, walk.posteriors(all_rows), upstream)
-        return walk.gradients().for_inputs(inputs)
+            joint = RaggedJoint(ctx.settings, inputs)
+            joint.arcs = list(arcs)
+            batch = slice(0, len(upstream))
+            joint.add_gradients(batch, joint.posteriors(batch), upstream)
+        return joint.gradients().for_inputs(inputs)
 
 
 class _StaticLoss(torch.autograd.Function):
-    """The loss over all cells of the padded lattice. Forward stores the differentials for backward."""
+    """The loss over all cells of the padded lattice. Forward stores the gradient factors for backward."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *tensors, joint, _ = arguments
+        *tensors, settings, _ = arguments
         inputs = Inputs(*tensors)
         with full_precision(inputs.encoder.device):
-            arcs = StaticWalk(joint, inputs).log_probabilities()
-            posteriors = posteriors_of_arcs(joint, arcs, inputs.frames, inputs.symbols, is_static=True)
-            differentials = logit_differentials(joint, posteriors, arcs)
-        ctx.joint = joint
-        ctx.save_for_backward(*inputs, *differentials)
+            arcs = StaticJoint(settings, inputs).log_probabilities()
+            posteriors = posteriors_of_arcs(
+                settings, arcs, inputs.frame_counts, inputs.label_counts, is_static=True
+            )
+            factors = gradient_factors(settings, posteriors, arcs)
+        ctx.settings = settings
+        ctx.save_for_backward(*inputs, *factors)
         return posteriors.loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, differentials = Inputs(*ctx.saved_tensors[:8]), ctx.saved_tensors[8:]
+        # ``forward`` has saved the 8 inputs, then the factors.
+        inputs, factors = Inputs(*ctx.saved_tensors[:8]), ctx.saved_tensors[8:]
         with full_precision(upstream.device):
-            gradients = StaticWalk(ctx.joint, inputs).gradients(differentials, upstream)
+            gradients = StaticJoint(ctx.settings, inputs).gradients(factors, upstream)
         return gradients.for_inputs(inputs)

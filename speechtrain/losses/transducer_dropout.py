@@ -5,18 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speechtrain.losses.transducer_lattice import Cells, Inputs, Joint, indices
+from speechtrain.losses.transducer_lattice import Cells, Settings, indices
+
+_MOST_CELLS_IN_CACHE = 16384  # With more cells in a chunk, the words do not fit a CPU's cache.
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)  # 2**32 is subtracted to write the second one as int32.
 
 
-def dropout_of_inputs(joint: Joint, inputs: Inputs) -> Dropout | _NoDropout:
-    batch, _, width = inputs.encoder.shape
-    if not joint.dropped_values:
-        return _NoDropout()
-    return Dropout(joint, batch, width, seed_halves=inputs.seed_halves)
-
-
-class _NoDropout:
-    """The null object of ``Dropout``."""
+class NoDropout:
+    """Returns all units unchanged. It has the methods of ``Dropout``."""
 
     def apply_(self, hidden: Tensor, cells: Cells) -> None:
         pass
@@ -30,26 +26,28 @@ class Dropout:
 
     A draw has 16 bits. A word is an int32, which has the draws of two units. The hash is MurmurHash3's
     finaliser with the multipliers of Wellons' lowbias32. No mask is stored, and the result does not depend on
-    the padding or on which other cells are visited.
+    the padding or on which other cells are computed.
     """
 
-    def __init__(self, joint: Joint, batch: int, width: int, seed_halves: Tensor) -> None:
-        self.threshold = joint.dropped_values - 32768  # Draws are read as int16, from −32768 on.
+    def __init__(self, settings: Settings, batch: int, width: int, seed_halves: Tensor) -> None:
+        self.threshold = settings.dropped_values - 32768  # Draws are read as int16, from −32768 on.
         self.width = width
         low, high = seed_halves[:1], seed_halves[1:]
-        row = indices(batch, seed_halves).int()
+        utterance = indices(batch, seed_halves).int()
         word = indices((width + 1) // 2, seed_halves).int()
-        self.row_keys = mix(mix(row + high) + low)  # (B,)
+        self.utterance_keys = mix(mix(utterance + high) + low)  # (B,)
         self.word_keys = mix(mix(word + low) + high)  # (words of a cell,)
-        self.words = seed_halves.new_empty(joint.chunk, len(self.word_keys))
+        self.words = seed_halves.new_empty(settings.chunk, len(self.word_keys))
         # Hashing with a second buffer is 1.15 times as fast if both buffers fit a CPU's cache. Otherwise its
         # memory traffic, which is five times as high, makes it slower.
-        self.shifted_words = torch.empty_like(self.words) if joint.chunk <= _MOST_CELLS_IN_CACHE else None
+        self.shifted_words: Tensor | None = None
+        if settings.chunk <= _MOST_CELLS_IN_CACHE:
+            self.shifted_words = torch.empty_like(self.words)
 
     def apply_(self, hidden: Tensor, cells: Cells) -> None:
         """Set the dropped ones of the units ``hidden`` (N, H) to 0."""
         count = len(hidden)
-        keys = self._cell_keys(self.row_keys[cells.row], cells.frame, cells.position)
+        keys = _cell_keys(self.utterance_keys[cells.utterance], cells.frame, cells.position)
         words = torch.add(keys[:, None], self.word_keys, out=self.words[:count])
         shifted_words = None
         if self.shifted_words is not None:
@@ -61,21 +59,18 @@ class Dropout:
     def applied(self, hidden: Tensor, frame: Tensor) -> Tensor:
         """Return the units ``hidden`` (B, t, P, H) of the frames (t,), with 0 for the dropped ones."""
         position = indices(hidden.shape[2], hidden)
-        keys = self._cell_keys(self.row_keys[:, None, None], frame[:, None], position)
+        keys = _cell_keys(self.utterance_keys[:, None, None], frame[:, None], position)
         words = mix(keys[..., None] + self.word_keys)
         # Gaudi's graphs cannot read an int32 as two int16. So each draw becomes the upper half of an int32,
         # which is compared with the threshold times 65536.
         draws = torch.stack((words * 65536, words), -1).flatten(-2)
         return hidden * (draws[..., : self.width] >= self.threshold * 65536)
 
-    def _cell_keys(self, row_keys: Tensor, frame: Tensor, position: Tensor) -> Tensor:
-        """Return a hash of each cell. The three tensors are broadcast."""
-        cell = frame.int() * 65536 + position.int()
-        return mix(cell + row_keys)
 
-
-_MOST_CELLS_IN_CACHE = 16384  # With more cells in a chunk, the words do not fit a CPU's cache.
-_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)  # 2**32 is subtracted to write the second one as int32.
+def _cell_keys(utterance_keys: Tensor, frame: Tensor, position: Tensor) -> Tensor:
+    """Return a hash of each cell. The three tensors are broadcast."""
+    cell = frame.int() * 65536 + position.int()
+    return mix(cell + utterance_keys)
 
 
 def mix(word: Tensor) -> Tensor:
@@ -87,7 +82,8 @@ def mix(word: Tensor) -> Tensor:
 
 def _fold(word: Tensor) -> Tensor:
     """Return ``word ^ (word >>> 16)``, where ``>>>`` fills with zeros."""
-    return word ^ (torch.bitwise_right_shift(word, 16) & 0xFFFF)
+    upper_half = torch.bitwise_right_shift(word, 16) & 0xFFFF
+    return word ^ upper_half
 
 
 def mix_in_place(word: Tensor, shifted_word: Tensor | None) -> None:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.losses.transducer_dropout import mix, mix_in_place
-from speechtrain.losses.transducer_ragged import RaggedWalk
+from speechtrain.losses.transducer_ragged import RaggedJoint
 from tests.support.lattices import NAMES, Problem, joint_dropout_mask
 
 FORMS = pytest.mark.parametrize("static", [False, True], ids=["rows", "static"])
@@ -272,8 +272,8 @@ class Work:
 def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     """Count the cells that the form ``rows`` computes."""
     work = Work()
-    walk_class = RaggedWalk
-    fill_cells, add_cells = walk_class._fill_cells, walk_class._add_cell_gradients
+    joint_class = RaggedJoint
+    fill_cells, add_cells = joint_class._fill_cells, joint_class._add_cell_gradients
 
     def counted_fill(self: Any, cells: Any, logits: Tensor) -> None:
         work.forward += len(logits)
@@ -285,8 +285,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
         work.anew += len(cells.flat) - kept
         add_cells(self, cells, *fields, **named)
 
-    monkeypatch.setattr(walk_class, "_fill_cells", counted_fill)
-    monkeypatch.setattr(walk_class, "_add_cell_gradients", counted_add)
+    monkeypatch.setattr(joint_class, "_fill_cells", counted_fill)
+    monkeypatch.setattr(joint_class, "_add_cell_gradients", counted_add)
     return work
 
 
