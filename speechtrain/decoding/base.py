@@ -44,7 +44,7 @@ class Hypothesis:
     times: tuple[float, ...]  # the beginning of each label's first frame, in seconds
     ends: tuple[float, ...] = ()  # the end of each label's last frame, in seconds
     confidences: tuple[float, ...] = ()  # the probability of each label among all labels, without the blank
-    # The length-normalised score by which a beam search ranks its texts, the highest first.
+    # The number by which a beam search ranks its texts, the highest first: the score, or the score per label.
     merit: float | None = None
     alternatives: tuple[Hypothesis, ...] = ()  # the other texts of an n-best list, by descending merit
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
