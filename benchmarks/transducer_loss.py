@@ -40,7 +40,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speechtrain.losses.transducer import _posteriors_by_rows, transducer_loss
+from speechtrain.losses.transducer import transducer_loss
+from speechtrain.losses.transducer_posteriors import posteriors_by_frames
 
 MiB = 2**20
 TORCHAUDIO = "torchaudio's rnnt_loss, fp32"
@@ -95,7 +96,7 @@ class _Recursion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, blank: Tensor, label: Tensor, frames: Tensor, symbols: Tensor) -> Tensor:
-        loss, occupancy, label_share, _ = _posteriors_by_rows(blank, label, frames, symbols)
+        loss, occupancy, label_share, _ = posteriors_by_frames(blank, label, frames, symbols)
         ctx.save_for_backward(
             (-occupancy * (1 - label_share)).to(blank.dtype), (-occupancy * label_share).to(label.dtype)
         )
@@ -144,7 +145,7 @@ def torchaudio_loss(problem: Problem, dropout: float, dtype: torch.dtype) -> Ten
 def occupied(problem: Problem) -> float:
     """Return the share of cells that backward visits."""
     with torch.no_grad():
-        posteriors = _posteriors_by_rows(*arcs(problem, 0.0, torch.float32), problem.frames, problem.symbols)
+        posteriors = posteriors_by_frames(*arcs(problem, 0.0, torch.float32), problem.frames, problem.symbols)
     return float((posteriors.occupancy >= 1e-6).double().mean())
 
 

@@ -23,7 +23,8 @@ _VERSION_PATTERNS = {
     "mpich": r"HYDRA|MPICH",
 }
 # These options prevent that mpirun binds each rank to one core. A rank uses several cores, and the device
-# binds it. Intel MPI binds before it starts `env`, so a variable that `env` sets would come too late.
+# binds it. For Intel MPI, the setting is an option of mpirun, because Intel MPI binds a rank before it starts
+# the command `env`, which sets the other variables.
 _NO_BINDING = {"openmpi": "--bind-to none", "intel": "-genv I_MPI_PIN 0", "mpich": "-bind-to none"}
 _PROGRAMS = {"openmpi": "mpirun.openmpi", "intel": "mpirun", "mpich": "mpirun.mpich"}
 _HOSTFILE_OPTIONS = {"openmpi": "--hostfile", "intel": "-f", "mpich": "-f"}
@@ -38,6 +39,7 @@ class Mpi(Launcher):
     - ``hostfile`` is a list of hosts in the engine's format. Without it, all ranks run on this machine.
     - ``port``: the ranks meet at this port of the first host (default: derived from the run directory).
     - ``options`` are further options for mpirun.
+    - ``forward`` are patterns of names of environment variables that the ranks get from this machine.
     """
 
     engine: str = "auto"
@@ -81,6 +83,7 @@ class Mpi(Launcher):
         return len(set(self._hosts()))
 
     def missing_program(self, job: Job) -> str:
+        """Return why mpirun cannot start ``job`` here: it is missing, is another engine, or refuses root."""
         program, engine = self.mpirun, self.detected_engine
         if shutil.which(program) is None:
             fix = "Install Open MPI, MPICH or Intel MPI, or set launcher.program"
@@ -99,7 +102,7 @@ class Mpi(Launcher):
 
     def launch(self, job: Job) -> LaunchResult:
         agent_log = job.run_dir / AGENT
-        code = supervise(self._command(job), job.environ(), agent_log=agent_log, is_deep=True)
+        code = supervise(self._command(job), job.environ(), agent_log=agent_log, has_indirect_ranks=True)
         return LaunchResult(code)
 
     def render(self, job: Job) -> str:
@@ -119,8 +122,8 @@ class Mpi(Launcher):
         env = ["env"]
         if self.hostfile:
             mpirun += [_HOSTFILE_OPTIONS[engine], self.hostfile]
-            # Hydra, MPICH's process manager, passes this machine's environment to ranks on all hosts. PARENT
-            # is a process of this machine, so it must not be set elsewhere.
+            # Hydra, MPICH's process manager, passes this machine's environment to ranks on all hosts. The
+            # variable PARENT has the pid of a process of this machine, so `env` removes it.
             env += ["-u", PARENT]
         mpirun += _NO_BINDING[engine].split()
         mpirun += self.options or ()

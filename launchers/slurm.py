@@ -48,8 +48,8 @@ class Slurm(Launcher):
     ``requeue`` the job then goes back into the queue and continues the same run. If a site does not allow
     that, set ``segments``: an array of this number of jobs is submitted, which run one after the other.
 
-    With ``wait`` the command waits until the run is over. Its first signal makes the ranks save and exit, and
-    the second cancels the job. ``options`` are further options of sbatch.
+    With ``wait`` the command waits until the run is over. The first signal to the command makes the ranks
+    save and exit, and the second signal cancels the job. ``options`` are further options of sbatch.
     """
 
     files = (SCRIPT, LOG)
@@ -147,7 +147,10 @@ def _exit_code(job_id: str) -> int | None:
 
 
 def _stop(job_id: str, signals: int) -> bool:
-    """Make a running job save and end. Cancel a job that waits in the queue or has got a second signal."""
+    """Make a running job save and end. Cancel a job that waits in the queue, or after the second signal.
+
+    Return True, so that ``wait_for_job`` does not repeat the call for the same signal.
+    """
     if signals > 1 or "RUNNING" not in _states(job_id):
         ask_client(["scancel", job_id])
     else:
@@ -157,9 +160,9 @@ def _stop(job_id: str, signals: int) -> bool:
 
 
 def _states(job_id: str) -> list[str]:
-    """Return the states of a job's unfinished parts: of the job, or of the jobs of its array.
+    """Return the state of the job, or the states of all jobs of an array, without finished jobs.
 
-    Returns ``["UNKNOWN"]`` while Slurm's controller does not answer.
+    Return ``["UNKNOWN"]`` while Slurm's controller does not answer.
     """
     squeue = ["squeue", "--noheader", "--format=%T"]
     output = ask_client([*squeue, f"--jobs={job_id}", f"--states={_UNFINISHED}"])

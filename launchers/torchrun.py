@@ -29,6 +29,7 @@ class Torchrun(Launcher):
         self.check_minimum(0, "max_restarts", "shutdown_seconds")
 
     def is_here(self, job: Job) -> bool:
+        """Return True, because all ranks run on this host."""
         return True
 
     def launch(self, job: Job) -> LaunchResult:
@@ -46,7 +47,7 @@ class Torchrun(Launcher):
         return shell_line(self._command(job), job.environment)
 
     def _with_timeout(self, job: Job) -> Job:
-        """Return ``job`` with the environment variable by which torchrun limits the end of ranks."""
+        """Return ``job`` with torchrun's environment variable for the time that ranks have to shut down."""
         # Releases of torch without this setting ignore the variable. They would refuse an unknown option.
         timeout = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds)}
         return replace(job, environment={**job.environment, **timeout})

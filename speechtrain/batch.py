@@ -25,9 +25,9 @@ class Skip:
 class Batch:
     """One micro-batch of utterances.
 
-    If a cut is unusable, or if an evaluation set has too few cuts for the last batch, a padding row replaces
-    the cut, so that the shape stays the same. The ``weight`` of a padding row is 0, its audio is silence of
-    the row's planned length, and it has no labels.
+    A padding row replaces an unusable cut, so that the shape stays the same. Padding rows also fill the last
+    batch of an evaluation set that has too few cuts. The ``weight`` of a padding row is 0, its audio is
+    silence of the row's planned length, and it has no labels.
     """
 
     audio: Tensor  # (B, S) float32 in [-1, 1], zero beyond each row's length
@@ -35,7 +35,9 @@ class Batch:
     labels: Tensor  # (B, U) int64, zero beyond each row's length
     label_lengths: Tensor  # (B,) int64
     weight: Tensor  # (B,) float32, 1 for an utterance, 0 for a padding row
-    keys: Tensor  # (B,) int64, ``counter_rng.dither_offset`` of each row's samples, or 0 without samples
+    # (B,) int64: the key of each row selects its dither in evaluation. It is ``counter_rng.dither_offset`` of
+    # the row's samples, or 0 without samples.
+    keys: Tensor
     ids: tuple[str, ...]  # the id of each row's utterance, "" for a padding row
     texts: tuple[str, ...]  # reference transcript of each row, normalised by the tokenizer
     epoch: int = 0  # counted from 0
@@ -64,8 +66,9 @@ class Footprint:
     """Predicted memory of one training step in bytes, without weights and optimizer state.
 
     The prediction is ``rows × (seconds × per_second + seconds × labels × per_second_label)``, where
-    ``seconds`` is the longest audio and ``labels`` the largest number of labels in the batch. It is used for
-    limits of a batch by memory, and in the message of an out-of-memory error.
+    ``seconds`` is the longest audio and ``labels`` the largest number of labels in the batch. The sampler
+    uses the prediction to limit a batch to ``data.batch.memory_gib``, and the message of an out-of-memory
+    error shows it.
     """
 
     per_second: float  # bytes of a row for each second of audio

@@ -22,7 +22,7 @@ EXIT_KILLED = 130  # the user pressed Ctrl-C twice
 MALFORMED = (ValueError, OverflowError, RecursionError, MemoryError)
 """Errors that parsers raise for a malformed file: bad syntax or UTF-8, long numbers, deep nesting."""
 
-SPELLING = "\u200c\u200d\u200e\u200f\u061c\u06dd"
+FORMAT_CHARACTERS = "\u200c\u200d\u200e\u200f\u061c\u06dd"
 """Format characters that transcripts in some scripts need: joiners, direction marks, ends of verses."""
 
 
@@ -205,7 +205,7 @@ def escape_controls(text: str, keep: str = "") -> str:
 
     They have the Unicode categories Cc and Cf (such as colours and right-to-left marks), Cs (surrogates), Zl
     and Zp (line and paragraph separators). Characters in ``keep`` are not escaped. For a transcript, ``keep``
-    is ``SPELLING``.
+    is ``FORMAT_CHARACTERS``.
     """
     if text.isprintable():
         return text
@@ -224,8 +224,8 @@ _CURSOR_MOVES = re.compile(r"\r|(\x1b\[A)+\Z")
 class Terminal:
     """A standard stream that escapes control characters, as ``escape_controls`` does.
 
-    Line breaks, tabs, ``SPELLING`` and the cursor moves of progress bars are not escaped. rich looks for the
-    attribute ``rich_proxied_file``, and writes its colours and moves directly to this stream.
+    Line breaks, tabs, ``FORMAT_CHARACTERS`` and the cursor moves of progress bars are not escaped. rich looks
+    for the attribute ``rich_proxied_file``, and writes its colours and moves directly to this stream.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -235,7 +235,7 @@ class Terminal:
         """Write ``text`` with escapes."""
         moves = _CURSOR_MOVES.match(text)
         moves_end = moves.end() if moves else 0
-        escaped = escape_controls(text[moves_end:], SPELLING + "\n\t")
+        escaped = escape_controls(text[moves_end:], FORMAT_CHARACTERS + "\n\t")
         return self.rich_proxied_file.write(text[:moves_end] + escaped)
 
     def __getattr__(self, name: str) -> Any:

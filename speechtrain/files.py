@@ -27,7 +27,7 @@ from typing import IO, Annotated, Any, cast
 
 import yaml
 
-from speechtrain.errors import MALFORMED, SPELLING, MachineError, escape_controls, print_notice
+from speechtrain.errors import FORMAT_CHARACTERS, MALFORMED, MachineError, escape_controls, print_notice
 
 MOST_BYTES = 2**24
 """Limit for a file that is read at once, 16 MiB. The largest such file is the checkpoint.json of 1000 ranks
@@ -476,5 +476,5 @@ def json_text(content: Any) -> str:
     If the content has control characters, all characters beyond ASCII are escaped.
     """
     text = json.dumps(content, ensure_ascii=False)
-    has_controls = text != escape_controls(text, SPELLING)
+    has_controls = text != escape_controls(text, FORMAT_CHARACTERS)
     return json.dumps(content) if has_controls else text

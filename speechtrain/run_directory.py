@@ -90,9 +90,10 @@ class About:
     executable: str = ""  # the path of Python
     seed: int | None = None  # the seed of the run
     device: str = ""  # the device of the run
-    folder: str = ""  # the working folder of the first start, below which its overrides are paths
+    folder: str = ""  # the working folder of the first start. Relative paths in its overrides begin there.
     swept: list[str] = field(default_factory=list)  # keys that a sweep varies
-    written: dict[str, str] = field(default_factory=dict)  # the user's own YAML files by group/choice
+    # The texts of the YAML files that the user has written, by group/choice, at the first start.
+    written: dict[str, str] = field(default_factory=dict)
     latest: dict[str, Fact] | None = None  # the fields from argv to device, for the latest start
     start_id: str = ""  # a random id, which is also in the state folder of the user who started the run
     hosts: dict[str, dict[str, str]] = field(default_factory=dict)  # environment variables by host name
@@ -331,15 +332,16 @@ def read_metrics(run_dir: Path) -> Log:
     log = _read_log(run_dir / METRICS)
     events = []  # the latest first
     known_records = set()  # (event, validation set, step) of the records in ``events``
-    lowest_step: float = math.inf  # the lowest step of the records in ``events``
+    next_step: float = math.inf  # the lowest step of the records in ``events``, which are later in the file
     for record in reversed(log.rows):
         event, step = record.get("event"), record.get("step")
         identity = (event, str(record.get("set")), str(step))
-        is_before_resume = isinstance(step, int) and step > lowest_step
-        if not isinstance(event, str) or is_before_resume or identity in known_records:
+        # Steps increase within a start. If a lower step follows, a resume has replaced this record.
+        is_replaced = isinstance(step, int) and step > next_step
+        if not isinstance(event, str) or is_replaced or identity in known_records:
             continue
         if isinstance(step, int):
-            lowest_step = step
+            next_step = step
             if event in _ONE_PER_STEP:
                 known_records.add(identity)
         events.append(record)
@@ -530,7 +532,9 @@ def metric_text(name: str, value: Any) -> str:
     """Return a metric as text: ``wer 3.21 %`` for an error rate (a fraction), ``loss 4.56`` for any other."""
     if value is None:
         return f"{name} -"
-    if not isinstance(value, float) and finite_number(value) is None:
+    # A float may be inf or nan, which the formats below print. Any other value must be a finite number.
+    is_number = isinstance(value, float) or finite_number(value) is not None
+    if not is_number:
         return f"{name} {str(value)[:20]}"
     return f"{name} {100 * value:.2f} %" if is_error_rate(name) else f"{name} {value:.4g}"
 

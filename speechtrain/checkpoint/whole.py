@@ -109,6 +109,7 @@ class _ShardedTensors:
         return tensor
 
     def _add_parameters(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        # The state of a parameter is at NAME/state/INDEX. The index counts the parameters of all groups.
         parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for index, parameter in enumerate(parameters):
             if is_sharded(parameter):
@@ -119,8 +120,9 @@ class _ShardedTensors:
         if path not in self._tensors:
             path = current_name(path)
         tensor = self._tensors.get(path)
-        if tensor is None:
-            tensor = self._tensors_of_parameters.get(path.rpartition("/")[0])
+        if tensor is None:  # ``path`` may be NAME/state/INDEX/KEY, of a tensor in the state of a parameter.
+            parent_path, _, _ = path.rpartition("/")
+            tensor = self._tensors_of_parameters.get(parent_path)
         if tensor is None or tensor.shape != saved.shape:
             return None
         return tensor
@@ -195,9 +197,11 @@ def _migrate(saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> dict[s
         return dict(saved)
     names = task.state_dict().keys()
     migrated = {**saved, "task": migrate_names(saved["task"], names)}
-    average = dict(saved.get("average", {}))
-    if "average" in average:
-        migrated["average"] = {**average, "average": migrate_names(average["average"], names)}
+    # The part ``average`` is the state of ``optim.ema``. Its entry of the same name has the averaged weights.
+    average_state = dict(saved.get("average", {}))
+    if "average" in average_state:
+        averaged_weights = migrate_names(average_state["average"], names)
+        migrated["average"] = {**average_state, "average": averaged_weights}
     return migrated
 
 
@@ -222,7 +226,7 @@ class Checkpointer:
         ``states`` are the parts of the run by name, and ``weights`` are the weights that are evaluated.
         Raises OSError if the checkpoint cannot be written. Earlier checkpoints then stay intact.
         """
-        folder, temporary = self._folders(step)
+        folder, temporary = self._folder_and_temporary(step)
         self._begin(temporary)
         try:
             state = {name: copy_to_host(part.state_dict()) for name, part in states.items()}
@@ -242,7 +246,7 @@ class Checkpointer:
         ``score`` is the value of the task's metric, and ``metrics`` are all metrics. If the checkpoint of
         ``step`` does not exist, because it could not be written, this does nothing. Raises OSError.
         """
-        folder, _ = self._folders(step)
+        folder, _ = self._folder_and_temporary(step)
         manifest = read_manifest(folder)
         if manifest is None:
             return
@@ -258,7 +262,8 @@ class Checkpointer:
 
     def read_validation(self, step: int) -> dict[str, Any]:
         """Return what ``add_validation`` stored, as fields of ``Progress``, or {} without a validation."""
-        manifest = read_manifest(self._folders(step)[0])
+        folder, _ = self._folder_and_temporary(step)
+        manifest = read_manifest(folder)
         if manifest is None or manifest.metrics is None:
             return {}
         return {"metrics": manifest.metrics, "wall_s": manifest.wall_s}
@@ -269,7 +274,7 @@ class Checkpointer:
         problem = f"checkpoint of step {step} could not be written to {self.root}"
         return OSError(f"{problem}: {cause} ({free_mib} MiB free)")
 
-    def _folders(self, step: int) -> tuple[Path, Path]:
+    def _folder_and_temporary(self, step: int) -> tuple[Path, Path]:
         """Return the final folder of the checkpoint of ``step``, and the folder in which it is written."""
         folder = self.root / f"step-{step:08d}"
         return folder, self.root / f".writing-{folder.name}"
@@ -373,12 +378,13 @@ class Checkpointer:
             raise RunError(f"{folder} has no readable checkpoint.json")
         files, form = manifest.files, manifest.format
         shards = {name for name in files if form == SHARDED and _SHARD_NAME.fullmatch(name)}
-        is_whole = set(files) - shards == _REQUIRED_FILES and folder.name == f"step-{manifest.step:08d}"
+        has_its_files = set(files) - shards == _REQUIRED_FILES
+        has_its_name = folder.name == f"step-{manifest.step:08d}"
         if form not in (WHOLE, SHARDED):
             raise OtherFormat(
                 f"{folder} has checkpoint format {form}, not {WHOLE} or {SHARDED}. Update speechtrain"
             )
-        if not is_whole:
+        if not (has_its_files and has_its_name):
             raise RunError(f"{folder / 'checkpoint.json'} does not describe {folder.name}")
         if only is not None:
             files = {only: files[only]}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speechtrain.commands._cli import Parser, console
-from speechtrain.errors import SPELLING, ConfigError, MachineError, escape_controls
+from speechtrain.errors import FORMAT_CHARACTERS, ConfigError, MachineError, escape_controls
 from speechtrain.files import atomic, json_text, with_finite_numbers, writing
 from speechtrain.run_directory import is_error_rate, metric_text
 
@@ -88,7 +88,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"normaliser={normaliser_name}: the model writes no text. Remove the normaliser")
     outcomes = loaded.evaluate(sets)
     for warning in _warnings(outcomes, loaded, arguments):
-        print(escape_controls(f"speechtrain: warning: {warning}", SPELLING), file=sys.stderr)
+        print(escape_controls(f"speechtrain: warning: {warning}", FORMAT_CHARACTERS), file=sys.stderr)
     if normalise:
         outcomes = {name: outcome.with_normaliser(normalise) for name, outcome in outcomes.items()}
     if arguments.out:

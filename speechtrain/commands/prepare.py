@@ -274,9 +274,11 @@ def write_split(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.share < 1:
         raise ConfigError(f"--share {arguments.share}: it must be above 0 and below 1")
     source = named_source(arguments)
-    # One row per cut: a number for each kind of group (speaker and recording), and the duration.
-    columns = np.dtype([*((group, "i8") for group in GROUPS), ("seconds", "f4")])
-    cut_table = np.fromiter(((*groups_of(cut), seconds_of(cut)) for cut in cuts_of(source)), columns)
+    # One row per cut: a key for each kind of group (speaker, recording and id), and the duration.
+    columns = [(group, "i8") for group in GROUPS]
+    columns.append(("seconds", "f4"))
+    rows = ((*groups_of(cut), seconds_of(cut)) for cut in cuts_of(source))
+    cut_table = np.fromiter(rows, np.dtype(columns))
     without_speaker = int((cut_table["speaker"] < 0).sum())
     if without_speaker and arguments.by == "speaker":
         counts = f"{without_speaker} of {len(cut_table)} cuts"
@@ -453,7 +455,7 @@ class Converter:
         # The bytes are first written to memory, because libsndfile does not report a full disk.
         buffer = io.BytesIO()
         soundfile.write(buffer, pcm, self.rate, format=self.format.upper(), subtype="PCM_16")
-        # With ``durable``, a million files would take hours.
+        # Files are not flushed to the disk one by one, because that would take hours for a million files.
         with atomic(path, durable=False) as temporary:
             temporary.write_bytes(buffer.getvalue())
         return len(pcm)

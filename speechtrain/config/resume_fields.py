@@ -57,8 +57,8 @@ def key_of_override(override: str) -> str:
     return key.partition("@")[0]
 
 
-def swept_volatile(swept: Collection[str]) -> list[str]:
-    """Return the volatile keys among those that a sweep varies, sorted. ``run.json`` stores them."""
+def volatile_keys_of_sweep(swept: Collection[str]) -> list[str]:
+    """Return the keys of a sweep that are volatile, sorted. ``run.json`` stores them."""
     return sorted(key for key in swept if is_volatile(key))
 
 

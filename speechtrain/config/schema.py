@@ -21,7 +21,8 @@ class Config:
     resume: str = "auto"
     dry_run: bool = False
     init_from: str | None = None
-    # scratch or finetune (runs/sizing.py). In a stored config, a text with the keys that follow from the data
+    # ``scratch`` or ``finetune``: keys that are not set follow from the data (runs/sizing.py). The stored
+    # config has a text instead, which lists these keys and their values.
     from_data: str | None = None
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     model: Any = MISSING

@@ -93,7 +93,10 @@ def _import_if_exists(name: str, key: str, target: str) -> ModuleType | None:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name and _is_within(name, [error.name]):
+        # If a.b.c itself does not exist, the error names a, a.b or a.b.c: one of the packages that contain
+        # it.
+        is_itself_missing = bool(error.name) and _is_within(name, packages=[str(error.name)])
+        if is_itself_missing:
             return None
         raise ConfigError(f"{key}: {target} needs the package {error.name!r}. Install it") from None
 

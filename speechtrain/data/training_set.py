@@ -154,7 +154,8 @@ class TrainingSet:
         content: dict[str, str | float] = {"recordings": len(self.index)}
         content["hours"] = round(hours(self.index.seconds[self.rows]), 4)
         speakers = np.unique(self.index.speakers[self.rows])
-        if speakers[0] >= 0:
+        is_every_speaker_known = bool((speakers >= 0).all())  # -1 is the number of an unknown speaker.
+        if is_every_speaker_known:
             content["speakers"] = len(speakers)
         return {**content, "digest": digest(self.index.content, self.index.texts)}
 

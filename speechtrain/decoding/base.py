@@ -41,10 +41,11 @@ class Hypothesis:
     text: str  # the decoded labels
     # The log-probability of the path (greedy), or of all paths of the text plus the fusion score (beam).
     score: float
-    times: tuple[float, ...]  # the second at which the first frame of each label begins
-    ends: tuple[float, ...] = ()  # the second at which the last frame of each label ends
+    times: tuple[float, ...]  # the beginning of each label's first frame, in seconds
+    ends: tuple[float, ...] = ()  # the end of each label's last frame, in seconds
     confidences: tuple[float, ...] = ()  # the probability of each label among all labels, without the blank
-    merit: float | None = None  # the number by which a beam orders texts, the highest first
+    # The number by which a beam search ranks its texts, the highest first: the score, or the score per label.
+    merit: float | None = None
     alternatives: tuple[Hypothesis, ...] = ()  # the other texts of an n-best list, by descending merit
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
 
@@ -69,15 +70,21 @@ def _word_spans(tokenizer: Tokenizer, labels: Sequence[int]) -> list[tuple[int, 
             continue  # The label only separates words.
         begin = position
         if spans:
-            # A tokenizer shows the space before a label only if the label before it is decoded, too.
             last_begin, last_end = spans[-1]
-            text = tokenizer.decode(labels[last_end - 1 : position + 1])
-            continues_word = len(text.split()) < 2
-            if continues_word:
-                begin = last_begin
+            if not _has_space(tokenizer, labels[last_end - 1 : position + 1]):
+                begin = last_begin  # The label continues the last word.
                 spans.pop()
         spans.append((begin, position + 1))
     return spans
+
+
+def _has_space(tokenizer: Tokenizer, labels: Sequence[int]) -> bool:
+    """Return whether there is a space between the letters of the first and of the last label.
+
+    The labels are decoded together, because a tokenizer leaves out the space at the beginning of a text.
+    """
+    words = tokenizer.decode(labels).split()
+    return len(words) > 1
 
 
 @dataclass
@@ -122,45 +129,46 @@ class Scorer:
 class CTCScorer(Scorer):
     """A model whose frames are log-probabilities (B, T, V)."""
 
-    def log_likelihood(self, frames: Tensor, lengths: Tensor, labels: Tensor, symbols: Tensor) -> Tensor:
+    def log_likelihood(self, frames: Tensor, lengths: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
         """Return the log-probability (B,) of a text for each row, over all paths.
 
-        The text is the first ``symbols`` (B,) of ``labels`` (B, U).
+        The text of a row is the first ``counts`` (B,) labels of ``labels`` (B, U).
         """
-        return -ctc_loss(frames.float(), labels, lengths, symbols=symbols, blank=self.blank)
+        return -ctc_loss(frames.float(), labels, lengths, label_counts=counts, blank=self.blank)
 
 
 @dataclass
 class TransducerScorer(Scorer):
-    """A model whose joint network adds an encoded frame (B, H) to a prediction (B, H)."""
+    """A model whose joint network adds an encoded frame (B, H) to a projected prediction (B, H)."""
 
-    prediction: Prediction
-    joint: Joint
+    prediction: Prediction  # the prediction network
+    joint: Joint  # its attribute ``prediction`` is the linear projection of the prediction network's output
 
     def start(self, rows: int) -> tuple[Tensor, Any]:
-        """Return the prediction (B, H) for the joint, and the network's state, before any label."""
+        """Return the projected prediction (B, H) and the prediction network's state before any label."""
         output, state = self.prediction.start(rows)
         return self.joint.prediction(output), state
 
     def step(self, labels: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Return the prediction (B, H) and the state after one more label per row (B,)."""
+        """Return the projected prediction (B, H) and the state after one more label per row (B,)."""
         output, state = self.prediction.step(labels, state)
         return self.joint.prediction(output), state
 
-    def log_likelihood(self, frames: Tensor, lengths: Tensor, labels: Tensor, symbols: Tensor) -> Tensor:
+    def log_likelihood(self, frames: Tensor, lengths: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
         """Return the log-probability (B,) of a text for each row, over all paths.
 
-        The text is the first ``symbols`` (B,) of ``labels`` (B, U).
+        The text of a row is the first ``counts`` (B,) labels of ``labels`` (B, U).
         """
         joint = self.joint
+        predictions = self.prediction(labels)
         return -transducer_loss(
             frames.float(),
-            joint.prediction(self.prediction(labels)).float(),
+            joint.prediction(predictions).float(),
             weight=joint.output.weight,
             bias=joint.output.bias,
             labels=labels,
             encoder_lengths=lengths,
-            label_lengths=symbols,
+            label_lengths=counts,
             blank=self.blank,
             durations=joint.durations,
         )

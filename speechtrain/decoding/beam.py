@@ -296,10 +296,10 @@ def _log_likelihoods(scorer: Any, frames: Tensor, lengths: Tensor, texts: list[T
     for begin in range(0, len(texts), texts_at_once):
         part = texts[begin : begin + texts_at_once]
         rows = torch.tensor([text.row for text in part], device=frames.device)
-        symbols = torch.tensor([len(text.labels) for text in part], device=frames.device)
+        label_counts = torch.tensor([len(text.labels) for text in part], device=frames.device)
         text_labels = [torch.tensor(text.labels, dtype=torch.int64) for text in part]
         labels = pad_sequence(text_labels, batch_first=True).to(frames.device)
-        scores += scorer.log_likelihood(frames[rows], lengths[rows], labels, symbols).tolist()
+        scores += scorer.log_likelihood(frames[rows], lengths[rows], labels, label_counts).tolist()
     return scores
 
 

@@ -27,7 +27,8 @@ Prepared = tuple[nn.Module, torch.optim.Optimizer]
 class Operations:
     """The operations and types of a device. Eager devices have the defaults.
 
-    ``Recorder`` compares a training step with this table.
+    ``Recorder`` in ``speechtrain.devices.recorder`` records the operations of a training step on the CPU, and
+    reports the operations that this table does not allow.
     """
 
     # ATen's names of the supported operations, without overload and final underscore. Empty means all.
@@ -46,7 +47,7 @@ class DeviceFacts:
     """Facts of a device that other parts need. A host without an accelerator has the defaults."""
 
     # The torch.distributed backend for each torch device type. If "cpu" is absent, a second process group
-    # (gloo) reduces the values in host memory.
+    # (gloo) reduces tensors in host memory.
     collectives: Mapping[str, str] = field(default_factory=lambda: {"cpu": "gloo"})
     # The torch device type that the process group is bound to when it is created. If it is empty, the first
     # collective creates the connections.
@@ -67,7 +68,9 @@ class DeviceFacts:
     peer_lost: str = "gloo"
     optimizer_flags: Mapping[str, bool] = field(default_factory=dict)  # override the flags in the config
     sum_dtype: torch.dtype = torch.float64  # of sums over ranks. Some accelerators do not have fp64.
-    fsdp: bool = True  # whether ranks may shard parameters. Graphs with fixed tensors make that impossible.
+    # Whether ranks may shard parameters. Graphs whose tensors have fixed addresses make that impossible,
+    # because FSDP frees and allocates parameters in each step.
+    fsdp: bool = True
     host_gib: int = 0  # GiB of the host's memory that each process may need
     narrow_gathers: bool = False  # whether sharded parameters are sent in autocast's type
     operations: Operations = Operations()
@@ -118,12 +121,16 @@ class Device(ABC):
     def library_fault(self) -> str:
         """Return why the installed library of the vendor cannot work here, or an empty text.
 
-        Nothing is imported. ``check`` raises the same text.
+        This is one of the problems for which ``check`` raises MachineError, with the same text. The library
+        is not imported.
         """
         return ""
 
     def absence(self, processes: int) -> str:
-        """Return the message of the error that ``check`` raises, empty if it raises none."""
+        """Return why this host cannot run ``processes`` ranks, or an empty text.
+
+        This is the message of the MachineError that ``check`` raises, for callers that do not stop.
+        """
         try:
             self.check(processes)
         except MachineError as error:
@@ -131,9 +138,9 @@ class Device(ABC):
         return ""
 
     def obstacle(self) -> str:
-        """Return in few words why ``device=auto`` cannot choose this device here, empty if it can.
+        """Return in few words why ``device=auto`` cannot choose this device here, or an empty text.
 
-        This may ask the driver, and claims no chip.
+        A subclass may use shorter words than ``absence``, and may ask the driver. This claims no chip.
         """
         return self.absence(1)
 
@@ -172,9 +179,9 @@ class Device(ABC):
         """Return whether training in ``dtype`` is supported here."""
 
     def precision_fallback_reason(self, dtype: torch.dtype) -> str:
-        """Return a warning about training in ``dtype`` on this chip, or an empty text.
+        """Return why training in ``dtype`` on this chip falls back to fp32, or an empty text.
 
-        The warning says why training is in fp32 instead, or names a known problem of ``dtype``.
+        The caller logs the text as a warning and trains in fp32.
         """
         return ""
 
@@ -187,14 +194,15 @@ class Device(ABC):
             policy = replace(policy, compiler="inductor")
         if dtype == torch.float32:
             return policy
-        # The range of fp16 is too narrow for these matmuls.
+        # The LSTM loop and the transducer joint cast their inputs to ``product_dtype``. The range of fp16 is
+        # too narrow for their matmuls.
         product_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         return replace(policy, autocast_dtype=dtype, product_dtype=product_dtype)
 
     def attach(self, policy: ComputePolicy) -> ComputePolicy:
         """Return ``policy``, which was read from a record, with the functions of this opened device.
 
-        A record cannot store functions.
+        A record cannot store functions. They are the same in the policies of all dtypes.
         """
         default_policy = self.policy(torch.float32)
         return replace(
@@ -234,7 +242,10 @@ class Device(ABC):
         """Wait for queued work. The trainer calls this before it reads a clock."""
 
     def memory(self) -> int:
-        """Return the peak of the bytes in use so far, by default of this process in the host's memory."""
+        """Return the peak of the memory in use so far, in bytes.
+
+        By default this is the memory of this process on the host.
+        """
         # Linux reports the peak in KiB.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

@@ -33,9 +33,14 @@ class GraphCounter:
         return compiled
 
     def _count(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        operations = [node.target for node in module.graph.nodes if node.op == "call_function"]
-        self.sizes.append(sum(not getattr(operation, "is_view", True) for operation in operations))
-        self.dynamic += any(_is_dynamic(value) for value in inputs)
+        operations = 0
+        for node in module.graph.nodes:
+            # Views, and Python functions such as getitem, which have no attribute ``is_view``, do not count.
+            if node.op == "call_function" and getattr(node.target, "is_view", True) is False:
+                operations += 1
+        self.sizes.append(operations)
+        if any(_is_dynamic(value) for value in inputs):
+            self.dynamic += 1
         boxed: Callable[..., Any] = torch_private.make_boxed_func(module.forward)
         return boxed
 
@@ -54,7 +59,7 @@ class GraphCount:
     graphs: int  # each forward and each backward counts
     largest: int  # operations
     dynamic: int  # graphs of a dynamic shape
-    repeated: int  # graphs that a shape compiled when it came again
+    repeated: int  # graphs that were compiled when the steps ran a second time in the same shapes
     breaks: tuple[str, ...]  # the reasons of graph breaks
 
     def __str__(self) -> str:
@@ -73,14 +78,15 @@ class GraphCount:
 
 
 def count_graphs(task: Task, policy: ComputePolicy, batches: Sequence[Batch]) -> GraphCount:
-    """Compile ``task`` in place, and count its graphs in steps on the CPU under its applied ``policy``.
+    """Compile ``task`` in place, and count the graphs of its training and evaluation steps on the CPU.
 
-    Each of the prepared ``batches`` has another shape. It is trained on and evaluated, twice.
+    The caller has already applied ``policy`` to the task. The prepared ``batches`` differ in shape. All of
+    them are trained on and evaluated, and then all of them again, in which no graph should be compiled.
     """
     counter = GraphCounter()
     breaks = torch_private.dynamo_counters["graph_break"]
     breaks.clear()
-    with _graph_functions_restored():
+    with _graph_function_compiler_restored():
         compile_module(task, replace(policy, compiler=counter), len(batches))
         graphs = 0
         for is_first in (True, False):
@@ -108,7 +114,8 @@ def _run_steps(task: Task, policy: ComputePolicy, batch: Batch) -> None:
 
 
 @contextmanager
-def _graph_functions_restored() -> Iterator[None]:
+def _graph_function_compiler_restored() -> Iterator[None]:
+    """Set ``GraphFunction.compiler`` back at the end, because ``compile_module`` changes it."""
     compiler = GraphFunction.compiler
     try:
         yield

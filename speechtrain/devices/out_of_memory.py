@@ -29,8 +29,8 @@ def out_of_memory_error(
         return OutOfMemory(f"{problem} before the first batch: the model is too large")
     rows, samples = batch.audio.shape
     labels = batch.labels.shape[1]
-    # The memory depends on the length of a row with its padding, ``samples``. The batch does not contain the
-    # sample rate, but ``batch.seconds`` is the duration of the valid samples.
+    # The memory depends on the length of a row with its padding, which is ``samples``. The batch does not
+    # contain the sample rate, which is ``valid_samples / batch.seconds``.
     valid_samples = float(batch.audio_lengths[batch.weight > 0].sum())
     padded_seconds = 0.0
     if valid_samples:

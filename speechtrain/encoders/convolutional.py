@@ -83,7 +83,7 @@ class SeparableConv(nn.Module):
         # which CPUs convolve without a copy.
         image = x.transpose(1, 2)[:, :, None]
         if channels <= _MOST_HANGING_CHANNELS:
-            image = image.contiguous()
+            image = image.contiguous()  # the channels-first layout, in which oneDNN does not hang
         image = F.conv2d(
             image,
             weight[:, :, None],
@@ -128,7 +128,8 @@ class Block(nn.Module):
         super().__init__()
         filters, kernel, stride = settings["filters"], settings["kernel"], settings["stride"]
         strides = [1] * (settings["repeat"] - 1) + [stride]
-        self.convs, width = nn.ModuleList(), inputs
+        self.convs = nn.ModuleList()
+        width = inputs
         for conv_stride in strides:
             self.convs.append(SeparableConv(width, filters, kernel, conv_stride, settings["dilation"]))
             width = filters
@@ -235,9 +236,9 @@ class ConvolutionalEncoder(LogMelEncoder, PolicyAware):
         return frames
 
     def activation_bytes(self) -> float:
-        # The values were counted as the tensors that autograd saves in an update. Before the blocks run, the
-        # front end has 8 copies of the waveform in memory, which can be more. The prediction is within a
-        # factor of 2 of the count for the networks in conf/encoder. A value has 4 bytes.
+        # ``_stored_values`` follows a count of the tensors that autograd saves for backward. For the networks
+        # in conf/encoder, the prediction is within a factor of 2 of the counted bytes. Before the blocks run,
+        # the front end has 8 copies of the waveform in memory, which can be more. A value has 4 bytes.
         block_values = self._stored_values / self.features.frame_seconds
         front_end_values = 8.0 * self.sample_rate
         return 4 * max(block_values, front_end_values)

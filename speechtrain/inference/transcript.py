@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from speechtrain.errors import SPELLING, escape_controls
+from speechtrain.errors import FORMAT_CHARACTERS, escape_controls
 from speechtrain.files import json_text, with_finite_numbers
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def _caption_lines(text: str) -> list[str]:
 
 def _escape(text: str) -> str:
     """Return ``text`` with control characters escaped, except characters that some scripts need."""
-    return escape_controls(text, SPELLING)
+    return escape_controls(text, FORMAT_CHARACTERS)
 
 
 def _format_text(transcript: Transcript) -> str:

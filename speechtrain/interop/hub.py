@@ -88,17 +88,17 @@ def _snapshot(model: str, revision: str, patterns: tuple[str, ...]) -> Path:
 def check_upload(name: str, needs_token: bool) -> None:
     """Check that a folder can be uploaded as the model ``name`` of the hub. Opens no connection.
 
-    Raises ConfigError for another form than OWNER/MODEL, and MachineError without ``huggingface_hub`` or, if
-    it is needed, a token.
+    Raises ConfigError if the name does not have the form OWNER/MODEL. Raises MachineError without
+    ``huggingface_hub``, and, if the upload ``needs_token``, without a token.
     """
     try:
         from huggingface_hub import get_token
 
-        hub_names = importlib.import_module("huggingface_hub.utils")
+        hub_utils = importlib.import_module("huggingface_hub.utils")
     except ImportError:
         raise MachineError(f"--push {name} needs huggingface_hub: pip install -e '.[interop]'") from None
     try:
-        hub_names.validate_repo_id(name)
+        hub_utils.validate_repo_id(name)
     except ValueError as error:
         raise ConfigError(f"--push {name}: {one_line(str(error), 200)}") from None
     if "/" not in name:

@@ -23,11 +23,11 @@ def ctc_loss(
     scores: Tensor,
     labels: Tensor,
     frames: Tensor,
-    symbols: Tensor,
+    label_counts: Tensor,
     blank: int,
     policy: ComputePolicy = PLAIN,
 ) -> Tensor:
-    """Return the negative log-likelihood (B,) of the first ``symbols`` (B,) of ``labels`` (B, U).
+    """Return the negative log-likelihood (B,) of the first ``label_counts`` (B,) of ``labels`` (B, U).
 
     ``scores`` (B, T, V) are log-probabilities, of which the first ``frames`` (B,) count. A row whose labels
     do not fit into its frames has the loss 0 and no gradient.
@@ -38,16 +38,21 @@ def ctc_loss(
     """
     vendor_kernel = None if policy.ctc == "static" else policy.ctc_kernel
     if policy.ctc != "torch" and vendor_kernel is None:
-        loss: Tensor = _StaticLoss.apply(scores, labels, frames, symbols, blank)  # type: ignore[no-untyped-call]
+        loss: Tensor = _StaticLoss.apply(scores, labels, frames, label_counts, blank)  # type: ignore[no-untyped-call]
         return loss
     if vendor_kernel is not None:
-        return _vendor_loss(vendor_kernel, scores, labels, frames, symbols, blank)
+        return _vendor_loss(vendor_kernel, scores, labels, frames, label_counts, blank)
     time_major = scores.transpose(0, 1)
-    return F.ctc_loss(time_major, labels, frames, symbols, blank, reduction="none", zero_infinity=True)
+    return F.ctc_loss(time_major, labels, frames, label_counts, blank, reduction="none", zero_infinity=True)
 
 
 def _vendor_loss(
-    kernel: Callable[..., Tensor], scores: Tensor, labels: Tensor, frames: Tensor, symbols: Tensor, blank: int
+    kernel: Callable[..., Tensor],
+    scores: Tensor,
+    labels: Tensor,
+    frames: Tensor,
+    label_counts: Tensor,
+    blank: int,
 ) -> Tensor:
     """Return the loss (B,), by the vendor's ``kernel`` for rows with labels.
 
@@ -55,10 +60,12 @@ def _vendor_loss(
     a warm-up batch and the padding of a last batch. Vendors do not test their kernels with such rows, and the
     weight 0 of the rows would not remove a NaN.
     """
-    has_labels = (symbols > 0) & (frames > 0)
+    has_labels = (label_counts > 0) & (frames > 0)
     kernel_scores = scores.masked_fill(~has_labels[:, None, None], 0.0)
-    symbols = symbols.clamp(min=min(1, labels.shape[1]))
-    losses = kernel(kernel_scores.transpose(0, 1), labels, frames.clamp(min=1), symbols, blank, "none", True)
+    label_counts = label_counts.clamp(min=min(1, labels.shape[1]))
+    losses = kernel(
+        kernel_scores.transpose(0, 1), labels, frames.clamp(min=1), label_counts, blank, "none", True
+    )
     is_valid = torch.arange(scores.shape[1], device=frames.device) < frames[:, None]
     blank_losses = -(scores[:, :, blank] * is_valid.to(scores.dtype)).sum(1)
     return losses.masked_fill(~has_labels, 0.0) + blank_losses.masked_fill(has_labels, 0.0)
@@ -73,11 +80,11 @@ class _StaticLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, scores: Tensor, labels: Tensor, frames: Tensor, symbols: Tensor, blank: int
+        ctx: Any, scores: Tensor, labels: Tensor, frames: Tensor, label_counts: Tensor, blank: int
     ) -> Tensor:
         states = _states(labels, blank)
         emissions = scores.gather(2, states[:, None].expand(-1, scores.shape[1], -1))
-        skip, end, begin = _transitions(states, symbols, blank, scores.dtype)
+        skip, end, begin = _transitions(states, label_counts, blank, scores.dtype)
         alphas = _forward_variables(emissions, begin, skip, frames)
         # The log-likelihood is the logsumexp of the final states.
         final_scores = alphas[-1][:, 0] + end
@@ -114,7 +121,7 @@ def _states(labels: Tensor, blank: int) -> Tensor:
 
 
 def _transitions(
-    states: Tensor, symbols: Tensor, blank: int, dtype: torch.dtype
+    states: Tensor, label_counts: Tensor, blank: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scores of skips into each state, of path ends and of path beginnings in each state.
 
@@ -126,7 +133,7 @@ def _transitions(
     blanks = torch.full_like(states[:, :1], blank)
     two_before = torch.cat([blanks, blanks, states[:, :-2]], 1)[:, :width]
     may_skip = (position % 2 == 1) & (position > 1) & (states != two_before)
-    last_blank = 2 * symbols[:, None]
+    last_blank = 2 * label_counts[:, None]
     is_final = (position == last_blank) | (position == last_blank - 1)
     zeros = torch.zeros_like(states, dtype=dtype)
     skip = zeros.masked_fill(~may_skip, _NEVER)

@@ -49,7 +49,7 @@ class CTC(Recogniser):
             self.scores(encoded),
             batch.labels,
             lengths,
-            symbols=batch.label_lengths,
+            label_counts=batch.label_lengths,
             blank=self.tokenizer.blank,
             policy=self.policy,
         )

@@ -89,8 +89,14 @@ class RNNT(Recogniser):
         if self.ctc is None:
             return transducer, {}
         scores = self.ctc(encoded).float().log_softmax(-1)
-        symbols, blank = batch.label_lengths, self.tokenizer.blank
-        ctc = ctc_loss(scores, batch.labels, lengths, symbols=symbols, blank=blank, policy=self.policy)
+        ctc = ctc_loss(
+            scores,
+            batch.labels,
+            lengths,
+            label_counts=batch.label_lengths,
+            blank=self.tokenizer.blank,
+            policy=self.policy,
+        )
         count = batch.weight.sum()
         metrics: Sums = {
             "loss_transducer": ((transducer.detach() * batch.weight).sum(), count),
@@ -122,8 +128,9 @@ class RNNT(Recogniser):
         """Cut the padding that no row of a slice needs."""
         if self.policy.static_shapes:
             return encoder, prediction, labels, *lengths
-        frames, symbols = (int(length.max()) for length in lengths)
-        return encoder[:, : max(1, frames)], prediction[:, : symbols + 1], labels[:, :symbols], *lengths
+        most_frames, most_labels = (int(length.max()) for length in lengths)
+        encoder = encoder[:, : max(1, most_frames)]
+        return encoder, prediction[:, : most_labels + 1], labels[:, :most_labels], *lengths
 
     def _transducer(
         self,
@@ -131,8 +138,8 @@ class RNNT(Recogniser):
         encoder: Tensor,
         prediction: Tensor,
         labels: Tensor,
-        frames: Tensor,
-        symbols: Tensor,
+        frame_counts: Tensor,
+        label_counts: Tensor,
     ) -> Tensor:
         """Return the transducer loss (B,) of the two projected inputs of the joint."""
         policy, joint = self.policy, self.joint
@@ -142,8 +149,8 @@ class RNNT(Recogniser):
             weight=joint.output.weight,
             bias=joint.output.bias,
             labels=labels,
-            encoder_lengths=frames,
-            label_lengths=symbols,
+            encoder_lengths=frame_counts,
+            label_lengths=label_counts,
             blank=self.tokenizer.blank,
             dropout=self.dropout,
             seed=seed,

@@ -1,7 +1,7 @@
 """Product quantisation by Gumbel softmax: frames to discrete codes, with gradients.
 
-Legend: ``...`` frames (N or B, M), C input width, G groups, V entries of a group's codebook. A code is the
-concatenation of one entry of each codebook.
+Legend: ``...`` the axes of the frames, such as (B rows, M frames of a row), C input width, G groups, V
+entries of a group's codebook. A code is the concatenation of one entry of each codebook.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from speechtrain.nn.full_precision import at_least_fp32, full_precision
 
 
 class Quantized(NamedTuple):
-    """Codes of a batch, and statistics of the codebook entries that the frames of weight 1 use.
+    """The codes of a micro-batch, and statistics of the codebook entries that its frames use.
+
+    Each frame has a weight, 1 or 0. The statistics count only frames of weight 1.
 
     ``hard`` and ``soft`` are sums over frames, and ``frames`` is the number of frames, so the sums of
-    several micro-batches or ranks can be added. In upstream, each micro-batch and rank has a perplexity, and
-    their mean is logged. ``diversity`` is the loss of one micro-batch, as in upstream.
+    several micro-batches or ranks can be added before a perplexity is computed. In fairseq, each micro-batch
+    and rank has a perplexity, and the mean of these perplexities is logged. ``diversity`` is the loss of one
+    micro-batch, as in fairseq.
     """
 
     codes: Tensor  # (..., code width): the G selected entries, concatenated
@@ -52,14 +55,18 @@ class Quantized(NamedTuple):
 class GumbelQuantizer(nn.Module):
     """Selects one of the ``entries`` of each of ``groups`` codebooks (Baevski et al. 2020, section 2).
 
-    In training, the selected entry is the argmax of the sum of logits and Gumbel noise. The gradient is the
-    gradient of the softmax of this sum divided by the temperature (straight-through, Jang et al. 2017). In
-    evaluation, the selected entry is the argmax of the logits. Tensors are fp32 under any autocast, or fp64
-    for fp64. A GPU may round the inputs of the projection (``nn.full_precision``).
+    In training, the selected entry is the argmax of the noisy logits, which are the sum of logits and Gumbel
+    noise. The gradient is computed as if the entry were softmax(noisy logits / temperature)
+    (straight-through, Jang et al. 2017).
+    In evaluation, the selected entry is the argmax of the logits.
+
+    Tensors are stored in fp32 under any autocast, or in fp64 for fp64. Only the matmul of the projection may
+    round its inputs to fewer bits on a GPU (``nn.full_precision``).
 
     The weights of the projection to logits are initialised by normal(0, ``init_std``). With 1 (published),
-    the entries depend on the frames from the first step on. A smaller value gives the noise more effect at
-    first. So all entries are selected, although the features are still similar.
+    the selected entries depend on the frames from the first step on. The features of all frames are similar
+    at first, so few entries are selected. With a smaller value, the noise has more effect at first, and all
+    entries are selected.
     """
 
     def __init__(
@@ -95,17 +102,21 @@ class GumbelQuantizer(nn.Module):
         """
         with full_precision(x.device):
             logits = self.projection(at_least_fp32(x)).unflatten(-1, (self.groups, self.entries))
-            ids = logits.argmax(-1)
-            one_hot, probabilities = self._one_hot(ids, logits), logits.softmax(-1)
-            selection = one_hot
+            # The statistics are computed without noise, also in training.
+            likeliest_ids = logits.argmax(-1)
+            likeliest = self._one_hot(likeliest_ids, logits)
+            probabilities = logits.softmax(-1)
+            ids, selection = likeliest_ids, likeliest
             if self.training:
                 ids, selection = self._select(logits, noise, temperature)
-            # One matmul for each group. A broadcast multiplication would allocate (frames, G V, width).
+            # ``flatten(0, -3)`` joins the axes of the n frames to (n, G, V). The einsum is one matmul for
+            # each group. A broadcast multiplication would allocate (n, G V, width).
             codes = torch.einsum("ngv,gvd->ngd", selection.flatten(0, -3), self.codebook)
             weight = weight.flatten().to(logits.dtype)
-            hard = torch.einsum("n,ngv->gv", weight, one_hot.flatten(0, -3))
+            hard = torch.einsum("n,ngv->gv", weight, likeliest.flatten(0, -3))
             soft = torch.einsum("n,ngv->gv", weight, probabilities.flatten(0, -3))
-            return Quantized(codes.reshape(*x.shape[:-1], -1), ids, hard, soft, frames=weight.sum())
+            frame_axes = x.shape[:-1]
+            return Quantized(codes.reshape(*frame_axes, -1), ids, hard, soft, frames=weight.sum())
 
     def _select(
         self, logits: Tensor, noise: Tensor | None, temperature: Tensor | float

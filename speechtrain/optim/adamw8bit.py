@@ -16,7 +16,6 @@ from speechtrain.optim.common import TensorwiseOptimizer, check_settings
 
 _DEVICES = ("cpu", "cuda", "xpu")
 _BLOCK = 256  # elements that share a scale. The library supports only this size.
-_UNUSED = (0.0, 0.0)  # ``beta3`` and ``alpha`` of the library's functions, which Adam does not use
 _MIN_QUANTISED = 4096  # Smaller tensors have fp32 moments, as in the library.
 
 
@@ -72,7 +71,9 @@ class AdamW8bit(TensorwiseOptimizer):
 
     def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
         for p, gradient in zip(parameters, gradients, strict=True):
-            state = self.state[p] = self.state[p] or _initial_state(p.detach())
+            if not self.state[p]:  # The state of a parameter is {} before its first update.
+                self.state[p] = _initial_state(p.detach())
+            state = self.state[p]
             state["step"] += 1
             self._update_tensor(p.detach(), gradient.contiguous(), state, group)
 
@@ -83,11 +84,25 @@ class AdamW8bit(TensorwiseOptimizer):
         mean, square = state["exp_avg"], state["exp_avg_sq"]
         step, lr = state["step"], float(group["lr"])
         if "scale" in state:
-            hyperparameters = (beta1, beta2, *_UNUSED, eps, step, lr)
-            scales = (state["scale"], state["scale_sq"])
-            tables = (*_maps(p.device), *scales)
+            mean_codes, square_codes = _maps(p.device)
             _library().optimizer_update_8bit_blockwise(
-                "adam", gradient, p, mean, square, *hyperparameters, *tables, weight_decay=decay
+                "adam",
+                gradient,
+                p,
+                state1=mean,
+                state2=square,
+                beta1=beta1,
+                beta2=beta2,
+                beta3=0.0,  # Adam does not use beta3 and alpha.
+                alpha=0.0,
+                eps=eps,
+                step=step,
+                lr=lr,
+                qmap1=mean_codes,
+                qmap2=square_codes,
+                absmax1=state["scale"],
+                absmax2=state["scale_sq"],
+                weight_decay=decay,
             )
         else:
             _library().optimizer_update_32bit(

@@ -81,13 +81,13 @@ def load_initial_weights(config: DictConfig, task: Task, tokenizer: Tokenizer) -
     path = config.init_from
     if not path:
         return {}
-    from speechtrain.interop.weights import initialise, read_labels, read_weights
+    from speechtrain.interop.weights import initialise, read_weights
 
     weights = read_weights(path)
-    run_dir = None if path.startswith("hf:") else run_of(absolute_path(path).resolve())
-    labels = build_tokenizer(read_config(run_dir)).labels if run_dir else read_labels(path)
+    labels = _labels_of_weights(path)
     vocabulary_tensors: set[str] = set()
-    if labels not in ([], tokenizer.labels):  # [] means that the labels of the weights are not known.
+    # A model without text, such as a pre-trained encoder, has the labels [] and no such tensors.
+    if labels != [] and labels != tokenizer.labels:
         vocabulary_tensors = _vocabulary_tensors(config, task, tokenizer)
     report = initialise(task, weights, path, vocabulary_tensors)
     facts: dict[str, Any] = {"tensors taken over": len(report.loaded), "fresh": len(report.fresh)}
@@ -95,6 +95,21 @@ def load_initial_weights(config: DictConfig, task: Task, tokenizer: Tokenizer) -
     if skipped:
         facts["fresh for another vocabulary"] = skipped
     return facts
+
+
+def _labels_of_weights(path: str) -> list[str] | None:
+    """Return the labels of the model at ``path``, or None if they are not known.
+
+    ``path`` is the value of ``init_from``.
+    """
+    from speechtrain.interop.weights import read_labels
+
+    run_dir = None
+    if not path.startswith("hf:"):
+        run_dir = run_of(absolute_path(path).resolve())
+    if run_dir is None:
+        return read_labels(path)
+    return build_tokenizer(read_config(run_dir)).labels
 
 
 def _vocabulary_tensors(config: DictConfig, task: Task, tokenizer: Tokenizer) -> set[str]:
@@ -163,7 +178,9 @@ def open_ranks(
 def plan_updates(
     config: DictConfig, settings: TrainerConfig, data: DataModule
 ) -> tuple[Schedule, int | None]:
-    """Return the learning rate schedule, and the planned number of updates (None without such a limit).
+    """Return the learning rate schedule and the planned number of updates.
+
+    The number is None if the settings limit the run neither by updates nor by epochs.
 
     Warnings about the data, and about a warm-up that is longer than the run, are logged.
     """

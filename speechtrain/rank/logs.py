@@ -61,8 +61,10 @@ def log_start(config: DictConfig, task: Task, data: DataModule, tracker: Tracker
     ``facts`` are entries of the event ``start``. They must contain ``ranks`` and ``accumulate``.
     """
     nodes = resolve(config)
-    features = {"sample_rate": task.sample_rate, **nodes["encoder"].get("features", {})}
-    preparation = features | nodes["augment"]
+    preparation = {"sample_rate": task.sample_rate}
+    preparation |= nodes["encoder"].get("features", {})
+    preparation |= nodes["augment"]
+    # The nodes also have the class of the features and of the augmentation, which are not settings.
     del preparation["_target_"]
     updates_per_epoch = data.micro_batches_per_epoch / (facts["ranks"] * facts["accumulate"])
     counts = {**data.counts(), "updates_per_epoch": max(1, round(updates_per_epoch))}
@@ -81,7 +83,10 @@ def buffer_log_lines() -> MemoryHandler:
 
 
 def new_run_facts(config: DictConfig, schedule: Schedule) -> dict[str, Any]:
-    """Return the entries of the event ``start`` that only a new run has, without empty ones."""
+    """Return the entries of the event ``start`` that only a new run has, without empty ones.
+
+    ``from data`` is ``scratch`` or ``finetune`` if keys of the config follow from the data.
+    """
     facts: dict[str, Any] = {"warm-up steps": schedule.warmup, "from data": config.from_data}
     return {name: value for name, value in facts.items() if value}
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speechtrain.errors import SPELLING, escape_controls
+from speechtrain.errors import FORMAT_CHARACTERS, escape_controls
 from speechtrain.metrics import character_errors, rate_interval
 from speechtrain.report.page import KINDS, align
 from speechtrain.task import Example, worst_examples
@@ -79,4 +79,4 @@ def lines_of(summary: dict[str, Any]) -> list[str]:
         lines.append(f"most frequent: {', '.join(confusions)}")
     for row in summary["worst"]:
         lines += [f"worst: {row['id']}", f"  ref  {row['reference']}", f"  hyp  {row['hypothesis']}"]
-    return [escape_controls(f"  {line}", SPELLING) for line in lines]
+    return [escape_controls(f"  {line}", FORMAT_CHARACTERS) for line in lines]

@@ -6,10 +6,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from speechtrain.config.resume_fields import swept_volatile
+from speechtrain.config.resume_fields import volatile_keys_of_sweep
 from speechtrain.errors import ConfigError, nearest
 from speechtrain.run_directory import ABOUT
 from speechtrain.runs.choices import config_dir
@@ -17,7 +18,7 @@ from speechtrain.runs.external_launch import ExternalLaunch, find_external_launc
 
 # Hydra's options with the values that each accepts. An empty tuple means any value, None means no value.
 _FLAGS: dict[str, tuple[str, ...] | None] = {
-    **dict.fromkeys(("--multirun", "-m", "--resolve", "--run", "-r", "--shell-completion", "-sc")),
+    **dict.fromkeys(("--multirun", "-m", "--resolve", "--run", "-r", "--shell-completion", "-sc"), None),
     **dict.fromkeys(("--config-dir", "-cd", "--package", "-p"), ()),
     **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
     **dict.fromkeys(
@@ -39,18 +40,21 @@ class Command:
     overrides: list[str]  # KEY=VALUE pairs in Hydra's syntax
     is_sweep: bool  # The command has -m.
     config_dir: str | None  # the user's config folder, from the last --config-dir
-    run_dir: (
-        Path | None
-    )  # the last run_dir=. None without it, and for a sweep, whose jobs have a directory each
+    # The value of the last run_dir=. None without it, and for a sweep, whose jobs have a directory each.
+    run_dir: Path | None
     external_launch: ExternalLaunch | None  # set if another program, such as mpirun, has started the ranks
     swept: tuple[str, ...] = ()  # the keys that differ between the jobs of a sweep
 
     def identity(self, user_files: Mapping[str, str]) -> dict[str, Any]:
-        """Return the fields of ``run.json`` by which the same command finds its run."""
+        """Return the fields of ``run.json`` by which the same command finds its run.
+
+        ``user_files`` are the texts of the user's YAML files by ``group/choice``. ``run_directory.About``
+        describes the fields.
+        """
         return {
             "overrides": self.overrides,
             "folder": os.getcwd(),
-            "swept": swept_volatile(self.swept),
+            "swept": volatile_keys_of_sweep(self.swept),
             "written": dict(user_files),
         }
 
@@ -168,13 +172,15 @@ def split_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     options = []
     overrides = []
-    is_option_value = False  # The argument is the value of the option before it.
-    for argument in argv:
-        if is_option_value or argument.startswith("-"):
-            options.append(argument)
-        else:
+    arguments = iter(argv)
+    for argument in arguments:
+        if not argument.startswith("-"):
             overrides.append(argument)
-        is_option_value = not is_option_value and _FLAGS.get(argument) is not None
+            continue
+        options.append(argument)
+        takes_value = _FLAGS.get(argument) is not None
+        if takes_value:
+            options.extend(islice(arguments, 1))  # the value, if the argument is not the last one
     return options, overrides
 
 

@@ -40,11 +40,12 @@ def host_environment(
 
 
 def restart_for(device: Device, *, is_training: bool = False) -> None:
-    """Restart this command if variables are missing that the device's libraries read when Python starts.
+    """Restart this process if variables are missing that the device's libraries read when Python starts.
 
-    Unless the command trains, the device's ``evaluation_variables`` replace variables of the same name. If no
-    variable is missing, or if this process is a user's own Python program, this function returns. A restart
-    costs a second import of torch, 1.5 s of processor time. Raises MachineError if the device is missing.
+    The process is a command of speechtrain. In a user's own Python program, nothing is done. Unless the
+    command trains, the device's ``evaluation_variables`` replace variables of the same name. If no variable
+    is missing, the function returns. A restart costs a second import of torch, 1.5 s of processor time.
+    Raises MachineError if the device is missing.
     """
     is_command = re.fullmatch("speechtrain(-.+)?", Path(sys.argv[0]).name)
     if not is_command:

@@ -11,7 +11,7 @@ from speechtrain.config.resume_fields import (
     fingerprint,
     identifying_overrides,
     key_of_override,
-    swept_volatile,
+    volatile_keys_of_sweep,
 )
 from speechtrain.errors import RunError
 from speechtrain.run_directory import ABOUT, CONFIG, About, read_about
@@ -50,7 +50,7 @@ class RunNames:
 
         Raises RunError if several runs match. Runs without an explicit ``run_dir`` are preferred.
         """
-        swept_keys = swept_volatile(swept)
+        swept_keys = volatile_keys_of_sweep(swept)
         unnamed_dirs: list[Path] = []  # matching runs that were started without run_dir=
         named_dirs: list[Path] = []
         for run_dir, about in self._started_runs():

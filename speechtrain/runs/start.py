@@ -79,7 +79,9 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
     values = check(config)  # The values are resolved: they contain no interpolations.
     _check_resume(config)
     _warn_of_unused_folder(values["data"])
-    rank_bytes = dry_build(config_for_plan(config))  # memory of a rank's weights, gradients and optimizer
+    # The dry build checks the settings of all parts, and returns the bytes of a rank's weights, gradients and
+    # optimizer state.
+    rank_bytes = dry_build(config_for_plan(config))
     device = build_device(config)
     launcher = command.external_launch or build_launcher(config)
     job = _checked_job(config, device, launcher, rank_bytes)
@@ -174,7 +176,7 @@ def _print_start(config: DictConfig, job: Job, launcher: Launcher) -> None:
         data = build_data(config, build_tokenizer(config))
         raise_or_warn(data.crowded_transcripts(encoder.frames), is_warning=True)
     lines = f"{_config_lines(config, job)}{launcher.render(job)}\n"
-    print(errors.escape_controls(lines, keep=f"\n\t{errors.SPELLING}"), end="", flush=True)
+    print(errors.escape_controls(lines, keep=f"\n\t{errors.FORMAT_CHARACTERS}"), end="", flush=True)
 
 
 def _warn_of_unused_folder(data: Any) -> None:
@@ -404,8 +406,9 @@ def _run_result(launch_result: LaunchResult, run_dir: Path) -> RunResult:
     log = run_dir / launch_result.log
     if log.exists():  # launcher=local writes no log.
         message = f"{message}. See {log}"
-    # A full disk may be the reason that no result exists. In this case the write raises OSError, which names
-    # the disk. Otherwise the RunError inside the block removes the temporary file.
+    # A full disk may be the reason that no result exists. To find out, a temporary file is written, which
+    # raises OSError if the disk is full. The RunError ends the block before the file is renamed to
+    # result.json, and so removes the file.
     with atomic(run_dir / RESULT) as temporary:
         temporary.write_text(message)
         raise RunError(message)

@@ -93,7 +93,7 @@ def supervise(
     command: list[str],
     environment: Mapping[str, str],
     agent_log: Path | None = None,
-    is_deep: bool = False,
+    has_indirect_ranks: bool = False,
     grace: float | None = None,
 ) -> int:
     """Run ``command`` in a new session and return its exit code.
@@ -111,13 +111,13 @@ def supervise(
       stderr.
     - The agent is killed when this process ends (Linux).
     - An agent without ranks is killed after the first signal, and the code is ``EXIT_PREEMPTED``.
-    - ``is_deep`` says that there are further processes between the agent and the ranks (MPI). Then an agent
-      without ranks is not killed.
+    - ``has_indirect_ranks`` says that there are further processes between the agent and the ranks (MPI). Then
+      an agent without ranks is not killed.
     - After the failure of a rank, torchrun sends a signal to the other ranks. A rank that is inside a library
       does not handle this signal, so it is killed ``grace`` seconds later. None means never.
     """
     environment = {**environment, PARENT: str(os.getpid())}
-    child = _Child(is_agent=agent_log is not None, is_deep=is_deep)
+    child = _Child(is_agent=agent_log is not None, has_indirect_ranks=has_indirect_ranks)
     stderr, before_exec = None, None
     if child.is_agent:
         stderr, before_exec = subprocess.PIPE, _kill_with_parent()
@@ -150,7 +150,7 @@ class _Child:
     """A child process and the stop signals for it. If the child is an agent, its ranks get the signals."""
 
     is_agent: bool
-    is_deep: bool  # whether there are further processes between the agent and its ranks
+    has_indirect_ranks: bool  # whether there are further processes between the agent and its ranks
     pid: int = 0  # 0 until the child has been started
     signals: int = 0  # the number of stop signals so far
     signalled_pids: set[int] = field(default_factory=set)  # the processes that have got SIGTERM
@@ -177,7 +177,7 @@ class _Child:
         has no ranks for a long time, show the last line of its log once.
         """
         if not self.has_ranks:  # Ranks below further processes count as seen, because nobody looks for them.
-            self.has_ranks = self.is_deep or bool(children_of(self.pid))
+            self.has_ranks = self.has_indirect_ranks or bool(children_of(self.pid))
         if not self.has_ranks:
             if self.signals == 1:
                 self.is_killed_without_ranks = True
@@ -203,7 +203,7 @@ class _Child:
         """
         if not self.is_agent:
             pids = {self.pid}
-        elif self.is_deep:
+        elif self.has_indirect_ranks:
             # MPI engines unblock the signals in ranks. A rank that does not handle SIGTERM yet gets it later.
             workers = descendants_running(self.pid, WORKER)
             pids = {pid for pid in workers if handles_signal(pid, signal.SIGTERM)}

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from speechtrain.errors import SPELLING, ConfigError, escape_controls
+from speechtrain.errors import FORMAT_CHARACTERS, ConfigError, escape_controls
 from speechtrain.files import append_line
 from speechtrain.run_directory import metric_text, outcome_text
 from speechtrain.tracking.base import Tracker, metrics_of
@@ -34,15 +34,16 @@ class Console(Tracker):
     """
 
     visible = True
-    background = False  # warnings must stay between the lines that they belong to
+    # Events are printed at once and not by a thread, so that a warning is between the right lines.
+    background = False
 
     def __init__(
         self, mode: str = "auto", examples: int = 2, enabled: bool = True, form: str = "speechtrain"
     ) -> None:
         """``mode`` is live, plain, or auto (live on a terminal).
 
-        The ``examples`` worst transcripts are shown per set.
-        If ``form`` is dll, the console is plain, and it prints the lines of ``DLLines``.
+        The ``examples`` worst transcripts are shown per set. With the ``form`` dll, the console is plain, and
+        events that ``DLLines`` formats, in the form of NVIDIA's DLLogger, are printed as its lines.
         """
         if mode not in ("auto", "live", "plain"):
             raise ConfigError(f"mode is {mode!r}, but it must be auto, live or plain")
@@ -59,11 +60,13 @@ class Console(Tracker):
         if line:
             self._print(line)
             return
-        if event == "start" and self._is_live():
-            self._display = self._display or _Display(forced=self.mode == "live")
-        elif event == "end":
-            self.close()
-        if event != "train" or self._display is None:
+        if event == "start" and self._is_live() and self._display is None:
+            self._display = _Display(forced=self.mode == "live")
+        if event == "end":
+            self.close()  # The line of the end is printed below, when the display is gone.
+        # The display shows the values of ``train`` in place of a line.
+        is_line = event != "train" or self._display is None
+        if is_line:
             for line in lines_of(event, values, self.examples):
                 self._print(line, is_warning=event == "warning")
         if self._display is not None:
@@ -118,7 +121,8 @@ class _Display:
         self._train: Mapping[str, Any] = {}
         self._valid: dict[str, Mapping[str, Any]] = {}
         self._saved_step: int | None = None
-        self._start_time = self._train_time = time.monotonic()  # the latter of the latest train event
+        self._start_time = time.monotonic()
+        self._train_time = self._start_time  # the time of the latest ``train`` event
         # Two refreshes a second keep the clocks moving, at no measurable cost for a training step.
         self._live: Live = Live(console=self._rich, refresh_per_second=2, get_renderable=self._render)
         self._live.start()
@@ -191,10 +195,10 @@ def lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:
 
     At most ``examples`` pairs of a reference and its hypothesis are shown.
     """
-    if event in ("device", "plan", "environment", "data"):
-        name = f"{event:<8}" if event in ("device", "plan") else f"{event}:"
-        facts = [f"{key} {value}" for key, value in values.items() if value is not None]
-        return [f"{name} {', '.join(facts)}"]
+    if event in ("device", "plan"):
+        return [f"{event:<8} {_facts_text(values)}"]  # in the column of the lines of ``step`` and ``valid``
+    if event in ("environment", "data"):
+        return [f"{event}: {_facts_text(values)}"]  # Such a line is long and has no columns.
     if event == "resume":
         return [f"resume   after step {values['step']}"]
     if event == "examples":
@@ -205,8 +209,16 @@ def lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:
     return [forms[event](values)] if event in forms else []
 
 
+def _facts_text(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items() if value is not None)
+
+
 def _example_lines(rows: Iterable[Mapping[str, Any]], examples: int) -> list[str]:
-    """Return the reference and the hypothesis of different rows with errors, at most of ``examples`` rows."""
+    """Return two lines, the reference and the hypothesis, for each of the first ``examples`` rows with
+    errors.
+
+    Rows with the same texts as an earlier row are left out.
+    """
     pairs: list[tuple[str, str]] = []
     for row in rows:
         pair = f"worst    ref  {row['reference']}", f"         hyp  {row['hypothesis']}"
@@ -283,7 +295,9 @@ def end_line(values: Mapping[str, Any]) -> str:
         line += f" after {values['steps']} steps"
     if _is_finite(values.get("wall_s")):
         line += f", {duration(values['wall_s'])}"
-    results = outcome_text(*map(values.get, ("metrics", "last_metrics", "checkpoint", "speed")))
+    results = outcome_text(
+        values.get("metrics"), values.get("last_metrics"), values.get("checkpoint"), values.get("speed")
+    )
     line = f"{line}  {results}".rstrip()
     if "error" in values:
         line += f": {values['error']}"
@@ -307,6 +321,6 @@ def _printable(text: str, encoding: str | None) -> str:
 
     Characters that ``encoding`` does not have are escaped.
     """
-    text = escape_controls(" ".join(text.splitlines()), SPELLING)
+    text = escape_controls(" ".join(text.splitlines()), FORMAT_CHARACTERS)
     encoding = encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,10 +1,12 @@
-"""The choices that every contract suite runs over: ours, and those of the packages in ``examples/``.
+"""The choices that every contract suite tests: the choices of ``conf/`` and of the packages in ``examples/``.
 
-If the variable ``SPEECHTRAIN_PARTS`` names the folder of choices of another package, these alone.
+If the variable ``SPEECHTRAIN_PARTS`` names the folder of choices of another package, the suites test only the
+choices in that folder.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -26,12 +28,19 @@ PLUGINS = sorted((ROOT / "examples").glob("*/conf"))
 FOLDERS = [CONF, *PLUGINS]
 if PARTS:
     FOLDERS = PLUGINS = [Path(PARTS).resolve()]
-ALL = sorted(
-    (path.parent.name, path.stem)
-    for conf in FOLDERS
-    for path in conf.glob("*/[!_]*.yaml")
-    if path.parent.name != "corpus"  # of speechtrain prepare: no group of a run
-)
+
+
+def _choices_in(conf: Path) -> list[tuple[str, str]]:
+    """Return the group and the name of each choice in a config folder."""
+    choices = []
+    for path in conf.glob("*/[!_]*.yaml"):
+        group = path.parent.name
+        if group != "corpus":  # ``speechtrain prepare`` reads these files. They are not choices of a run.
+            choices.append((group, path.stem))
+    return choices
+
+
+ALL = sorted(itertools.chain.from_iterable(map(_choices_in, FOLDERS)))
 
 
 def choices(group: str) -> list[str]:
@@ -39,7 +48,7 @@ def choices(group: str) -> list[str]:
 
 
 def folder_of(group: str, choice: str) -> list[str]:
-    """The folder of choices that has this one; empty if it is ours."""
+    """Return the config folders of the plugins that have the choice. A choice of ``conf/`` has none."""
     return [str(conf) for conf in PLUGINS if (conf / group / f"{choice}.yaml").is_file()]
 
 
@@ -50,7 +59,7 @@ def _compose_once(*overrides: str) -> DictConfig:
 
 
 def composed(group: str, choice: str, *overrides: str) -> DictConfig:
-    """The config with a choice, from the folder that has it. The caller may change it."""
+    """Return the config with a choice, which the caller may change."""
     return _compose_once(f"{group}={choice}", *overrides).copy()
 
 
@@ -61,35 +70,35 @@ for name, arguments in json.load(sys.stdin).items():
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
-        code = 1
+        exit_code = 1
         os.dup2(write, 1)
         try:
             sys.argv[1:] = arguments
-            exec({code!r})
-            code = 0
+            exec({program!r})
+            exit_code = 0
         except BaseException:
             traceback.print_exc(file=sys.stdout)
         finally:
             sys.stdout.flush()
-            os._exit(code)
+            os._exit(exit_code)
     os.close(write)
     with os.fdopen(read) as stream:
         output = stream.read()
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    print(json.dumps([name, code, output]), flush=True)
+    _, status = os.waitpid(pid, 0)
+    print(json.dumps([name, os.waitstatus_to_exitcode(status), output]), flush=True)
 """
 
 
 def run_in_forks(
-    imports: str, code: str, arguments: Mapping[str, Sequence[str]]
+    imports: str, program: str, arguments: Mapping[str, Sequence[str]]
 ) -> dict[str, tuple[int, str]]:
-    """Run ``code`` once for each item, in a process that is forked after the imports.
+    """Run ``program`` once for each list of ``arguments``, in a process that is forked after the ``imports``.
 
-    Return the exit code and the output of each. An interpreter for each would import torch each time.
+    Return the exit code and the output of each process by the name of its arguments. Separate interpreters
+    would each import torch.
     """
-    program = _FORK.format(imports=imports, code=code)
     process = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", _FORK.format(imports=imports, program=program)],
         input=json.dumps(arguments),
         capture_output=True,
         text=True,
@@ -105,7 +114,7 @@ def run_in_forks(
 
 @pytest.fixture(scope="module", autouse=True)
 def plugins_are_importable() -> Iterator[None]:
-    """In this process and in those that it starts."""
+    """Make the plugins' packages importable and allowed, in this process and in its child processes."""
     folders = [str(conf.parent) for conf in PLUGINS]
     names = [os.environ.get(ALLOW_TARGETS, "")]
     for folder in map(Path, folders):
@@ -114,6 +123,7 @@ def plugins_are_importable() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for folder in folders:
             patch.syspath_prepend(folder)
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")])))
+        import_path = [*folders, os.environ.get("PYTHONPATH")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, import_path)))
         patch.setenv(ALLOW_TARGETS, ",".join(filter(None, names)))
         yield

@@ -242,17 +242,17 @@ def calls(vendor: Any) -> list[str]:
     return found
 
 
-def test_every_name_has_the_address_of_who_documents_it() -> None:
-    named = {
+def test_every_name_has_the_url_of_its_documentation() -> None:
+    urls = {
         **VENDOR.MODULES,
         **VENDOR.VARIABLES,
         **VENDOR.BACKENDS,
-        **{name: known.address for name, known in VENDOR.NAMES.items()},
+        **{name: function.url for name, function in VENDOR.NAMES.items()},
         "operations": VENDOR.OPERATIONS,
         "the file of torch's version": VENDOR.TORCH_VERSION_FILE[1],
     }
-    for name, address in named.items():
-        assert re.match(r"https://(docs\.habana\.ai|github\.com)/\S+/\S+", address), name
+    for name, url in urls.items():
+        assert re.match(r"https://(docs\.habana\.ai|github\.com)/\S+/\S+", url), name
 
 
 @pytest.mark.parametrize("mode", ["lazy", "eager", "compile"])

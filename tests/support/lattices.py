@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speechtrain.losses.transducer import _Dropout, _Joint, transducer_loss
+from speechtrain.losses.transducer import transducer_loss
+from speechtrain.losses.transducer_dropout import Dropout
+from speechtrain.losses.transducer_lattice import Settings
 
 NAMES = ("encoder", "prediction", "weight", "bias")
 
@@ -69,7 +71,20 @@ class Problem:
 def joint_dropout_mask(
     batch: int, frames: int, positions: int, hidden: int, *, rate: float, seed: int
 ) -> tuple[Tensor, float]:
-    """The mask (B, T, P, H) of ``transducer_loss``, True where kept, and the scale of the kept units."""
-    joint = _Joint(0, "relu", rate, 0.0, dtype=torch.float32, skip_below=0.0, chunk=1, keep=0)
-    drop = _Dropout(joint, batch, hidden, seed_halves=torch.tensor([seed]).view(torch.int32))
-    return drop.applied(torch.ones(batch, frames, positions, hidden), torch.arange(frames)) > 0, joint.scale
+    """Return the dropout mask (B, T, P, H) of ``transducer_loss``, True for the units that are not dropped.
+
+    The second result is the factor of these units.
+    """
+    settings = Settings(
+        blank=0,
+        activation="relu",
+        dropout=rate,
+        fastemit=0.0,
+        dtype=torch.float32,
+        skip_below=0.0,
+        chunk=1,
+        keep=0,
+    )
+    dropout = Dropout(settings, batch, hidden, seed_halves=torch.tensor([seed]).view(torch.int32))
+    ones = torch.ones(batch, frames, positions, hidden)
+    return dropout.applied(ones, torch.arange(frames)) > 0, settings.scale

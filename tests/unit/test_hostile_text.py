@@ -18,7 +18,7 @@ from speechtrain.launchers.ssh import Ssh
 from speechtrain.commands import prepare, report
 from speechtrain.commands._cli import console, exit_code_of
 from speechtrain.errors import (
-    SPELLING,
+    FORMAT_CHARACTERS,
     ConfigError,
     DataError,
     MachineError,
@@ -48,16 +48,17 @@ def test_no_character_of_a_category_that_drives_a_terminal_is_printed(category: 
 def test_letters_of_every_script_stay_and_transcripts_keep_their_joiners() -> None:
     persian, hindi, polish = "می\u200cخواهم", "क\u094d\u200dष", "jeść łąkę"
     assert all(
-        escape_controls(text, SPELLING) == text for text in (persian, hindi, polish, "日本語", "שלום\u200f")
+        escape_controls(text, FORMAT_CHARACTERS) == text
+        for text in (persian, hindi, polish, "日本語", "שלום\u200f")
     )
     assert escape_controls(persian) == "می\\u200cخواهم"
-    assert escape_controls("a\u202eb", SPELLING) == "a\\u202eb"
+    assert escape_controls("a\u202eb", FORMAT_CHARACTERS) == "a\\u202eb"
 
 
 def test_json_for_a_terminal_has_no_raw_escapes_and_is_the_same_content() -> None:
     for content in ({"a": EVIL}, {"text": "می\u200cخواهم"}):
         assert json.loads(json_text(content)) == content
-        assert escape_controls(json_text(content), SPELLING) == json_text(content)
+        assert escape_controls(json_text(content), FORMAT_CHARACTERS) == json_text(content)
     assert json_text({"text": "jeść"}) == '{"text": "jeść"}'
 
 

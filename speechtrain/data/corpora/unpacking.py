@@ -22,7 +22,10 @@ _DAMAGE = (tarfile.TarError, EOFError, KeyError, zlib.error, lzma.LZMAError, *MA
 
 
 class _Header(tarfile.TarInfo):
-    """A header that refuses a large extension. tarfile reads an extension in time quadratic in its size."""
+    """The header of a member. It refuses a large extended header, such as one with a long name.
+
+    tarfile reads an extended header in time quadratic in its size.
+    """
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
@@ -74,14 +77,20 @@ def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> str
         return ""
     name = "/".join(parts)
     path = folder / name
-    is_file = path.is_file() and not path.is_symlink()
-    if not (is_file and member.isfile() and path.stat().st_size == member.size):
-        if not member.isdir() and (is_file or path.is_symlink()):
+    if not _is_complete(member, path):
+        is_file_or_link = path.is_file() or path.is_symlink()
+        if is_file_or_link and not member.isdir():
             path.unlink()  # tarfile would write to the target of a link.
         linkname = _checked_link(member, parts, folder)
         renamed = member.replace(name=name, linkname=linkname, deep=False)
         tar.extract(renamed, folder, set_attrs=False, filter="data")
     return name if member.isfile() else ""
+
+
+def _is_complete(member: tarfile.TarInfo, path: Path) -> bool:
+    """Return whether ``path`` is already the whole file of a member."""
+    is_file = path.is_file() and not path.is_symlink()
+    return is_file and member.isfile() and path.stat().st_size == member.size
 
 
 def _names_below(name: str, folder: Path) -> list[str]:
@@ -102,12 +111,17 @@ def _checked_link(member: tarfile.TarInfo, parts: list[str], folder: Path) -> st
     """Return the name to which a member links. Raises ExtractError if it may lead out of ``folder``."""
     if member.islnk():
         name = "/".join(_names_below(member.linkname, folder))
-        if not (folder / name).is_symlink():  # A hard link to a link would point to another file.
-            return name
+        if (folder / name).is_symlink():  # A hard link to a symbolic link would point to another file.
+            raise _bad_link(member)
+        return name
     target = PurePosixPath(member.linkname)
     levels_up = target.parts.count("..")
     # All ".." are at the start, and they do not leave ``folder``.
     is_below = levels_up < len(parts) and target.parts[:levels_up] == ("..",) * levels_up
-    if member.islnk() or not is_below or target.is_absolute():
-        raise tarfile.ExtractError(f"{member.name[:100]!r} is a link that leads out of its folder")
+    if not is_below or target.is_absolute():
+        raise _bad_link(member)
     return member.linkname
+
+
+def _bad_link(member: tarfile.TarInfo) -> tarfile.ExtractError:
+    return tarfile.ExtractError(f"{member.name[:100]!r} is a link that leads out of its folder")

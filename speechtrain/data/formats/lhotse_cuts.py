@@ -74,7 +74,8 @@ def _known_track(track: object) -> dict[str, Any]:
     """Return the known parts of a track. Its cut has one recording or is silence."""
     if not isinstance(track, Mapping) or not isinstance(track.get("cut"), Mapping):
         raise UnknownPart("a track has no 'cut'")
-    # The type is a key of the track or of its cut. Strings are compared, because NaN is not equal to itself.
+    # The type is a key of the track, of its cut, or of both. A hostile file can have NaN as the type, which
+    # is not equal to itself, so the types are compared as strings.
     track_type = str(track.get("type", track["cut"].get("type")))
     cut_type = str(track["cut"].get("type", track_type))
     if cut_type != track_type:
@@ -93,7 +94,7 @@ def _known_track(track: object) -> dict[str, Any]:
 
 
 def _largest_samples(cuts: Sequence[Mapping[str, Any]], mixture_seconds: float) -> float:
-    """Return the number of samples of all cuts, or of their mixture over all channels if that is larger."""
+    """Return the samples of all cuts, or the samples of their mixture in all channels if there are more."""
     cut_samples, max_rate, max_channels = 0.0, 0, 1
     for cut in cuts:
         recording = cut.get("recording", cut)  # Silence has no recording. It has a rate itself.

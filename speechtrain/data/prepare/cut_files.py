@@ -29,17 +29,20 @@ Outcome = TypeVar("Outcome")
 FIX = "use another --out"
 """The fix in the message of an error that an output cannot be written."""
 
-_MEASURED_FORMATS = ("nemo", "mlperf", "fairseq", "table", "kaldi")
-"""The formats whose manifests lack the length and the rate of the recording."""
+_INCOMPLETE_FORMATS = ("nemo", "mlperf", "fairseq", "table", "kaldi")
+"""Formats whose manifests lack the exact length, the rate or the channels of a recording.
+
+Fairseq's manifests have the number of samples, but not the rate."""
 _RESERVED_BYTES = 64 * 2**20  # bytes of the disk that stay free
 _CHUNK = 64  # items for each thread that are read from the input at once
 
 
 def cuts_of(source: Source) -> Iterator[Record]:
-    """Yield every cut in lhotse's JSON format. Raises DataError for a repeated id."""
+    """Yield every cut in lhotse's JSON format. Raises DataError for a repeated id in manifests."""
     keys = set[int]()  # the keys of the ids so far. A million keys need 60 MB, less than the ids.
     for part in parts_of(source):
         if not isinstance(part, Manifest):
+            # The cuts of corpora and of lhotse's own files are complete, and their ids are not checked here.
             yield from (cut.to_dict() for cut in part.cuts())
             continue
         for entry in part.entries():
@@ -48,14 +51,14 @@ def cuts_of(source: Source) -> Iterator[Record]:
                 raise part.error_at(entry.line, f"cut id {entry.cut['id']!r} is repeated. Ids must be unique")
             keys.add(key)
             _apply_facts(entry.cut, part.facts)
-            if part.kind in _MEASURED_FORMATS:
+            if part.kind in _INCOMPLETE_FORMATS:
                 yield with_measured_length(entry.cut, counts_samples=part.kind == "fairseq")
             else:
                 yield entry.cut
 
 
 def _apply_facts(cut: Record, facts: Facts) -> None:
-    """Set the language of a cut's set, and normalise the transcripts by the set's normaliser, in place."""
+    """Add ``facts.language`` to a cut's supervisions, and normalise their transcripts, in place."""
     for supervision in cut.get("supervisions") or ():
         if facts.language:
             supervision["language"] = facts.language
@@ -66,10 +69,13 @@ def _apply_facts(cut: Record, facts: Facts) -> None:
 def with_measured_length(cut: Record, counts_samples: bool = False) -> Record:
     """Set the rate, length and channels of a cut of one file from its recording's header. Return the cut.
 
-    A manifest of NeMo or MLPerf lacks them, and lhotse refuses a recording that differs from its file. The
-    end of the cut moves by at most 0.1 s or 1 %, because durations in manifests are rounded. If the manifest
-    ``counts_samples`` and has the same number of samples as the header, the cut gets the header's duration. A
-    cut whose header cannot be read does not change, so that it is reported like other bad recordings.
+    Lhotse refuses a recording whose rate, length or channels differ from its file.
+
+    - ``counts_samples`` says that the manifest has the number of samples of the recording. If it is the
+      number in the header, the cut gets the header's duration.
+    - Durations in other manifests are rounded. A cut that ends after the recording, by at most 0.1 s or 1 %
+      of its duration, is shortened to the end of the recording.
+    - A cut whose header cannot be read does not change, so that it is reported like other bad recordings.
     """
     recording = cut["recording"]
     source = recording["sources"][0]
@@ -83,7 +89,7 @@ def with_measured_length(cut: Record, counts_samples: bool = False) -> Record:
     recording["num_samples"] = header.frames
     recording["duration"] = header.duration
     recording["channel_ids"] = source["channels"] = channels
-    if len(channels) > 1:  # Training averages all channels, as the commands do.
+    if len(channels) > 1:  # Training and transcription average all channels.
         cut |= {"type": "MultiCut", "channel": channels}
     seconds_beyond_end = cut["start"] + cut["duration"] - header.duration
     if 0 < seconds_beyond_end <= max(0.1, 0.01 * cut["duration"]):

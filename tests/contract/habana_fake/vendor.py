@@ -1,7 +1,8 @@
-"""A recording stand-in for the vendor's package: strict about names and arguments, each with its address.
+"""A stand-in for the vendor's package. It records calls, and refuses unknown names and wrong arguments.
 
-Whatever ``device=hpu`` calls, sets or names must stand in ``NAMES`` or ``VARIABLES``, with the page of the
-vendor, or the public code, that says so. An unknown name or a wrong argument raises.
+The tables list each module, function and environment variable that ``device=hpu`` may use, with the URL of
+the vendor's page or public code that documents it. A function that is not listed raises AttributeError, and a
+wrong argument raises TypeError.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ _OPTIMUM = "https://github.com/huggingface/optimum-habana/blob/main/examples/lan
 
 @dataclass(frozen=True)
 class Name:
-    """One function: the types of its arguments, what it returns here, and who says that it exists."""
+    """One function of the vendor's package."""
 
-    address: str
-    takes: tuple[type, ...] = ()
-    returns: Callable[..., Any] = lambda *_: None
+    url: str  # the page or the code that documents the function
+    argument_types: tuple[type, ...] = ()
+    returns: Callable[..., Any] = lambda *_: None  # the function's stand-in
 
 
 class Metric:
-    """What ``metric_global`` returns: ``stats`` lists pairs of a counter's name and its value."""
+    """The result of ``metric_global``. ``stats`` returns pairs of a counter's name and its value."""
 
     def stats(self) -> list[tuple[str, Any]]:
         return [("TotalNumber", 7), ("TotalTime", 70_000), ("AvgTime", 10_000.0)]
@@ -94,7 +95,7 @@ NAMES = {
 
 
 class CTCLoss:
-    """The vendor's node: torch's arguments in its order (_CTC)."""
+    """The vendor's autograd function of the CTC loss, with the arguments of ``F.ctc_loss`` (_CTC)."""
 
     @staticmethod
     def apply(
@@ -125,25 +126,27 @@ VARIABLES = {
 """Environment variables that the device sets."""
 
 OPERATIONS = _AUTOCAST
-"""Lists the operations that autocast may be told of, in bf16 and in fp32."""
+"""The URL of the page with the operations that may be in autocast's lists, for bf16 and for fp32."""
 
+# The vendor's message of an allocation that fails, and the URL of the code that writes it.
 OUT_OF_MEMORY = (
     "[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::268435456 (256)MB",
     _MEMORY,
 )
 
 TORCH_VERSION_FILE = ("torch/required_version.txt", _TORCH)
-"""The file of the package with the version of torch that the bridge was built for."""
+"""The file of the package with the version of torch that the bridge was built for, and its URL."""
 
-LISTS = ("PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST")
-"""Files of autocast's operations, which the library reads once, when it is imported (_LISTS)."""
+_LIST_VARIABLES = ("PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST")
+"""Variables with the paths of autocast's lists of operations. The library reads the files when it is
+imported, and not again (_LISTS)."""
 
 BACKENDS = {"hpu_backend": _MODES, "hccl": _HCCL}
-"""What torch is told by name: of ``torch.compile``, of ``torch.distributed``."""
+"""The names of the backends of ``torch.compile`` and of ``torch.distributed``, each with its URL."""
 
 
 class Strict(ModuleType):
-    """A module that has what the tables say, and complains of anything else."""
+    """A module with the functions of the tables. Other attributes raise AttributeError."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
         super().__init__(name)
@@ -155,27 +158,32 @@ class Strict(ModuleType):
             raise AttributeError(name)
         if (self.__name__, name) == ("habana_frameworks.torch.hpex.kernels", "CTCLoss"):
             return CTCLoss
-        whole = f"{self.__name__}.{name}"
-        if whole not in NAMES:
-            raise AttributeError(f"the vendor documents no {whole} that habana_fake knows of")
+        full_name = f"{self.__name__}.{name}"
+        if full_name not in NAMES:
+            raise AttributeError(f"habana_fake has no documented function {full_name}")
+        function = NAMES[full_name]
 
         def call(*arguments: Any, **keywords: Any) -> Any:
-            known = NAMES[whole]
-            if keywords or [type(a) for a in arguments] != list(known.takes):
-                raise TypeError(f"{whole} takes {known.takes}, not {arguments} {keywords}")
+            argument_types = tuple(type(argument) for argument in arguments)
+            if keywords or argument_types != function.argument_types:
+                raise TypeError(f"{full_name} takes {function.argument_types}, not {arguments} {keywords}")
             self.__dict__["_calls"].append(name)
-            return known.returns(*arguments)
+            return function.returns(*arguments)
 
         return call
 
 
-class Imported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the package's modules when they are imported, with the effects that this has (_SAVE, _LISTS)."""
+class StandInImporter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds and loads the stand-in's modules. An import has the same effects as in the vendor's package.
+
+    It replaces ``torch.save`` (_SAVE) and reads the lists of autocast's operations (_LISTS).
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:
-        self.monkeypatch, self.calls = monkeypatch, calls
-        self.lists: dict[str, list[str]] = {}
-        self.folder: Path | None = None  # of the package's files
+        self.monkeypatch = monkeypatch
+        self.calls = calls  # the names of the called functions, in order
+        self.lists: dict[str, list[str]] = {}  # the lines of each list of operations, by its variable
+        self.folder: Path | None = None  # the folder of the package's files
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in MODULES:
@@ -187,14 +195,14 @@ class Imported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: Any) -> ModuleType:
         if spec.name == "habana_frameworks":
-            self.effects()
+            self._apply_effects()
         return Strict(spec.name, self.calls)
 
     def exec_module(self, module: ModuleType) -> None:
         pass
 
-    def effects(self) -> None:
-        for variable in LISTS:
+    def _apply_effects(self) -> None:
+        for variable in _LIST_VARIABLES:
             if variable in os.environ:
                 self.lists[variable] = Path(os.environ[variable]).read_text().splitlines()
         save = torch.save
@@ -207,11 +215,12 @@ class Imported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.monkeypatch.setattr(torch, "save", patched)
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> Imported:
-    """Put the stand-in where the vendor's package would be; ``calls`` has the calls as they come."""
-    installed = Imported(monkeypatch, [])
-    for name in MODULES:  # put back afterwards
+def install(monkeypatch: pytest.MonkeyPatch) -> StandInImporter:
+    """Make the stand-in importable as the vendor's package. ``calls`` of the result lists the calls."""
+    importer = StandInImporter(monkeypatch, [])
+    for name in MODULES:
+        # ``setitem`` notes that the module was missing, so that it is removed after the test.
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [installed, *sys.meta_path])
-    return installed
+        del sys.modules[name]
+    monkeypatch.setattr(sys, "meta_path", [importer, *sys.meta_path])
+    return importer

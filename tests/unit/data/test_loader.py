@@ -34,7 +34,7 @@ RATE = 16_000
 
 
 class Cuts(Source):
-    """Given lhotse cuts."""
+    """A source with the cuts of lhotse that are passed to the constructor."""
 
     def __init__(self, *cuts: Any) -> None:
         self._cuts = cuts
@@ -46,14 +46,19 @@ class Cuts(Source):
         return "-".join(cut.id for cut in self._cuts)
 
 
+EPOCH, NUMBER = 3, 7  # of every micro-batch here
+
+
 def micro_batch(*rows: int, percents: tuple[int, ...] = (), shape: Shape | None = None) -> MicroBatch:
+    """Return a micro-batch of the ``rows`` of an index. Without ``percents``, the speeds are 100 %."""
     speeds = np.array(percents or [100] * len(rows), np.int16)
-    return MicroBatch(np.array(rows, np.int32), speeds, shape, 3, 7)
+    return MicroBatch(np.array(rows, np.int32), speeds, shape, EPOCH, NUMBER)
 
 
 def test_a_batch_holds_audio_labels_and_names(cache: Path, recordings: Any) -> None:
     index = open_index(open_source(recordings.corpus("m", 3, text="Cab")))
     batch = BatchLoader(index, Characters(alphabet="abc"))(micro_batch(2, 0))
+    # The corpus has recordings of 0.40, 0.41 and 0.42 s: 6400, 6560 and 6720 samples.
     assert batch.audio.shape == (2, 6720)
     assert batch.audio_lengths.tolist() == [6720, 6400]
     assert not batch.audio[1, 6400:].any()
@@ -63,15 +68,13 @@ def test_a_batch_holds_audio_labels_and_names(cache: Path, recordings: Any) -> N
     assert batch.label_lengths.tolist() == [3, 3]
     assert batch.ids == ("m:3:002", "m:1:000")
     assert batch.texts == ("cab", "cab")
-    assert batch.keys[1] == dither_offset(expected) != batch.keys[0]
+    assert batch.keys[1] == dither_offset(expected)
+    assert batch.keys[0] != batch.keys[1]
     assert batch.weight.tolist() == [1.0, 1.0]
-    assert (batch.epoch, batch.index, batch.skipped) == (3, 7, ())
+    assert (batch.epoch, batch.index, batch.skipped) == (EPOCH, NUMBER, ())
     assert batch.seconds == pytest.approx(0.82)
-    assert [t.dtype for t in (batch.audio, batch.labels, batch.weight)] == [
-        torch.float32,
-        torch.int64,
-        torch.float32,
-    ]
+    assert batch.audio.dtype == batch.weight.dtype == torch.float32
+    assert batch.labels.dtype == torch.int64
 
 
 def test_decoding_is_what_lhotse_does(recordings: Any) -> None:
@@ -108,7 +111,9 @@ def test_channels_are_averaged(recordings: Any) -> None:
     path = recordings.tone("stereo.wav", 0.5, channels=2)
     expected = soundfile.read(path, dtype="float32")[0].mean(axis=1)
     both = Recording.from_file(path).to_cut().to_dict()
-    unknown = {**both, "type": "MonoCut", "channel": 0}  # a manifest that did not look: NeMo, MLPerf
+    # Manifests of NeMo and MLPerf do not have the number of channels, so their cuts name the first channel
+    # only.
+    unknown = {**both, "type": "MonoCut", "channel": 0}
     unknown["recording"] = {
         **both["recording"],
         "sources": [{"type": "file", "channels": [0], "source": str(path)}],
@@ -120,7 +125,7 @@ def test_channels_are_averaged(recordings: Any) -> None:
 
 @pytest.mark.parametrize("rate", [8_000, 11_025, 16_001, 22_050, 44_100, 48_000])
 def test_other_rates_are_converted(recordings: Any, rate: int) -> None:
-    """A tone below both bands keeps its pitch, its height and its length."""
+    """A tone below the Nyquist frequencies of both rates keeps its pitch, its amplitude and its length."""
     path = recordings.folder / "tone.wav"
     times = np.arange(rate) / rate
     soundfile.write(path, 0.5 * np.sin(2 * np.pi * 1000 * times), rate, subtype="FLOAT")
@@ -203,7 +208,9 @@ def test_the_dither_of_evaluation_follows_from_the_samples_not_from_the_name(
     assert collate([audio_row("other", samples, RATE)], RATE).keys.tolist() == keys["m"][:1]
 
 
-def test_a_transcript_wider_than_its_shape_becomes_filler(cache: Path, recordings: Any) -> None:
+def test_a_padding_row_replaces_a_transcript_that_is_wider_than_its_shape(
+    cache: Path, recordings: Any
+) -> None:
     index = open_index(open_source(recordings.corpus("m", 1)))
     batch = BatchLoader(index, Characters())(micro_batch(0, shape=Shape(1, 8000, 6)))
     assert [skip.reason for skip in batch.skipped] == ["long_transcript"]

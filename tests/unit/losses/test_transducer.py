@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speechtrain.losses import transducer as module
 from speechtrain.losses.transducer import transducer_loss
+from speechtrain.losses.transducer_dropout import mix, mix_in_place
+from speechtrain.losses.transducer_ragged import RaggedJoint
 from tests.support.lattices import NAMES, Problem, joint_dropout_mask
 
 FORMS = pytest.mark.parametrize("static", [False, True], ids=["rows", "static"])
@@ -271,8 +272,8 @@ class Work:
 def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     """Count the cells that the form ``rows`` computes."""
     work = Work()
-    walk_class = module._RaggedWalk
-    fill_cells, add_cells = walk_class._fill_cells, walk_class._add_cell_gradients
+    joint_class = RaggedJoint
+    fill_cells, add_cells = joint_class._fill_cells, joint_class._add_cell_gradients
 
     def counted_fill(self: Any, cells: Any, logits: Tensor) -> None:
         work.forward += len(logits)
@@ -284,8 +285,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
         work.anew += len(cells.flat) - kept
         add_cells(self, cells, *fields, **named)
 
-    monkeypatch.setattr(walk_class, "_fill_cells", counted_fill)
-    monkeypatch.setattr(walk_class, "_add_cell_gradients", counted_add)
+    monkeypatch.setattr(joint_class, "_fill_cells", counted_fill)
+    monkeypatch.setattr(joint_class, "_add_cell_gradients", counted_add)
     return work
 
 
@@ -442,8 +443,8 @@ def test_mask_has_its_rate_and_no_pattern(rate: float) -> None:
 def test_hash_in_place_is_the_hash() -> None:
     words = torch.randint(-(2**31), 2**31 - 1, (64, 33), dtype=torch.int32)
     words[0, :4] = torch.tensor([0, -1, 2**31 - 1, -(2**31)])
-    expected, copy = module._mix(words), words.clone()
-    module._mix_in_place(copy, torch.empty_like(copy))
+    expected, copy = mix(words), words.clone()
+    mix_in_place(copy, torch.empty_like(copy))
     assert torch.equal(copy, expected)
     unsigned = words[0, 1].item() % 2**32
     for multiplier in (0x7FEB352D, 0x846CA68B):

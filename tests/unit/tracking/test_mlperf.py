@@ -248,8 +248,8 @@ def test_validations_within_an_epoch_are_in_its_block(tmp_path: Path) -> None:
     assert log.metadata("eval_accuracy") == [1, 2]
 
 
-def test_a_run_lacks_the_keys_of_what_it_lacks(tmp_path: Path) -> None:
-    """Neither LAMB nor MLPerf's schedule, nor speed perturbation, nor the reference's network."""
+def test_keys_of_the_references_parts_are_logged_only_if_the_run_has_these_parts(tmp_path: Path) -> None:
+    """The run has another optimizer, schedule and network than the reference, and no speed perturbation."""
     choices = ["model=ctc", "encoder=fastconformer_tiny", "optimizer=adamw", "data=digits", "augment=none"]
     tracker = tracker_of(tmp_path, *choices, "data.speed=null")
     begin(tracker)
