@@ -253,13 +253,15 @@ def _check_values(inputs: _Inputs, blank: int, vocabulary: int) -> None:
     labels, frames, symbols = inputs.labels, inputs.frames, inputs.symbols
     max_labels, max_frames = labels.shape[1], inputs.encoder.shape[1]
     is_misfit = (frames < 0) | (frames > max_frames) | (symbols < 0) | (symbols > max_labels)
+    is_invalid = (labels < 0) | (labels >= vocabulary) | (labels == blank)
+    is_within_length = _indices(max_labels, labels) < symbols[:, None]
+    has_fault = is_misfit.any() | (is_invalid & is_within_length).any()
+    if not bool(has_fault):  # On a GPU, the host waits for each read, so this is one.
+        return
     if bool(is_misfit.any()):
         lengths = f"{frames.tolist()} and {symbols.tolist()}"
         raise ValueError(f"lengths {lengths} do not fit {max_frames} frames and {max_labels} labels")
-    is_invalid = (labels < 0) | (labels >= vocabulary) | (labels == blank)
-    is_within_length = _indices(max_labels, labels) < symbols[:, None]
-    if bool((is_invalid & is_within_length).any()):
-        raise ValueError(f"a label is the blank {blank} or outside the vocabulary of {vocabulary}")
+    raise ValueError(f"a label is the blank {blank} or outside the vocabulary of {vocabulary}")
 
 
 @dataclass(frozen=True)
@@ -389,10 +391,10 @@ class _RaggedLoss(torch.autograd.Function):
         # ``forward`` has saved the 8 inputs, then the arcs, then the 4 gradients.
         inputs = _Inputs(*ctx.saved_tensors[:8])
         arcs, gradients = ctx.saved_tensors[8:-4], ctx.saved_tensors[-4:]
-        factors = upstream[inputs.frames > 0]
-        is_same_factor = bool((factors == factors[:1]).all())
+        has_frames = inputs.frames > 0
+        factor = upstream.index_select(0, has_frames.long().argmax(0, keepdim=True))
+        is_same_factor = bool(((upstream == factor) | ~has_frames).all())
         if is_same_factor:
-            factor = factors[:1].sum()  # 0 if no utterance has frames
             return _Gradients(*(gradient * factor for gradient in gradients)).for_inputs(inputs)
         with full_precision(upstream.device):
             walk = _RaggedWalk(ctx.joint, inputs)
@@ -458,6 +460,7 @@ class _RaggedWalk(_Walk):
         self.sums = _Gradients(*(torch.zeros_like(x, dtype=joint.wide) for x in inputs_of_gradients))
         self.buffers = _Buffers(joint, inputs.weight)
         self.stored_logits = self.buffers.logits[:0]
+        self.stores_all = False  # whether the logits of all cells of the present group are stored
         # the row of each cell in ``stored_logits``, or -1
         self.stored_row = torch.full((self.arcs[0].numel(),), -1, device=self.bias.device)
 
@@ -491,11 +494,15 @@ class _RaggedWalk(_Walk):
         first_cell = rows.start * weight[0].numel()
         weights, *differences = (field.flatten() for field in (weight, *arcs))
         local_cells = matters.flatten().nonzero()[:, 0]  # counted from ``first_cell``
-        is_stored = self.stored_row[local_cells + first_cell] >= 0
-        for subset in (local_cells[is_stored], local_cells[~is_stored]):
-            for chunk in torch.split(subset, self.joint.chunk):
+        subsets = {True: local_cells}  # by whether the logits of the cells are stored
+        if not self.stores_all:
+            has_row = self.stored_row[local_cells + first_cell] >= 0
+            subsets = {True: local_cells[has_row], False: local_cells[~has_row]}
+        for is_stored, subset in subsets.items():
+            for _, chunk in self._chunks(subset):
                 cells = self._cell_indices(chunk + first_cell)
-                self._add_cell_gradients(cells, weights[chunk], [field[chunk] for field in differences])
+                chunk_differences = [field[chunk] for field in differences]
+                self._add_cell_gradients(cells, is_stored, weights[chunk], chunk_differences)
 
     def gradients(self) -> _Gradients:
         """Return the sums of the gradients, in the shapes of the inputs."""
@@ -523,12 +530,15 @@ class _RaggedWalk(_Walk):
         """Compute the log-probabilities of the arcs, and store the logits that fit the buffer."""
         inside = _inside((len(self.frames[rows]), *self.shape[1:]), self.frames[rows], self.symbols[rows])
         cells = inside.flatten().nonzero()[:, 0] + rows.start * inside[0].numel()
-        is_stored = self._is_worth_storing(self._cell_indices(cells))
-        stored_cells = cells[is_stored]
+        self.stores_all = len(cells) <= len(self.stored_logits)
+        stored_cells, other_cells = cells, cells[:0]
+        if not self.stores_all:
+            is_stored = self._is_worth_storing(self._cell_indices(cells))
+            stored_cells, other_cells = cells[is_stored], cells[~is_stored]
         self.stored_row[stored_cells] = torch.arange(len(stored_cells), device=stored_cells.device)
         for start, chunk in self._chunks(stored_cells):
             self._fill_cells(chunk, self.stored_logits[start : start + len(chunk)])
-        for _, chunk in self._chunks(cells[~is_stored]):
+        for _, chunk in self._chunks(other_cells):
             self._fill_cells(chunk, self.buffers.logits[: len(chunk)])
 
     def _chunks(self, cells: Tensor) -> list[tuple[int, Tensor]]:
@@ -563,8 +573,6 @@ class _RaggedWalk(_Walk):
         estimate, but then only few cells matter.
         """
         capacity = len(self.stored_logits)
-        if len(cells.flat) <= capacity:
-            return torch.ones_like(cells.flat, dtype=torch.bool)
         frames_left = self.frames[cells.row] - 1 - cells.frame
         symbols_left = self.symbols[cells.row] - cells.position
         # The number of paths is the number of ways to the cell times the number of ways from the cell on.
@@ -574,13 +582,16 @@ class _RaggedWalk(_Walk):
         is_stored[(log_ways_to + log_ways_on).topk(capacity).indices] = True
         return is_stored
 
-    def _add_cell_gradients(self, cells: _Cells, weight: Tensor, differences: list[Tensor]) -> None:
+    def _add_cell_gradients(
+        self, cells: _Cells, is_stored: bool, weight: Tensor, differences: list[Tensor]
+    ) -> None:
         """Add the gradients of N cells to the sums.
 
         ``weight`` (N,) and ``differences``, each (N,), are the results of ``_differentials`` for the cells.
         """
         hidden = self._hidden(cells)
-        gradient = self._logit_gradient(cells, hidden, weight, differences)
+        symbol_logits, _ = self.joint.split_logits(self._logits(cells, hidden, is_stored))
+        gradient = self._logit_gradient(cells, symbol_logits, weight, differences)
         wide = self.joint.wide
         self.sums.bias.add_(gradient.sum(0, dtype=wide))
         if wide == self.joint.dtype:
@@ -597,13 +608,12 @@ class _RaggedWalk(_Walk):
         self.sums.prediction.index_add_(0, cells.position_row, unit_gradient)
 
     def _logit_gradient(
-        self, cells: _Cells, hidden: Tensor, weight: Tensor, differences: list[Tensor]
+        self, cells: _Cells, symbol_logits: Tensor, weight: Tensor, differences: list[Tensor]
     ) -> Tensor:
-        """Return the gradient (N, V + K) over the logits. ``hidden`` is (N, H)."""
+        """Return the gradient (N, V + K) over the logits. ``symbol_logits`` is (N, V)."""
         dtype = self.joint.dtype
-        symbol_logits, _ = self.joint.split_logits(self._logits(cells, hidden))
         blank, label, *durations = (field.to(dtype) for field in differences)
-        gradient = self.buffers.softmax[: len(hidden)]
+        gradient = self.buffers.softmax[: len(symbol_logits)]
         symbol_gradient, duration_gradient = self.joint.split_logits(gradient)
         torch.softmax(symbol_logits, 1, out=symbol_gradient)
         symbol_gradient.scatter_(1, self.targets[cells.position_row, None], label[:, None])
@@ -613,11 +623,12 @@ class _RaggedWalk(_Walk):
         gradient *= weight[:, None].to(dtype)
         return gradient
 
-    def _logits(self, cells: _Cells, hidden: Tensor) -> Tensor:
-        """Return the logits (N, V + K), from ``stored_logits`` if all N cells have a row there."""
+    def _logits(self, cells: _Cells, hidden: Tensor, is_stored: bool) -> Tensor:
+        """Return the logits (N, V + K) of cells, from ``stored_logits`` if they are stored there."""
         logits = self.buffers.logits[: len(hidden)]
-        rows = self.stored_row[cells.flat]
-        if bool((rows >= 0).all()):
+        if is_stored:
+            # A cell outside the lattice has no row. It is visited only if its weight is NaN.
+            rows = self.stored_row[cells.flat].clamp(min=0)
             return torch.index_select(self.stored_logits, 0, rows, out=logits)
         return torch.addmm(self.bias, hidden, self.weight.t(), out=logits)
 

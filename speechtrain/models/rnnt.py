@@ -89,8 +89,15 @@ class RNNT(Recogniser):
         if self.ctc is None:
             return transducer, {}
         scores = self.ctc(encoded).float().log_softmax(-1)
-        symbols, blank = batch.label_lengths, self.tokenizer.blank
-        ctc = ctc_loss(scores, batch.labels, lengths, symbols=symbols, blank=blank, policy=self.policy)
+        ctc = ctc_loss(
+            scores,
+            batch.labels,
+            lengths,
+            symbols=batch.label_lengths,
+            blank=self.tokenizer.blank,
+            policy=self.policy,
+            host_lengths=batch.host_lengths,
+        )
         count = batch.weight.sum()
         metrics: Sums = {
             "loss_transducer": ((transducer.detach() * batch.weight).sum(), count),
