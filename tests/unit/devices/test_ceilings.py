@@ -76,7 +76,7 @@ def test_the_loss_on_cuda() -> None:
 
 
 class RecorderOfLengths(Recorder):
-    """Does not count CTC's kernel with lengths of the host as a read. Torch's tag does not tell them apart."""
+    """Does not count CTC's kernel with lengths of the host as a read, although torch tags it like one."""
 
     def _check_reads(self, function: Any, packet: str, arguments: Any) -> None:
         if function is not torch.ops.aten._ctc_loss.default:
