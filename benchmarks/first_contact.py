@@ -48,6 +48,7 @@ from speechtrain.training.graph_warmup import padding_batch
 
 NAME = "first-contact"
 _ROUNDS = 5  # of timing
+_MULTIPLIER = 0x846CA68B - 2**32  # of the hash of dropout (losses/transducer.py)
 _PROBE_SECONDS = 1200.0  # the time limit of a probe
 _TRAININGS = ("two ranks", "recipe=demo")  # These probes start further processes, which open the device.
 Values = dict[str, Any]
@@ -126,11 +127,18 @@ class Contact:
         return int(protocol)
 
     def int64(self) -> Values:
-        """Return a copied value and a product beyond 32 bits. They are correct if int64 has 64 bits."""
+        """Return a copied value and a product beyond 32 bits. They are correct if int64 has 64 bits.
+
+        The hash of dropout needs a product of int32 that keeps its lower 32 bits.
+        """
         copy = self._integer(lambda: self._on(torch.tensor([2**40])))
         factor = torch.tensor([2**20])
         product = self._integer(lambda: self._on(factor) * 2**20)
-        return {"copy of 2**40": copy, "2**20 * 2**20": product}
+        word = torch.tensor([0x7FEB352D], dtype=torch.int32)
+        host_product = self._integer(lambda: word * _MULTIPLIER)
+        device_product = self._integer(lambda: self._on(word) * _MULTIPLIER)
+        values = {"copy of 2**40": copy, "2**20 * 2**20": product}
+        return values | {"int32 product": device_product, "int32 product on the CPU": host_product}
 
     def transducer(self) -> Values:
         """Compare the loss with dropout to the CPU, where the same hash drops the same units."""

@@ -45,6 +45,8 @@ class Batch:
     seconds: float = 0.0  # audio in the rows that are not padding
     skipped: tuple[Skip, ...] = field(default=())  # unusable cuts, which padding rows replace
     extra: dict[str, Tensor] = field(default_factory=dict)  # tensors that ``Task.prepare`` adds on the host
+    # the encoder's frames and the labels of each row as numbers of the host, if ``Task.prepare`` knows them
+    host_lengths: tuple[list[int], list[int]] | None = None
 
     @property
     def utterances(self) -> int:

@@ -124,6 +124,14 @@ def test_first_contact_probes_in_another_process(first_contact: dict[str, Any]) 
     assert run_in_process(["device=missing"], "ctc")["error"].startswith("exit code")
 
 
+def test_first_contact_compares_a_product_that_wraps(first_contact: dict[str, Any], tmp_path: Path) -> None:
+    contact = first_contact["Contact"](CPU(), compose(["device=cpu"]), ["device=cpu"], tmp_path)
+    values = contact.int64()
+    product = 0x7FEB352D * first_contact["_MULTIPLIER"]
+    lower_bits = (product + 2**31) % 2**32 - 2**31
+    assert values["int32 product"] == values["int32 product on the CPU"] == lower_bits
+
+
 def test_first_contact_counts_launches(first_contact: dict[str, Any], tmp_path: Path) -> None:
     contact = first_contact["Contact"](CPU(), compose(["device=cpu"]), ["device=cpu"], tmp_path)
     assert contact._costs(lambda: torch.ones(2, device="cpu").add(1)).launches == 2

@@ -25,6 +25,7 @@ class Encoder(nn.Module, ABC):
     frozen: bool = False  # if True, ``encode`` records no graph and the weights do not change
     normalise_audio: bool = False  # if True, the data layer gives recordings zero mean and unit variance
     reads_padding: bool = False  # if True, the frames of a row depend on the padding of its batch
+    has_exact_frames: bool = True  # if False, ``frames`` is a bound, because the audio decides
 
     def encode(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the frames and lengths of ``forward``, without gradients if ``frozen``.
@@ -67,6 +68,7 @@ class LogMelEncoder(Encoder):
     def __init__(self, features: LogMel, augment: Augment) -> None:
         super().__init__()
         self.features, self.augment, self.sample_rate = features, augment, features.sample_rate
+        self.has_exact_frames = features.trim_silence_db is None
 
     def augmented(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the log-mel frames (B, T, M) of the batch and their lengths (B,), augmented in training."""

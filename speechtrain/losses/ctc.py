@@ -26,6 +26,7 @@ def ctc_loss(
     label_counts: Tensor,
     blank: int,
     policy: ComputePolicy = PLAIN,
+    host_lengths: tuple[list[int], list[int]] | None = None,
 ) -> Tensor:
     """Return the negative log-likelihood (B,) of the first ``label_counts`` (B,) of ``labels`` (B, U).
 
@@ -35,6 +36,9 @@ def ctc_loss(
     ``policy.ctc`` selects the kernel. ``static`` computes the same loss in shapes that do not depend on data,
     with T steps forward and T steps backward for every row. The host does not read any value. ``static``
     also replaces a vendor's kernel that is not loaded.
+
+    ``host_lengths`` are the values of ``frames`` and ``label_counts``. Torch's kernel needs these values on
+    the host. Without ``host_lengths`` it reads them from the device.
     """
     vendor_kernel = None if policy.ctc == "static" else policy.ctc_kernel
     if policy.ctc != "torch" and vendor_kernel is None:
@@ -43,7 +47,8 @@ def ctc_loss(
     if vendor_kernel is not None:
         return _vendor_loss(vendor_kernel, scores, labels, frames, label_counts, blank)
     time_major = scores.transpose(0, 1)
-    return F.ctc_loss(time_major, labels, frames, label_counts, blank, reduction="none", zero_infinity=True)
+    lengths: tuple[Any, Any] = host_lengths or (frames, label_counts)
+    return F.ctc_loss(time_major, labels, *lengths, blank, reduction="none", zero_infinity=True)
 
 
 def _vendor_loss(

@@ -282,13 +282,16 @@ def _check_values(inputs: Inputs, blank: int, vocabulary: int) -> None:
     max_labels, max_frames = labels.shape[1], inputs.encoder.shape[1]
     is_frame_misfit = (frame_counts < 0) | (frame_counts > max_frames)
     is_label_misfit = (label_counts < 0) | (label_counts > max_labels)
-    if bool((is_frame_misfit | is_label_misfit).any()):
-        lengths = f"{frame_counts.tolist()} and {label_counts.tolist()}"
-        raise ValueError(f"lengths {lengths} do not fit {max_frames} frames and {max_labels} labels")
+    is_misfit = is_frame_misfit | is_label_misfit
     is_invalid = (labels < 0) | (labels >= vocabulary) | (labels == blank)
     is_within_length = indices(max_labels, labels) < label_counts[:, None]
-    if bool((is_invalid & is_within_length).any()):
-        raise ValueError(f"a label is the blank {blank} or outside the vocabulary of {vocabulary}")
+    has_fault = is_misfit.any() | (is_invalid & is_within_length).any()
+    if not bool(has_fault):  # On a GPU, the host waits for each read, so valid inputs need only this one.
+        return
+    if bool(is_misfit.any()):
+        lengths = f"{frame_counts.tolist()} and {label_counts.tolist()}"
+        raise ValueError(f"lengths {lengths} do not fit {max_frames} frames and {max_labels} labels")
+    raise ValueError(f"a label is the blank {blank} or outside the vocabulary of {vocabulary}")
 
 
 class _RaggedLoss(torch.autograd.Function):
@@ -316,10 +319,11 @@ class _RaggedLoss(torch.autograd.Function):
         # ``forward`` has saved the 8 inputs, then the arcs, then the 4 gradients.
         inputs = Inputs(*ctx.saved_tensors[:8])
         arcs, gradients = ctx.saved_tensors[8:-4], ctx.saved_tensors[-4:]
-        factors = upstream[inputs.frame_counts > 0]
-        is_same_factor = bool((factors == factors[:1]).all())
+        has_frames = inputs.frame_counts > 0
+        first_with_frames = has_frames.long().argmax(0, keepdim=True)
+        factor = upstream.index_select(0, first_with_frames)
+        is_same_factor = bool(((upstream == factor) | ~has_frames).all())
         if is_same_factor:
-            factor = factors[:1].sum()  # 0 if no utterance has frames
             scaled_gradients = Gradients(*(gradient * factor for gradient in gradients))
             return scaled_gradients.for_inputs(inputs)
         with full_precision(upstream.device):

@@ -27,6 +27,9 @@ class Dropout:
     A draw has 16 bits. A word is an int32, which has the draws of two units. The hash is MurmurHash3's
     finaliser with the multipliers of Wellons' lowbias32. No mask is stored, and the result does not depend on
     the padding or on which other cells are computed.
+
+    A product of two int32 must wrap, which means that it keeps its lower 32 bits. CPUs and CUDA do so.
+    Gaudi's documentation does not say it, so ``benchmarks/first_contact.py`` compares a product there.
     """
 
     def __init__(self, settings: Settings, batch: int, width: int, seed_halves: Tensor) -> None:

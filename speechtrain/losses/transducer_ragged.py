@@ -40,6 +40,7 @@ class RaggedJoint(JointNetwork):
         self.buffers = _Buffers(settings, inputs.weight)
         # The logits (rows, V + K) of some cells of the present group. Without gradients it has no rows.
         self.stored_logits = self.buffers.logits.new_empty(0, len(self.bias))
+        self.stores_all = False  # whether the logits of all cells of the present group are stored
         # The row of each cell (B · T · P) in ``stored_logits``, or -1. Each group uses the rows of
         # ``stored_logits`` again. The entries of earlier groups are then wrong, but are not read again.
         self.stored_row = torch.full((self.arcs[0].numel(),), -1, device=self.bias.device)
@@ -82,12 +83,15 @@ class RaggedJoint(JointNetwork):
         flat_weight = weight.flatten()
         flat_differences = [difference.flatten() for difference in differences]
         local_cells = matters.flatten().nonzero()[:, 0]
-        is_stored = self.stored_row[local_cells + first_cell] >= 0
-        for subset in (local_cells[is_stored], local_cells[~is_stored]):
-            for local in torch.split(subset, self.settings.chunk):
+        subsets = {True: local_cells}  # by whether the logits of the cells are stored
+        if not self.stores_all:
+            has_row = self.stored_row[local_cells + first_cell] >= 0
+            subsets = {True: local_cells[has_row], False: local_cells[~has_row]}
+        for is_stored, subset in subsets.items():
+            for _, local in self._chunks(subset):
                 cells = self._cell_indices(local + first_cell)
                 chunk_differences = [difference[local] for difference in flat_differences]
-                self._add_cell_gradients(cells, flat_weight[local], chunk_differences)
+                self._add_cell_gradients(cells, is_stored, flat_weight[local], chunk_differences)
 
     def gradients(self) -> Gradients:
         """Return the sums of the gradients, in the shapes of the inputs."""
@@ -118,12 +122,15 @@ class RaggedJoint(JointNetwork):
         inside = inside_mask(shape, self.frame_counts[group], self.label_counts[group])
         first_cell = group.start * frames * positions
         cells = inside.flatten().nonzero()[:, 0] + first_cell
-        is_stored = self._is_worth_storing(self._cell_indices(cells))
-        stored_cells = cells[is_stored]
+        self.stores_all = len(cells) <= len(self.stored_logits)
+        stored_cells, other_cells = cells, cells[:0]
+        if not self.stores_all:
+            is_stored = self._is_worth_storing(self._cell_indices(cells))
+            stored_cells, other_cells = cells[is_stored], cells[~is_stored]
         self.stored_row[stored_cells] = torch.arange(len(stored_cells), device=stored_cells.device)
         for start, chunk in self._chunks(stored_cells):
             self._fill_cells(chunk, self.stored_logits[start : start + len(chunk)])
-        for _, chunk in self._chunks(cells[~is_stored]):
+        for _, chunk in self._chunks(other_cells):
             self._fill_cells(chunk, self.buffers.logits[: len(chunk)])
 
     def _chunks(self, cells: Tensor) -> list[tuple[int, Tensor]]:
@@ -162,8 +169,6 @@ class RaggedJoint(JointNetwork):
         estimate of the occupancy, but then only few cells matter.
         """
         capacity = len(self.stored_logits)
-        if len(cells.flat) <= capacity:
-            return torch.ones_like(cells.flat, dtype=torch.bool)
         frames_left = self.frame_counts[cells.utterance] - 1 - cells.frame
         labels_left = self.label_counts[cells.utterance] - cells.position
         # The number of paths is the number of ways to the cell times the number of ways from the cell on.
@@ -174,14 +179,17 @@ class RaggedJoint(JointNetwork):
         is_stored[most_paths] = True
         return is_stored
 
-    def _add_cell_gradients(self, cells: Cells, weight: Tensor, differences: list[Tensor]) -> None:
+    def _add_cell_gradients(
+        self, cells: Cells, is_stored: bool, weight: Tensor, differences: list[Tensor]
+    ) -> None:
         """Add the gradients of N cells to the sums.
 
         ``weight`` (N,) and ``differences``, each (N,), are the results of ``gradient_factors`` for the
         cells.
         """
         hidden = self._hidden(cells)
-        gradient = self._logit_gradient(cells, hidden, weight, differences)
+        symbol_logits, _ = self.settings.split_logits(self._logits(cells, hidden, is_stored))
+        gradient = self._logit_gradient(cells, symbol_logits, weight, differences)
         wide = self.settings.wide
         self.sums.bias.add_(gradient.sum(0, dtype=wide))
         if wide == self.settings.dtype:
@@ -198,13 +206,12 @@ class RaggedJoint(JointNetwork):
         self.sums.prediction.index_add_(0, cells.prediction_row, unit_gradient)
 
     def _logit_gradient(
-        self, cells: Cells, hidden: Tensor, weight: Tensor, differences: list[Tensor]
+        self, cells: Cells, symbol_logits: Tensor, weight: Tensor, differences: list[Tensor]
     ) -> Tensor:
-        """Return the gradient (N, V + K) over the logits. ``hidden`` is (N, H)."""
+        """Return the gradient (N, V + K) over the logits. ``symbol_logits`` is (N, V)."""
         dtype = self.settings.dtype
-        symbol_logits, _ = self.settings.split_logits(self._logits(cells, hidden))
         blank, label, *durations = (difference.to(dtype) for difference in differences)
-        gradient = self.buffers.softmax[: len(hidden)]
+        gradient = self.buffers.softmax[: len(symbol_logits)]
         symbol_gradient, duration_gradient = self.settings.split_logits(gradient)
         torch.softmax(symbol_logits, 1, out=symbol_gradient)
         symbol_gradient.scatter_(1, self.targets[cells.prediction_row, None], label[:, None])
@@ -214,11 +221,12 @@ class RaggedJoint(JointNetwork):
         gradient *= weight[:, None].to(dtype)
         return gradient
 
-    def _logits(self, cells: Cells, hidden: Tensor) -> Tensor:
-        """Return the logits (N, V + K), from ``stored_logits`` if all N cells have a row there."""
+    def _logits(self, cells: Cells, hidden: Tensor, is_stored: bool) -> Tensor:
+        """Return the logits (N, V + K) of cells, from ``stored_logits`` if they are stored there."""
         logits = self.buffers.logits[: len(hidden)]
-        rows = self.stored_row[cells.flat]
-        if bool((rows >= 0).all()):
+        if is_stored:
+            # A cell outside the lattice has no row. Its gradient is computed only if its weight is NaN.
+            rows = self.stored_row[cells.flat].clamp(min=0)
             return torch.index_select(self.stored_logits, 0, rows, out=logits)
         return torch.addmm(self.bias, hidden, self.weight.t(), out=logits)
 

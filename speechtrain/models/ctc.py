@@ -52,6 +52,7 @@ class CTC(Recogniser):
             label_counts=batch.label_lengths,
             blank=self.tokenizer.blank,
             policy=self.policy,
+            host_lengths=batch.host_lengths,
         )
         return loss, {}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -99,7 +100,12 @@ class Recogniser(Task, PolicyAware):
         ]
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
-        return self.encoder.prepare(batch, seed)
+        """Add the lengths that the host knows to the batch, so that no loss reads them from the device."""
+        batch, encoder = self.encoder.prepare(batch, seed), self.encoder
+        if not encoder.has_exact_frames:
+            return batch
+        frames = [encoder.frames(samples) for samples in batch.audio_lengths.tolist()]
+        return replace(batch, host_lengths=(frames, batch.label_lengths.tolist()))
 
     def forward(self, batch: Batch) -> Loss:
         encoded, lengths = self.encoder.encode(batch)

@@ -96,6 +96,7 @@ class RNNT(Recogniser):
             label_counts=batch.label_lengths,
             blank=self.tokenizer.blank,
             policy=self.policy,
+            host_lengths=batch.host_lengths,
         )
         count = batch.weight.sum()
         metrics: Sums = {

@@ -100,7 +100,7 @@ class EMA(Average):
         rates = torch.tensor([1 - decay]).to(is_counted.device)
         rate = rates[0] * is_counted
         for average, value in zip(averages, values, strict=True):
-            average.add_((value - average) * rate)
+            average.addcmul_(value - average, rate)
 
     def _present_decay(self) -> float:
         """Return d for the next update."""

@@ -125,8 +125,9 @@ class BranchFreeUpdate(Update):
         is_finite = healthy.to(norm.dtype) * torch.isfinite(norm).to(norm.dtype)  # () 1 or 0
         # An update that is undone must not contain inf or NaN either, because 0 · inf and 0 · NaN are NaN.
         scale = scale.masked_fill(~torch.isfinite(scale), 0.0)
+        is_overflow = ~torch.isfinite(norm)
         for gradient in gradients:
-            gradient.masked_fill_(~torch.isfinite(gradient), 0.0).mul_(scale)
+            gradient.masked_fill_(is_overflow, 0.0).mul_(scale)
         self._set_rate(optimizer, rate)
         self._step_if(is_finite, optimizer)
         average.update(module, is_finite)
@@ -138,12 +139,13 @@ class BranchFreeUpdate(Update):
         """Compute a step of the optimizer, and undo it if ``flag`` (), which is 1 or 0, is 0."""
         copies = {id(tensor): tensor.clone() for tensor in self._tensors_on_device(optimizer)}
         self.precision.step(optimizer)
+        undo = 1 - flag
         for tensor in self._tensors_on_device(optimizer):
             copy = copies.get(id(tensor))
             tensor.mul_(flag)
             # A state that this step created has no copy. It starts at 0.
             if copy is not None:
-                tensor.add_(copy * (1 - flag))
+                tensor.addcmul_(copy, undo)
 
     @staticmethod
     def _tensors_on_device(optimizer: torch.optim.Optimizer) -> list[Tensor]:

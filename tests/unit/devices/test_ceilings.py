@@ -15,7 +15,7 @@ import torch
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import apply_policy
-from speechtrain.config.build import build_encoder, build_model
+from speechtrain.config.build import build_device, build_encoder, build_model
 from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
 from speechtrain.devices.recorder import Recorder, Unfit
@@ -72,7 +72,36 @@ def test_an_encoder_in_one_graph_is_refused() -> None:
 def test_the_loss_on_cuda() -> None:
     costs = BENCHMARK["cuda"](8, 100, 40, classes=16, hidden=8)
     assert costs.launches <= 2 * 100 + 450  # two in each frame of the recursion
-    assert costs.reads <= 15
+    assert costs.reads <= 6
+
+
+class RecorderOfLengths(Recorder):
+    """Does not count CTC's kernel with lengths of the host as a read, although torch tags it like one."""
+
+    def _check_reads(self, function: Any, packet: str, arguments: Any) -> None:
+        if function is not torch.ops.aten._ctc_loss.default:
+            super()._check_reads(function, packet, arguments)
+
+
+@pytest.mark.parametrize(
+    ("choices", "reads"),
+    [
+        (["model=ctc"], 0),
+        (["model=ctc", "encoder.features.trim_silence_db=-60"], 1),
+        (["model=rnnt"], 6),
+        (["model=rnnt", "device.deterministic=true"], 0),
+    ],
+)
+def test_reads_of_a_step_on_cuda(choices: list[str], reads: int) -> None:
+    """The ragged loss of the RNN-T chooses its cells by values, so the host reads in it, and only there."""
+    config = compose([*choices, "device=cuda"])
+    task, tokenizer = build_task(config)
+    apply_policy(task.train(), build_device(config).policy(torch.float32))
+    recorder = RecorderOfLengths(CUDA.facts.operations)
+    batch = recorder.move(task.prepare(batch_of(3, 2.2, 12, tokenizer.size), 1))
+    with recorder:
+        torch.autograd.backward(task(batch).total)
+    assert recorder.costs.reads == reads
 
 
 @pytest.mark.parametrize("rows", [2, 40])

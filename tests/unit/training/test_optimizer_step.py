@@ -118,3 +118,17 @@ def test_an_update_is_read_once_at_most(kind: type[Update], reads: int) -> None:
         with recorder:
             run.update(trained, 0.01, scale, fine)
         assert recorder.costs.reads == reads * (seed + 1)
+
+
+def test_a_branch_free_update_has_few_launches_for_each_parameter() -> None:
+    """AdamW, the average, and the selection between the update and the old state."""
+    run, recorder = Run(BranchFreeUpdate), Recorder(Operations())
+    for seed in range(2):
+        run.step(seed)
+    loss = run.module(torch.randn(8, 4)).square().sum()
+    loss.backward()
+    trained = Trained(run.module, run.optimizer, run.average)
+    with recorder:
+        run.update(trained, 0.01, torch.tensor(0.125), torch.tensor(1.0))
+    parameters = list(run.module.parameters())
+    assert recorder.costs.launches <= 34 * len(parameters)
