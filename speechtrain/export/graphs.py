@@ -244,6 +244,8 @@ def write_graph(graph: Graph, path: Path) -> None:
             module.lstm = _LSTMOperators(module.lstm)  # type: ignore[assignment]
     arguments = tuple(graph.inputs.values())
     try:
+        from onnxscript import optimizer
+
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.export(
@@ -256,6 +258,7 @@ def write_graph(graph: Graph, path: Path) -> None:
                 output_names=list(graph.outputs),
                 dynamo=True,
                 verbose=False,
+                optimize=False,
             )
     except ImportError as error:
         raise MachineError(f"--to onnx: {error}. Install it: pip install -e '.[export]'") from None
@@ -265,6 +268,10 @@ def write_graph(graph: Graph, path: Path) -> None:
             f"--to onnx cannot write {type(module).__name__}: {one_line(str(error), 200)}"
         ) from None
     assert onnx_program is not None
+    # The rules that optimize=True adds remove additions of constants up to 1e-8, such as features.log_floor.
+    optimizer.inline(onnx_program.model)
+    optimizer.fold_constants(onnx_program.model)
+    optimizer.remove_unused_nodes(onnx_program.model)
     onnx_program.save(path)
 
 

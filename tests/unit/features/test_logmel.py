@@ -216,6 +216,43 @@ def test_librosa_form_of_kaldi_native_fbank_coincides() -> None:
     close(ours[0, 1 : 1 + len(expected)], expected, 1e-3)
 
 
+@pytest.mark.parametrize(("form", "window", "high"), [("kaldi", "povey", -400), ("kaldi_hann", "hann", 0)])
+@pytest.mark.parametrize("rate", [8000, 16000])
+def test_kaldi_forms_coincide_with_kaldi_native_fbank(form: str, window: str, high: int, rate: int) -> None:
+    """The options are those of sherpa-onnx 2.0.1 for models of NeMo (``offline-stream.cc``)."""
+    options = kaldi_native_fbank.FbankOptions()
+    options.frame_opts.dither = 0.0
+    options.frame_opts.samp_freq = rate
+    options.frame_opts.snip_edges = False
+    options.frame_opts.remove_dc_offset = False
+    options.frame_opts.window_type = window
+    options.mel_opts.num_bins = 40
+    options.mel_opts.low_freq = 0.0
+    options.mel_opts.high_freq = high
+    options.mel_opts.is_librosa = True
+    model = LogMel(
+        sample_rate=rate,
+        window_seconds=0.025,
+        n_fft=rate * 4 // 125,
+        mels=40,
+        f_max=rate / 2 + high,
+        form=form,
+        log_floor=2.0**-23,
+        splice=1,
+    )
+    waves = [speech(samples, samples % 7) for samples in (100, 1000, 1039, 1040, 15999)]
+    features, frames = run(model, *waves, padding=99)
+    for row, count, wave in zip(features, frames, waves, strict=True):
+        theirs = kaldi_native_fbank.OnlineFbank(options)
+        theirs.accept_waveform(rate, wave.tolist())
+        theirs.input_finished()
+        expected = np.stack([theirs.get_frame(index) for index in range(theirs.num_frames_ready)])
+        expected = (expected - expected.mean(0)) / (expected.std(0) + 1e-5)
+        close(row[: model.frames(len(wave))], expected, 2e-3)
+        assert count == model.frames(len(wave))
+        assert row[count:].abs().max() == 0
+
+
 @pytest.mark.filterwarnings("ignore:Setting snip_edges")
 def test_power_spectrum_of_lhotse_coincides() -> None:
     wave = speech(20000, 5)
@@ -515,7 +552,8 @@ def test_constants_are_not_weights() -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"form": "kaldi"}, "form is 'kaldi'"),
+        ({"form": "htk"}, "form is 'htk'"),
+        ({"form": "kaldi", "hop_seconds": 0.021}, "window_seconds is below hop_seconds"),
         ({"padding": "same"}, "padding is 'same'"),
         ({"n_fft": 256}, "n_fft is 256, and window_seconds covers 320"),
         ({"n_fft": 513}, "n_fft is 513. It must be even"),
