@@ -15,10 +15,10 @@ logarithm          ln max(x, floor)                     ln(x + floor)
 deviation          population                           sample, plus 1e-5
 =================  ===================================  ====================================
 
-The forms ``kaldi`` and ``kaldi_hann`` are those of sherpa-onnx for NeMo's transducers and CTC models. Kaldi's
-frames begin half a hop later, so there are floor(n/hop + ½) of them. The waveform is mirrored at both ends
-with its first and last sample, before pre-emphasis. The logarithm is that of ``dali``, and the deviation is
-population, plus 1e-5. The window of ``kaldi`` is Povey's, (½ − ½·cos(2πn/(N − 1)))^0.85, and that of
+sherpa-onnx has the form ``kaldi`` for NeMo's transducers and ``kaldi_hann`` for NeMo's CTC models. They equal
+``torch`` with these exceptions. Frames begin half a hop later, so there are floor(n/hop + ½) of them. The
+waveform is mirrored at both ends with its first and last sample, before pre-emphasis. The deviation is
+population, plus 1e-5. The window of ``kaldi`` is Povey's, (½ − ½·cos(2πn/(N − 1)))^0.85, and the window of
 ``kaldi_hann`` is ½ − ½·cos(2πn/N). Both are 0 at the first sample, so pre-emphasis for each window, as in
 Kaldi, equals pre-emphasis of the waveform.
 
@@ -381,8 +381,7 @@ class LogMel(MovedModule, PolicyAware):
     def _log_mel_of_power(self, power: Tensor, bank: Tensor) -> Tensor:
         """Return the log-mel columns (B, T, M) of a power spectrum (B, T, K)."""
         mel = torch.matmul(power, bank)
-        adds_floor = not (self._is_dali or self._is_kaldi)
-        mel = mel + self.log_floor if adds_floor else mel.clamp(min=self.log_floor)
+        mel = mel.clamp(min=self.log_floor) if self._is_dali else mel + self.log_floor
         return mel.log()
 
     def _finish(
@@ -447,7 +446,8 @@ class LogMel(MovedModule, PolicyAware):
         phase = samples / max(self.width - 1, 1)
         if self._is_dali or self.form == "kaldi_hann":
             phase = (samples + 0.5 * self._is_dali) / self.width
-        hann = 0.5 - 0.5 * torch.cos(2.0 * math.pi * phase)
+        cosine = torch.cos(2.0 * math.pi * phase)
+        hann = 0.5 - 0.5 * cosine
         return hann**0.85 if self.form == "kaldi" else hann
 
     def _fourier_basis(self, bins: Tensor) -> Tensor:
