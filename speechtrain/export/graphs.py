@@ -173,16 +173,16 @@ class _LSTMOperators(nn.Module):
         if state is None:
             zeros = x.new_zeros(self.num_layers, rows, self.hidden_size)
             state = (zeros, zeros)
+        state_size = (1, rows, self.hidden_size)
         for layer in range(self.num_layers):
             weights = [self.weights[3 * layer + index] for index in range(3)]
             start = [part[layer : layer + 1] for part in state]
-            sizes = [(frames, 1, rows, self.hidden_size), *[(1, rows, self.hidden_size)] * 2]
             y, hidden, cell = torch.onnx.ops.symbolic_multi_out(
                 "LSTM",
                 [x, *weights, None, *start],
                 {"hidden_size": self.hidden_size},
                 dtypes=[torch.float32] * 3,
-                shapes=sizes,
+                shapes=[(frames, *state_size), state_size, state_size],
             )
             x = y[:, 0]
             hiddens.append(hidden)
@@ -190,13 +190,17 @@ class _LSTMOperators(nn.Module):
         return x, (torch.cat(hiddens), torch.cat(cells))
 
 
-def graphs_of(task: CTC | RNNT) -> dict[str, Graph]:
-    """Return the graphs by the names of their files. Raises ConfigError for another prediction network."""
+def graphs_of(task: CTC | RNNT, policy: ComputePolicy | None = _POLICY) -> dict[str, Graph]:
+    """Return the graphs by the names of their files. Without ``policy``, the policy of ``task`` stays.
+
+    Raises ConfigError for a prediction network of another class than ours.
+    """
     if isinstance(task, RNNT) and not isinstance(task.prediction, LSTMPrediction | StatelessPrediction):
         network = type(task.prediction).__name__
         raise ConfigError(f"ONNX cannot have {network}. Choose prediction=lstm or prediction=stateless")
     task = copy.deepcopy(task).eval()
-    apply_policy(task, _POLICY)
+    if policy is not None:
+        apply_policy(task, policy)
     graphs = _encoder_graphs(task)
     frames = graphs["encoder"].example_outputs()["frames"]
     head = task.output if isinstance(task, CTC) else task.ctc

@@ -54,12 +54,12 @@ def check(loaded: LoadedRun, exports: Mapping[str, Export]) -> dict[str, Any]:
             if precision == "fp32" and text.strip() != torch_text.strip():
                 _require_tie(loaded, export, utterance, (text, torch_text))
                 ties.append({"id": utterance.id, "export": text, "pytorch": torch_text})
-    rates = {}
-    for name, texts in pairs.items():
-        rates[name] = {
-            metric: float(errors / units) for metric, (errors, units) in error_rates(texts).items()
-        }
+    rates = {name: _rates(texts) for name, texts in pairs.items()}
     return {"recordings": len(pairs["pytorch"]), "ties": ties, "error_rates": rates}
+
+
+def _rates(pairs: list[tuple[str, str]]) -> dict[str, float]:
+    return {metric: float(errors / units) for metric, (errors, units) in error_rates(pairs).items()}
 
 
 def _require_tie(loaded: LoadedRun, export: Export, utterance: Utterance, texts: tuple[str, str]) -> None:

@@ -100,8 +100,8 @@ class Search:
 
 
 def torch_search(task: Any) -> Search:
-    """Return the search over the modules of ``task``, a recogniser on the CPU."""
-    graphs = graphs_of(task)
+    """Return the search over the modules of ``task``, a recogniser on the CPU, as it transcribes."""
+    graphs = graphs_of(task, policy=None)
     return Search(settings(task, graphs), {name: _TorchSession(graph) for name, graph in graphs.items()})
 
 
