@@ -6,6 +6,7 @@ A graph reads one recording. Legend: S samples, T frames, F features, W encoder 
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -250,6 +251,9 @@ def write_graph(graph: Graph, path: Path) -> None:
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            logging.getLogger("torch.onnx").setLevel(
+                logging.ERROR
+            )  # It warns of packages that are not needed.
             program = _onnx_program(graph)
     except Exception as error:  # torch raises errors of many types for a module that it cannot export.
         reason = one_line(str(error), 200)
