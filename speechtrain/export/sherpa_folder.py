@@ -24,7 +24,6 @@ from speechtrain.export.graphs import Graph, graphs_of
 from speechtrain.export.onnx_folder import PRECISIONS, digests, greedy_task, write_graphs
 from speechtrain.export.recognise_sherpa import open_recogniser, transcribe
 from speechtrain.export.search import Search
-from speechtrain.features.logmel import LogMel
 from speechtrain.files import sha256, write_json, write_text
 from speechtrain.inference.loaded_run import LoadedRun
 
@@ -195,7 +194,7 @@ def tokens(spelling: list[str]) -> str:
 def sherpa_graphs(task: Any) -> dict[str, Graph]:
     """Return the graphs of a recogniser with the inputs, outputs and metadata that sherpa-onnx expects."""
     graphs = graphs_of(task)
-    log_mel: LogMel = task.encoder.features
+    log_mel = task.encoder.features
     factor = round(task.frame_seconds / log_mel.frame_seconds)
     metadata = {"normalize_type": "per_feature", "feat_dim": str(log_mel.mels)}
     metadata["vocab_size"] = str(task.tokenizer.blank)
