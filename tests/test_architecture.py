@@ -306,6 +306,7 @@ TOUCH_FILES = {
     "commands/_cli.py": "a new temporary file",
     "launchers/slurm.py": "a template of the package, and the log, which is checked before",
     "export/recognise.py": "its own folder, in a Python without speechtrain",
+    "export/recognise_sherpa.py": "its own folder, in a Python without speechtrain",
     "files.py": "the door",
 }
 """Modules that open files by another way than ``speechtrain.files``: which files."""
@@ -371,6 +372,7 @@ PARSE_FILES = {
     "launchers/kubernetes.py": "output of kubectl",
     "launchers/ssh.py": "output of the agents",
     "export/recognise.py": "model.json of its own folder, in a Python without speechtrain",
+    "export/recognise_sherpa.py": "model.json of its own folder, in a Python without speechtrain",
     "data/corpora/digits.py": "the index of a folder of digits",
     "data/corpora/recipes.py": "manifests of a recipe of lhotse",
     "data/index.py": "the cache",

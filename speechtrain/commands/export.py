@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speechtrain.commands._card import add_card_options, card_options, write_card
 from speechtrain.commands._cli import Parser, console
-from speechtrain.errors import ConfigError
+from speechtrain.errors import ConfigError, MachineError
 from speechtrain.files import writing
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 _OURS = "speechtrain"
 _FORMATS = (_OURS, "fairseq", "huggingface")
-_TARGETS = (*_FORMATS, "onnx")
+_ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+_RUNTIMES = {"onnx": _ONNX_PACKAGES, "sherpa": (*_ONNX_PACKAGES, "sherpa_onnx")}
+"""The packages that an export for a runtime needs."""
 _FIX = "name another path"  # for --out
 
 
@@ -28,11 +31,12 @@ def parser() -> Parser:
         description="Convert wav2vec 2.0 models: a run to fairseq or Hugging Face (--to), a checkpoint of "
         "fairseq or Hugging Face to speechtrain (--from), or one of the two to the other (both options). "
         "Every conversion runs the model of Hugging Face and the one of speechtrain on the same audio. If "
-        "they differ by more than 1e-4, it writes nothing. --to onnx writes a recogniser for ONNX Runtime. "
-        "Its texts on the evaluation sets must be the texts of the run.",
+        "they differ by more than 1e-4, it writes nothing. --to onnx writes a recogniser for ONNX Runtime, "
+        "and --to sherpa for sherpa-onnx. Its texts on the evaluation sets must be the texts of the run.",
         examples=[
             "speechtrain export RUN --to huggingface --out FOLDER",
             "speechtrain export RUN --to onnx --out FOLDER",
+            "speechtrain export RUN --to sherpa --out FOLDER",
             "speechtrain export checkpoint.pt --from fairseq --out DIR",
             "speechtrain train --config-dir DIR model=imported init_from=DIR    # or encoder=imported",
         ],
@@ -48,7 +52,9 @@ def parser() -> Parser:
     build.add_argument(
         "--from", dest="source_form", choices=_FORMATS, default=_OURS, help=f"default {_OURS}: a run"
     )
-    build.add_argument("--to", dest="form", choices=_TARGETS, default=_OURS, help=f"default {_OURS}")
+    build.add_argument(
+        "--to", dest="form", choices=(*_FORMATS, *_RUNTIMES), default=_OURS, help=f"default {_OURS}"
+    )
     build.add_argument(
         "--out",
         type=Path,
@@ -86,8 +92,8 @@ def _convert(arguments: argparse.Namespace) -> None:
     if arguments.source_form == form:
         raise ConfigError(f"--from and --to are both {form}. Name another format, such as --to huggingface")
     _check_free(out, form, arguments.force)
-    if form == "onnx":
-        _export_onnx(arguments)
+    if form in _RUNTIMES:
+        _export_runtime(arguments)
         return
     if (arguments.source_form, form) == (_OURS, "huggingface"):
         line = _export_parakeet(arguments)
@@ -117,20 +123,31 @@ def load_for_onnx(run_directory: Path, checkpoint: str) -> LoadedRun:
     return load(run_directory, "device=cpu", "precision=fp32", checkpoint=checkpoint)
 
 
-def _export_onnx(arguments: argparse.Namespace) -> None:
-    """Write a run as graphs of ONNX, and print how they were checked.
+def _export_runtime(arguments: argparse.Namespace) -> None:
+    """Write a run as graphs for ONNX Runtime or sherpa-onnx, and print how they were checked.
 
     ``arguments.checkpoint`` becomes the name of the checkpoint, which the model card needs.
     """
+    form = arguments.form
+    if arguments.source_form != _OURS or arguments.encoder:
+        raise ConfigError(f"--to {form} writes a run's recogniser. Remove --from and --encoder")
+    try:
+        for package in _RUNTIMES[form]:
+            importlib.import_module(package)
+    except ImportError as error:
+        raise MachineError(f"--to {form}: {error}. Install it: pip install -e '.[export]'") from None
     from speechtrain.export import onnx_folder
     from speechtrain.interop.wav2vec2_hf import replacing_files
 
-    if arguments.source_form != _OURS or arguments.encoder:
-        raise ConfigError("--to onnx writes a run's recogniser. Remove --from and --encoder")
     loaded = load_for_onnx(arguments.source, arguments.checkpoint)
     arguments.checkpoint = loaded.checkpoint.name
     with writing(f"--out {arguments.out}", _FIX), replacing_files(arguments.out) as folder:
-        lines = onnx_folder.write(loaded, folder, has_features=arguments.features == "inside")
+        if form == "onnx":
+            lines = onnx_folder.write(loaded, folder, has_features=arguments.features == "inside")
+        else:
+            from speechtrain.export import sherpa_folder
+
+            lines = sherpa_folder.write(loaded, folder)
     print(f"{arguments.out}: python recognise.py RECORDING")
     for line in lines:
         print(line)

@@ -73,7 +73,7 @@ class LogMelEncoder(Encoder):
     def augmented(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the log-mel frames (B, T, M) of the batch and their lengths (B,), augmented in training."""
         audio = self.augment.waveform(batch.audio, batch.audio_lengths)
-        warp = self.augment.warp(len(audio), audio.device)
+        warp = self.augment.warp(audio.shape[0], audio.device)
         frames: tuple[Tensor, Tensor] = self.features(
             audio, batch.audio_lengths, keys=batch.keys, warp=warp, mask=self.augment.spectrogram
         )

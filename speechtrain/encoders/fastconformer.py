@@ -62,10 +62,12 @@ class Subsampling(nn.Module, PolicyAware):
 
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Map log-mel frames (B, T, M) and lengths (B,) to subsampled frames and their lengths (B,)."""
-        slice_rows, convolve = len(x), self._convolve
-        if self._is_sliced:
-            row_values = self.values * x.shape[1]
-            slice_rows = max(1, _SLICE_VALUES // row_values)
+        convolve = self._convolve
+        if not self._is_sliced:
+            frames, frame_lengths = convolve(x, lengths)
+            return self.linear(frames), frame_lengths
+        row_values = self.values * x.shape[1]
+        slice_rows = max(1, _SLICE_VALUES // row_values)
         if slice_rows < len(x) and torch.is_grad_enabled():
             convolve = partial(checkpoint, convolve, use_reentrant=False, preserve_rng_state=False)
         slices = map(convolve, torch.split(x, slice_rows), torch.split(lengths, slice_rows))

@@ -6,9 +6,10 @@ A graph reads one recording. Legend: S samples, T frames, F features, W encoder 
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.encoders.base import LogMelEncoder
-from speechtrain.errors import ConfigError, MachineError, one_line
+from speechtrain.errors import ConfigError, one_line
 from speechtrain.models.ctc import CTC
 from speechtrain.models.recogniser import Recogniser
 from speechtrain.models.rnnt import RNNT
@@ -35,13 +36,16 @@ _EXAMPLE_SECONDS = 2.0
 class Graph:
     """A module with example inputs by name, and the names of its outputs.
 
-    ``long_inputs`` are the inputs whose second axis depends on the recording.
+    ``free_axes`` has the axes of inputs that depend on the recordings. ``metadata`` is stored in the file.
+    ``key`` is the config key of the module.
     """
 
     module: nn.Module
     inputs: dict[str, Tensor]
     outputs: tuple[str, ...]
-    long_inputs: tuple[str, ...] = ()
+    free_axes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    key: str = "encoder"
 
     def example_outputs(self) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -166,19 +170,20 @@ class _LSTMOperators(nn.Module):
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Any]:
         hiddens, cells = [], []
+        frames, rows, _ = x.shape
         if state is None:
-            zeros = x.new_zeros(self.num_layers, 1, self.hidden_size)
+            zeros = x.new_zeros(self.num_layers, rows, self.hidden_size)
             state = (zeros, zeros)
+        state_size = (1, rows, self.hidden_size)
         for layer in range(self.num_layers):
             weights = [self.weights[3 * layer + index] for index in range(3)]
             start = [part[layer : layer + 1] for part in state]
-            sizes = [(x.shape[0], 1, 1, self.hidden_size), *[(1, 1, self.hidden_size)] * 2]
             y, hidden, cell = torch.onnx.ops.symbolic_multi_out(
                 "LSTM",
                 [x, *weights, None, *start],
                 {"hidden_size": self.hidden_size},
                 dtypes=[torch.float32] * 3,
-                shapes=sizes,
+                shapes=[(frames, *state_size), state_size, state_size],
             )
             x = y[:, 0]
             hiddens.append(hidden)
@@ -186,17 +191,22 @@ class _LSTMOperators(nn.Module):
         return x, (torch.cat(hiddens), torch.cat(cells))
 
 
-def graphs_of(task: Recogniser) -> dict[str, Graph]:
-    """Return the graphs by the names of their files. Raises ConfigError for another model."""
-    if not isinstance(task, CTC | RNNT):
-        raise ConfigError(f"--to onnx writes CTC and transducers, and the model is a {type(task).__name__}")
+def graphs_of(task: CTC | RNNT, policy: ComputePolicy | None = _POLICY) -> dict[str, Graph]:
+    """Return the graphs by the names of their files. Without ``policy``, the policy of ``task`` stays.
+
+    Raises ConfigError for a prediction network of another class than ours.
+    """
+    if isinstance(task, RNNT) and not isinstance(task.prediction, LSTMPrediction | StatelessPrediction):
+        network = type(task.prediction).__name__
+        raise ConfigError(f"ONNX cannot have {network}. Choose prediction=lstm or prediction=stateless")
     task = copy.deepcopy(task).eval()
-    apply_policy(task, _POLICY)
+    if policy is not None:
+        apply_policy(task, policy)
     graphs = _encoder_graphs(task)
     frames = graphs["encoder"].example_outputs()["frames"]
     head = task.output if isinstance(task, CTC) else task.ctc
     if head is not None:
-        graphs["ctc"] = Graph(_CTCHead(head), {"frames": frames}, ("scores",), ("frames",))
+        graphs["ctc"] = Graph(_CTCHead(head), {"frames": frames}, ("scores",), {"frames": (1,)})
     if isinstance(task, RNNT):
         graphs |= _search_graphs(task, frames)
     return graphs
@@ -209,67 +219,78 @@ def _encoder_graphs(task: Recogniser) -> dict[str, Graph]:
     audio = torch.randn(1, samples, generator=torch.Generator().manual_seed(0))
     outputs = ("frames", "lengths")
     if not isinstance(encoder, LogMelEncoder):
-        return {"encoder": Graph(_WaveformEncoder(encoder), {"audio": audio}, outputs, ("audio",))}
+        return {"encoder": Graph(_WaveformEncoder(encoder), {"audio": audio}, outputs, {"audio": (1,)})}
     inputs = {"audio": audio, "offset": torch.zeros(1, dtype=torch.int64)}
-    features = Graph(_Features(encoder.features), inputs, ("features", "feature_lengths"), ("audio",))
+    features = Graph(_Features(encoder.features), inputs, ("features", "feature_lengths"), {"audio": (1,)})
     encoder.features = _Identity()  # type: ignore[assignment]
     inputs = features.example_outputs()
-    return {"features": features, "encoder": Graph(_Encoder(encoder), inputs, outputs, ("features",))}
+    return {"features": features, "encoder": Graph(_Encoder(encoder), inputs, outputs, {"features": (1,)})}
 
 
 def _search_graphs(task: RNNT, frames: Tensor) -> dict[str, Graph]:
     """Return the graphs of the prediction network and of the joint."""
-    if not isinstance(task.prediction, LSTMPrediction | StatelessPrediction):
-        raise ConfigError(
-            f"--to onnx cannot write {type(task.prediction).__name__}. Choose prediction=lstm or stateless"
-        )
     step = _PredictionStep(task.prediction)
     inputs = {"label": torch.zeros(1, dtype=torch.int64)}
     for index, state in enumerate(step.states()):
         inputs[f"state{index}"] = state
     next_states = [f"next_{name}" for name in inputs if name != "label"]
-    prediction = Graph(step, inputs, ("prediction", *next_states))
+    prediction = Graph(step, inputs, ("prediction", *next_states), key="prediction")
     output = prediction.example_outputs()["prediction"]
-    joint = Graph(_JointStep(task.joint), {"frame": frames[:, 0], "prediction": output}, ("scores",))
+    inputs = {"frame": frames[:, 0], "prediction": output}
+    joint = Graph(_JointStep(task.joint), inputs, ("scores",), key="model.joint")
     return {"prediction": prediction, "joint": joint}
 
 
 def write_graph(graph: Graph, path: Path) -> None:
     """Write a graph as a file of ONNX. Raises ConfigError if torch cannot."""
-    shapes: list[dict[int, Any] | None] = []
-    for name in graph.inputs:
-        shapes.append({1: torch.export.Dim.DYNAMIC} if name in graph.long_inputs else None)
+    from onnxscript import optimizer
+
     for module in graph.module.modules():
         if isinstance(module, LSTM):
             module.lstm = _LSTMOperators(module.lstm)  # type: ignore[assignment]
-    arguments = tuple(graph.inputs.values())
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            program = torch.export.export(
-                graph.module, arguments, dynamic_shapes=_by_argument(graph, shapes), strict=False
-            )
-            onnx_program = torch.onnx.export(
-                program,
-                (),
-                input_names=list(graph.inputs),
-                output_names=list(graph.outputs),
-                dynamo=True,
-                verbose=False,
-            )
-    except ImportError as error:
-        raise MachineError(f"--to onnx: {error}. Install it: pip install -e '.[export]'") from None
+            logging.getLogger("torch.onnx").setLevel(
+                logging.ERROR
+            )  # It warns of packages that are not needed.
+            program = _onnx_program(graph)
     except Exception as error:  # torch raises errors of many types for a module that it cannot export.
-        module = next(graph.module.children())
-        raise ConfigError(
-            f"--to onnx cannot write {type(module).__name__}: {one_line(str(error), 200)}"
-        ) from None
+        reason = one_line(str(error), 200)
+        raise ConfigError(f"{graph.key}: torch cannot write it as ONNX ({reason}). Choose another") from None
+    # The rules that optimize=True adds remove additions of constants up to 1e-8, such as features.log_floor.
+    optimizer.inline(program.model)
+    optimizer.fold_constants(program.model)
+    optimizer.remove_unused_nodes(program.model)
+    program.model.metadata_props.update(graph.metadata)
+    program.save(path)
+
+
+def _onnx_program(graph: Graph) -> torch.onnx.ONNXProgram:
+    shapes: list[dict[int, Any]] = []
+    for name in graph.inputs:
+        shapes.append(dict.fromkeys(graph.free_axes.get(name, ()), torch.export.Dim.DYNAMIC))
+    program = torch.export.export(
+        graph.module,
+        tuple(graph.inputs.values()),
+        dynamic_shapes=_by_argument(graph, shapes),
+        strict=False,
+    )
+    onnx_program = torch.onnx.export(
+        program,
+        (),
+        input_names=list(graph.inputs),
+        output_names=list(graph.outputs),
+        dynamo=True,
+        verbose=False,
+        optimize=False,
+    )
     assert onnx_program is not None
-    onnx_program.save(path)
+    return onnx_program
 
 
-def _by_argument(graph: Graph, shapes: Sequence[dict[int, Any] | None]) -> tuple[Any, ...]:
+def _by_argument(graph: Graph, shapes: Sequence[dict[int, Any]]) -> tuple[Any, ...]:
     """Return the shapes in the form of torch: the states of a prediction network are one argument."""
     if "label" in graph.inputs:
-        return (None, tuple(shapes[1:]))
+        return (shapes[0], tuple(shapes[1:]))
     return tuple(shapes)

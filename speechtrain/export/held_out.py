@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from speechtrain.config.build import build
-from speechtrain.errors import ConfigError, DataError
-from speechtrain.export.recognise import open_export, transcribe
+from speechtrain.errors import DataError
+from speechtrain.export.search import Search, torch_search
 from speechtrain.inference.loaded_run import LONGEST_SECONDS, LoadedRun
 from speechtrain.metrics import error_rates
 
@@ -29,50 +27,23 @@ class Utterance:
     reference: str  # the transcript in the form in which error rates count it
 
 
-class _MeasuredSession:
-    """A session of ONNX Runtime that measures how clear its decisions are.
-
-    ``margin`` is the smallest difference between the best and the second best score of a decision.
-    """
-
-    def __init__(self, session: Any, classes: int) -> None:
-        self._session, self._classes = session, classes
-        self.get_inputs, self.get_outputs = session.get_inputs, session.get_outputs
-        self.margin = math.inf
-
-    def run(self, names: None, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
-        outputs: list[np.ndarray] = self._session.run(names, inputs)
-        scores = outputs[-1]
-        for part in (scores[..., : self._classes], scores[..., self._classes :]):  # symbols, then durations
-            if part.shape[-1] > 1:
-                second_best, best = np.moveaxis(np.partition(part, -2, axis=-1)[..., -2:], -1, 0)
-                margin = float(np.min(best - second_best, initial=math.inf))
-                self.margin = min(self.margin, margin)
-        return outputs
-
-
-class _Export:
-    """The export in a folder, in one precision."""
-
-    def __init__(self, folder: Path, precision: str) -> None:
-        self.model, self.sessions = open_export(folder, precision)  # type: ignore[no-untyped-call]
-        name = "ctc" if self.model["kind"] == "ctc" else "joint"
-        self.head = _MeasuredSession(self.sessions[name], self.model["blank"] + 1)
-        self.sessions[name] = self.head
+class Export(Protocol):
+    """An export in one precision."""
 
     def text(self, samples: np.ndarray) -> str:
-        self.head.margin = math.inf
-        return str(transcribe(self.model, self.sessions, samples))  # type: ignore[no-untyped-call]
+        """Return the text of samples (S,)."""
+
+    def margin(self, reference: Search, text: str) -> float:
+        """Return how clear PyTorch's search is where the last text, ``text``, begins to differ from it."""
 
 
-def check(loaded: LoadedRun, folder: Path, precisions: Sequence[str]) -> dict[str, Any]:
+def check(loaded: LoadedRun, exports: Mapping[str, Export]) -> dict[str, Any]:
     """Return the error rates of PyTorch and of each precision on the run's evaluation sets.
 
-    If a tie makes the fp32 text differ from PyTorch's text, ``ties`` lists the recording. Raises DataError
-    for the first recording whose fp32 text differs without a tie.
+    If a margin below 1e-4 makes the fp32 text differ from PyTorch's text, ``ties`` lists the recording.
+    Raises DataError for the first recording whose fp32 text differs without a tie.
     """
-    exports = {precision: _Export(folder, precision) for precision in precisions}
-    pairs = {name: list[tuple[str, str]]() for name in ("pytorch", *precisions)}
+    pairs = {name: list[tuple[str, str]]() for name in ("pytorch", *exports)}
     ties = []
     for utterance in utterances(loaded):
         torch_text = text_of(loaded, utterance.samples)
@@ -80,26 +51,25 @@ def check(loaded: LoadedRun, folder: Path, precisions: Sequence[str]) -> dict[st
         for precision, export in exports.items():
             text = export.text(utterance.samples)
             pairs[precision].append((utterance.reference, text))
-            if precision == "fp32" and text != torch_text:
-                ties.append(_tie(utterance.id, text, torch_text, export.head.margin))
-    if not pairs["pytorch"]:
-        raise ConfigError(
-            "--to onnx needs recordings for its check. Set data.valid or data.hold_out in a run"
-        )
-    rates = {}
-    for name, texts in pairs.items():
-        rates[name] = {
-            metric: float(errors / units) for metric, (errors, units) in error_rates(texts).items()
-        }
+            if precision == "fp32" and text.strip() != torch_text.strip():
+                _require_tie(loaded, export, utterance, (text, torch_text))
+                ties.append({"id": utterance.id, "export": text, "pytorch": torch_text})
+    rates = {name: _rates(texts) for name, texts in pairs.items()}
     return {"recordings": len(pairs["pytorch"]), "ties": ties, "error_rates": rates}
 
 
-def _tie(recording: str, text: str, torch_text: str, margin: float) -> dict[str, str]:
-    """Return the entry of a recording whose texts differ. Raises DataError if the margin is not a tie."""
-    if margin >= TIE:
-        texts = f"the text in ONNX is {text!r:.200}, and PyTorch's is {torch_text!r:.200}"
-        raise DataError(f"{recording}: {texts}. Nothing is written. Report the encoder and this line")
-    return {"id": recording, "onnx": text, "pytorch": torch_text}
+def _rates(pairs: list[tuple[str, str]]) -> dict[str, float]:
+    return {metric: float(errors / units) for metric, (errors, units) in error_rates(pairs).items()}
+
+
+def _require_tie(loaded: LoadedRun, export: Export, utterance: Utterance, texts: tuple[str, str]) -> None:
+    """Raise DataError unless a tie explains the ``texts`` of the export and of PyTorch, which differ."""
+    text, torch_text = texts
+    reference = torch_search(loaded.opened.task)
+    is_same_search = reference.text(utterance.samples).strip() == torch_text.strip()
+    if not is_same_search or export.margin(reference, text) >= TIE:
+        pair = f"the text of the export is {text!r:.200}, and PyTorch's is {torch_text!r:.200}"
+        raise DataError(f"{utterance.id}: {pair}. Nothing is written. Report the encoder and this line")
 
 
 def lines(result: dict[str, Any]) -> list[str]:

@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from speechtrain.decoding.greedy import Greedy
-from speechtrain.errors import MachineError
+from speechtrain.errors import ConfigError
+from speechtrain.export import held_out
 from speechtrain.export.graphs import Graph, graphs_of, write_graph
+from speechtrain.export.recognise import open_export
+from speechtrain.export.search import Search, settings
 from speechtrain.files import sha256, write_json
 from speechtrain.inference.loaded_run import LoadedRun
-from speechtrain.text.vocabulary import Characters
+from speechtrain.models.ctc import CTC
+from speechtrain.models.rnnt import RNNT
 
 PRECISIONS = ("fp32", "int8")
 
@@ -28,31 +32,44 @@ def write(loaded: LoadedRun, folder: Path, has_features: bool) -> list[str]:
     their own. Raises DataError if a text in fp32 differs from PyTorch's text, ConfigError for a model
     that has no form in ONNX, and MachineError without the packages.
     """
-    task: Any = loaded.opened.task
-    if not isinstance(getattr(task, "decoder", None), Greedy):
-        task.decoder = Greedy()
-    _require_packages()
-    from speechtrain.export import held_out
-
+    task = greedy_task(loaded, "--to onnx")
     graphs = graphs_of(task)
-    for name, graph in graphs.items():
-        write_graph(graph, folder / f"{name}.fp32.onnx")
-    _quantise(graphs, folder)
+    write_graphs(graphs, folder)
     if has_features and "features" in graphs:
         _merge_features(folder)
-    write_json(folder / "model.json", _settings(task, graphs, folder))
+    write_json(folder / "model.json", settings(task, graphs) | {"sha256": digests(folder)})
     shutil.copy(Path(__file__).with_name("recognise.py"), folder / "recognise.py")
-    result = held_out.check(loaded, folder, PRECISIONS)
+    exports = {}
+    for precision in PRECISIONS:
+        exports[precision] = Search(*open_export(folder, precision))  # type: ignore[no-untyped-call]
+    result = held_out.check(loaded, exports)
     write_json(folder / "error_rates.json", result)
     return held_out.lines(result)
 
 
-def _require_packages() -> None:
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-    except ImportError as error:
-        raise MachineError(f"--to onnx: {error}. Install it: pip install -e '.[export]'") from None
+def greedy_task(loaded: LoadedRun, option: str) -> Any:
+    """Return the model of the run with a greedy decoder.
+
+    Raises ConfigError if the run has no recording for the check, or no model with a search.
+    """
+    task: Any = loaded.opened.task
+    if not isinstance(task, CTC | RNNT):
+        name = type(task).__name__
+        raise ConfigError(f"{option} writes model=ctc and model=rnnt, and the model of the run is {name}")
+    if next(held_out.utterances(loaded), None) is None:
+        raise ConfigError(
+            f"{option} needs recordings for its check. Set data.valid or data.hold_out in a run"
+        )
+    if not isinstance(task.decoder, Greedy):
+        task.decoder = Greedy()
+    return task
+
+
+def write_graphs(graphs: Mapping[str, Graph], folder: Path) -> None:
+    """Write each graph in fp32, and with weights of 8 bits. Raises ConfigError if torch cannot write it."""
+    for name, graph in graphs.items():
+        write_graph(graph, folder / f"{name}.fp32.onnx")
+    _quantise(graphs, folder)
 
 
 def _quantise(graphs: Mapping[str, Graph], folder: Path) -> None:
@@ -95,54 +112,11 @@ def _merge_features(folder: Path) -> None:
         features_file.unlink()
 
 
-def _settings(task: Any, graphs: Mapping[str, Graph], folder: Path) -> dict[str, Any]:
-    """Return the content of model.json."""
-    durations = list(task.joint.durations) if "joint" in graphs else []
-    kind = "ctc"
-    if "joint" in graphs:
-        kind = "tdt" if durations else "rnnt"
-    states = {}
-    if "prediction" in graphs:
-        inputs = graphs["prediction"].inputs
-        states = {name: list(state.shape) for name, state in inputs.items() if name != "label"}
-    digests: dict[str, dict[str, str]] = {}
+def digests(folder: Path) -> dict[str, dict[str, str]]:
+    """Return the SHA-256 of each graph in ``folder``, by precision and name."""
+    sums: dict[str, dict[str, str]] = {}
     for precision in PRECISIONS:
-        digests[precision] = {}
+        sums[precision] = {}
         for path in sorted(folder.glob(f"*.{precision}.onnx")):
-            name = path.name.partition(".")[0]
-            digests[precision][name] = sha256(path)
-    return {
-        "kind": kind,
-        "sample_rate": task.sample_rate,
-        "frame_seconds": task.frame_seconds,
-        "labels": task.tokenizer.spelling(),
-        "blank": task.tokenizer.blank,
-        "strip": not isinstance(task.tokenizer, Characters),
-        "durations": durations,
-        "states": states,
-        "max_symbols_per_step": task.decoder.max_symbols_per_step,
-        "max_symbols": task.decoder.max_symbols,
-        "features": _features(task.encoder),
-        "sha256": digests,
-    }
-
-
-def _features(encoder: Any) -> dict[str, Any]:
-    """Return the parameters of the features, or nothing for an encoder that reads the waveform."""
-    features = getattr(encoder, "features", None)
-    if features is None:
-        return {"normalise_audio": encoder.normalise_audio}
-    names: tuple[str, ...] = (
-        "form",
-        "n_fft",
-        "mels",
-        "f_min",
-        "f_max",
-        "preemphasis",
-        "dither",
-        "padding",
-        "log_floor",
-    )
-    names += ("normalise", "splice", "splice_first", "trim_silence_db")
-    settings = {name: getattr(features, name) for name in names}
-    return settings | {"window_samples": features.width, "hop_samples": features.hop}
+            sums[precision][path.name.partition(".")[0]] = sha256(path)
+    return sums

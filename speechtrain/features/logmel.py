@@ -15,6 +15,13 @@ logarithm          ln max(x, floor)                     ln(x + floor)
 deviation          population                           sample, plus 1e-5
 =================  ===================================  ====================================
 
+sherpa-onnx has the form ``kaldi`` for NeMo's transducers and ``kaldi_hann`` for NeMo's CTC models. They equal
+``torch`` with these exceptions. Frames begin half a hop later, so there are floor(n/hop + ½) of them. The
+waveform is mirrored at both ends with its first and last sample, before pre-emphasis. The deviation is
+population, plus 1e-5. The window of ``kaldi`` is Povey's, (½ − ½·cos(2πn/(N − 1)))^0.85, and the window of
+``kaldi_hann`` is ½ − ½·cos(2πn/N). Both are 0 at the first sample, so pre-emphasis for each window, as in
+Kaldi, equals pre-emphasis of the waveform.
+
 The result of a row does not depend on its padding: the borders reflect at the first and last sample of the
 row, statistics cover the frames of the row, and the dither of evaluation is a function of the samples. Output
 shapes depend on input shapes only, and the host does not read any tensor.
@@ -43,6 +50,7 @@ from speechtrain.nn.stack_time import stack_time
 from speechtrain.torch_private import MovedModule
 
 _DITHER_SEED = 0xD17E
+_KALDI_FORMS = ("kaldi", "kaldi_hann")
 
 
 def slaney_hertz(mel: Tensor) -> Tensor:
@@ -220,8 +228,14 @@ class LogMel(MovedModule, PolicyAware):
         return self.form == "dali"
 
     @property
+    def _is_kaldi(self) -> bool:
+        return self.form in _KALDI_FORMS
+
+    @property
     def _left(self) -> int:
-        """The number of samples of a window before its centre. The forms differ for windows of odd width."""
+        """The number of samples of the first window before the waveform. It depends on the form."""
+        if self._is_kaldi:
+            return self.width // 2 - self.hop // 2
         return self.width // 2 if self._is_dali else (self.width + 1) // 2
 
     @property
@@ -256,14 +270,15 @@ class LogMel(MovedModule, PolicyAware):
             audio = audio.float()
             if self.trim_silence_db is not None:
                 audio, lengths = trim_silence(audio, lengths, self.trim_silence_db)
-            audio = self._emphasise(self._dithered(audio, keys), lengths)
-            signal = self._extend(audio, lengths)
+            signal = self._signal(self._dithered(audio, keys), lengths)
             columns = self._columns(audio.shape[1])
             is_valid = self._is_valid_column(columns, lengths)
             return self._finish(self._log_mel(signal, columns, warp), is_valid, mask)
 
     def _columns(self, samples: int) -> int:
-        """Return the number of columns of ``samples`` samples: the row "frames" of the module's table."""
+        """Return the number of columns of ``samples`` samples, as the module's docstring explains."""
+        if self._is_kaldi:
+            return max(1, (samples + self.hop // 2) // self.hop)
         if self.form == "parakeet":
             return max(1, samples // self.hop)
         return samples // self.hop + 1 if self._is_dali else (samples + self.hop - 1) // self.hop
@@ -271,7 +286,9 @@ class LogMel(MovedModule, PolicyAware):
     def _is_valid_column(self, columns: int, lengths: Tensor) -> Tensor:
         """Return whether each column (B, T) belongs to its row, which has ``lengths`` (B,) samples."""
         starts = torch.arange(columns, device=lengths.device) * self.hop
-        margin = self.hop - 1 if self.form == "parakeet" else 0  # Form parakeet has whole hops only.
+        # Form parakeet has whole hops only. Kaldi's forms round the number of hops.
+        margins = {"parakeet": self.hop - 1} | dict.fromkeys(_KALDI_FORMS, (self.hop - 1) // 2)
+        margin = margins.get(self.form, 0)
         ends = lengths[:, None] - margin
         return starts <= ends if self._is_dali else starts < ends
 
@@ -288,26 +305,30 @@ class LogMel(MovedModule, PolicyAware):
         noise = self.noise.gather(0, entries.flatten())
         return audio + self.dither * noise.view_as(audio)
 
-    def _emphasise(self, audio: Tensor, lengths: Tensor) -> Tensor:
-        """Return audio (B, S) after pre-emphasis, with 0 after the end of each row."""
-        before_first = audio[:, :1] if self._is_dali else torch.zeros_like(audio[:, :1])
-        emphasised = audio - self.preemphasis * torch.cat([before_first, audio[:, :-1]], dim=1)
+    def _signal(self, audio: Tensor, lengths: Tensor) -> Tensor:
+        """Return audio (B, S) after pre-emphasis, extended for the windows at both ends: (B, S + n_fft)."""
         is_valid = torch.arange(audio.shape[1], device=audio.device) < lengths[:, None]
-        return emphasised * is_valid
+        if self._is_kaldi:
+            return self._emphasise(self._extend(audio * is_valid, lengths))
+        return self._extend(self._emphasise(audio) * is_valid, lengths)
+
+    def _emphasise(self, audio: Tensor) -> Tensor:
+        before_first = audio[:, :1] if self._is_dali else torch.zeros_like(audio[:, :1])
+        return audio - self.preemphasis * torch.cat([before_first, audio[:, :-1]], dim=1)
 
     def _extend(self, audio: Tensor, lengths: Tensor) -> Tensor:
-        """Return audio (B, S) extended at both ends of each row for the windows there: (B, S + n_fft)."""
+        """Return audio (B, S), 0 after the end of each row, extended at both ends of the row."""
         left, right = self._left, self.n_fft - self._left
         if self.padding == "constant":
             return F.pad(audio, (left, right))
         # Reflect at the row's first and last sample, several times if the row is short.
-        ends = lengths[:, None]
-        period = (2 * (ends - 1).clamp(min=0)).clamp(min=1)
-        before = torch.arange(left, 0, -1, device=audio.device) % period
+        ends, repeats = lengths[:, None], int(self._is_kaldi)  # Kaldi's forms repeat the last sample.
+        period = (2 * (ends - 1 + repeats).clamp(min=0)).clamp(min=1)
+        before = torch.arange(-left, 0, device=audio.device) % period
         overhang = torch.arange(self.width - left, device=audio.device)
         after = (ends + overhang) % period
-        head = audio.gather(1, torch.minimum(before, period - before))
-        tail = audio.gather(1, torch.minimum(after, period - after))
+        head = audio.gather(1, torch.minimum(before, period - repeats - before))
+        tail = audio.gather(1, torch.minimum(after, period - repeats - after))
         signal = F.pad(torch.cat([head, audio], dim=1), (0, right))
         return signal.scatter_add(1, left + ends + overhang, tail)
 
@@ -396,12 +417,12 @@ class LogMel(MovedModule, PolicyAware):
         squares = x.square().sum(1, keepdim=True)
         if self._is_dali:
             return x * (squares / count).clamp(min=1e-30).rsqrt()
-        variance = squares / (count - 1.0).clamp(min=1.0)
+        variance = squares / (count if self._is_kaldi else (count - 1.0).clamp(min=1.0))
         return x / (variance.sqrt() + 1e-5)
 
     def _constants(self) -> dict[str, Tensor]:
         """Return the buffers by their names. They are computed in float64 and returned in fp32."""
-        window = self._hann_window()
+        window = self._window_of_form()
         bins = torch.arange(self.n_fft // 2 + 1, dtype=torch.float64)
         frequencies = bins * (self.sample_rate / self.n_fft)
         low, high = slaney_mel(self.f_min), slaney_mel(self.f_max)
@@ -419,11 +440,15 @@ class LogMel(MovedModule, PolicyAware):
             constants["noise"] = _dither_table()
         return {name: constant.float().contiguous() for name, constant in constants.items()}
 
-    def _hann_window(self) -> Tensor:
+    def _window_of_form(self) -> Tensor:
+        """Return the window of the form (samples of the window,)."""
         samples = torch.arange(self.width, dtype=torch.float64)
-        phase = (samples + 0.5) / self.width if self._is_dali else samples / max(self.width - 1, 1)
+        phase = samples / max(self.width - 1, 1)
+        if self._is_dali or self.form == "kaldi_hann":
+            phase = (samples + 0.5 * self._is_dali) / self.width
         cosine = torch.cos(2.0 * math.pi * phase)
-        return 0.5 - 0.5 * cosine
+        hann = 0.5 - 0.5 * cosine
+        return hann**0.85 if self.form == "kaldi" else hann
 
     def _fourier_basis(self, bins: Tensor) -> Tensor:
         """Return the cosines, then the sines, of ``bins`` (K,) at each sample: (samples, 2 · K)."""
@@ -449,7 +474,7 @@ class LogMel(MovedModule, PolicyAware):
             if not is_valid:
                 raise ConfigError(problem)
 
-        choices = {"form": ("dali", "torch", "parakeet"), "padding": ("reflect", "constant")}
+        choices = {"form": ("dali", "torch", "parakeet", *_KALDI_FORMS), "padding": ("reflect", "constant")}
         for name, names in choices.items():
             choice, quoted = getattr(self, name), list(map(repr, names))
             listing = f"{', '.join(quoted[:-1])} or {quoted[-1]}"
@@ -459,6 +484,8 @@ class LogMel(MovedModule, PolicyAware):
             0 < self.width <= self.n_fft,
             f"n_fft is {self.n_fft}, and window_seconds covers {self.width} samples. It must be 1 to n_fft",
         )
+        is_covered = self.width >= self.hop or not self._is_kaldi
+        require(is_covered, f"window_seconds is below hop_seconds, and form={self.form} cannot skip samples")
         require(self.n_fft % 2 == 0, f"n_fft is {self.n_fft}. It must be even")
         require(
             0.0 <= self.f_min < self.f_max <= self.sample_rate / 2,

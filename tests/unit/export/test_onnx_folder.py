@@ -13,7 +13,8 @@ import soundfile
 
 from speechtrain.commands import export
 from speechtrain.errors import ConfigError, DataError
-from speechtrain.export import held_out, recognise
+from speechtrain.export import held_out, onnx_folder, recognise
+from speechtrain.nn.prediction import Prediction
 from tests.support.tiny_run import TINY, untrained
 
 pytestmark = pytest.mark.slow  # torch needs half a minute to write a model
@@ -139,5 +140,25 @@ def test_write_refuses_a_model_without_text(tmp_path: Path) -> None:
     run_directory = untrained(
         tmp_path / "run", "model=wav2vec2_small", "encoder=wav2vec2_small", "data=digits"
     )
-    with pytest.raises(ConfigError, match="writes CTC and transducers"):
+    with pytest.raises(ConfigError, match=r"^--to onnx writes model=ctc and model=rnnt, .* is Wav2Vec2$"):
         export.run([str(run_directory), "--to", "onnx", "--out", str(tmp_path / "onnx")])
+
+
+def test_write_refuses_a_run_without_recordings_before_it_writes_a_graph(tmp_path: Path) -> None:
+    keys = [key for key in KEYS if not key.startswith("data.valid")]
+    loaded = export.load_for_onnx(untrained(tmp_path / "run", *keys, "~data.valid.unheard"), "best")
+    with pytest.raises(
+        ConfigError, match=r"^--to onnx needs recordings .* Set data\.valid or data\.hold_out"
+    ):
+        onnx_folder.write(loaded, tmp_path / "missing", has_features=True)
+
+
+def test_write_refuses_a_prediction_network_of_a_package_by_its_key(tmp_path: Path) -> None:
+    class Other(Prediction):
+        connect = forward = start = step = select = None  # type: ignore[assignment]
+
+    run_directory = untrained(tmp_path / "run", *KEYS)
+    loaded = export.load_for_onnx(run_directory, "best")
+    loaded.opened.task.prediction = Other()
+    with pytest.raises(ConfigError, match=r"Other\. Choose prediction=lstm or prediction=stateless"):
+        onnx_folder.write(loaded, tmp_path / "missing", has_features=True)

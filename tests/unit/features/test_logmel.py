@@ -216,6 +216,35 @@ def test_librosa_form_of_kaldi_native_fbank_coincides() -> None:
     close(ours[0, 1 : 1 + len(expected)], expected, 1e-3)
 
 
+def sherpa_features(wave: Array, rate: int, window: str, high: float) -> Array:
+    """Features as sherpa-onnx 2.0.1 computes them by kaldi-native-fbank for models of NeMo."""
+    options = kaldi_native_fbank.FbankOptions()
+    frames, mel = options.frame_opts, options.mel_opts
+    frames.dither, frames.samp_freq, frames.snip_edges = 0.0, rate, False
+    frames.remove_dc_offset, frames.window_type = False, window
+    mel.num_bins, mel.low_freq, mel.high_freq, mel.is_librosa = 40, 0.0, high, True
+    options.use_log_fbank = False
+    fbank = kaldi_native_fbank.OnlineFbank(options)
+    fbank.accept_waveform(rate, wave.tolist())
+    fbank.input_finished()
+    energies = np.stack([fbank.get_frame(index) for index in range(fbank.num_frames_ready)])
+    features: Array = np.log(energies + 2.0**-24)
+    return (features - features.mean(0)) / (features.std(0) + 1e-5)
+
+
+@pytest.mark.parametrize(("form", "window", "high"), [("kaldi", "povey", -400), ("kaldi_hann", "hann", 0)])
+@pytest.mark.parametrize("rate", [8000, 16000])
+def test_kaldi_forms_coincide_with_kaldi_native_fbank(form: str, window: str, high: int, rate: int) -> None:
+    settings = {"window_seconds": 0.025, "n_fft": rate * 4 // 125, "mels": 40, "f_max": rate / 2 + high}
+    model = LogMel(rate, form=form, log_floor=2.0**-24, splice=1, **settings)
+    waves = [speech(samples, samples % 7) for samples in (100, 1000, 1039, 1040, 15999)]
+    features, frames = run(model, *waves, padding=99)
+    for row, count, wave in zip(features, frames, waves, strict=True):
+        assert count == model.frames(len(wave))
+        close(row[:count], sherpa_features(wave, rate, window, high), 2e-3)
+        assert row[count:].abs().max() == 0
+
+
 @pytest.mark.filterwarnings("ignore:Setting snip_edges")
 def test_power_spectrum_of_lhotse_coincides() -> None:
     wave = speech(20000, 5)
@@ -515,7 +544,8 @@ def test_constants_are_not_weights() -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"form": "kaldi"}, "form is 'kaldi'"),
+        ({"form": "htk"}, "form is 'htk'"),
+        ({"form": "kaldi", "hop_seconds": 0.021}, "window_seconds is below hop_seconds"),
         ({"padding": "same"}, "padding is 'same'"),
         ({"n_fft": 256}, "n_fft is 256, and window_seconds covers 320"),
         ({"n_fft": 513}, "n_fft is 513. It must be even"),
