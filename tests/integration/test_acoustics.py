@@ -29,7 +29,7 @@ def recorded(tmp_path: Path) -> list[str]:
     response = rng.normal(0.0, 0.1, 2_000) * np.exp(-np.arange(2_000) / 400)
     response[50] = 1.0
     soundfile.write(tmp_path / "rooms/hall.wav", response, 16_000)
-    noise = f"augment.noise={tmp_path / 'a'},{tmp_path / 'b'}"
+    noise = f"augment.noise=[{tmp_path / 'a'},{tmp_path / 'b'}]"
     return [noise, f"augment.rooms={tmp_path / 'rooms'}", "augment.recorded_probability=0.7"]
 
 
