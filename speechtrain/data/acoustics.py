@@ -91,11 +91,10 @@ def reverberate(samples: Samples, response: Samples) -> Samples:
     """
     from lhotse.augmentation import ReverbWithImpulseResponse
 
-    if not response.any():
-        return samples
-    room = ReverbWithImpulseResponse(rir_generator=lambda nsource: response[None])
-    reverberated: Samples = room(samples[None], sampling_rate=0)[0]  # The rate is not used.
-    return reverberated
+    if response.any():
+        room = ReverbWithImpulseResponse(rir_generator=lambda nsource: response[None])
+        samples = room(samples[None], sampling_rate=0)[0]  # The rate is not used.
+    return samples
 
 
 def add_noise(samples: Samples, noise: Samples, decibels: float) -> Samples:
