@@ -33,6 +33,7 @@ class RunStream(IntEnum):
     UPDATE_DRAWS = 8  # update: the seed for ``Task.advance``
     CROPS = 9  # pass, cut: the start of the crop
     SHARES = 11  # pass, cut: the turn of the cut in a set with a weight
+    ACOUSTICS = 12  # pass, cut: the seed of the draws of recorded noise and rooms
     HOLD_OUT = 10  # speaker, recording or cut, with seed 0: whether it is held out for validation
 
 
@@ -43,6 +44,7 @@ BatchStream = IntEnum("BatchStream", {"FRAMES": 0, "NEGATIVES": 1, "CHANNELS": 2
 EncoderStream = IntEnum("EncoderStream", {"FRAMES": 1, "CHANNELS": 2, "LAYERS": 3})
 # the same seed, stream, slice of the batch: the dropout mask of the joint
 JointStream = IntEnum("JointStream", {"DROPOUT": 4})
+# seed of ACOUSTICS, hash of "noise" or "rooms", number: whether one is used, which one, its start, its level
 # seed of data=digits, split, stream, utterance, position of the word (not for SIZE)
 DigitsStream = IntEnum("DigitsStream", {"SIZE": 0, "WORD": 1, "GAP": 2})
 # seed of data=fsdd, speaker, pass, utterance (only for GAP), position, stream

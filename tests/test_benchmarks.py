@@ -44,6 +44,7 @@ TRAINS = {
     "scratch",
     "survival",
     "transcribe",
+    "voices",
 }
 PEERS = {"parakeet", "parakeet_speech"}  # in the environment of `make peers`
 

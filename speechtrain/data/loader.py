@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch, Skip
-from speechtrain.counter_rng import RunStream, dither_offset, uniform_at
+from speechtrain.counter_rng import RunStream, bits_at, dither_offset, uniform_at
+from speechtrain.data.acoustics import Acoustics
 from speechtrain.data.audio import DECODED_SECONDS, files_of, first_file, read_cut, standardise
 from speechtrain.data.formats.lhotse_cuts import Samples
 from speechtrain.data.formats.manifests import Record, seconds_of, text_of
@@ -81,7 +82,8 @@ class BatchLoader:
     ``crop_seconds``. Another batch is cropped to its shortest row if that is shorter than ``crop_seconds``,
     so that it needs no padding (as in fairseq's collater without padding).
 
-    If the folder ``stage`` has a copy of a recording, the copy is read.
+    If the folder ``stage`` has a copy of a recording, the copy is read. After the speed change, ``acoustics``
+    adds rooms and noise to a training recording, which are drawn from (``seed``, pass, cut).
     """
 
     index: Index
@@ -96,6 +98,7 @@ class BatchLoader:
     max_decoded_seconds: float = DECODED_SECONDS
     is_strict: bool = True
     stage: str = ""
+    acoustics: Acoustics = field(default_factory=Acoustics)
 
     def __call__(self, micro_batch: MicroBatch) -> Batch:
         """Return the batch of a planned micro-batch.
@@ -136,21 +139,27 @@ class BatchLoader:
     def _load(self, micro_batch: MicroBatch) -> Batch:
         index_rows, percents, shape = micro_batch.rows, micro_batch.percents, micro_batch.shape
         lengths = planned_samples(self.index.seconds[index_rows], percents, self.sample_rate)
+        keys = self.index.keys[index_rows]
+        seeds = bits_at(self.seed, RunStream.ACOUSTICS, micro_batch.passes, keys)
         rows = []
-        for index_row, percent, length in zip(index_rows.tolist(), percents.tolist(), lengths, strict=True):
-            rows.append(self._row_or_padding(index_row, percent, length, shape))
+        for index_row, percent, length, seed in zip(
+            index_rows.tolist(), percents.tolist(), lengths, seeds.tolist(), strict=True
+        ):
+            rows.append(self._row_or_padding(index_row, percent, length, shape, seed))
         if self.crop_seconds is not None:
             self._crop(rows, micro_batch, self.crop_seconds)
         batch = collate(rows, self.sample_rate, shape)
         skipped = tuple(row.skip for row in rows if row.skip is not None)
         return replace(batch, epoch=micro_batch.epoch, index=micro_batch.index, skipped=skipped)
 
-    def _row_or_padding(self, index_row: int, percent: int, planned_length: int, shape: Shape | None) -> _Row:
+    def _row_or_padding(
+        self, index_row: int, percent: int, planned_length: int, shape: Shape | None, seed: int
+    ) -> _Row:
         """Return the row of a cut. A row of ``planned_length`` zeros replaces an unusable cut."""
         cut = self.index.cut(index_row)
         try:
             text = self.index.text(index_row, self.tokenizer.normalise, cut)
-            return self._row(cut, text, percent, shape)
+            return self._row(cut, text, percent, shape, seed)
         except Unusable as problem:
             if self.is_evaluation and self.is_strict:
                 raise DataError(
@@ -160,10 +169,10 @@ class BatchLoader:
             skip = Skip(cut["id"], problem.reason, problem.detail)
             return _Row(samples=np.zeros(planned_length, np.float32), skip=skip)
 
-    def _row(self, cut: Record, text: str, percent: int, shape: Shape | None) -> _Row:
+    def _row(self, cut: Record, text: str, percent: int, shape: Shape | None, seed: int) -> _Row:
         """Return the row of a cut with ``percent`` % of its speed. Raises Unusable.
 
-        Evaluation does not change the speed.
+        ``seed`` is for the draws of ``acoustics``. Evaluation changes neither the speed nor the acoustics.
         """
         labels: list[int] | None
         if self.is_evaluation:
@@ -176,6 +185,7 @@ class BatchLoader:
             if text and not samples.any():
                 raise Unusable("silent", first_file(cut, default=cut["id"]))
             samples = change_speed(samples, percent, self.sample_rate)
+            samples = self.acoustics.apply(samples, self.sample_rate, seed)
         if self.normalise:
             samples = standardise(samples)
         weight = 0.0 if labels is None else 1.0

@@ -8,6 +8,7 @@ from typing import Any
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.data import preflight
+from speechtrain.data.acoustics import Acoustics
 from speechtrain.data.audio import DECODED_SECONDS
 from speechtrain.data.base import DataModule
 from speechtrain.data.evaluation_sets import EvaluationSets, named_sets
@@ -38,6 +39,7 @@ class SpeechData(DataModule):
     - ``seed`` determines the order, the speeds and the crops of training.
     - ``batch`` limits the batches of training, and ``valid_batch`` the batches of evaluation.
     - ``speed`` is the lowest and highest speed factor of training recordings. Null means no change of speed.
+    - ``acoustics`` adds recorded rooms and noise to training recordings. Null means none.
     - ``min_seconds`` and ``max_seconds`` are the shortest and longest training recording, before the speed
       change. ``skip_empty`` filters training recordings without a transcript, and ``allow_empty`` trains on
       them. Evaluation sets are never filtered.
@@ -72,6 +74,7 @@ class SpeechData(DataModule):
         batch: BatchLimits | None = None,
         valid_batch: BatchLimits | None = None,
         speed: list[float] | None = None,
+        acoustics: Acoustics | None = None,
         sample_rate: int = 16_000,
         min_seconds: float = 0.1,
         max_seconds: float = 20.0,
@@ -108,6 +111,7 @@ class SpeechData(DataModule):
             allow_empty=allow_empty,
             crop_seconds=crop_seconds,
             seed=seed,
+            acoustics=acoustics or Acoustics(),
         )
         self.training_set = TrainingSet(
             train,
@@ -184,7 +188,7 @@ class SpeechData(DataModule):
         self.stream.load_state_dict(state)
 
     def content(self) -> dict[str, str | float]:
-        return self.training_set.content()
+        return {**self.training_set.content(), **self.stream.loader.acoustics.content()}
 
     def counts(self) -> dict[str, int]:
         return counts(self.stream)

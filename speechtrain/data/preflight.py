@@ -9,12 +9,12 @@ import numpy as np
 
 from speechtrain.batch import Skip
 from speechtrain.counter_rng import RunStream, uniform_at
-from speechtrain.data.audio import files_of, first_file
+from speechtrain.data.audio import files_of, first_file, read_cut
 from speechtrain.data.equal_content import equal_files
 from speechtrain.data.index import Index, crowded_transcripts_line, label_count
 from speechtrain.data.loader import REASONS
 from speechtrain.data.planned_lengths import Integers
-from speechtrain.data.recordings import header_or_none
+from speechtrain.data.recordings import Unusable, header_or_none
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.tar_members import file_of
 from speechtrain.data.training_set import FILTERS, TrainingSet, hours, where_transcripts_are
@@ -22,6 +22,7 @@ from speechtrain.data.training_stream import TrainingStream
 from speechtrain.errors import DataError, one_line
 
 _SAMPLED_RECORDINGS = 1_000  # recordings of each set whose files must exist
+_SAMPLED_ACOUSTICS = 200  # noises and room responses that are read. The noises of MUSAN take 2 s.
 _ALL_TRANSCRIPTS = 100_000  # All transcripts of a set of up to this size are checked, which takes 2 s.
 _SAMPLED_TRANSCRIPTS = 10_000  # transcripts of a larger set that are checked
 _SAMPLED_HEADERS = 20  # recordings whose rate is read. A file on a slow disk takes 10 ms to open.
@@ -39,6 +40,7 @@ def check(stream: TrainingStream) -> None:
     - too many training recordings have no transcript,
     - too many training transcripts cannot be encoded,
     - the training set has at most ``max_bad`` recordings, and too many of them cannot be loaded,
+    - a checked noise or room response cannot be read or is silent,
     - a checked recording of an evaluation set is missing, or no recording of the set has a transcript.
 
     Too many means half of the checked ones, or more than ``max_bad`` and ``max_bad_share`` allow. An
@@ -48,6 +50,7 @@ def check(stream: TrainingStream) -> None:
     _check_files(stream, "train", training_set.index, training_set.rows)
     if tokenizer.reads_text:
         _check_transcripts(stream)
+    _check_acoustics(stream)
     _load_all_if_few(stream)
     sets = stream.evaluation_sets
     for name in sets.names:
@@ -107,6 +110,19 @@ def _check_transcripts(stream: TrainingStream) -> None:
             f"such as {unencodable_ids[0]!r}: unknown symbols {listed_symbols}. Set tokenizer=auto, or its "
             "normaliser or alphabet"
         )
+
+
+def _check_acoustics(stream: TrainingStream) -> None:
+    """Raise DataError for a noise or a room response that cannot be read or is silent."""
+    loader = stream.loader
+    for name, index in loader.acoustics.indices.items():
+        for row in sample_rows(np.arange(len(index)), _SAMPLED_ACOUSTICS, loader.seed).tolist():
+            cut = index.cut(row)
+            try:
+                if not read_cut(cut, loader.sample_rate).any():
+                    raise Unusable("silent", first_file(cut))
+            except Unusable as problem:
+                raise DataError(f"augment.{name}: {problem}. Repair or remove it") from None
 
 
 def _load_all_if_few(stream: TrainingStream) -> None:

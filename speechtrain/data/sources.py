@@ -317,7 +317,7 @@ def _detect_format(source_path: _SourcePath) -> str:
         return Table.kind
     raise DataError(
         f"{path}:{line_number}: not a manifest. Use lhotse cuts, NeMo JSON lines, MLPerf JSON, "
-        "fairseq TSV, or a CSV or TSV with a header"
+        "fairseq TSV, or a CSV or TSV with a header. Of recordings, give the folder"
     )
 
 

@@ -38,7 +38,9 @@ class TrainingStream:
 
     @cached_property
     def loader(self) -> BatchLoader:
-        return self.new_loader(self.training_set.index)
+        loader = self.new_loader(self.training_set.index)
+        loader.acoustics.open(self.training_set.cache)
+        return loader
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -104,12 +106,14 @@ class TrainingStream:
             "cuts": len(index),
             "held_out": self.training_set.held_out_digest,
             "skipped": dict(self.skips.reasons),
+            "acoustics": self.loader.acoustics.content(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the address in ``state``.
 
-        Raises DataError if the training cuts, their transcripts or the held-out recordings have changed.
+        Raises DataError if the training cuts, their transcripts, the held-out recordings, the noise or the
+        rooms have changed.
         """
         training_set, index = self.training_set, self.training_set.index
         if state["content"] != index.content:
@@ -126,6 +130,12 @@ class TrainingStream:
             raise DataError(
                 "the run was begun by a release that holds out other recordings, so it would validate on "
                 "recordings that it has trained on. Use another run_dir"
+            )
+        # Checkpoints of earlier releases have no noise and no rooms.
+        if state.get("acoustics", {}) != self.loader.acoustics.content():
+            raise DataError(
+                "the recordings of augment.noise or augment.rooms have changed since the checkpoint. Restore "
+                "them, or use another run_dir"
             )
         self._address = (int(state["epoch"]), int(state["position"]))
         for recording_id, reason in state["skipped"].items():

@@ -5,12 +5,15 @@ Legend: B rows, S samples, T frames, F features of a frame.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from speechtrain.errors import ConfigError
 from speechtrain.features.specaugment import SpecAugment
+from speechtrain.files import FilePath
 
 
 class Augment(nn.Module):
@@ -21,10 +24,12 @@ class Augment(nn.Module):
 
     - ``speed`` is the range of speed factors, (1, 1) for none. Only the data layer reads it, because
       recordings are resampled before batches are planned.
-    - ``noise_db`` is the range of signal-to-noise ratios, uniform in decibels. ``noise_probability`` is the
-      fraction of utterances that get noise. ``noise_tilt`` from 0 (white) to 1 tilts the spectrum of the
-      noise to low or high frequencies.
+    - ``noise_db`` is the range of signal-to-noise ratios of Gaussian noise, uniform in decibels.
+      ``noise_probability`` is the fraction of utterances that get noise. ``noise_tilt`` from 0 (white) to 1
+      tilts the spectrum of the noise to low or high frequencies.
     - ``warp`` w draws the factors of vocal tract length uniformly from 1 − w to 1 + w.
+    - ``noise``, ``rooms``, ``recorded_noise_db`` and ``recorded_probability`` are for the data layer, as
+      ``speed`` (see ``Acoustics``).
     - SpecAugment explains the other arguments.
 
     Raises ConfigError for values out of range.
@@ -43,15 +48,25 @@ class Augment(nn.Module):
         time_masks: float = 0,
         time_width: float = 0.03,
         time_width_min: int = 0,
+        noise: FilePath | Any = None,
+        rooms: FilePath | Any = None,
+        recorded_noise_db: list[float] | None = None,
+        recorded_probability: float = 0.5,
     ) -> None:
         super().__init__()
-        for name, number in {"noise_probability": noise_probability, "noise_tilt": noise_tilt}.items():
+        shares = {
+            "noise_probability": noise_probability,
+            "noise_tilt": noise_tilt,
+            "recorded_probability": recorded_probability,
+        }
+        for name, number in shares.items():
             if not 0.0 <= number <= 1.0:
                 raise ConfigError(f"{name} is {number}. It must be from 0 to 1")
         if not 0.0 <= warp < 0.5:
             raise ConfigError(f"warp is {warp}. It must be 0 or more and below 0.5")
         self.speed = _range("speed", speed, 1.0, is_positive=True)
         self.noise_db = _range("noise_db", noise_db, 0.0)
+        _range("recorded_noise_db", recorded_noise_db, 0.0)
         self.noise_probability = noise_probability if noise_db is not None else 0.0
         self.noise_tilt, self.warp_range = noise_tilt, warp
         self.specaugment = SpecAugment(

@@ -29,6 +29,8 @@ _FLAGS: dict[str, tuple[str, ...] | None] = {
 
 _OPENING = ("[", "{", "'", '"')
 """First characters of lists, mappings and quoted texts in Hydra's syntax. Such values are not rewritten."""
+_SOURCES = re.compile(r"\+{0,2}(data\.(train|valid(\.[\w-]+)?)|augment\.(noise|rooms))")
+"""The keys whose values are sources of recordings."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def _explicit_run_dir(overrides: Sequence[str]) -> Path | None:
 def translate_arguments(argv: Sequence[str]) -> list[str]:
     """Translate arguments in the syntax of other toolkits into Hydra's syntax.
 
-    - ``data.train=a.jsonl,b.jsonl`` becomes a list, because Hydra would read it as a sweep.
+    - ``data.train=a.jsonl,b.jsonl`` becomes a list, because Hydra would read it as a sweep. So do
+      ``augment.noise`` and ``augment.rooms``.
     - ``data.valid.NAME=…`` and ``data.valid={NAME: …}`` may add names. ``data.valid=FILE`` replaces all sets.
     - A value with letters beyond ASCII is quoted, because Hydra cannot read them otherwise.
     - ``glob(*)``, which sweeps all choices of a group, excludes base YAMLs.
@@ -122,7 +125,7 @@ def translate_arguments(argv: Sequence[str]) -> list[str]:
         if key == "allow_targets" and equals:
             os.environ[ALLOW_TARGETS] = value.strip("[]")
             continue
-        if equals and re.fullmatch(r"\+{0,2}data\.(train|valid(\.[\w-]+)?)", key):
+        if equals and _SOURCES.fullmatch(key):
             key, value = _rewrite_sources(key, value)
         is_unquoted = not value.startswith(_OPENING) and "${" not in value
         if is_unquoted and not value.isascii() and not key.startswith("-"):
@@ -136,7 +139,7 @@ def translate_arguments(argv: Sequence[str]) -> list[str]:
 
 
 def _rewrite_sources(key: str, value: str) -> tuple[str, str]:
-    """Return key and value of ``data.train=`` or ``data.valid=`` in Hydra's syntax."""
+    """Return key and value of ``data.train=``, ``data.valid=`` or another source in Hydra's syntax."""
     if "," in value and not value.lstrip().startswith(_OPENING):
         # Hydra does not merge a list into data.valid, which is a mapping of named sets. So the paths stay one
         # text, which the reader of the sets splits.

@@ -633,7 +633,10 @@ def decode_line(content: bytes, path: Path, line: int) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}:{line}: not UTF-8 ({error.reason} at byte {error.start + 1})") from None
+        raise DataError(
+            f"{path}:{line}: not UTF-8 ({error.reason} at byte {error.start + 1}). Save a manifest as UTF-8. "
+            "Of recordings, give the folder"
+        ) from None
 
 
 def parse(content: bytes, path: Path, line: int) -> Record:

@@ -385,6 +385,13 @@ def test_a_list_of_manifests_as_typed_elsewhere(capsys: pytest.CaptureFixture[st
     assert "z: d.jsonl\n" in shown
 
 
+def test_a_list_of_noise_folders_is_no_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("augment.noise=a b,c", "augment.rooms=d", "--cfg", "job") == 0
+    shown = capsys.readouterr().out
+    assert "  noise:\n  - a b\n  - c\n" in shown
+    assert "  rooms: d\n" in shown
+
+
 @pytest.mark.parametrize("given", [[], ["run_dir=sweep"]], ids=["default", "run_dir"])
 def test_a_sweep_is_two_runs(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("-m", "optimizer.lr=1e-3,4e-3", "trainer.keep=3", DRY, *given) == 0
