@@ -31,6 +31,16 @@ def recorded(tmp_path: Path) -> list[str]:
     return [noise, f"augment.rooms={tmp_path / 'rooms'}", "augment.recorded_probability=0.7"]
 
 
+def kill_and_continue(run: Command, forks: Forks) -> None:
+    """Kill a run after its fourth update, and continue it to its end."""
+    config = run.write()
+    forks.start(config)
+    wait_for(lambda: any(event["step"] >= 4 for event in run.events("train")))
+    os.kill(run.pid(), signal.SIGKILL)
+    assert forks.wait() == [-signal.SIGKILL]
+    assert forks.run(config) == [0], run.result()
+
+
 def test_a_killed_run_and_two_ranks_have_the_same_audio(
     command: Callable[..., Command], forks: Forks, recorded: list[str]
 ) -> None:
@@ -40,12 +50,7 @@ def test_a_killed_run_and_two_ranks_have_the_same_audio(
     assert {"noise", "rooms"} <= undisturbed.result()["data"].keys()
 
     killed = command("killed", *keys, "trainer.accumulate=2")
-    config = killed.write()
-    forks.start(config)
-    wait_for(lambda: any(event["step"] >= 4 for event in killed.events("train")))
-    os.kill(killed.pid(), signal.SIGKILL)
-    assert forks.wait() == [-signal.SIGKILL]
-    assert forks.run(config) == [0], killed.result()
+    kill_and_continue(killed, forks)
     assert killed.losses() == undisturbed.losses()
     assert killed.handed() == undisturbed.handed()
     assert killed.weights() == undisturbed.weights()
