@@ -52,10 +52,11 @@ def parser() -> Parser:
         "training, and checks the defaults without arguments. It prints a line for each check: green "
         "(fine), amber (works, with a drawback), red (does not work, and how to fix it). The last lines are "
         "about the recipe: its config, model, recordings and transcripts, its shapes with their predicted "
-        "memory, and one training step of its largest batch. For an accelerator, present or not, steps also "
-        "run on the CPU under a recorder. The recorder reports whether the device refuses an operation, a "
-        "type or a value, whether the host reads a value back, and whether a shape depends on data. It "
-        "names the line of code that is at fault, or counts operations, bytes and graphs. The doctor writes "
+        "memory, and one training step of its largest batch. For an accelerator, present or not, updates "
+        "also run on the CPU under a recorder. The recorder reports whether the device refuses an operation, "
+        "a type or a value, whether the host reads a value back or copies more than the batch, and whether a "
+        "graph differs from update to update. It names the line of code that is at fault, or counts "
+        "operations, reads, copies, bytes and graphs. The doctor writes "
         "no file except the data cache, which training would also write (SPEECHTRAIN_CACHE).",
         examples=["speechtrain doctor", "speechtrain doctor recipe=mlperf device=hpu"],
         exit_codes="0 if no line is red, otherwise the code of the first red line: 2 config, 3 data, 4 "

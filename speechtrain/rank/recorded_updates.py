@@ -29,6 +29,8 @@ from speechtrain.training.trainer import Trainer
 
 CROSSINGS = {
     "training/optimizer_step.py:HostCheckedUpdate._is_finite": "the host skips an update that is not finite",
+    "dtensor.py:all_finite": "after an update that is not finite, in fp16",
+    "encoders/lstm.py:LSTMEncoder._pivot": "the median length, with split_segments",
     "training/optimizer_step.py:BranchFreeUpdate.outcomes": "with a log line",
     "training/trainer.py:Trainer._log": "with a log line",
     "metrics.py:MetricSums._read_all": "with a log line",

@@ -50,10 +50,10 @@ FAULTS = [
     ),
     Fault(
         "F5 assignment by a boolean mask",
-        "nn/stack_time.py",
-        "        is_valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]\n",
-        "        is_valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]\n"
-        "        x = x.clone()\n        x[~is_valid] = 0.0  # planted\n",
+        "encoders/lstm.py",
+        "        x, lengths = self.augmented(batch)\n",
+        "        x, lengths = self.augmented(batch)\n"
+        "        x = x.clone()\n        x[x == 0.5] = 0.0  # planted\n",
     ),
     Fault(
         "F6 a tensor of numpy in a device operation",
@@ -114,10 +114,9 @@ FAULTS = [
     ),
     Fault(
         "F13 cumsum of booleans",
-        "nn/stack_time.py",
-        "        is_valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]\n",
-        "        is_valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]\n"
-        "        is_valid = is_valid & (is_valid.cumsum(1) > 0)  # planted\n",
+        "encoders/lstm.py",
+        "        x, lengths = self.augmented(batch)\n",
+        "        x, lengths = self.augmented(batch)\n        x = x + 0.0 * (x > 0).cumsum(1)  # planted\n",
         hpu="legal: the bridge casts booleans to int32 (FillCumSumProdSharedMeta)",
         cuda=_LEGAL,
     ),
@@ -138,9 +137,9 @@ FAULTS = [
     ),
     Fault(
         "F16 a new shape in each step",
-        "nn/stack_time.py",
-        "        is_valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]\n",
-        "        is_valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]\n"
+        "encoders/lstm.py",
+        "        x, lengths = self.augmented(batch)\n",
+        "        x, lengths = self.augmented(batch)\n"
         "        self.calls = getattr(self, 'calls', 0) + 1\n"
         "        x = x + 0.0 * x.new_zeros(self.calls).sum()  # planted\n",
         cuda=f"{_LEGAL}: shapes may vary",
@@ -153,11 +152,11 @@ FAULTS = [
     ),
     Fault(
         "F18 a number that changes in each step",
-        "nn/stack_time.py",
-        "        is_valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]\n",
-        "        is_valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]\n"
+        "encoders/lstm.py",
+        "        x, lengths = self.augmented(batch)\n",
+        "        x, lengths = self.augmented(batch)\n"
         "        self.calls = getattr(self, 'calls', 0) + 1\n"
-        "        x = x.masked_fill(~is_valid[:, :, None], 1e-9 * self.calls)  # planted\n",
+        "        x = x.masked_fill(x == 0.5, 1e-9 * self.calls)  # planted\n",
         cuda=f"{_LEGAL}: a launch has its numbers as arguments",
     ),
     Fault(
@@ -175,9 +174,9 @@ FAULTS = [
     ),
     Fault(
         "F23 in place on a broadcast view",
-        "nn/stack_time.py",
-        "        is_valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]\n",
-        "        is_valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]\n"
+        "encoders/lstm.py",
+        "        x, lengths = self.augmented(batch)\n",
+        "        x, lengths = self.augmented(batch)\n"
         "        lengths[:, None].expand(-1, 2).add_(0)  # planted\n",
         hpu="red",
         cuda="red",
@@ -218,7 +217,8 @@ def main(names: list[str]) -> int:
         cells = []
         for device, (outcome, text) in outcomes(fault).items():
             expectation = getattr(fault, device)
-            cells.append(outcome if outcome in (expectation, "named", "red") else expectation)
+            is_allowed = expectation not in ("named", "red")
+            cells.append(expectation if is_allowed and outcome == "green" else outcome)
             if not agrees(expectation, outcome):
                 is_as_expected = False
                 print(f"{fault.name}, {device}: {outcome} {text}", file=sys.stderr, flush=True)

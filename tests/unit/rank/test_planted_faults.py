@@ -1,4 +1,4 @@
-"""The doctor's outcome for planted faults. ``python -m tests.support.planted_faults`` prints the table of all."""
+"""The doctor's outcome for planted faults. The table of all is in docs/benchmarks/accelerators.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.support.planted import Fault
 from tests.support.planted_faults import FAULTS, agrees, outcomes
 
 IN_EACH_RUN = ("F10", "F18")
-"""A fault of the batch of copies and one of graphs. The others are nightly, because each takes half a minute."""
+"""A copy and a graph. The other faults are nightly, because each takes half a minute."""
 PARAMETERS = [
     pytest.param(
         fault,
