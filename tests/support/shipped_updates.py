@@ -16,7 +16,7 @@ _WAV2VEC2 = [
 ]
 RECIPES = {
     "demo": ["recipe=demo"],
-    "contextnet_dummy": ["recipe=contextnet_dummy", "data.train.utterances=64"],
+    "contextnet_dummy": ["recipe=contextnet_dummy", "data.train.utterances=64", "optimizer=adamw"],
     "mlperf": ["model=rnnt_mlperf", *_LSTM, "augment=specaugment", "optimizer=lamb", "schedule=mlperf"],
     "aidk": ["model=rnnt_aidk", *_LSTM[:2], "augment=specaugment", "optimizer=lamb", "schedule=mlperf"],
     "intel": ["model=rnnt_intel", *_LSTM[:2], "augment=none", "optimizer=adamw", "schedule=intel"],
