@@ -3,6 +3,7 @@
     python benchmarks/accelerators.py gaudi            # MLPerf's RNN-T, 8 shapes, training and evaluation
     python benchmarks/accelerators.py gaudi --widths 8 --rows 2    # the same counts, in minutes
     python benchmarks/accelerators.py cuda             # joint and loss, B32 T500 U100 V1024: 15 GiB, minutes
+    python benchmarks/accelerators.py updates          # whole updates of two small recipes on CUDA
     python benchmarks/accelerators.py --smoke
 
 The recorder counts them (``speechtrain.devices.recorder``). Each ATen operation counts unless it is a view,
@@ -13,20 +14,25 @@ take an hour.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy, apply_policy
+from speechtrain.config.build import build_data, build_device, build_precision
 from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
 from speechtrain.devices.recorder import Costs, Recorder
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.rank.build import build_task
+from speechtrain.rank.recorded_updates import RecordedUpdates
 from speechtrain.runs.compose import compose
 from speechtrain.task import Task
 
@@ -121,9 +127,42 @@ def cuda(rows: int, frames: int, labels: int, classes: int, hidden: int) -> Cost
     return recorder.costs
 
 
+UPDATES = {
+    "RNN-T": ("recipe=demo", "data.train.utterances=200"),
+    "wav2vec 2.0": ("model=wav2vec2_small", "data=digits", "data.train.utterances=200"),
+}
+
+
+def updates(names: Sequence[str]) -> None:
+    """Print the costs of an update with its log line, for the smallest batch of each recipe."""
+    print("| recipe | batch | launches | moved | reads by the host | copies to the device |")
+    print("|---|---|---|---|---|---|")
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            config = compose([*UPDATES[name], "device=cuda", "data.workers=0", f"run_dir={folder}"])
+            task, tokenizer = build_task(config)
+            device = build_device(config)
+            policy = device.policy(build_precision(config).dtype)
+            with contextlib.closing(build_data(config, tokenizer, task)) as data:
+                recorded = RecordedUpdates(config, data, task, device, policy, Path(folder))
+                line = recorded.run()
+        costs, shape = recorded.costs, line.removeprefix("updates of ").partition(" and ")[0]
+        moved = f"{costs.moved / 1e9:.2f} GB"
+        print(
+            f"| {name} | {shape} | {costs.launches:,} | {moved} | {costs.reads} | {costs.copies} |",
+            flush=True,
+        )
+
+
+def smoke() -> None:
+    gaudi(rows=1, widths=8, shapes=[(3.0, 20)], dtype=torch.float32)
+    cuda(2, 12, 4, classes=16, hidden=8)
+    updates(["RNN-T"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("gaudi", "cuda"), default="gaudi")
+    parser.add_argument("what", nargs="?", choices=("gaudi", "cuda", "updates"), default="gaudi")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--widths", type=int)
     parser.add_argument("--shapes", type=int, default=len(SHAPES))
@@ -132,8 +171,9 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{date.today()}, torch {torch.__version__}\n")
     if arguments.smoke:
-        gaudi(rows=1, widths=8, shapes=[(3.0, 20)], dtype=torch.float32)
-        cuda(2, 12, 4, classes=16, hidden=8)
+        smoke()
+    elif arguments.what == "updates":
+        updates(list(UPDATES))
     elif arguments.what == "cuda":
         cuda(32, 500, 100, classes=1024, hidden=512)
     else:

@@ -48,7 +48,7 @@ from speechtrain.training.graph_warmup import padding_batch
 
 NAME = "first-contact"
 _ROUNDS = 5  # of timing
-_MULTIPLIER = 0x846CA68B - 2**32  # of the hash of dropout (losses/transducer.py)
+_MULTIPLIER = 0x846CA68B - 2**32  # of the hash of dropout (losses/transducer_dropout.py)
 _PROBE_SECONDS = 1200.0  # the time limit of a probe
 _TRAININGS = ("two ranks", "recipe=demo")  # These probes start further processes, which open the device.
 Values = dict[str, Any]

@@ -88,14 +88,14 @@ class MovedModule(nn.Module):
 
 
 @contextmanager
-def tensor_method(name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Return a context in which ``method`` replaces the method ``name`` of all tensors.
+def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Return a context in which ``function`` replaces the attribute ``name`` of torch or its class ``owner``.
 
     It intercepts calls in a Python function of a backward pass also, where modes of torch are not active.
     """
-    original_method = getattr(Tensor, name)
-    setattr(Tensor, name, method)
+    original_function = getattr(owner, name)
+    setattr(owner, name, function)
     try:
         yield
     finally:
-        setattr(Tensor, name, original_method)
+        setattr(owner, name, original_function)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from pathlib import Path
@@ -27,14 +26,12 @@ from speechtrain.runs.choices import choices
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from speechtrain.batch import Batch
     from speechtrain.compute_policy import ComputePolicy
     from speechtrain.data.base import DataModule
     from speechtrain.data.index import Index
     from speechtrain.data.module import SpeechData
     from speechtrain.data.planned_lengths import Integers
     from speechtrain.devices.base import Device, DeviceFacts
-    from speechtrain.devices.recorder import Recorder
     from speechtrain.precision import Precision
     from speechtrain.task import Task
     from speechtrain.text.vocabulary import Tokenizer
@@ -44,7 +41,6 @@ GREEN, AMBER, RED = "green", "amber", "red"
 _COLOURS = {GREEN: "\033[32m", AMBER: "\033[33m", RED: "\033[31m"}  # escape sequences of the terminal
 _END_OF_COLOUR = "\033[0m"
 _MAX_TRANSCRIPTS = 10_000  # transcripts that are checked in each set
-_RECORDED_BATCHES = 4  # micro-batches whose steps are recorded
 _COUNTED_SHAPES = 2  # shapes whose graphs are counted: the second one shows a dynamic shape
 _MAX_SHAPES = 8  # shapes that the finding on shapes lists
 
@@ -56,10 +52,11 @@ def parser() -> Parser:
         "training, and checks the defaults without arguments. It prints a line for each check: green "
         "(fine), amber (works, with a drawback), red (does not work, and how to fix it). The last lines are "
         "about the recipe: its config, model, recordings and transcripts, its shapes with their predicted "
-        "memory, and one training step of its largest batch. For an accelerator, present or not, steps also "
-        "run on the CPU under a recorder. The recorder reports whether the device refuses an operation, a "
-        "type or a value, whether the host reads a value back, and whether a shape depends on data. It "
-        "names the line of code that is at fault, or counts operations, bytes and graphs. The doctor writes "
+        "memory, and one training step of its largest batch. For an accelerator, present or not, updates "
+        "also run on the CPU under a recorder. The recorder reports whether the device refuses an operation, "
+        "a type or a value, whether the host reads a value back or copies more than the batch, and whether a "
+        "graph differs from update to update. It names the line of code that is at fault, or counts "
+        "operations, reads, copies, bytes and graphs. The doctor writes "
         "no file except the data cache, which training would also write (SPEECHTRAIN_CACHE).",
         examples=["speechtrain doctor", "speechtrain doctor recipe=mlperf device=hpu"],
         exit_codes="0 if no line is red, otherwise the code of the first red line: 2 config, 3 data, 4 "
@@ -443,30 +440,20 @@ class Recipe:
         return Finding(AMBER, f"text {name}", f"{line} and {effect}. {fix}")
 
     def _record_steps(self) -> str:
-        """Return a line with the costs of training steps on the device, from steps that run on the CPU.
+        """Return a line with the costs of training updates on the device, from updates that run on the CPU.
 
         Raises ConfigError if the shapes of the data vary and the device needs static shapes. Raises Unfit
-        with the line of code if the device does not support an operation, or if a step ends its graph early
-        or has another graph than the earlier steps.
+        with the line of code if the device does not allow a part of an update.
         """
-        from speechtrain.devices.recorder import Recorder
-        from speechtrain.rank.trial_steps import smallest_batches
+        from speechtrain.rank.recorded_updates import RecordedUpdates
 
         self.device.validate_shapes(self.data.shapes())
-        operations = self.device.facts.operations
         policy = self._plain_policy()
-        if policy.compiler:  # ``_count_graphs`` compares the size of the graphs.
-            operations = replace(operations, largest_graph=0)
-        recorder = Recorder(operations)
-        policy = replace(policy, mark_step=recorder.mark_step)
         task = self._task_on_host(policy)
-        batches = smallest_batches(self.data, _RECORDED_BATCHES)
-        shapes = _record_batches(recorder, policy, task, batches)
-        line = f"{_RECORDED_BATCHES} micro-batches of {shapes} shapes: {recorder.costs}"
-        if operations.records and not policy.compiler:
-            graphs = recorder.segments
-            line += f", {len(graphs)} graphs, {recorder.distinct} of them distinct, of up to {max(graphs):,}"
-        return line
+        updates = RecordedUpdates(
+            self.config, self.data, task, self.device, policy=policy, folder=Path(self.run_dir)
+        )
+        return updates.run()
 
     def _fake_findings(self) -> Iterator[Finding]:
         """Yield the finding on whether a step combines tensors of the host with tensors of the device."""
@@ -536,38 +523,6 @@ class Recipe:
             yield failure("one step", error)
             return
         yield try_check("epoch", lambda: steps.predict_epoch(self.data, self.config.world_size))
-
-
-def _record_batches(recorder: Recorder, policy: ComputePolicy, task: Task, batches: list[Batch]) -> int:
-    """Record a training step and an evaluation step on each of ``batches``.
-
-    Return the number of different shapes. ``task`` must be in training mode.
-    """
-    import torch
-
-    def record_step(batch: Batch, watch: Callable[[], AbstractContextManager[object]]) -> None:
-        # ``watch`` returns the context in which the recorder sees the operations.
-        task.zero_grad()
-        with watch(), policy.autocast("cpu"):
-            loss = task(batch).total
-        with watch():
-            torch.autograd.backward(loss)
-        recorder.mark_step()
-        with watch(), torch.no_grad(), policy.autocast("cpu"):
-            task.eval()(batch)
-        recorder.mark_step()
-        task.train()
-
-    shapes = set()
-    for seed, batch in enumerate(batches):
-        shape = (batch.audio.shape, batch.labels.shape)
-        # The first step of a shape allocates tensors that later steps reuse, so it is a warm-up.
-        if shape not in shapes:
-            shapes.add(shape)
-            record_step(recorder.move(task.prepare(batch, seed)), recorder.warm_up)
-            seed += _RECORDED_BATCHES
-        record_step(recorder.move(task.prepare(batch, seed)), lambda: recorder)
-    return len(shapes)
 
 
 def _vendor_findings(config: DictConfig, device: Device) -> Iterator[Finding]:

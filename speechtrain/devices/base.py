@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,10 @@ Prepared = tuple[nn.Module, torch.optim.Optimizer]
 """A module and its optimizer, with the vendor's transformations."""
 
 
+Check = Callable[[Sequence[Any], Mapping[str, Any]], str]
+"""Returns why a call with these arguments and keywords runs on the CPU, or an empty text."""
+
+
 @dataclass(frozen=True)
 class Operations:
     """The operations and types of a device. Eager devices have the defaults.
@@ -33,6 +37,7 @@ class Operations:
 
     # ATen's names of the supported operations, without overload and final underscore. Empty means all.
     names: frozenset[str] = frozenset()
+    checks: Mapping[str, Check] = field(default_factory=dict)  # for the names with conditions
     refused_dtypes: tuple[torch.dtype, ...] = ()
     int64_bits: int = 64  # the bits in which the device really computes int64
     reinterprets: bool = True  # whether Tensor.view(dtype) works
@@ -40,6 +45,14 @@ class Operations:
     # Whether the device records operations in graphs. A graph ends if the host reads a value, or if a shape
     # depends on data.
     records: bool = False
+
+    def fault(self, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> str:
+        """Return why the call of the operation ``name`` runs on the CPU, or an empty text."""
+        if self.names and name not in self.names:
+            return "is not in the device's table of operations, so it runs on the CPU"
+        check = self.checks.get(name)
+        reason = check(arguments, keywords) if check else ""
+        return f"runs on the CPU, because {reason}" if reason else ""
 
 
 @dataclass(frozen=True)

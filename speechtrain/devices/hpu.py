@@ -8,7 +8,7 @@ import importlib.metadata
 import importlib.util
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 from speechtrain.compute_policy import ComputePolicy
 from speechtrain.devices import host
-from speechtrain.devices.base import Device, DeviceFacts, Operations
+from speechtrain.devices.base import Check, Device, DeviceFacts, Operations
 from speechtrain.errors import MachineError, one_line, require_least
 from speechtrain.files import read_bytes
 
@@ -46,8 +46,11 @@ _TORCH_OF_RELEASE = {
     "1.24.1": "2.11",
 }
 
-# The operations of the bridge's list (scripts/ops_list/ops.hpu and hpu_op.yaml of release 1.19) that training
-# may use, and the operations that torch decomposes into these before they reach a device.
+# The operations of the bridge's list that training may use (scripts/ops_list/ops.hpu and hpu_op.yaml of
+# release 1.19), and the operations that torch decomposes into these before they reach a device. The
+# operations on lists (_foreach_…) and _cdist_forward are in a later hpu_op.yaml, at commit 0007c866 of
+# github.com/HabanaAI/gaudi-pytorch-bridge. It is the latest public state that was found on 2026-11-26, and
+# it names no release.
 _OPERATIONS = """
 abs acos add addbmm addcdiv addcmul addmm addmv alias all amax amin aminmax any arange argmax argmin
 as_strided asin atan atan2 avg_pool2d avg_pool2d_backward baddbmm bernoulli binary_cross_entropy_with_logits
@@ -73,7 +76,51 @@ std_mean sub sum t take tan tanh tanh_backward threshold threshold_backward topk
 trunc unbind uniform unsqueeze var var_mean view view_as where xlogy zero zeros zeros_like _log_softmax
 _log_softmax_backward_data _logcumsumexp _native_batch_norm_legit _reshape_alias _softmax
 _softmax_backward_data _to_copy _unsafe_view _weight_norm_interface
+_cdist_forward _foreach_add _foreach_addcdiv _foreach_addcmul _foreach_div _foreach_mul _foreach_sqrt
+_foreach_sub
 """
+
+
+# The dtypes and conditions are from that commit: ``dtypes`` of Gaudi 2 and 3 for operations without an
+# ``op_validator``, and the functions that ``fallback_check`` names. The entry of ``mul`` is left out, because
+# torch computes isfinite on a CPU by a product of booleans.
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "embedding": (*_FLOATS, torch.int32, torch.int16, torch.int8, torch.uint8),
+    "native_batch_norm": _FLOATS,
+    "native_layer_norm": _FLOATS,
+    "native_layer_norm_backward": _FLOATS,
+}
+
+
+def _dtype_check(dtypes: tuple[torch.dtype, ...]) -> Check:
+    def check(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> str:
+        dtype = arguments[0].dtype
+        return "" if dtype in dtypes else f"it is of {dtype}"
+
+    return check
+
+
+def _embedding_fault(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> str:
+    if True in arguments[3:]:  # scale_grad_by_freq and sparse
+        return "scale_grad_by_freq or sparse is set"
+    return _dtype_check(_DTYPES["embedding"])(arguments, keywords)
+
+
+def _sort_fault(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> str:
+    values, dim = arguments[0], keywords.get("dim", -1)
+    if not keywords.get("stable") or (dim % values.dim() and values.shape[dim] <= 37):
+        return ""
+    return "it is stable, and sorts dimension 0 or more than 37 elements"
+
+
+def _where_fault(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> str:
+    dtype = arguments[0].dtype
+    return "" if dtype == torch.bool else f"the condition is of {dtype}"
+
+
+_CHECKS = {name: _dtype_check(dtypes) for name, dtypes in _DTYPES.items()}
+_CHECKS |= {"embedding": _embedding_fault, "sort": _sort_fault, "where": _where_fault}
 
 
 def has_card(folder: Path) -> bool:
@@ -114,8 +161,9 @@ class HPU(Device):
         fsdp=False,
         host_gib=64,  # the port of wav2vec 2.0 to Gaudi has 512 GB for 8 cards
         operations=Operations(
-            frozenset(_OPERATIONS.split()),
-            (torch.float64, torch.complex64, torch.complex128),
+            names=frozenset(_OPERATIONS.split()),
+            checks=_CHECKS,
+            refused_dtypes=(torch.float64, torch.complex64, torch.complex128),
             int64_bits=32,  # the copy of a larger number raises. PT_ENABLE_INT64_SUPPORT excludes lazy mode
             reinterprets=False,  # the lowering of view(dtype) keeps the old type and sizes
             largest_graph=5000,  # XLA compiled a graph of 136,000 for minutes, Synapse was not measured

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from omegaconf import DictConfig
@@ -71,6 +72,14 @@ def extreme_shapes(data: DataModule) -> list[tuple[int, int, int]]:
         rows, samples = batch.audio.shape
         shapes.append((rows, samples, batch.labels.shape[1]))
     return shapes
+
+
+def with_longest_row(data: DataModule) -> Batch:
+    """Return the longest row of the micro-batch with the most audio, as a batch of its shape with one row."""
+    batch = _batches_by_size(data, lambda count: [count - 1])[0]
+    row = int(batch.audio_lengths.argmax())
+    rows = slice(row, row + 1)
+    return replace(batch.to(lambda tensor: tensor[rows]), ids=batch.ids[rows], texts=batch.texts[rows])
 
 
 class TrialSteps:

@@ -84,9 +84,7 @@ class HostCheckedUpdate(Update):
         gradients = gradients_of(optimizer)
         norm = total_norm(gradients) * scale
         scale = self._clipping_scale(scale, norm)
-        # This is the only host read of an update. All ranks read the same value.
-        is_finite = bool(healthy.bool() & torch.isfinite(norm))
-        if is_finite:
+        if self._is_finite(healthy, norm):
             torch_private.foreach_mul_([local_shard(gradient) for gradient in gradients], scale)
             self._set_rate(optimizer, rate)
             self.precision.step(optimizer)
@@ -99,6 +97,13 @@ class HostCheckedUpdate(Update):
         self._outcomes.append(outcome)
         optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def _is_finite(self, healthy: Tensor, norm: Tensor) -> bool:
+        """Read from the device whether an update is finite. All ranks read the same value.
+
+        This is the only host read of an update, and the host waits for the device here.
+        """
+        return bool(healthy.bool() & torch.isfinite(norm))
 
     def outcomes(self, due: bool) -> list[StepOutcome]:
         outcomes, self._outcomes = self._outcomes, []

@@ -134,17 +134,7 @@ class Trainer:
         - ConfigError: ``config.profile`` is ill-formed.
         - Preempted: a stop request came while one of several ranks waited for a data worker.
         """
-        self.parts = Parts(
-            task=task,
-            data=data,
-            optimizer=optimizer,
-            schedule=schedule,
-            average=average,
-            precision=self.precision,
-            progress=self.progress,
-        )
-        micro_batches = self.group.world.size * self.config.accumulate
-        self._updates_per_epoch = data.micro_batches_per_epoch / micro_batches
+        self.parts = self.collect(task, data, optimizer, schedule, average)
         self.group.rank_status.begin_phase(0, "resume")
         self.saving.restore(self.parts, resume)
         self.parts.wrapped = self.group.wrap(task)
@@ -158,6 +148,27 @@ class Trainer:
                 raise
             return "preempted"
 
+    def collect(
+        self,
+        task: Task,
+        data: DataModule,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        average: Average,
+    ) -> Parts:
+        """Return the parts of a training, for ``run_update``. ``wrapped`` is not set yet."""
+        micro_batches = self.group.world.size * self.config.accumulate
+        self._updates_per_epoch = data.micro_batches_per_epoch / micro_batches
+        return Parts(
+            task=task,
+            data=data,
+            optimizer=optimizer,
+            schedule=schedule,
+            average=average,
+            precision=self.precision,
+            progress=self.progress,
+        )
+
     def _train(self, parts: Parts) -> str:
         """Train from the step of ``progress`` on. Return the status at the end."""
         progress = self.progress
@@ -166,19 +177,9 @@ class Trainer:
         interval = Interval()
         self._update_clock = time.perf_counter()
         while not status:
-            step = progress.step + 1
-            profiler.begin(step)
-            rate, norm, status = self._run_update(parts, batches, step, interval=interval)
-            profiler.end(step, final=bool(status))
-
-            due = self._due_work(parts, status)
-            # On a device with static shapes, the outcomes are read only with a log line.
-            self.recovery.count(self.update.outcomes(due.log), parts)
-            if due.log:
-                self._log(interval, rate, norm=norm)
-                self._check_interval(parts, interval)
-                interval = Interval()
-            self._count_update(parts)
+            profiler.begin(progress.step + 1)
+            interval, due, status = self.run_update(parts, batches, interval)
+            profiler.end(progress.step, final=bool(status))
             if due.save or due.validate:
                 status = self._save_and_validate(parts, status, due=due)
                 # The time of checkpoints and validations does not count as training time.
@@ -202,7 +203,25 @@ class Trainer:
         batches = parts.data.train(world.rank, world.size, self.config.accumulate)
         return batches, self._catch_up(parts)
 
-    def _run_update(
+    def run_update(
+        self, parts: Parts, batches: Iterator[Batch], interval: Interval
+    ) -> tuple[Interval, DueWork, str]:
+        """Run the next update, and log a line if that is due.
+
+        Return the interval of the next update, the work that is due, and the status.
+        """
+        rate, norm, status = self._apply_update(parts, batches, self.progress.step + 1, interval=interval)
+        due = self._due_work(parts, status)
+        # On a device with static shapes, the outcomes are read only with a log line.
+        self.recovery.count(self.update.outcomes(due.log), parts)
+        if due.log:
+            self._log(interval, rate, norm=norm)
+            self._check_interval(parts, interval)
+            interval = Interval()
+        self._count_update(parts)
+        return interval, due, status
+
+    def _apply_update(
         self, parts: Parts, batches: Iterator[Batch], step: int, interval: Interval
     ) -> tuple[float, Tensor, str]:
         """Run update number ``step``, which is the next one, and correct the plan by its time.
@@ -314,7 +333,9 @@ class Trainer:
         With ``is_applied`` False, as in the warm-up, the update is computed but not applied.
         """
         weight = batch.weight
-        healthy = batch.is_finite.to(weight.dtype) * self._flag(is_applied)
+        healthy = batch.is_finite.to(weight.dtype)
+        if self.device.static_shapes:
+            healthy = healthy * self._flag(is_applied)
         # ``full_like`` is needed, because a Python number would turn this lazy scalar into fp64.
         scale = torch.full_like(weight, self.progress.backward_divisor) / weight.clamp(min=1.0)
         norm = self.update(parts.trained, rate, scale, healthy=healthy)

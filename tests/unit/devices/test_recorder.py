@@ -7,16 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from speechtrain.batch import Batch
 from speechtrain.devices.base import Operations
+from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
-from speechtrain.devices.recorder import Recorder, Unfit
+from speechtrain.devices.recorder import RecordedDevice, Recorder, Unfit
 
 HERE = Path(__file__)
+DEVICE = torch.device("cpu")  # The text "cpu" would be the host.
 
 
 class Network(nn.Module):
@@ -36,7 +40,7 @@ def steps(network: nn.Module, warm: int = 1, then: int = 3) -> None:
     recorder = Recorder()
     for number in range(warm + then):
         with recorder.warm_up() if number < warm else recorder:
-            network(torch.ones(5, 6, device="cpu"), number).backward()
+            network(torch.ones(5, 6, device=DEVICE), number).backward()
         network.zero_grad()  # an accumulated gradient is another graph
 
 
@@ -115,11 +119,16 @@ def ragged(x: Tensor, number: int) -> Tensor:
     return x[: 5 - number]  # planted
 
 
+def numbered(x: Tensor, number: int) -> Tensor:
+    return x.masked_fill(x < 0.1, 0.01 * number)  # planted
+
+
 def test_a_clean_step_passes() -> None:
     steps(Network(clean))
 
 
 READS, DYNAMIC, NEW = "reads a value back", "depends on data", "new shape 4×8"
+GRAPH = "makes a new graph"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +136,7 @@ READS, DYNAMIC, NEW = "reads a value back", "depends on data", "new shape 4×8"
     [
         *((item, READS), (branch, READS), (made, READS), (listed, READS), (equal, READS)),
         *((mask, DYNAMIC), (written, DYNAMIC), (places, DYNAMIC), (selected, DYNAMIC)),
-        *((unique, DYNAMIC), (repeated, DYNAMIC), (ragged, NEW)),
+        *((unique, DYNAMIC), (repeated, DYNAMIC), (ragged, NEW), (numbered, GRAPH)),
     ],
 )
 def test_what_is_planted_in_the_forward_is_named(planted: Callable[..., Tensor], says: str) -> None:
@@ -183,7 +192,7 @@ def test_a_graph_that_is_too_large_is_named() -> None:
     recorder = Recorder(Operations(largest_graph=10))
 
     def added(times: int) -> None:
-        x = torch.ones(3, device="cpu")
+        x = torch.ones(3, device=DEVICE)
         for _ in range(times):
             x = x + 1.0
 
@@ -222,24 +231,23 @@ def test_an_operation_of_the_backward_is_put_down_to_its_line_of_the_forward() -
 
     def forward() -> Tensor:
         doubled = weight * 2.0
-        return doubled.tanh().sum()  # made
+        return doubled.tanh()  # made
 
     with recorder.warm_up():
-        forward()
-        (weight * 2.0).sum().backward()  # of tanh's backward nothing is known
-    weight.grad = None
+        hidden = forward()
+        torch.autograd.grad(hidden.sum(), hidden)  # The warm-up has no backward of tanh.
     with recorder:
-        loss = forward()
+        loss = forward().sum()
         with pytest.raises(Unfit, match="of the backward") as raised:
-            loss.backward()
+            torch.autograd.grad(loss, weight)
     assert raised.value.source.line == line_of(forward, "# made")
 
 
 def test_the_warm_up_refuses_what_no_step_may_do() -> None:
     recorder = Recorder()
     with pytest.raises(Unfit), recorder.warm_up():
-        torch.ones(3, device="cpu").sum().item()
-    float(torch.ones(3, device="cpu").sum())  # nobody watches any more
+        torch.ones(3, device=DEVICE).sum().item()
+    float(torch.ones(3, device=DEVICE).sum())  # nobody watches any more
 
 
 # --- the table of a device ------------------------------------------------------------------------------
@@ -257,7 +265,7 @@ def refused(operation: Callable[[Tensor], object], operations: Operations = HPU.
     [
         (lambda x: x * 0x2545F * 4096, "has the value 3126702080, but int64 has 32 bits"),
         (lambda x: x - 2**31 - 1, "-2147483649"),
-        (lambda x: torch.tensor([2**40]).to("cpu"), "the copy to the device has the value 1099511627776"),
+        (lambda x: torch.tensor([2**40]).to(DEVICE), "the copy to the device has the value 1099511627776"),
         (lambda x: x.float().view(torch.int32), "view.dtype reinterprets bits"),
         (lambda x: x.float().contiguous().view(torch.int16), "view.dtype reinterprets bits"),
         (lambda x: x.double(), "is of torch.float64"),
@@ -268,6 +276,14 @@ def refused(operation: Callable[[Tensor], object], operations: Operations = HPU.
         (lambda x: torch.linalg.inv(x.float()[:, :2]), "not in the device's table"),
         (lambda x: torch.special.i0(x.float()), "not in the device's table"),
         (lambda x: x + torch.tensor([1, 2, 3]), "combines a tensor on the host"),
+        (lambda x: x + torch.ones(3, device="cpu"), "combines a tensor on the host"),
+        (lambda x: x + torch.from_numpy(np.ones(3)), "combines a tensor on the host"),
+        (lambda x: x.expand(2, 3).repeat(1, 13).sort(stable=True), "sort.stable runs on the CPU"),
+        (lambda x: x.sort(dim=0, stable=True), "sort.stable runs on the CPU"),
+        (lambda x: F.embedding(x, x.new_ones(6, 2) > 0), "runs on the CPU, because it is of torch.bool"),
+        (lambda x: F.embedding(x, x.new_ones(6, 2), sparse=True), "scale_grad_by_freq or sparse is set"),
+        (lambda x: torch.where((x > 2).to(torch.uint8), x, 0), "the condition is of torch.uint8"),
+        (lambda x: F.layer_norm(x.double(), [3]), "of torch.float64"),
         (lambda x: x[x > 2], "depends on data"),
         (lambda x: x.sum().item(), "reads a value back"),
     ],
@@ -317,7 +333,7 @@ def test_memory_that_is_freed_does_not_count_at_the_peak() -> None:
     recorder = Recorder(Operations())
     with recorder:
         for _ in range(10):
-            torch.ones(1024, device="cpu") * 2.0
+            torch.ones(1024, device=DEVICE) * 2.0
     assert recorder.costs.peak < 4 * 4096
 
 
@@ -338,3 +354,115 @@ def test_segments_are_distinct_by_operations_shapes_constants_and_wiring() -> No
     assert segment(lambda a, b: a * 2.0) == 4
     assert segment(lambda a, b: a * 3.0) == 5
     assert recorder.segments == [4, 4, 4, 4, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: x.sort(dim=1, stable=True),
+        lambda x: x.repeat(20, 20).sort(dim=1),
+        lambda x: torch.isfinite(x.float()),
+        lambda x: F.embedding(x, torch.ones(6, 2, device=x.device)),
+        lambda x: torch.where(x > 2, x, 0),
+        lambda x: (x > 2).cumsum(1),
+        lambda x: torch.cdist(x.float(), x.float()),
+    ],
+)
+def test_what_gaudi_runs_is_allowed(operation: Callable[[Tensor], object]) -> None:
+    tensor = torch.arange(6, dtype=torch.int64).view(2, 3)
+    with Recorder(HPU.facts.operations):
+        operation(tensor)
+
+
+# --- reads and copies ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: torch.tensor([1.0], device=x.device),
+        lambda x: torch.as_tensor([1.0], device=x.device),
+        lambda x: torch.as_tensor(torch.ones(2), device=x.device),
+        lambda x: x.new_tensor([1.0]),
+        lambda x: torch.rand(3).to(x.device),
+        lambda x: x.copy_(torch.ones(2, 3)),
+        lambda x: x[torch.tensor([0, 1])],
+    ],
+)
+def test_count_copy_names_a_copy_outside_of_crossings(operation: Callable[[Tensor], Tensor]) -> None:
+    tensor = torch.zeros(2, 3)
+    recorder = Recorder(Operations())
+    with recorder:
+        operation(tensor)
+    assert (recorder.costs.copies, recorder.costs.reads) == (1, 0)
+    with pytest.raises(Unfit, match="copies from the host") as raised, Recorder(Operations(), crossings=()):
+        operation(tensor)
+    assert raised.value.source.line == operation.__code__.co_firstlineno
+
+
+def test_count_copy_allows_tensors_that_no_copy_makes() -> None:
+    tensor = torch.zeros(2, 3)
+    with Recorder(Operations(), crossings=()) as recorder:
+        torch.zeros(3, device=tensor.device)
+        torch.tensor([1.0, 2.0]) + torch.rand(2)
+        torch.as_tensor(tensor).to(torch.float16)
+        tensor.fill_(3.0).masked_fill(tensor > 0, 1.0)
+        tensor.new_zeros(2)
+    assert recorder.costs.copies == 0
+
+
+READERS = [
+    lambda x: x.sum().item(),
+    lambda x: x.cpu(),
+    lambda x: x.to("cpu"),
+    lambda x: torch.zeros(2, 3).copy_(x),
+    lambda x: float(x.cpu().sum()),
+]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_count_read_allows_a_crossing(reader: Callable[[Tensor], object]) -> None:
+    tensor = torch.zeros(2, 3)
+    function = f"{HERE}:{reader.__code__.co_qualname}"
+    with Recorder(Operations(), crossings=[function]) as recorder:
+        reader(tensor)
+    assert recorder.costs.reads == 1
+    with pytest.raises(Unfit, match="reads a value back") as raised, Recorder(Operations(), crossings=()):
+        reader(tensor)
+    assert raised.value.source.line == reader.__code__.co_firstlineno
+
+
+def test_count_read_refuses_a_read_that_cuts_a_graph() -> None:
+    tensor = torch.zeros(2, 3)
+    crossings = [f"{HERE}:test_count_read_refuses_a_read_that_cuts_a_graph"]
+    with Recorder(Operations(records=True), crossings) as recorder:
+        tensor.cpu()
+        total = tensor.sum()
+        recorder.mark_step()
+        total.cpu()
+        tensor.sum()
+        with pytest.raises(Unfit, match="reads a value back"):
+            total.cpu()
+
+
+def test_recorded_device_counts_a_wait() -> None:
+    recorder = Recorder(Operations(), crossings=())
+    device = RecordedDevice(CUDA(), recorder)
+    with pytest.raises(Unfit, match=r"Device\.synchronize waits for the device") as raised, recorder:
+        device.synchronize()  # waits
+    assert raised.value.source.line == inspect.getsourcelines(test_recorded_device_counts_a_wait)[1] + 4
+
+
+def test_allow_numbers_of_an_optimizer_only() -> None:
+    recorder = Recorder()
+    weight = nn.Parameter(torch.ones(()))
+    weight.grad = torch.ones(())
+    optimizer = torch.optim.AdamW([weight], foreach=False)
+    recorder.allow_numbers(optimizer)
+    for number, watch in enumerate((recorder.warm_up(), recorder.warm_up(), recorder, recorder)):
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+        with watch:
+            optimizer.step()
+    assert recorder.distinct == 2  # The first step creates the state.
+    with pytest.raises(Unfit, match="makes a new graph"), recorder:
+        weight.grad / 0.5

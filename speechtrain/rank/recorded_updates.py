@@ -1,0 +1,149 @@
+"""Whole updates of the trainer on the CPU, watched for a device that this machine lacks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+
+from speechtrain.batch import Batch
+from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.compute_policy import ComputePolicy, apply_policy
+from speechtrain.config.build import build_optimizer, build_precision, build_schedule
+from speechtrain.data.base import DataModule
+from speechtrain.devices.base import Device
+from speechtrain.devices.recorder import RecordedDevice, Recorder
+from speechtrain.distributed.group import SingleProcess
+from speechtrain.optim.ema import EMA
+from speechtrain.rank.trial_steps import smallest_batches, with_longest_row
+from speechtrain.task import Task
+from speechtrain.tracking.group import Trackers
+from speechtrain.trainer_config import TrainerConfig
+from speechtrain.training.run_state import Interval
+from speechtrain.training.trainer import Trainer
+
+CROSSINGS = {
+    "training/optimizer_step.py:HostCheckedUpdate._is_finite": "the host skips an update that is not finite",
+    # Python 3.11 runs a comprehension as a function, and later versions do not.
+    "optim/adamw.py:AdamW._correct_settings": "the count of a fused kernel, with another form than torch",
+    "optim/adamw.py:AdamW._correct_settings.<locals>.<listcomp>": "the same",
+    "dtensor.py:all_finite": "after an update that is not finite, in fp16",
+    "encoders/lstm.py:LSTMEncoder._pivot": "the median length, with split_segments",
+    "training/optimizer_step.py:BranchFreeUpdate.outcomes": "with a log line",
+    "training/trainer.py:Trainer._log": "with a log line",
+    "metrics.py:MetricSums._read_all": "with a log line",
+    "training/trainer.py:Trainer._flag": "the flag of an update, on devices with static shapes",
+    "optim/ema.py:EMA.update": "the decay, on devices with static shapes",
+    # The cells of the ragged transducer loss depend on lengths and occupancies.
+    "losses/transducer.py:_check_values": "lengths and labels out of range",
+    "losses/transducer_ragged.py:RaggedJoint._groups": "the cells of each row",
+    "losses/transducer_ragged.py:RaggedJoint._fill_arcs": "the cells of a group",
+    "losses/transducer_ragged.py:RaggedJoint.add_gradients": "the cells with a gradient",
+    "losses/transducer.py:_RaggedLoss.backward": "whether the gradients can be scaled",
+    "losses/ctc.py:ctc_loss": "the lengths for the kernel of torch, if trim_silence_db computes them on the device",
+    "models/rnnt.py:RNNT._cut.<locals>.<genexpr>": "the longest row of a slice, with joint_rows",
+}
+"""The functions that may read values of the device and copy to it in an update, with the reason."""
+
+_BATCHES = 4  # batches of the smallest shape
+_LOG_EVERY = 2
+_WARM_UPS, _UPDATES = 2, 2  # The first update creates the optimizer's state. Each second one has a log line.
+_NEVER = 10**9
+
+
+class RecordedUpdates:
+    """Whole updates of ``task`` under a recorder: batch, forward, backward, optimizer, average, log line.
+
+    They follow ``policy`` of ``device``. At most two micro-batches are accumulated. ``folder`` exists, and
+    nothing is written there.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        data: DataModule,
+        task: Task,
+        device: Device,
+        policy: ComputePolicy,
+        folder: Path,
+    ) -> None:
+        operations = device.facts.operations
+        if policy.compiler:  # The sizes of these graphs are compared by a counting backend.
+            operations = replace(operations, largest_graph=0)
+        self.recorder = Recorder(operations, CROSSINGS)
+        self.data, self.task = data, task
+        self.policy = replace(policy, mark_step=self.recorder.mark_step)
+        apply_policy(task.train(), self.policy)
+        self.trainer = Trainer(
+            _settings(config), RecordedDevice(device, self.recorder), build_precision(config),
+            SingleProcess(), Checkpointer(folder, 1), Trackers(), config.seed, folder, policy=self.policy,
+        )  # fmt: skip
+        optimizer = build_optimizer(config, task.parameter_groups(), **device.facts.optimizer_flags)
+        self.recorder.allow_numbers(optimizer)
+        schedule = build_schedule(config, _NEVER, _NEVER)
+        self.parts = self.trainer.collect(task, data, optimizer, schedule, EMA(task, 0.999))
+        self.parts.wrapped = task
+        self.parts.progress.backward_divisor = 1.0  # A run reads a batch once to choose it.
+        self.interval = Interval()
+
+    def run(self) -> str:
+        """Run updates of the smallest shape, an evaluation of it, and an update of the longest recording.
+
+        The longest recording is one row of the largest shape, because all rows would take minutes on a CPU.
+        If the device records graphs, the first updates learn the graphs of the smallest shape. Return a line
+        with ``costs``, the costs of the last update of the smallest shape, and with the graphs. Raises Unfit
+        with the line of code if the device does not allow a part of an update.
+        """
+        recorder = self.recorder
+        self.trainer.planning.start(self.parts, 1.0)
+        batches = smallest_batches(self.data, _BATCHES)
+        small_batches = [batch for batch in batches if _shape(batch) == _shape(batches[0])]
+        large_batch = with_longest_row(self.data)
+        stream = itertools.cycle(small_batches)
+        self._update(stream, _WARM_UPS, recorder.warm_up())
+        self._update(stream, _UPDATES - 1, recorder)
+        recorder.clear()
+        self._update(stream, 1, recorder)
+        self.costs = recorder.costs
+        recorder.clear()
+        self._evaluate(small_batches[0])
+        # A CTC loss without the vendor's kernel has a graph that grows with the recording.
+        recorder.operations = replace(recorder.operations, largest_graph=0)
+        self._update(itertools.repeat(large_batch), 1, recorder.warm_up())
+        shapes = [" × ".join(map(str, batch.audio.shape)) for batch in (batches[0], large_batch)]
+        line = f"updates of {shapes[0]} and {shapes[1]} samples. The first shape has {self.costs}"
+        graphs = recorder.segments
+        if recorder.operations.records and not self.policy.compiler:
+            line += f", {len(graphs)} graphs, {recorder.distinct} of them distinct, of up to {max(graphs):,}"
+        return line
+
+    def _update(self, batches: Iterator[Batch], count: int, watch: AbstractContextManager[object]) -> None:
+        """Run ``count`` updates in ``watch``, the context in which the recorder sees the operations."""
+        host_batches = (batch.to(self.recorder.keep_on_host) for batch in batches)
+        with watch:
+            for _ in range(count):
+                self.interval, _, _ = self.trainer.run_update(self.parts, host_batches, self.interval)
+
+    def _evaluate(self, batch: Batch) -> None:
+        prepared = self.recorder.move(self.task.prepare(batch, seed=0))
+        with self.recorder.warm_up(), torch.no_grad(), self.policy.autocast("cpu"):
+            self.task.eval()(prepared)
+        self.task.train()
+
+
+def _settings(config: DictConfig) -> TrainerConfig:
+    settings = TrainerConfig(**{str(name): setting for name, setting in config.trainer.items()})
+    settings.divide_micro_batches(1)
+    return replace(
+        settings, max_steps=None, max_epochs=None, max_hours=None, target=None, validate_every=_NEVER,
+        save_every=None, log_every=_LOG_EVERY, accumulate=min(2, settings.accumulate), profile="",
+    )  # fmt: skip
+
+
+def _shape(batch: Batch) -> tuple[torch.Size, torch.Size]:
+    return batch.audio.shape, batch.labels.shape

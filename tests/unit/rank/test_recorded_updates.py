@@ -1,0 +1,103 @@
+"""What whole updates of the trainer read and copy, by the policies of CUDA and Gaudi."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from speechtrain.batch import Batch
+from speechtrain.config.build import build_data, build_device, build_precision
+from speechtrain.devices.recorder import Unfit
+from speechtrain.rank.build import build_task
+from speechtrain.rank.recorded_updates import RecordedUpdates
+from speechtrain.runs.compose import compose
+from speechtrain.task import Loss
+from speechtrain.training import optimizer_step
+from speechtrain.training.run_state import Interval
+
+HERE = Path(__file__)
+SMALL = [
+    *("data=digits", "data.workers=0", "data.train.utterances=32", "data.valid.unheard.utterances=2"),
+    *("data.train.max_words=2", "data.train.min_words=1"),
+]
+RNNT = [
+    *(*SMALL, "model=rnnt_small", "encoder.hidden=8", "model.prediction.hidden=8", "model.joint.hidden=8"),
+    *("model.prediction.embedding=8", "encoder.features.mels=8"),
+]
+WAV2VEC2 = [
+    *(*SMALL, "model=wav2vec2_small", "encoder.layers=1", "encoder.width=16", "encoder.heads=2"),
+    *("encoder.feed_forward=16", "encoder.position_groups=2", "model.codes=8", "model.negatives=4"),
+]
+TENSORS = {"rnnt": 7, "wav2vec2": 12}
+"""The tensors of a prepared batch."""
+LOSS_READS = {"rnnt": 14, "wav2vec2": 0}
+"""The reads of the loss of a micro-batch of one group and one chunk of cells, and of its CTC loss."""
+
+
+@pytest.fixture(autouse=True)
+def _cache(cache: Path) -> None:
+    """Index the data in the test's own cache."""
+
+
+def updates_of(recipe: list[str], folder: Path) -> RecordedUpdates:
+    config = compose([*recipe, f"run_dir={folder}"])
+    task, tokenizer = build_task(config)
+    device = build_device(config)
+    policy = replace(device.policy(build_precision(config).dtype), ctc_kernel=None)
+    data = build_data(config, tokenizer, task)
+    return RecordedUpdates(config, data, task, device, policy, folder)
+
+
+@pytest.mark.parametrize(("model", "recipe"), [("rnnt", RNNT), ("wav2vec2", WAV2VEC2)])
+def test_recorded_updates_copy_the_batch_and_read_with_the_log_line(
+    model: str, recipe: list[str], tmp_path: Path
+) -> None:
+    updates = updates_of([*recipe, "device=cuda"], tmp_path)
+    line = updates.run()
+    assert updates.costs.copies == TENSORS[model]
+    # One read of every update: whether it is finite. The log line waits once, reads the norm, and reads the
+    # sums of the two updates since the last line.
+    log_reads = 1 + 1 + 2
+    assert updates.costs.reads <= 1 + log_reads + LOSS_READS[model]
+    assert f"{updates.costs.reads} reads by the host, {TENSORS[model]} copies" in line
+
+
+@pytest.mark.parametrize("recipe", [RNNT, WAV2VEC2])
+def test_recorded_updates_of_gaudi_make_no_graph_twice(recipe: list[str], tmp_path: Path) -> None:
+    updates = updates_of([*recipe, "device=hpu", "trainer.accumulate=2"], tmp_path)
+    updates.run()
+    recorder = updates.recorder
+    assert recorder.distinct < len(recorder.segments) / 1.5
+    # Two micro-batches, the flag of the update and the decay of the average.
+    batch_tensors = updates.costs.copies - 2
+    assert batch_tensors % 2 == 0
+
+
+def read_loss(interval: Interval, batch: Batch, loss: Loss) -> None:
+    interval.data_wait_s += loss.total.item()  # planted
+
+
+def copy_rates(update: object, optimizer: torch.optim.Optimizer, rate: float) -> None:
+    optimizer.param_groups[0]["lr"] = rate
+    parameter = optimizer.param_groups[0]["params"][0]
+    torch.tensor([rate], device=parameter.device)  # planted
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [(Interval, "add", read_loss), (optimizer_step.Update, "_set_rate", copy_rates)],
+)
+@pytest.mark.parametrize("device", ["cuda", "hpu"])
+def test_recorded_updates_name_a_surplus_crossing(
+    owner: type, name: str, fault: Callable[..., None], device: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(owner, name, fault)
+    updates = updates_of([*RNNT, f"device={device}", "data.max_seconds=2"], tmp_path)
+    with pytest.raises(Unfit, match="# planted") as raised:
+        updates.run()
+    assert raised.value.source.file == str(HERE)
