@@ -28,6 +28,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", help=help)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the number of processes for ``-n auto``: three for two cores.
+
+    Tests of real runs wait for logins, restarts and limits, while another process computes. A test of
+    ``test_deadlock.py`` takes 27 s, of which the processor works 15 s.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(2, cores * 3 // 2)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # before torch is imported, in children too: results at a fixed number of threads, and no
     # threads that spin while they wait for a core which another test has
@@ -59,6 +70,25 @@ def load_yaml_once(file: str | Path | IO[Any]) -> Any:
 
 
 OmegaConf.load = staticmethod(load_yaml_once)  # type: ignore[method-assign, assignment]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put four CPU-bound files after each file of tests/integration.
+
+    The tests of these files wait half of their time. If they ran one after another, all processes would wait.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    cpu_paths = [path for path in files if path.parent.name != "integration"]
+    order = []
+    for path in files:
+        if path.parent.name == "integration":
+            order += [path, *cpu_paths[:4]]
+            del cpu_paths[:4]
+    items.clear()
+    for path in [*order, *cpu_paths]:
+        items += files[path]
 
 
 def pytest_collection_finish() -> None:
