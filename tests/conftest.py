@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import atexit
 import compileall
-import copy
 import gc
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -66,18 +66,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 load_yaml = OmegaConf.load
-yaml_by_content: dict[str, Any] = {}
+pickle_by_content: dict[str, bytes] = {}
 
 
 def load_yaml_once(file: str | Path | IO[Any]) -> Any:
-    """Parse each content of an open file once. Hydra reads the same files again for each composition."""
+    """Parse each content of an open file once. Hydra reads the same files again for each composition.
+
+    A pickle is copied in a fifth of the time of ``copy.deepcopy``.
+    """
     if isinstance(file, str | Path):
         return load_yaml(file)
     text = file.read()
     file.seek(0)
-    if text not in yaml_by_content:
-        yaml_by_content[text] = load_yaml(file)
-    return copy.deepcopy(yaml_by_content[text])
+    if text not in pickle_by_content:
+        pickle_by_content[text] = pickle.dumps(load_yaml(file))
+    return pickle.loads(pickle_by_content[text])
 
 
 OmegaConf.load = staticmethod(load_yaml_once)  # type: ignore[method-assign, assignment]
