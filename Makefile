@@ -5,7 +5,8 @@ IPEX_VENV ?= .venv-ipex
 BIN := $(VENV)/bin
 # a release of torch, or "newest"
 TORCH ?= 2.13.0
-# One process a core. A file stays in one process, so that its run is made once. The long files come first.
+# Three processes for two cores, since tests of real runs wait (tests/conftest.py). A file stays in one process, so that
+# its run is made once, and the files keep the order of tests/conftest.py.
 PYTEST_ARGS ?= -n auto --dist loadfile --no-loadscope-reorder
 # The same for suites of real runs, which are measured on two cores.
 HARD_ARGS ?= -n 2 --dist loadfile

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,7 @@ def module_of(path: Path) -> str:
     return f"speechtrain.launchers.{path.stem}"
 
 
+@cache  # Five tests read each module.
 def imports(path: Path) -> list[tuple[int, str]]:
     found = []
     for node in ast.walk(ast.parse(path.read_text())):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "speechtrain").rglob("*.py"), *(ROOT / "launchers").rglob("*.py")])
-TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in SOURCES}
 
 MODULES = {
     "speechtrain/torch_private.py": "torch",
@@ -29,8 +29,18 @@ SETTINGS = {
     "torch.backends.cudnn.allow_tf32",
 }
 """Attributes of libraries that are there to be set."""
-INHERITED = {*dir(nn.Module()), *dir(torch.optim.SGD([torch.zeros(1)])), *dir(torch.autograd.Function)}
-"""Names of the classes of torch that classes of the package are derived from."""
+
+
+@cache  # Not at the import, which each process of a parallel run makes.
+def trees() -> dict[str, ast.Module]:
+    """Return the syntax tree of each module, by its path."""
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in SOURCES}
+
+
+@cache
+def inherited_names() -> set[str]:
+    """Return the names of the classes of torch that classes of the package are derived from."""
+    return {*dir(nn.Module()), *dir(torch.optim.SGD([torch.zeros(1)])), *dir(torch.autograd.Function)}
 
 
 def is_private(name: object) -> bool:
@@ -48,10 +58,13 @@ def defined_names(tree: ast.AST) -> set[str]:
             names.add(node.id)
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
             names |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
-    return names - INHERITED
+    return names - inherited_names()
 
 
-PACKAGE_NAMES = set().union(*map(defined_names, TREES.values()))
+@cache
+def package_names() -> set[str]:
+    """Return the names that any module of the package defines."""
+    return set().union(*map(defined_names, trees().values()))
 
 
 def imported_names(tree: ast.AST) -> set[str]:
@@ -92,13 +105,13 @@ class Uses(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         is_method = ast.unparse(node.args).startswith(("self", "cls"))
-        if is_private(node.name) and is_method and node.name in INHERITED:
+        if is_private(node.name) and is_method and node.name in inherited_names():
             self.add(node, node.name)
         self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         owner = ast.unparse(node.value)
-        names = PACKAGE_NAMES if owner in ("self", "cls", "super()") else self.names
+        names = package_names() if owner in ("self", "cls", "super()") else self.names
         if is_private(node.attr) and node.attr not in names:
             self.add(node, ast.unparse(node))
         if not isinstance(node.ctx, ast.Load):
@@ -122,7 +135,7 @@ class Uses(ast.NodeVisitor):
 
 
 def test_private_parts_of_libraries_are_used_in_one_module_each() -> None:
-    uses = {name: Uses(tree).places for name, tree in TREES.items()}
+    uses = {name: Uses(tree).places for name, tree in trees().items()}
     assert {name: places for name, places in uses.items() if places and name not in MODULES} == {}
     assert all(uses[name] for name in MODULES), "a module of the list uses no private part any more"
 
