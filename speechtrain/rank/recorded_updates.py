@@ -45,7 +45,7 @@ CROSSINGS = {
     "losses/transducer_ragged.py:RaggedJoint._fill_arcs": "the cells of a group",
     "losses/transducer_ragged.py:RaggedJoint.add_gradients": "the cells with a gradient",
     "losses/transducer.py:_RaggedLoss.backward": "whether the gradients can be scaled",
-    "losses/ctc.py:ctc_loss": "the lengths for the kernel of torch, if trim_silence_db computes them on the device",
+    "losses/ctc.py:ctc_loss": "lengths that the device computes, with trim_silence_db",
     "models/rnnt.py:RNNT._cut.<locals>.<genexpr>": "the longest row of a slice, with joint_rows",
 }
 """The functions that may read values of the device and copy to it in an update, with the reason."""
