@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -21,6 +22,7 @@ from speechtrain.data.recordings import Unusable, open_recording, or_unusable
 # The most float32 coefficients of a filter bank: 4 MiB. The bank for 11,025 to 16,000 Hz has 282,240
 # coefficients. The bank for 16,001 to 16,000 Hz would need a gigabyte.
 _LARGEST_BANK = 2**20
+_LARGEST_TERM = 2**18  # of the ratio of two rates. Its long filter has 17.8 million coefficients: 143 MB.
 _ZERO_CROSSINGS = 32  # zero crossings of the sinc on each side of a steep filter
 _ROLLOFF = 0.94  # cutoff frequency of a steep filter, relative to the lower Nyquist frequency
 _BETA = 6.5  # shape parameter of the Kaiser window
@@ -58,7 +60,7 @@ def read_file(path: str, sample_rate: int, start: float = 0.0, seconds: float | 
     Raises Unusable, as ``read_cut`` does.
     """
     samples, rate = _decode(path, start, seconds)
-    return _check_and_resample(samples.mean(axis=0, dtype=np.float32), rate, sample_rate, path=path)
+    return _check_and_resample(_average(samples), rate, sample_rate, path=path)
 
 
 def change_rate(samples: Samples, rate: int, new_rate: int) -> Samples:
@@ -82,12 +84,28 @@ def resample(samples: Samples, rate: int, new_rate: int, is_steep: bool) -> Samp
     if rate * new_rate > _LARGEST_BANK:
         from scipy.signal import resample_poly
 
+        rate, new_rate = _smaller_terms(rate, new_rate)
         low_pass = _long_filter(max(rate, new_rate))
         resampled = resample_poly(samples, new_rate, rate, window=low_pass).astype(np.float32)
     else:
         new_length = -(-new_rate * len(samples) // rate)  # rounded up
         resampled = _apply_bank(samples, _filter_bank(rate, new_rate, is_steep))[:new_length].numpy()
     return cast("Samples", resampled)
+
+
+def _smaller_terms(rate: int, new_rate: int) -> tuple[int, int]:
+    """Return two numbers of at most ``_LARGEST_TERM`` whose ratio is nearly ``rate`` to ``new_rate``.
+
+    The length of the long filter grows with the larger number. The relative error of the ratio is
+    below 4e-6, which is less than the error of a sound card's clock.
+    """
+    if max(rate, new_rate) <= _LARGEST_TERM:
+        return rate, new_rate
+    if rate < new_rate:
+        ratio = Fraction(rate, new_rate).limit_denominator(_LARGEST_TERM)
+        return ratio.numerator, ratio.denominator
+    ratio = Fraction(new_rate, rate).limit_denominator(_LARGEST_TERM)
+    return ratio.denominator, ratio.numerator
 
 
 class _FilterBank(NamedTuple):
@@ -266,8 +284,14 @@ def _average_channels(samples: Samples, file_channels: Any, cut_channels: Any) -
             cut_channels = [cut_channels]
         rows = [file_channels.index(channel) for channel in cut_channels]
         samples = samples[rows]
-    mono: Samples = samples.mean(axis=0, dtype=np.float32)
-    return mono
+    return _average(samples)
+
+
+def _average(samples: Samples) -> Samples:
+    """Return the mean (S,) of channels (C, S). A single channel is not copied, because it may have 1 GiB."""
+    if len(samples) == 1:
+        return cast("Samples", samples[0])
+    return cast("Samples", samples.mean(axis=0, dtype=np.float32))
 
 
 def _read_mixed(cut: Mapping[str, Any], sample_rate: int) -> Samples:
@@ -279,7 +303,7 @@ def _read_mixed(cut: Mapping[str, Any], sample_rate: int) -> Samples:
     path = first_file(cut, default=str(cut["id"]))
     if samples.shape[1] == 0:
         raise Unusable("no_samples", path)
-    return _check_and_resample(samples.mean(axis=0, dtype=np.float32), rate, sample_rate, path=path)
+    return _check_and_resample(_average(samples), rate, sample_rate, path=path)
 
 
 def _change_rate_fast(samples: Samples, rate: int, new_rate: int) -> Samples:

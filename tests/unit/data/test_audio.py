@@ -40,3 +40,14 @@ def test_change_rate_does_not_depend_on_the_length_of_the_audio() -> None:
     changed = change_rate(audio, 48_000, 16_000)
     beginning = change_rate(audio[:24_000], 48_000, 16_000)
     np.testing.assert_allclose(changed[:7_900], beginning[:7_900], atol=1e-6)
+
+
+def test_change_rate_of_a_rate_without_a_common_divisor() -> None:
+    """767,999 and 16,000 have no common divisor, so an exact filter would have 52 million coefficients."""
+    time = np.arange(767_999) / 767_999
+    samples = np.sin(2 * np.pi * 440 * time).astype(np.float32)
+    resampled = change_rate(samples, 767_999, 16_000)
+    expected = np.sin(2 * np.pi * 440 * np.arange(16_000) / 16_000)
+    assert resampled.shape == expected.shape
+    middle = slice(100, -100)
+    np.testing.assert_allclose(resampled[middle], expected[middle], atol=5e-3)
