@@ -44,10 +44,11 @@ def test_change_rate_does_not_depend_on_the_length_of_the_audio() -> None:
 
 def test_change_rate_of_a_rate_without_a_common_divisor() -> None:
     """767,999 and 16,000 have no common divisor, so an exact filter would have 52 million coefficients."""
-    time = np.arange(767_999) / 767_999
-    samples = np.sin(2 * np.pi * 440 * time).astype(np.float32)
+    angular_frequency = 2 * np.pi * 440
+    phase = angular_frequency * np.linspace(0, 1, 767_999, endpoint=False)
+    samples = np.float32(np.sin(phase))
     resampled = change_rate(samples, 767_999, 16_000)
-    expected = np.sin(2 * np.pi * 440 * np.arange(16_000) / 16_000)
+    expected = np.sin(angular_frequency * np.linspace(0, 1, 16_000, endpoint=False))
     assert resampled.shape == expected.shape
     middle = slice(100, -100)
     np.testing.assert_allclose(resampled[middle], expected[middle], atol=5e-3)
