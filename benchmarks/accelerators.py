@@ -90,7 +90,10 @@ def gaudi(rows: int, widths: int | None, shapes: Shapes, dtype: torch.dtype) -> 
     recorder = Recorder(device.facts.operations)
     policy = replace(device.policy(dtype), mark_step=recorder.mark_step)
     apply_policy(task, policy)
-    print("| shape | operations | segments | largest | in evaluation | distinct so far |")
+    print(
+        "| shape | operations | segments in training | operations of the largest segment "
+        "| segments in evaluation | distinct segments so far |"
+    )
     print("|---|---|---|---|---|---|")
     for seconds, labels in shapes:
         batch = task.prepare(batch_of(rows, seconds, labels, tokenizer.size), 1)

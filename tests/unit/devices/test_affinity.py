@@ -1,4 +1,4 @@
-"""The masks of the reference's launcher, and topologies as Linux writes them."""
+"""Tests of the cores of ranks, with the masks of Intel's AIDK launcher and with topologies from Linux."""
 
 from __future__ import annotations
 
@@ -19,17 +19,22 @@ def parse(text: str) -> list[Core]:
 
     ``0,0,0,0`` and ``4,0,0,0`` are two hyperthreads of one core. An absent node counts as 0.
     """
-    found: dict[tuple[int, int, int], list[int]] = {}
+    cpus_by_core: dict[tuple[int, int, int], list[int]] = {}  # The keys are node, socket and core.
     for line in text.splitlines():
         if line and not line.startswith("#"):
             cpu, core, socket, node = (int(field or 0) for field in line.split(",")[:4])
-            found.setdefault((node, socket, core), []).append(cpu)
-    cores = [Core(tuple(sorted(cpus)), place[0]) for place, cpus in found.items()]
+            cpus_by_core.setdefault((node, socket, core), []).append(cpu)
+    cores = []
+    for (node, _, _), cpus in cpus_by_core.items():
+        cores.append(Core(tuple(sorted(cpus)), node))
     return sorted(cores, key=lambda core: (core.node, core.first))
 
 
 def host(cores: int, nodes: int = 1, hyperthreads: int = 2) -> list[Core]:
-    """CPUs numbered as Intel's firmware does: first one of every core, then the second ones."""
+    """Return cores whose CPUs are numbered as by Intel's firmware.
+
+    The first hyperthreads of all cores have the lowest numbers, then the second hyperthreads follow.
+    """
     text = "# CPU,Core,Socket,Node\n"
     for thread in range(hyperthreads):
         for core in range(cores):
@@ -38,7 +43,8 @@ def host(cores: int, nodes: int = 1, hyperthreads: int = 2) -> list[Core]:
     return parse(text)
 
 
-def test_the_masks_of_record() -> None:
+def test_pin_domains_and_reserved_cpus_equal_those_of_aidk() -> None:
+    """These are the values of Intel's AIDK launcher for hosts of 104 and of 36 cores on two NUMA nodes."""
     cores = host(104, nodes=2)
     assert affinity.pin_domains(cores, 2, 4) == "[0xffffffffffff0,0xffffffffffff00000000000000,]"
     assert affinity.reserved_cpus(cores, 2, 4) == [0, 1, 2, 3, 52, 53, 54, 55]
@@ -49,14 +55,18 @@ def test_the_masks_of_record() -> None:
     assert len(affinity.cores_of_rank(cores, 2, 1, 4)) == 14
 
 
-def test_shares_are_disjoint_and_stay_on_a_node() -> None:
+def test_cores_of_rank_are_disjoint_and_on_one_node() -> None:
     cores = host(12, nodes=2)
-    shares = [affinity.cores_of_rank(cores, 4, p) for p in range(4)]
-    assert [core for share in shares for core in share] == cores
-    assert [{core.node for core in share} for share in shares] == [{0}, {0}, {1}, {1}]
+    all_cores, nodes = [], []
+    for rank in range(4):
+        rank_cores = affinity.cores_of_rank(cores, 4, rank)
+        all_cores += rank_cores
+        nodes.append({core.node for core in rank_cores})
+    assert all_cores == cores
+    assert nodes == [{0}, {0}, {1}, {1}]
 
 
-def test_interleaved_cpus_are_sorted_by_node() -> None:
+def test_cores_of_rank_are_on_one_node_if_the_cpus_of_nodes_alternate() -> None:
     cores = parse("0,0,0,0\n1,1,1,1\n2,2,0,0\n3,3,1,1\n")
     assert cores == [Core((0,), 0), Core((2,), 0), Core((1,), 1), Core((3,), 1)]
     assert affinity.core_mask(affinity.cores_of_rank(cores, 2, 1)) == "0xa"
@@ -68,32 +78,36 @@ def test_interleaved_cpus_are_sorted_by_node() -> None:
 )
 def test_memory_nodes_are_shared_in_order(nodes: int, processes: int, expected: list[set[int]]) -> None:
     cores = host(8, nodes=nodes)
-    found = [affinity.cores_of_node(cores, processes, rank) for rank in range(processes)]
-    assert [{core.node for core in share} for share in found] == expected
-    assert {core for share in found for core in share} == set(cores)
+    all_cores, nodes_of_ranks = set(), []
+    for rank in range(processes):
+        rank_cores = affinity.cores_of_node(cores, processes, rank)
+        all_cores.update(rank_cores)
+        nodes_of_ranks.append({core.node for core in rank_cores})
+    assert nodes_of_ranks == expected
+    assert all_cores == set(cores)
 
 
-def test_too_many_ranks_are_told_so() -> None:
+def test_cores_of_rank_refuses_more_ranks_than_the_cores_suffice_for() -> None:
     with pytest.raises(MachineError, match="8 usable cores are too few for 4 ranks with 2 reserved"):
         affinity.cores_of_rank(host(8), 4, 0, reserved=2)
 
 
-def test_what_may_not_be_used_is_left_out() -> None:
+def test_cores_within_omits_cpus_that_this_process_may_not_use() -> None:
     cores = host(4)  # CPUs 0 to 3, hyperthreads 4 to 7
     assert affinity.cores_within(cores, {1, 5, 6}) == [Core((1, 5)), Core((6,))]
 
 
-def test_the_kernels_lists() -> None:
+def test_cpus_of_reads_lists_of_the_kernel() -> None:
     assert affinity.cpus_of("0-2,8,10-11") == [0, 1, 2, 8, 10, 11]
     assert affinity.cpus_of("") == []
 
 
-def test_the_topology_is_read_from_sys(tmp_path: Path) -> None:
+def test_topology_reads_cores_and_nodes_from_sys(tmp_path: Path) -> None:
     for cpu in range(8):
         folder = tmp_path / "cpu" / f"cpu{cpu}" / "topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
-    (tmp_path / "cpu" / "cpu9").mkdir()  # switched off
+    (tmp_path / "cpu" / "cpu9").mkdir()  # This CPU is offline.
     (tmp_path / "cpu" / "cpufreq").mkdir()
     for node, cpus in enumerate(("0-1,4-5", "2-3,6-7")):
         (tmp_path / "node" / f"node{node}").mkdir(parents=True)
@@ -102,17 +116,17 @@ def test_the_topology_is_read_from_sys(tmp_path: Path) -> None:
     assert len(affinity.topology(tmp_path / "nothing")) == os.cpu_count()
 
 
-def test_this_host_agrees_with_lscpu() -> None:
+def test_topology_of_this_host_agrees_with_lscpu() -> None:
     try:
-        done = subprocess.run(
+        lscpu = subprocess.run(
             ["lscpu", "--parse=CPU,CORE,SOCKET,NODE"], capture_output=True, text=True, check=True, timeout=20
         )
     except (OSError, subprocess.SubprocessError) as error:
         pytest.skip(f"lscpu does not run here: {error}")
-    assert parse(done.stdout) == affinity.topology()
+    assert parse(lscpu.stdout) == affinity.topology()
 
 
-def test_every_thread_is_bound() -> None:
+def test_pin_binds_every_thread() -> None:
     program = """
 import os, threading
 from speechtrain.devices import affinity
@@ -121,11 +135,11 @@ thread = threading.Thread(target=event.wait)
 thread.start()
 cpu = min(os.sched_getaffinity(0))
 affinity.pin({cpu})
-found = [os.sched_getaffinity(int(name)) for name in os.listdir("/proc/self/task")]
+cpus_of_threads = [os.sched_getaffinity(int(name)) for name in os.listdir("/proc/self/task")]
 event.set()
-assert len(found) >= 2 and all(cpus == {cpu} for cpus in found), found
+assert len(cpus_of_threads) >= 2 and all(cpus == {cpu} for cpus in cpus_of_threads), cpus_of_threads
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr

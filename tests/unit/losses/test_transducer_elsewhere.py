@@ -1,4 +1,7 @@
-"""``speechtrain.transducer_loss`` as others call it: what it refuses, and how models are run."""
+"""Tests of ``speechtrain.transducer_loss`` in other programs.
+
+They pass wrong arguments and unusual tensors, and use ``torch.compile``, autocast and inference mode.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,13 @@ from speechtrain import transducer_loss
 
 B, T, U, H, V = 2, 5, 3, 6, 7
 BLANK = 2
-FORMS = pytest.mark.parametrize("static", [False, True], ids=["rows", "static"])
+DIFFERENTIABLE = ("encoder", "prediction", "weight", "bias")
+# ``static=False`` computes the cells within the lengths, and ``static=True`` all cells of the padded lattice.
+BOTH_FORMS = pytest.mark.parametrize("static", [False, True], ids=["rows", "static"])
 
 
-def arguments(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Any]:
+def loss_arguments(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Any]:
+    """Return random tensors for ``transducer_loss``. The second row is shorter than the first one."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -29,100 +35,133 @@ def arguments(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, An
         "prediction": normal(B, U + 1, H),
         "weight": normal(V, H),
         "bias": normal(V),
-        "labels": labels + (labels >= BLANK),
+        "labels": labels + (labels >= BLANK),  # No label is the blank.
         "encoder_lengths": torch.tensor([T, T - 1]),
         "label_lengths": torch.tensor([U, U - 1]),
     }
 
 
-def inputs(given: dict[str, Any]) -> list[Tensor]:
-    return [given[name] for name in ("encoder", "prediction", "weight", "bias")]
+def differentiable_inputs(arguments: dict[str, Any]) -> list[Tensor]:
+    return [arguments[name] for name in DIFFERENTIABLE]
 
 
-def plain(given: dict[str, Any], activation: str = "relu", blank: int = BLANK) -> Tensor:
-    """The losses (B,) by the whole lattice and autograd alone."""
-    encoder, prediction, weight, bias = inputs(given)
-    hidden = getattr(torch, activation)(encoder[:, :, None] + prediction[:, None])
+def reference_losses(arguments: dict[str, Any]) -> Tensor:
+    """Return the losses (B,), computed from the whole lattice with autograd."""
+    encoder, prediction, weight, bias = differentiable_inputs(arguments)
+    hidden = torch.relu(encoder[:, :, None] + prediction[:, None])
     log_p = F.linear(hidden, weight, bias).log_softmax(-1)
     losses = []
     for row in range(len(log_p)):
-        frames, symbols = int(given["encoder_lengths"][row]), int(given["label_lengths"][row])
-        label = [int(symbol) for symbol in given["labels"][row, :symbols]]
-        alpha = {(0, 0): log_p.new_zeros(())}
-        for t in range(frames):
-            for u in range(symbols + 1):
-                into = [alpha[t - 1, u] + log_p[row, t - 1, u, blank]] if t else []
-                into += [alpha[t, u - 1] + log_p[row, t, u - 1, label[u - 1]]] if u else []
-                alpha[t, u] = torch.stack(into).logsumexp(0) if into else alpha[0, 0]
-        losses.append(-alpha[frames - 1, symbols] - log_p[row, frames - 1, symbols, blank])
+        frames = int(arguments["encoder_lengths"][row])
+        label_count = int(arguments["label_lengths"][row])
+        labels = arguments["labels"][row, :label_count].tolist()
+        losses.append(reference_loss_of_row(log_p[row, :frames, : label_count + 1], labels))
     return torch.stack(losses)
 
 
-WRONG = {
-    # what others' losses take
-    "a lattice": ({"encoder": torch.zeros(B, T, U + 1, V)}, r"encoder .*\(2, 5, 4, 7\).*\(B T H\)"),
-    "axes to broadcast": ({"prediction": torch.zeros(B, 1, U + 1, H)}, r"prediction .*\(B U\+1 H\)"),
-    "lengths as shares": (
+def reference_loss_of_row(log_p: Tensor, labels: list[int]) -> Tensor:
+    """Return the loss of one utterance by the forward recursion.
+
+    ``log_p`` (T, U + 1, V) has the log-probabilities of the cells, without padding.
+    """
+    frames = len(log_p)
+    alpha = {(0, 0): log_p.new_zeros(())}
+    for t in range(frames):
+        for u in range(len(labels) + 1):
+            paths = []
+            if t > 0:
+                paths.append(alpha[t - 1, u] + log_p[t - 1, u, BLANK])
+            if u > 0:
+                paths.append(alpha[t, u - 1] + log_p[t, u - 1, labels[u - 1]])
+            if paths:
+                alpha[t, u] = torch.stack(paths).logsumexp(0)
+    return -alpha[frames - 1, len(labels)] - log_p[frames - 1, len(labels), BLANK]
+
+
+WRONG_ARGUMENTS = {
+    # Arguments that transducer losses of other packages accept.
+    "a lattice as encoder": (
+        {"encoder": torch.zeros(B, T, U + 1, V)},
+        r"encoder .*\(2, 5, 4, 7\).*\(B T H\)",
+    ),
+    "a prediction to broadcast": ({"prediction": torch.zeros(B, 1, U + 1, H)}, r"prediction .*\(B U\+1 H\)"),
+    "lengths as fractions of the longest": (
         {"encoder_lengths": torch.tensor([1.0, 0.8])},
         "encoder_lengths .*float32.*integer",
     ),
-    "blank counted from the end": ({"blank": -1}, r"blank is -1\. .*0 to 6"),
-    "blank beyond the classes": ({"blank": V}, "blank is 7"),
-    "labels in a row": ({"labels": torch.tensor([1, 3, 0, 1, 3])}, r"labels .*\(B U\)"),
-    # other types
-    "labels of fractions": ({"labels": torch.ones(B, U)}, "labels .*float32.*integer"),
-    "lengths of truth values": (
+    "a blank counted from the end": ({"blank": -1}, r"blank is -1\. .*0 to 6"),
+    "a blank beyond the classes": ({"blank": V}, "blank is 7"),
+    "labels of all rows concatenated": ({"labels": torch.tensor([1, 3, 0, 1, 3])}, r"labels .*\(B U\)"),
+    # Wrong types.
+    "labels of type float": ({"labels": torch.ones(B, U)}, "labels .*float32.*integer"),
+    "lengths of type bool": (
         {"label_lengths": torch.tensor([True, True])},
         "label_lengths .*bool.*integer",
     ),
-    "integers to multiply": ({"encoder": torch.ones(B, T, H, dtype=torch.int64)}, "encoder .*int64.*float"),
-    "complex numbers": ({"weight": torch.ones(V, H, dtype=torch.complex64)}, "weight .*complex64.*float"),
-    "a list": ({"label_lengths": [3, 2]}, "label_lengths .*list"),
-    "no bias": ({"bias": None}, "bias .*NoneType"),
-    # other places
-    "labels elsewhere": (
+    "an encoder of type int": (
+        {"encoder": torch.ones(B, T, H, dtype=torch.int64)},
+        "encoder .*int64.*float",
+    ),
+    "a weight of type complex": (
+        {"weight": torch.ones(V, H, dtype=torch.complex64)},
+        "weight .*complex64.*float",
+    ),
+    "lengths in a list": ({"label_lengths": [3, 2]}, "label_lengths .*list"),
+    "None as bias": ({"bias": None}, "bias .*NoneType"),
+    # Tensors on different devices.
+    "labels on another device": (
         {"labels": torch.ones(B, U, dtype=torch.int64, device="meta")},
         "labels .*meta.*cpu",
     ),
-    "lengths elsewhere": ({"encoder_lengths": torch.tensor([5, 4], device="meta")}, "encoder_lengths .*meta"),
-    "a weight elsewhere": ({"weight": torch.zeros(V, H, device="meta")}, "weight .*meta.*cpu"),
-    # other shapes
-    "a bias of no axis": ({"bias": torch.tensor(0.0)}, r"bias .*\(V\)"),
-    "a weight on its side": ({"weight": torch.zeros(H, V)}, "weight"),
-    "no position for the end": ({"prediction": torch.zeros(B, U, H)}, r"labels .*\(2, 3\).*'U': 2"),
-    # numbers
+    "lengths on another device": (
+        {"encoder_lengths": torch.tensor([5, 4], device="meta")},
+        "encoder_lengths .*meta",
+    ),
+    "a weight on another device": ({"weight": torch.zeros(V, H, device="meta")}, "weight .*meta.*cpu"),
+    # Wrong shapes.
+    "a scalar bias": ({"bias": torch.tensor(0.0)}, r"bias .*\(V\)"),
+    "a transposed weight": ({"weight": torch.zeros(H, V)}, "weight"),
+    "a prediction of U instead of U + 1 states": (
+        {"prediction": torch.zeros(B, U, H)},
+        r"labels .*\(2, 3\).*'U': 2",
+    ),
+    # Wrong numbers.
     "a negative keep": ({"keep": -1}, "keep"),
-    "no FastEmit": ({"fastemit": float("nan")}, "fastemit is nan"),
+    "fastemit of nan": ({"fastemit": float("nan")}, "fastemit is nan"),
 }
 
 
-@FORMS
-@pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_is_one_line(case: str, static: bool) -> None:
-    change, message = WRONG[case]
-    with pytest.raises(ValueError, match=message) as caught:
-        transducer_loss(**{**arguments(), "blank": BLANK, "static": static, **change})
-    assert "\n" not in str(caught.value)
+@BOTH_FORMS
+@pytest.mark.parametrize("case", WRONG_ARGUMENTS)
+def test_transducer_loss_refuses_wrong_arguments_in_one_line(case: str, static: bool) -> None:
+    wrong_arguments, message = WRONG_ARGUMENTS[case]
+    arguments = {**loss_arguments(), "blank": BLANK, "static": static, **wrong_arguments}
+    with pytest.raises(ValueError, match=message) as error:
+        transducer_loss(**arguments)
+    assert "\n" not in str(error.value)
 
 
-@FORMS
-def test_checks_of_types_and_shapes_read_nothing(static: bool) -> None:
-    """Tensors of no storage pass them all, and stop where the numbers are wanted."""
-    given = {name: x.to("meta") for name, x in arguments().items()}
+@BOTH_FORMS
+def test_transducer_loss_checks_types_and_shapes_without_reading_values(static: bool) -> None:
+    """Tensors on the device ``meta`` have no values, and pass the checks.
+
+    The static form reads no values later either. The other form then fails, because it reads the lengths.
+    """
+    arguments = {name: tensor.to("meta") for name, tensor in loss_arguments().items()}
     if static:
-        assert transducer_loss(**given, blank=BLANK, static=True).shape == (B,)
+        assert transducer_loss(**arguments, blank=BLANK, static=True).shape == (B,)
     else:
         with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-            transducer_loss(**given, blank=BLANK)
+            transducer_loss(**arguments, blank=BLANK)
 
 
-@FORMS
+@BOTH_FORMS
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8])
-def test_integers_of_any_width(static: bool, dtype: torch.dtype) -> None:
-    """Products of lengths and an id beyond the type's range included."""
+def test_transducer_loss_accepts_integers_of_any_width(static: bool, dtype: torch.dtype) -> None:
+    """Integers of 8 bits can store neither the number of cells (100 × 90) nor the blank's id (299)."""
     generator = torch.Generator().manual_seed(0)
     frames, symbols, classes = 100, 90, 300
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "encoder": torch.randn(1, frames, 4, generator=generator),
         "prediction": torch.randn(1, symbols + 1, 4, generator=generator),
         "weight": torch.randn(classes, 4, generator=generator),
@@ -131,85 +170,103 @@ def test_integers_of_any_width(static: bool, dtype: torch.dtype) -> None:
         "encoder_lengths": torch.tensor([frames]),
         "label_lengths": torch.tensor([symbols - 1]),
     }
+    narrow_arguments = dict(arguments)
+    for name in ("labels", "encoder_lengths", "label_lengths"):
+        narrow_arguments[name] = arguments[name].to(dtype)
     options: dict[str, Any] = {"blank": classes - 1, "static": static}
-    narrow = {name: x if x.is_floating_point() else x.to(dtype) for name, x in given.items()}
-    assert torch.equal(transducer_loss(**narrow, **options), transducer_loss(**given, **options))
+    assert torch.equal(
+        transducer_loss(**narrow_arguments, **options), transducer_loss(**arguments, **options)
+    )
 
 
-@FORMS
-def test_float64_stays_float64(static: bool) -> None:
-    given = arguments(torch.float64)
-    loss = transducer_loss(**given, blank=BLANK, static=static)
-    torch.testing.assert_close(loss, plain(given), rtol=1e-13, atol=1e-13)
+@BOTH_FORMS
+def test_transducer_loss_computes_float64_inputs_in_float64(static: bool) -> None:
+    arguments = loss_arguments(torch.float64)
+    loss = transducer_loss(**arguments, blank=BLANK, static=static)
+    torch.testing.assert_close(loss, reference_losses(arguments), rtol=1e-13, atol=1e-13)
 
-    def of(*changed: Tensor) -> Tensor:
-        names = ("encoder", "prediction", "weight", "bias")
-        return transducer_loss(
-            **{**given, **dict(zip(names, changed, strict=True))}, blank=BLANK, static=static
-        )
+    def loss_of(*inputs: Tensor) -> Tensor:
+        changed_arguments = {**arguments, **dict(zip(DIFFERENTIABLE, inputs, strict=True))}
+        return transducer_loss(**changed_arguments, blank=BLANK, static=static)
 
-    assert torch.autograd.gradcheck(of, inputs(given))
+    assert torch.autograd.gradcheck(loss_of, differentiable_inputs(arguments))
 
 
-@FORMS
-@pytest.mark.parametrize("name", ["encoder", "prediction", "weight", "bias"])
-def test_a_gradient_of_one_input_alone(static: bool, name: str) -> None:
-    given = arguments()
-    frozen = {other: x.detach() if other != name else x for other, x in given.items()}
-    loss = transducer_loss(**frozen, blank=BLANK, static=static).mean()
-    (alone,) = torch.autograd.grad(loss, given[name])
-    (true,) = torch.autograd.grad(plain(given).mean(), given[name])
-    torch.testing.assert_close(alone, true, rtol=1e-4, atol=1e-5)
+@BOTH_FORMS
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_transducer_loss_has_the_gradient_of_an_input_if_the_rest_is_frozen(static: bool, name: str) -> None:
+    arguments = loss_arguments()
+    frozen_arguments = {key: tensor.detach() for key, tensor in arguments.items()}
+    frozen_arguments[name] = arguments[name]
+    loss = transducer_loss(**frozen_arguments, blank=BLANK, static=static).mean()
+    (gradient,) = torch.autograd.grad(loss, arguments[name])
+    (expected,) = torch.autograd.grad(reference_losses(arguments).mean(), arguments[name])
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
 
 
-@FORMS
+@BOTH_FORMS
 @pytest.mark.parametrize("rows", [1, 2])
-def test_no_label_at_all(static: bool, rows: int) -> None:
-    given = {name: x if name in ("weight", "bias") else x[:rows] for name, x in arguments().items()}
-    given |= {"prediction": given["prediction"][:, :1], "labels": given["labels"][:, :0]}
-    given["label_lengths"] = torch.zeros(rows, dtype=torch.int64)
-    loss = transducer_loss(**given, blank=BLANK, static=static)
-    torch.testing.assert_close(loss, plain(given))
+def test_transducer_loss_accepts_batches_without_labels(static: bool, rows: int) -> None:
+    arguments = loss_arguments()
+    arguments["encoder"] = arguments["encoder"][:rows]
+    arguments["encoder_lengths"] = arguments["encoder_lengths"][:rows]
+    arguments["prediction"] = arguments["prediction"][:rows, :1]
+    arguments["labels"] = arguments["labels"][:rows, :0]
+    arguments["label_lengths"] = torch.zeros(rows, dtype=torch.int64)
+    loss = transducer_loss(**arguments, blank=BLANK, static=static)
+    torch.testing.assert_close(loss, reference_losses(arguments))
     torch.autograd.backward(loss.sum())
 
 
-# before the loss and after it; older compilers do not trace torch.amp.is_autocast_available either
+# torch.compile captures a graph before the loss and a graph after it. In torch older than 2.13, it cannot
+# capture torch.amp.is_autocast_available either, so the model has more graphs.
 _MOST_GRAPHS = 2 if TorchVersion(torch.__version__) >= "2.13" else 4
 
 
 class Model(nn.Module):
-    """The smallest transducer: a frame is a projection, a prediction an embedding."""
+    """A minimal transducer: the encoder is a linear layer, and the prediction network is an embedding."""
+
+    loss_function = staticmethod(transducer_loss)
 
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.prediction, self.output = nn.Linear(4, H), nn.Embedding(V, H), nn.Linear(H, V)
 
-    def forward(self, frames: Tensor, given: dict[str, Tensor], static: bool = False) -> Tensor:
-        before = F.pad(given["labels"], (1, 0), value=BLANK)
-        projections = self.encoder(frames), self.prediction(before)
-        output, loss = self.output, type(self).loss
-        lengths = given["encoder_lengths"], given["label_lengths"]
-        options: dict[str, Any] = {"blank": BLANK, "static": static}
-        result: Tensor = loss(*projections, output.weight, output.bias, given["labels"], *lengths, **options)
-        return result.mean()
+    def forward(self, frames: Tensor, arguments: dict[str, Tensor], static: bool = False) -> Tensor:
+        """Return the mean loss of ``frames`` (B, T, 4). ``arguments`` has the labels and the lengths."""
+        labels = arguments["labels"]
+        previous_labels = F.pad(labels, (1, 0), value=BLANK)
+        loss_function = type(self).loss_function
+        losses: Tensor = loss_function(
+            self.encoder(frames),
+            self.prediction(previous_labels),
+            self.output.weight,
+            self.output.bias,
+            labels,
+            arguments["encoder_lengths"],
+            arguments["label_lengths"],
+            blank=BLANK,
+            static=static,
+        )
+        return losses.mean()
 
-    loss = staticmethod(transducer_loss)
 
+class ModelWithUncompiledLoss(Model):
+    """Its loss is never compiled, as the documentation recommends."""
 
-class Apart(Model):
-    """It keeps the loss out of the graph, as the documentation says."""
-
-    loss = staticmethod(torch.compiler.disable(transducer_loss))
+    loss_function = staticmethod(torch.compiler.disable(transducer_loss))
 
 
 @pytest.mark.slow
-@FORMS
-@pytest.mark.parametrize("kind", [Model, Apart])
-@pytest.mark.filterwarnings("ignore")  # of dynamo, about what it breaks at
-def test_a_compiled_caller(kind: type[Model], static: bool) -> None:
-    """The compiler's own back end is left out: what it is given is what can go wrong here."""
+@BOTH_FORMS
+@pytest.mark.parametrize("model_class", [Model, ModelWithUncompiledLoss])
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns where it splits a graph.
+def test_transducer_loss_has_equal_gradients_in_a_compiled_model(
+    model_class: type[Model], static: bool
+) -> None:
+    """The backend runs the captured graphs unchanged, because the loss can break only their capture."""
     torch.manual_seed(0)
-    model, given = kind(), arguments()
+    model, arguments = model_class(), loss_arguments()
     graphs: list[Any] = []
 
     def backend(graph: Any, examples: Any) -> Any:
@@ -218,47 +275,60 @@ def test_a_compiled_caller(kind: type[Model], static: bool) -> None:
 
     torch._dynamo.reset()
     frames = torch.randn(B, T, 4)
-    compiled = torch.compile(model, backend=backend)
-    losses = [caller(frames, given, static) for caller in (compiled, model)]
-    torch.testing.assert_close(*losses)
-    for ours, true in zip(*(torch.autograd.grad(x, [*model.parameters()]) for x in losses), strict=True):
-        torch.testing.assert_close(ours, true)
-    if static or kind is Apart:
+    compiled_model = torch.compile(model, backend=backend)
+    parameters = list(model.parameters())
+    compiled_loss = compiled_model(frames, arguments, static)
+    eager_loss = model(frames, arguments, static)
+    torch.testing.assert_close(compiled_loss, eager_loss)
+    compiled_gradients = torch.autograd.grad(compiled_loss, parameters)
+    eager_gradients = torch.autograd.grad(eager_loss, parameters)
+    for compiled_gradient, eager_gradient in zip(compiled_gradients, eager_gradients, strict=True):
+        torch.testing.assert_close(compiled_gradient, eager_gradient)
+    if static or model_class is ModelWithUncompiledLoss:
         assert len(graphs) <= _MOST_GRAPHS
     torch._dynamo.reset()
 
 
-@FORMS
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-def test_a_model_under_autocast(static: bool, low: torch.dtype) -> None:
-    """Projections in low precision meet an output layer in fp32, where the gradients arrive."""
+@BOTH_FORMS
+@pytest.mark.parametrize("low_precision", [torch.bfloat16, torch.float16])
+def test_transducer_loss_under_autocast_has_fp32_losses_and_gradients(
+    static: bool, low_precision: torch.dtype
+) -> None:
+    """The encoder and the prediction are in low precision. The weight and the bias of the output are fp32."""
     torch.manual_seed(0)
-    model, given, frames = Model(), arguments(), torch.randn(B, T, 4)
-    true = model(frames, given)
-    expected = torch.autograd.grad(true, [*model.parameters()])
-    with torch.autocast("cpu", dtype=low):
-        loss = model(frames, given, static)
+    model, arguments, frames = Model(), loss_arguments(), torch.randn(B, T, 4)
+    parameters = list(model.parameters())
+    expected_loss = model(frames, arguments)
+    expected_gradients = torch.autograd.grad(expected_loss, parameters)
+    with torch.autocast("cpu", dtype=low_precision):
+        loss = model(frames, arguments, static)
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, true, rtol=1e-2, atol=0)
-    for ours, exact in zip(torch.autograd.grad(loss, [*model.parameters()]), expected, strict=True):
-        assert ours.dtype == torch.float32
-        assert float((ours - exact).norm() / exact.norm()) < 2e-2
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-2, atol=0)
+    gradients = torch.autograd.grad(loss, parameters)
+    for gradient, expected in zip(gradients, expected_gradients, strict=True):
+        assert gradient.dtype == torch.float32
+        assert float((gradient - expected).norm() / expected.norm()) < 2e-2
 
 
-@FORMS
-def test_inference_mode(static: bool) -> None:
+@BOTH_FORMS
+def test_transducer_loss_is_the_same_in_inference_mode(static: bool) -> None:
     with torch.inference_mode():
-        loss = transducer_loss(**arguments(), blank=BLANK, static=static)
-    torch.testing.assert_close(loss, plain(arguments()).detach())
+        loss = transducer_loss(**loss_arguments(), blank=BLANK, static=static)
+    torch.testing.assert_close(loss, reference_losses(loss_arguments()).detach())
 
 
-@FORMS
-def test_expanded_inputs(static: bool) -> None:
-    """One prediction for all rows, one bias for all classes: no element is written to, and none is lost."""
-    given = arguments()
-    one, same = given["prediction"][:1].detach().requires_grad_(), torch.zeros(1, requires_grad=True)
-    given |= {"prediction": one.expand(B, -1, -1), "bias": same.expand(V)}
-    ours = torch.autograd.grad(transducer_loss(**given, blank=BLANK, static=static).sum(), [one, same])
-    true = torch.autograd.grad(plain(given).sum(), [one, same])
-    for mine, exact in zip(ours, true, strict=True):
-        torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-5)
+@BOTH_FORMS
+def test_transducer_loss_accepts_expanded_inputs(static: bool) -> None:
+    """All rows share one prediction, and all classes share one bias.
+
+    The loss must not write into these tensors, and their gradients must be summed over all rows and classes.
+    """
+    arguments = loss_arguments()
+    prediction = arguments["prediction"][:1].detach().requires_grad_()
+    bias = torch.zeros(1, requires_grad=True)
+    arguments |= {"prediction": prediction.expand(B, -1, -1), "bias": bias.expand(V)}
+    loss = transducer_loss(**arguments, blank=BLANK, static=static).sum()
+    gradients = torch.autograd.grad(loss, [prediction, bias])
+    expected_gradients = torch.autograd.grad(reference_losses(arguments).sum(), [prediction, bias])
+    for gradient, expected in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)

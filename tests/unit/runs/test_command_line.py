@@ -1,4 +1,4 @@
-"""100 ($FUZZ) random command lines: each composes and passes the check, or is refused in one line."""
+"""Random command lines, 60 or ``$FUZZ`` of them. Each passes the config check, or is refused in one line."""
 
 from __future__ import annotations
 
@@ -27,13 +27,21 @@ KEYS = sorted(composition._config_keys([], None))
 
 
 def _damaged(texts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    """A text with a character dropped, doubled or replaced."""
+    """Texts in which one character is removed, doubled or replaced."""
 
-    def damage(text: str, place: int, kind: int, other: str) -> str:
-        place %= max(1, len(text))
-        return text[:place] + ("", text[place : place + 1] * 2, other)[kind] + text[place + 1 :]
+    def damage(text: str, position: int, kind: str, new_character: str) -> str:
+        position %= max(1, len(text))
+        character = text[position : position + 1]
+        if kind == "remove":
+            replacement = ""
+        elif kind == "double":
+            replacement = character * 2
+        else:
+            replacement = new_character
+        return text[:position] + replacement + text[position + 1 :]
 
-    return st.builds(damage, texts, st.integers(0, 60), st.integers(0, 2), st.characters(codec="utf-8"))
+    kinds = st.sampled_from(["remove", "double", "replace"])
+    return st.builds(damage, texts, st.integers(0, 60), kinds, st.characters(codec="utf-8"))
 
 
 scalars = st.one_of(
@@ -81,11 +89,11 @@ overrides = st.one_of(
     names,
     st.text(max_size=12),
 )
-REFUSALS = {"refused": 0, "accepted": 0}
+OUTCOMES = {"refused": 0, "accepted": 0}  # the number of command lines with each outcome
 
 
-def _outcome(argv: list[str]) -> DictConfig:
-    """What the command does before it looks at the machine, with the fast form of Hydra's composition."""
+def _compose_and_check(argv: list[str]) -> DictConfig:
+    """Return the checked config of a command line, without a look at the machine."""
     command = read_command(argv)
     check_flags(command.flags)
     try:
@@ -94,7 +102,7 @@ def _outcome(argv: list[str]) -> DictConfig:
         raise
     except Exception as error:
         raise composition.explain(error, command.overrides) from error
-    config.run_dir = "/tmp/run"  # as the command does; nothing is written there
+    config.run_dir = "/tmp/run"  # The command sets it too. Nothing is written there.
     check(config)
     return config
 
@@ -108,13 +116,13 @@ def _outcome(argv: list[str]) -> DictConfig:
     derandomize=True,
 )
 @given(st.lists(overrides, min_size=1, max_size=3))
-def test_no_command_line_ends_in_a_traceback(argv: list[str]) -> None:
+def test_compose_and_check_refuse_command_lines_without_a_traceback(argv: list[str]) -> None:
     try:
-        _outcome(argv)
-        REFUSALS["accepted"] += 1
+        _compose_and_check(argv)
+        OUTCOMES["accepted"] += 1
     except SpeechtrainError as error:
-        REFUSALS["refused"] += 1
-        assert 2 <= error.exit_code <= 5  # noqa: PT017 - both outcomes are right
+        OUTCOMES["refused"] += 1
+        assert 2 <= error.exit_code <= 5  # noqa: PT017 - A refusal is allowed too.
         line = one_line(str(error))
         assert line, argv
         assert len(line) < 2000
@@ -123,20 +131,20 @@ def test_no_command_line_ends_in_a_traceback(argv: list[str]) -> None:
         os.environ.pop(ALLOW_TARGETS, None)
 
 
-def test_the_fuzz_hits_both_outcomes() -> None:
-    total = sum(REFUSALS.values())
+def test_compose_and_check_accept_some_of_the_random_command_lines() -> None:
+    total = sum(OUTCOMES.values())
     if total == 0:
-        pytest.skip("test_no_command_line_ends_in_a_traceback has not run")
-    assert REFUSALS["accepted"] >= total // 50
-    assert REFUSALS["refused"] >= total // 10
+        pytest.skip("test_compose_and_check_refuse_command_lines_without_a_traceback has not run")
+    assert OUTCOMES["accepted"] >= total // 50
+    assert OUTCOMES["refused"] >= total // 10
 
 
-def test_a_fault_of_ours_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compose_and_check_do_not_hide_programming_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(config: DictConfig) -> None:
         raise KeyError("seed")
 
     monkeypatch.setattr("speechtrain.config.check.resolve", broken)
     with pytest.raises(KeyError):
-        _outcome(["seed=1"])
+        _compose_and_check(["seed=1"])
     with pytest.raises(ConfigError):
-        _outcome(["sed=1"])
+        _compose_and_check(["sed=1"])

@@ -1,4 +1,4 @@
-"""Relations of real processes."""
+"""Tests of the functions that read the process tree, with real processes."""
 
 from __future__ import annotations
 
@@ -17,54 +17,63 @@ from speechtrain.supervision.process_tree import (
     is_running,
 )
 
-WAITING = "import sys; print(flush=True); sys.stdin.read()"
+# A program that prints an empty line when it has started, and ends when its standard input ends.
+WAIT_FOR_INPUT = "import sys; print(flush=True); sys.stdin.read()"
+# A shell that runs the command after it as a child. Without a second command (``true``), the child would
+# replace the shell.
+SHELL = ["sh", "-c", '"$@"; true', "-"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the signals that a process acts on")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the signals that a process handles")
 @pytest.mark.parametrize(
-    ("first", "expected"),
+    ("statement", "expected"),
     [
         ("signal.signal(signal.SIGTERM, print)", True),
         ("signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])", True),
         ("signal.signal(signal.SIGTERM, signal.SIG_DFL)", False),
     ],
 )
-def test_who_would_be_ended_by_a_signal(first: str, expected: bool) -> None:
-    line = [sys.executable, "-c", f"import signal; {first}; {WAITING}"]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        assert handles_signal(child.pid, signal.SIGTERM) is expected
-        child.communicate()
+def test_handles_signal_is_true_for_a_handled_and_for_a_blocked_signal(
+    statement: str, expected: bool
+) -> None:
+    program = f"import signal; {statement}; {WAIT_FOR_INPUT}"
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert handles_signal(process.pid, signal.SIGTERM) is expected
+        process.communicate()
 
 
-def test_a_module_is_found_below_those_that_only_start_it() -> None:
-    """``env`` and a shell have the module's line in their own, and its fork looks like it."""
-    inner = [sys.executable, "-P", "-m", "http.server", "--bind", "127.0.0.1", "0"]
-    line = ["sh", "-c", '"$@"; true', "-", "sh", "-c", '"$@"; true', "-", *inner]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as shell:
+def test_descendants_running_skips_shells_that_start_the_module() -> None:
+    """The command lines of both shells end with the command of the module."""
+    server = [sys.executable, "-P", "-m", "http.server", "--bind", "127.0.0.1", "0"]
+    command = [*SHELL, *SHELL, *server]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as outer_shell:
+        assert outer_shell.stdout is not None
+        outer_shell.stdout.readline()
+        (server_pid,) = descendants_running(outer_shell.pid, "http.server")
+        # The inner and the outer shell are the two further ancestors.
+        assert len(ancestors_of(server_pid)) == len(ancestors_of(outer_shell.pid)) + 2
+        os.kill(server_pid, signal.SIGKILL)
+
+
+def test_is_running_is_false_for_a_zombie_and_for_an_ended_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", WAIT_FOR_INPUT], stdin=subprocess.PIPE) as process:
+        assert is_running(process.pid)
+        process.kill()
+        # Wait for the end, and leave the process a zombie.
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not is_running(process.pid)
+    assert not is_running(process.pid)
+
+
+def test_children_of_and_ancestors_of_return_the_processes_below_and_above() -> None:
+    command = [*SHELL, sys.executable, "-c", WAIT_FOR_INPUT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as shell:
         assert shell.stdout is not None
         shell.stdout.readline()
-        (found,) = descendants_running(shell.pid, "http.server")
-        assert len(ancestors_of(found)) == len(ancestors_of(shell.pid)) + 2
-        os.kill(found, signal.SIGKILL)
-
-
-def test_a_process_that_nobody_waits_for_does_not_run() -> None:
-    with subprocess.Popen([sys.executable, "-c", WAITING], stdin=subprocess.PIPE) as child:
-        assert is_running(child.pid)
-        child.kill()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert not is_running(child.pid)
-    assert not is_running(child.pid)
-
-
-def test_the_way_up_and_down() -> None:
-    line = ["sh", "-c", '"$@"; true', "-", sys.executable, "-c", WAITING, "here"]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as shell:
-        assert shell.stdout is not None
-        shell.stdout.readline()
-        inner = max(children_of(shell.pid))
-        assert ancestors_of(inner) == [shell.pid, os.getpid(), *ancestors_of(os.getpid())]
+        (child_pid,) = children_of(shell.pid)
+        assert ancestors_of(child_pid) == [shell.pid, os.getpid(), *ancestors_of(os.getpid())]
         shell.communicate()
-    assert ancestors_of(inner) == []
+    assert ancestors_of(child_pid) == []

@@ -1,9 +1,9 @@
-"""Which policy a start uses: the one that the run has recorded, else the fastest of the device's."""
+"""Tests of the policy of a start: the policy that the run has recorded, or the fastest one of the device."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,10 @@ class Chip(CPU):
 
     def __init__(self, name: str = "one", policies: Sequence[ComputePolicy] = (PLAIN, NARROW, LOOP)) -> None:
         super().__init__()
-        self.given, self.policies = name, list(policies)
+        self.chip_name, self.policies = name, list(policies)
 
     def chip(self) -> str:
-        return self.given
+        return self.chip_name
 
     def candidates(self, dtype: torch.dtype) -> list[ComputePolicy]:
         return self.policies
@@ -58,10 +58,17 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Task, DataModule]:
 
 
 @pytest.fixture
-def planted(monkeypatch: pytest.MonkeyPatch) -> dict[ComputePolicy, float]:
-    """Seconds of a step by policy, in place of a timing."""
+def step_seconds(monkeypatch: pytest.MonkeyPatch) -> dict[ComputePolicy, float]:
+    """Return a dict that a test fills with the seconds of a step by policy. They replace a measurement."""
     seconds: dict[ComputePolicy, float] = {}
-    monkeypatch.setattr(autotune, "_timer", lambda *parts, batch: seconds.__getitem__)
+
+    def timer(*parts: Any, batch: Batch) -> Callable[[ComputePolicy], float]:
+        def seconds_of(policy: ComputePolicy) -> float:
+            return seconds[policy]
+
+        return seconds_of
+
+    monkeypatch.setattr(autotune, "_timer", timer)
     return seconds
 
 
@@ -71,38 +78,38 @@ def choose(
     return choose_policy(record, chip, precision, task=parts[0], data=parts[1])
 
 
-def test_the_fastest_is_chosen_and_kept_with_its_times(
-    planted: dict[ComputePolicy, float], parts: tuple[Task, DataModule]
+def test_choose_policy_returns_the_fastest_policy_with_the_times(
+    step_seconds: dict[ComputePolicy, float], parts: tuple[Task, DataModule]
 ) -> None:
-    planted |= {PLAIN: 1.0, NARROW: 0.8, LOOP: 0.5}
+    step_seconds |= {PLAIN: 1.0, NARROW: 0.8, LOOP: 0.5}
     record = choose(None, Chip(), parts, BF16())
     assert ComputePolicy.from_record(record.policy) == LOOP
     assert list(record.milliseconds.values()) == [1000.0, 800.0, 500.0]
     assert (record.device, record.chip, record.precision) == ("cpu", "one", "bf16")
 
 
-def test_bf16_that_is_not_faster_is_fp32_with_a_warning(
-    planted: dict[ComputePolicy, float], parts: tuple[Task, DataModule], caplog: pytest.LogCaptureFixture
+def test_choose_policy_returns_fp32_with_a_warning_if_bf16_is_not_faster(
+    step_seconds: dict[ComputePolicy, float], parts: tuple[Task, DataModule], caplog: pytest.LogCaptureFixture
 ) -> None:
-    planted |= {PLAIN: 1.0, NARROW: 0.95, LOOP: 2.0}
+    step_seconds |= {PLAIN: 1.0, NARROW: 0.95, LOOP: 2.0}
     record = choose(None, Chip(), parts, BF16())
     assert ComputePolicy.from_record(record.policy) == PLAIN
     assert "precision=bf16: training is in fp32" in caplog.text
 
 
-def test_the_recorded_choice_wins_and_is_not_timed_again(
-    planted: dict[ComputePolicy, float], parts: tuple[Task, DataModule], caplog: pytest.LogCaptureFixture
+def test_choose_policy_returns_a_recorded_policy_without_timing(
+    step_seconds: dict[ComputePolicy, float], parts: tuple[Task, DataModule], caplog: pytest.LogCaptureFixture
 ) -> None:
-    planted |= {PLAIN: 1.0, NARROW: 0.5, LOOP: 2.0}
+    step_seconds |= {PLAIN: 1.0, NARROW: 0.5, LOOP: 2.0}
     record = choose(None, Chip(), parts, BF16())
-    planted.clear()  # a timing would raise KeyError
+    step_seconds.clear()  # Timing would raise KeyError.
     assert choose(record, Chip(), parts, BF16()) == record
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert choose(record, Chip("other"), parts, BF16()) == record
     assert "chosen on one and is kept on other" in caplog.text
 
 
-def test_a_record_of_other_settings_is_not_used(parts: tuple[Task, DataModule]) -> None:
+def test_recorded_policy_is_none_for_a_record_of_other_settings(parts: tuple[Task, DataModule]) -> None:
     record = choose(None, Chip(policies=[LOOP]), parts, BF16())
     assert recorded_policy(record, Chip(), BF16()) == LOOP
     assert recorded_policy(record, Chip(), FP32()) is None
@@ -112,13 +119,15 @@ def test_a_record_of_other_settings_is_not_used(parts: tuple[Task, DataModule]) 
     assert recorded_policy(None, Chip(), BF16()) is None
 
 
-def test_one_policy_is_not_timed(planted: dict[ComputePolicy, float], parts: tuple[Task, DataModule]) -> None:
+def test_choose_policy_does_not_time_a_single_policy(
+    step_seconds: dict[ComputePolicy, float], parts: tuple[Task, DataModule]
+) -> None:
     record = choose(None, Chip(policies=[LOOP]), parts, BF16())
     assert ComputePolicy.from_record(record.policy) == LOOP
     assert record.milliseconds is None
 
 
-def test_a_timing_changes_neither_weights_nor_the_order_of_training(parts: tuple[Task, DataModule]) -> None:
+def test_timer_changes_neither_the_weights_nor_the_order_of_training(parts: tuple[Task, DataModule]) -> None:
     task, data = parts
     before = {name: value.clone() for name, value in task.state_dict().items()}
     state = data.state_dict()
@@ -131,16 +140,17 @@ def test_a_timing_changes_neither_weights_nor_the_order_of_training(parts: tuple
     assert data.state_dict() == state
 
 
-def test_a_batch_for_timings_is_of_median_size(parts: tuple[Task, DataModule]) -> None:
+def test_sample_for_timings_is_within_the_sizes_of_nine_batches(parts: tuple[Task, DataModule]) -> None:
     _, data = parts
     sample = data.sample()
     assert sample is not None
-    sizes = sorted(next(batches).audio.numel() for batches in [data.train()] for _ in range(9))
-    assert sizes[0] <= sample.audio.numel() <= sizes[-1]
+    batches = data.train()
+    sizes = [next(batches).audio.numel() for _ in range(9)]
+    assert min(sizes) <= sample.audio.numel() <= max(sizes)
 
 
 class Compiled(CPU):
-    """A device of another package that compiles, by a backend that needs no compiler."""
+    """A device that calls torch.compile. The backend ``eager`` captures graphs, and needs no C++ compiler."""
 
     compile = True
 
@@ -150,7 +160,7 @@ class Compiled(CPU):
         return replace(policy, compiler="eager")
 
 
-def test_any_device_can_compile_at_a_start_and_when_the_run_continues(tmp_path: Path) -> None:
+def test_resolve_policy_compiles_at_the_first_start_and_when_the_run_continues(tmp_path: Path) -> None:
     device, data = Compiled(), Counted()
     expected = Line().eval()(data.at(0)).total
     for number in range(2):
@@ -163,12 +173,12 @@ def test_any_device_can_compile_at_a_start_and_when_the_run_continues(tmp_path: 
         assert device.graphs() == 0
         torch.testing.assert_close(task(data.at(0)).total, expected)
         assert device.graphs() > 0, f"start {number} did not compile"
-        assert policy == PLAIN, "the record of a run that compiles is the record of one that does not"
+        assert policy == PLAIN, "the recorded policy depends on whether the device compiles"
         assert record["policy"] == "plain"
     torch._dynamo.reset()
 
 
-def test_a_device_that_compiles_needs_fixed_shapes() -> None:
+def test_validate_shapes_requires_fixed_shapes_of_a_device_that_compiles() -> None:
     CPU().validate_shapes([])
     Compiled().validate_shapes([(2, 16000, 3)])
     with pytest.raises(ConfigError, match=r"data\.shapes=0: device=cpu compiles a graph for every shape"):
