@@ -68,7 +68,7 @@ def test_interleaved_cpus_are_sorted_by_node() -> None:
 )
 def test_memory_nodes_are_shared_in_order(nodes: int, processes: int, expected: list[set[int]]) -> None:
     cores = host(8, nodes=nodes)
-    found = [affinity.cores_of_node(cores, processes, rank) for rank in range(processes)]
+    found = [affinity.cores_of_numa_nodes(cores, processes, rank) for rank in range(processes)]
     assert [{core.node for core in share} for share in found] == expected
     assert {core for share in found for core in share} == set(cores)
 
