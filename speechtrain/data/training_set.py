@@ -24,8 +24,8 @@ FILTERS = ("", "too_long", "too_short", "untranscribed")
 and 0 for a recording that is not filtered."""
 
 _WHERE_TRANSCRIPTS_ARE = (
-    "a folder has transcripts in a.txt beside a.wav, in *.trans.txt or in metadata.csv, a manifest has them as "
-    "the text of each recording, and a table has them in the column COLUMN of {path: FILE, text: COLUMN}"
+    "a folder has transcripts in a.txt beside a.wav, in *.trans.txt or in metadata.csv, a manifest has them "
+    "as the text of each recording, and a table has them in the column COLUMN of {path: FILE, text: COLUMN}"
 )
 
 
