@@ -197,8 +197,9 @@ class TrialJob:
 def _cores(count: int, state_folder: Path) -> Iterator[None]:
     """Return a context in which this process runs on ``count`` logical CPUs.
 
-    No other trial of this host uses these CPUs. The context waits until enough CPUs are free. A CPU is reserved by a lock on its byte of a file in the
-    user's state folder, so the end of a process frees its CPUs.
+    No other trial of this host uses these CPUs. The context waits until enough CPUs are free. A CPU is
+    reserved by a lock on its byte of a file in the user's state folder, so the end of a process frees its
+    CPUs.
     """
     if not hasattr(os, "sched_setaffinity"):  # The system is not Linux.
         yield
