@@ -23,8 +23,9 @@ _VERSION_PATTERNS = {
     "mpich": r"HYDRA|MPICH",
 }
 # These options prevent that mpirun binds each rank to one core. A rank uses several cores, and the device
-# binds it. For Intel MPI, the setting is an option of mpirun, because Intel MPI binds a rank before it starts
-# the command `env`, which sets the other variables.
+# binds it. On each host mpirun starts the program `env`, which sets most variables of a rank and then runs
+# the rank (see ``_command``). Intel MPI binds the rank before it starts `env`, so I_MPI_PIN must be an option
+# of mpirun.
 _NO_BINDING = {"openmpi": "--bind-to none", "intel": "-genv I_MPI_PIN 0", "mpich": "-bind-to none"}
 _PROGRAMS = {"openmpi": "mpirun.openmpi", "intel": "mpirun", "mpich": "mpirun.mpich"}
 _HOSTFILE_OPTIONS = {"openmpi": "--hostfile", "intel": "-f", "mpich": "-f"}
@@ -83,7 +84,11 @@ class Mpi(Launcher):
         return len(set(self._hosts()))
 
     def missing_program(self, job: Job) -> str:
-        """Return why mpirun cannot start ``job`` here: it is missing, is another engine, or refuses root."""
+        """Return the reason why mpirun cannot start ``job`` here, with the fix, or an empty text.
+
+        All launchers have this method for missing programs. This launcher also reports an mpirun that does
+        not belong to ``engine``, and one that refuses to run as root.
+        """
         program, engine = self.mpirun, self.detected_engine
         if shutil.which(program) is None:
             fix = "Install Open MPI, MPICH or Intel MPI, or set launcher.program"
@@ -102,6 +107,7 @@ class Mpi(Launcher):
 
     def launch(self, job: Job) -> LaunchResult:
         agent_log = job.run_dir / AGENT
+        # The ranks are indirect: mpirun may start daemons that start the ranks, also on other hosts.
         code = supervise(self._command(job), job.environ(), agent_log=agent_log, has_indirect_ranks=True)
         return LaunchResult(code)
 

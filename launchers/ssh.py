@@ -94,11 +94,11 @@ class Ssh(Launcher):
         ]
         self._check_hosts(job, hosts)
 
-        def fault_of(host: str) -> str:
+        def fault_of_lost_host(host: str) -> str:
             return self._faults(job, [host], port=0).get(host, "")
 
         connections = _Connections(
-            clients, self.shutdown_seconds, self.max_restarts, self.rejoin_seconds, fault_of
+            clients, self.shutdown_seconds, self.max_restarts, self.rejoin_seconds, fault_of_lost_host
         )
         code = connections.run()
         return LaunchResult(code, cause=connections.cause)
@@ -185,8 +185,12 @@ class Ssh(Launcher):
             return [f"--node-rank={index}", f"--master-addr={hosts[0]}", f"--master-port={port}"]
         settings = f"is_host={int(index == 0)},join_timeout={self.rejoin_seconds}"
         return [
-            *(f"--nnodes={len(hosts)}", "--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0]}:{port}"),
-            *("--rdzv-id=speechtrain", f"--rdzv-conf={settings}", f"--local-addr={hosts[index]}"),
+            f"--nnodes={len(hosts)}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={hosts[0]}:{port}",
+            "--rdzv-id=speechtrain",
+            f"--rdzv-conf={settings}",
+            f"--local-addr={hosts[index]}",
         ]
 
     def _check_hosts(self, job: Job, hosts: list[str]) -> None:
@@ -210,11 +214,11 @@ class Ssh(Launcher):
         write_text(token_file, token)
         ports = [0] * len(hosts)
         ports[0] = port
-        fault_of = partial(self._fault_of, token_file=token_file, token=token, job=job)
+        fault_at_port = partial(self._fault_of, token_file=token_file, token=token, job=job)
         faults = {}
         try:
             with ThreadPoolExecutor(len(hosts)) as pool:
-                for host, fault in zip(hosts, pool.map(fault_of, hosts, ports), strict=True):
+                for host, fault in zip(hosts, pool.map(fault_at_port, hosts, ports), strict=True):
                     if fault:
                         faults[host] = fault
         finally:
@@ -253,8 +257,12 @@ class Ssh(Launcher):
     def _run_check(
         self, host: str, port: int, token_file: Path, job: Job, seconds: int
     ) -> CompletedProcess[str]:
-        """Run ``node_agent.check_host`` on ``host``, for at most ``seconds``."""
-        # A job without variables is passed, so that only the forwarded variables are set, such as PYTHONPATH.
+        """Run ``node_agent.check_host`` on ``host``, for at most ``seconds``.
+
+        It is the subcommand ``look`` of the node agent.
+        """
+        # The check needs only the variables that match ``forward``, such as PYTHONPATH. So the passed job has
+        # neither ``environment`` nor ``forwarded_variables``.
         environment = forwarded_environment(Job(job.config, job.run_dir), self.forward)
         address = host if port else ""
         command = [self._python, "-P", "-m", MODULE, "look", str(token_file), str(port), address]
@@ -346,14 +354,14 @@ class _Connections:
     - When one host ends, the others must end. Usually their ranks notice it. Otherwise they are asked to stop
       after ``grace / 2`` seconds, and are killed after ``grace`` seconds.
     - If the agents restart ranks, the run waits for a lost host, at most ``rejoin_seconds``, until
-      ``fault_of(host)`` returns an empty text.
+      ``fault_of_lost_host(host)`` returns an empty text.
     """
 
     clients: list[_Client]
     grace: float
     max_restarts: int
     rejoin_seconds: float
-    fault_of: Callable[[str], str]  # returns why a host cannot run ranks
+    fault_of_lost_host: Callable[[str], str]  # returns why a host cannot run ranks, or an empty text
     cause: str = ""
     """One line about the lost host that has ended the run. Empty if no lost host did."""
     signals: int = 0
@@ -386,7 +394,9 @@ class _Connections:
     def _wait(self) -> None:
         """Wait until all clients are over. After the end of one, make the others end."""
         alive_time = time.monotonic()  # of the latest ALIVE request
-        grace_start: float | None = None  # the end of the first client, or the latest KILL request
+        # The first period of grace starts at the end of the first client. Each KILL request starts another
+        # period, so the request is repeated every ``grace`` seconds.
+        grace_start: float | None = None
         has_sent_stop = False
         while not all(client.is_over for client in self.clients):
             loop_time = time.monotonic()
@@ -396,6 +406,8 @@ class _Connections:
             if loop_time - alive_time > _ALIVE_SECONDS:
                 alive_time = loop_time
                 self._send(ALIVE)
+            if grace_start is None and any(client.is_over for client in self.clients):
+                grace_start = loop_time
             if grace_start is not None:
                 grace_used = loop_time - grace_start
                 if not has_sent_stop and grace_used > self.grace / 2:
@@ -404,8 +416,6 @@ class _Connections:
                 if grace_used > self.grace:
                     self._send(KILL)
                     grace_start = loop_time
-            elif any(client.is_over for client in self.clients):
-                grace_start = loop_time
             time.sleep(_POLL_SECONDS)
 
     def _handle_end(self, client: _Client, loop_time: float) -> None:
@@ -445,7 +455,7 @@ class _Connections:
     def _poll_lost_host(self, client: _Client) -> None:
         """Check a lost host until it can run ranks again. This runs in its own thread."""
         while not client.is_over:
-            if not self.fault_of(client.host):
+            if not self.fault_of_lost_host(client.host):
                 client.can_rejoin.set()
                 return
             time.sleep(_LOST_HOST_POLL_SECONDS)

@@ -44,11 +44,14 @@ FilePath = Annotated[str, "path"]
 def absolute_path(name: str | Path) -> Path:
     """Return an absolute path without ``~`` and ``..``.
 
-    ``..`` is kept if a symbolic link before it makes the path without ``..`` another file.
+    ``..`` is kept if removing it would lead to another file. This happens after a symbolic link: if
+    ``a/link`` is a link to another folder, ``a/link/../b`` is not ``a/b``.
     """
     path = Path(os.path.expanduser(name)).absolute()  # Path.expanduser raises for an unknown user.
     short_path = Path(os.path.abspath(path))
-    is_same_file = not os.path.exists(path) or (os.path.exists(short_path) and short_path.samefile(path))
+    if not os.path.exists(path):
+        return short_path
+    is_same_file = os.path.exists(short_path) and short_path.samefile(path)
     return short_path if is_same_file else path
 
 
@@ -75,10 +78,11 @@ def flush(path: Path) -> None:
 
 
 def open_filled(path: Path) -> BufferedReader:
-    """Open a regular file for reading. Raises OSError as ``open_regular`` does.
+    """Open a regular file for reading if it is filled with data. Raises OSError as ``open_regular`` does.
 
-    Also raises OSError for a sparse file above 1 GiB whose data is at most 0.1 % of its size. A small
-    archive can unpack to terabytes of holes, and this project writes no sparse files.
+    A file is not filled if it is sparse, above 1 GiB, and has data in at most 0.1 % of its size. Raises
+    OSError for such a file. A small archive can unpack to terabytes of holes, and this project writes no
+    sparse files.
     """
     file = open_regular(path)
     handle = file.fileno()
@@ -182,12 +186,16 @@ class _YamlNode:
     """The size of a node of a YAML text. A collection that has not ended has its size so far."""
 
     anchor: str | None = None  # the name by which aliases refer to the node
-    nodes: int = 1  # nodes in the subtree, including this one
+    # Nodes in the subtree. A scalar includes itself. A collection does not, because ``small_yaml`` adds 1 to
+    # the parent when the collection starts, and the collection's content when it ends.
+    nodes: int = 1
     depth: int = 0  # levels below this node
 
 
 def small_yaml(text: str) -> str:
     """Return ``text`` unchanged if it is YAML of limited size. Raises ValueError if it is larger.
+
+    Parsers are called with the result, as in ``yaml.safe_load(small_yaml(text))``.
 
     The limits are for the length of the text, and for the number of nodes and levels of the objects that are
     built from it. An alias counts as all nodes that it repeats. Each character of an interpolation counts as
@@ -251,8 +259,10 @@ class _PickleSizes:
         """Apply one operation of the pickle. Raises ValueError if an object or the stack is too large."""
         size = 1
         if operation.name.endswith("PUT"):
-            size = int(argument)  # A large number of an entry is refused below like a large object.
-            self._memo[size] = (self._stack and self._stack[-1]) or 1
+            entry = int(argument)
+            top_size = self._stack[-1] if self._stack else None
+            self._memo[entry] = top_size or 1  # A malformed pickle can have no object or a mark at the top.
+            size = entry  # A too large number of an entry is refused below, like a too large object.
         elif operation.name == "MARK":
             self._stack.append(None)
         else:
@@ -326,7 +336,8 @@ def _check_layout(entries: list[zipfile.ZipInfo], file_size: int) -> None:
     """
     names = [entry.filename for entry in entries]
     pickles = [name for name in names if name.lower().endswith("data.pkl")]
-    if pickles != names[:1] or not re.fullmatch(r"[^/]+/data\.pkl", "".join(pickles)):
+    is_first_entry = len(pickles) == 1 and pickles[0] == names[0]
+    if not is_first_entry or not re.fullmatch(r"[^/]+/data\.pkl", names[0]):
         raise zipfile.BadZipFile("its first entry is not its only data.pkl")
     next_offset = file_size  # the offset of the entry that follows, in the order of the file
     for entry in sorted(entries, key=lambda entry: entry.header_offset, reverse=True):

@@ -62,7 +62,7 @@ def volatile_keys_of_sweep(swept: Collection[str]) -> list[str]:
     return sorted(key for key in swept if is_volatile(key))
 
 
-def with_absolute_paths(override: str, folder: str) -> str:
+def override_with_absolute_paths(override: str, folder: str) -> str:
     """Return an override in which each path of an existing file is absolute.
 
     Relative paths are relative to ``folder``. Overrides from different working folders can then be compared
@@ -85,13 +85,13 @@ def identifying_overrides(
     """Return the overrides that identify a run, sorted by key. Overrides of the same key stay in their order.
 
     A volatile key identifies a run only if it is in ``swept``, the keys that a sweep varies. Paths are made
-    absolute as in ``with_absolute_paths``.
+    absolute as in ``override_with_absolute_paths``.
     """
     identifying = []
     for override in overrides:
         key = key_of_override(override)
         if key in swept or not is_volatile(key):
-            identifying.append(with_absolute_paths(override, folder))
+            identifying.append(override_with_absolute_paths(override, folder))
     return sorted(identifying, key=key_of_override)
 
 

@@ -167,7 +167,7 @@ def warnings(stream: TrainingStream) -> Iterator[str]:
     too_short = f"are shorter than data.min_seconds={training_set.min_seconds:g}"
     facts = {"too_long": too_long, "too_short": too_short, "untranscribed": "have no transcript"}
     for reason, fact in facts.items():
-        rows = np.flatnonzero(training_set.filters == FILTERS.index(reason))
+        rows = np.flatnonzero(training_set.filter_numbers == FILTERS.index(reason))
         yield from _describe_rows("train", training_set.index, rows, f"{fact}, so they are not used")
     for name in sets.specs:
         yield from sets.source(name).warnings()

@@ -23,7 +23,7 @@ def report(stream: TrainingStream) -> dict[str, Any]:
     training_set, sampler = stream.training_set, stream.sampler
     stream.skips.refresh()
     entries: dict[str, Any] = {}
-    filter_counts = np.bincount(training_set.filters, minlength=len(FILTERS)).tolist()
+    filter_counts = np.bincount(training_set.filter_numbers, minlength=len(FILTERS)).tolist()
     for reason, count in zip(FILTERS, filter_counts, strict=True):
         if reason and count:  # The empty reason counts the recordings that are not filtered.
             entries[reason] = count
@@ -46,7 +46,7 @@ def _describe_held_out(training_set: TrainingSet) -> str:
     """Return the number, hours and speakers of the held-out recordings, as text."""
     index, usable, rows = training_set.index, training_set.usable, training_set.held_out
     if len(usable) == 1:
-        return "nothing: the only recording is also what validates it"
+        return "nothing: the only recording is used both for training and for validation"
     is_one_recording = len(np.unique(index.recordings[usable])) == 1
     noun = "parts of the only recording" if is_one_recording else "recordings"
     text = f"{len(rows)} {noun}, {hours(index.seconds[rows]):.2f} h"
@@ -60,7 +60,8 @@ def _describe_held_out(training_set: TrainingSet) -> str:
 def _describe_named_sets(training_set: TrainingSet, draws: CutDraws) -> Iterator[tuple[str, str]]:
     """Yield the name and the description of each named set."""
     index, rows = training_set.index, training_set.rows
-    part_names = np.array([facts.name for facts in index.facts])
+    facts_of_parts = index.facts  # the settings of each part of the source, such as its name
+    part_names = np.array([facts.name for facts in facts_of_parts])
     # A set can have several parts. The sets of ``draws`` have the order in which the names first occur.
     set_names = dict.fromkeys(part_names.tolist())
     set_names.pop("", None)
@@ -70,7 +71,7 @@ def _describe_named_sets(training_set: TrainingSet, draws: CutDraws) -> Iterator
         description = [f"{len(set_rows)} recordings", f"{hours(index.seconds[set_rows]):.2f} h"]
         if draws.sets:
             description.append(f"{draws.sets[number].count / len(draws):.1%} of an epoch")
-        facts = index.facts[parts[0]]
+        facts = facts_of_parts[parts[0]]
         description += filter(None, (facts.normaliser, facts.language))
         yield name, ", ".join(description)
 

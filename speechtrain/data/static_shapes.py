@@ -26,16 +26,17 @@ class Shape(NamedTuple):
 
 def shape_table(
     lengths: PlannedLengths,
-    rows: Callable[[float, int], int],
+    max_rows: Callable[[float, int], int],
     count: int,
     slowest: int = 100,
     fastest: int = 100,
 ) -> list[Shape]:
     """Return at most ``count`` shapes, in ascending order of samples and labels, for all cuts at all speeds.
 
-    ``rows`` returns the rows of a batch from the seconds and the labels of a row. ``slowest`` and ``fastest``
-    are speeds in percents. The samples of the shapes are at quantiles of the cuts' lengths, in multiples of
-    0.1 s, and at most the crop. Label counts are multiples of 8, or 0 if batches do not depend on labels.
+    ``max_rows`` returns the rows of a batch from the seconds and the labels of a row. ``slowest`` and
+    ``fastest`` are speeds in percents. The samples of the shapes are at quantiles of the cuts' lengths, in
+    multiples of 0.1 s, and at most the crop. Label counts are multiples of 8, or 0 if batches do not depend
+    on labels.
     """
     shapes: list[Shape] = []
     seconds_at_slowest = lengths.seconds * (100.0 / slowest)
@@ -49,13 +50,15 @@ def shape_table(
             # cuts that have the shape's length at some speed.
             label_counts, quantile = lengths.label_counts, 1.0
             if samples < shape_samples[-1]:
-                uses_shape = (seconds_at_fastest <= seconds) & (seconds_at_slowest > previous_seconds)
-                label_counts, quantile = label_counts[uses_shape], _LABEL_QUANTILE
+                can_fit = seconds_at_fastest <= seconds
+                can_exceed_previous_shape = seconds_at_slowest > previous_seconds
+                label_counts = label_counts[can_fit & can_exceed_previous_shape]
+                quantile = _LABEL_QUANTILE
             if len(label_counts):
                 quantile_labels = float(np.quantile(label_counts, quantile))
                 labels = max(labels, math.ceil(quantile_labels / 8) * 8)
             labels = max(labels, 8)
-        shapes.append(Shape(rows(seconds, labels), samples, labels))
+        shapes.append(Shape(max_rows(seconds, labels), samples, labels))
         previous_seconds = seconds
     return shapes
 
@@ -70,7 +73,9 @@ def _shape_samples(lengths: PlannedLengths, count: int, seconds_at_slowest: Seco
     rate = lengths.sample_rate
     unit = max(1, rate // 10)  # samples of 0.1 s
     quantiles = np.arange(1, count) / count
-    seconds = np.append(np.quantile(lengths.seconds, quantiles), seconds_at_slowest.max()) + _SLACK_SECONDS
+    # The last shape must fit the longest cut at the lowest speed. The others are at the original speed.
+    seconds = np.append(np.quantile(lengths.seconds, quantiles), seconds_at_slowest.max())
+    seconds += _SLACK_SECONDS
     units = np.ceil(seconds * rate / unit).astype(np.int64)
     samples = np.minimum(units * unit, crop_samples(lengths.crop_seconds, rate))
     return sorted(set(samples.tolist()))
@@ -80,7 +85,7 @@ def fitting_shapes(shapes: Sequence[Shape], samples: Integers, labels: Integers)
     """Return for each cut the position of the first shape that has its samples and its labels (N,)."""
     by_samples = np.searchsorted([shape.samples for shape in shapes], samples)
     by_labels = np.searchsorted([shape.labels for shape in shapes], labels)
-    # The last shape is for cuts that exceed it slightly, because planned lengths are rounded.
+    # Planned lengths are rounded, so a cut may exceed all shapes slightly. Such a cut uses the last shape.
     return np.minimum(np.maximum(by_samples, by_labels), len(shapes) - 1).astype(np.int16)
 
 

@@ -20,12 +20,12 @@ from speechtrain.data.sources import open_source, problem_of
 from speechtrain.errors import DataError
 
 FILTERS = ("", "too_long", "too_short", "untranscribed")
-"""The reasons why a recording is filtered. ``TrainingSet.filters`` has their positions in this tuple, and 0
-for a recording that is not filtered."""
+"""The reasons why a recording is filtered. ``TrainingSet.filter_numbers`` has their positions in this tuple,
+and 0 for a recording that is not filtered."""
 
 _WHERE_TRANSCRIPTS_ARE = (
-    "a folder has it in a.txt beside a.wav, in *.trans.txt or in metadata.csv, a manifest in the recording's "
-    "text, a table in a column ({path: FILE, text: COLUMN} names it)"
+    "a folder has transcripts in a.txt beside a.wav, in *.trans.txt or in metadata.csv, a manifest has them "
+    "as the text of each recording, and a table has them in the column COLUMN of {path: FILE, text: COLUMN}"
 )
 
 
@@ -37,6 +37,9 @@ class TrainingSet:
     ``max_seconds`` (before the speed change). It is also filtered if ``skip_empty`` is true and it has no
     transcript. The share ``hold_out`` of the other recordings is held out. If ``needs_text`` is true, only
     recordings with a transcript can be held out. Raises ValueError for invalid arguments.
+
+    Recordings are rows of ``index``. ``usable`` are all rows that are not filtered. ``held_out`` are the
+    usable rows for evaluation, and ``rows`` are the usable rows for training.
     """
 
     spec: Any  # the value of data.train (see ``open_source``)
@@ -64,23 +67,23 @@ class TrainingSet:
         return open_index(self.source, self.cache)
 
     @cached_property
-    def filters(self) -> Integers:
+    def filter_numbers(self) -> Integers:
         """The position in FILTERS of the reason for each row of the index (int8)."""
-        filters = np.zeros(len(self.index), np.int8)
+        numbers = np.zeros(len(self.index), np.int8)
         # Durations in the index are float32, so the limits are compared as float32.
         if self.skip_empty:
-            filters[self.index.characters == 0] = FILTERS.index("untranscribed")
-        filters[self.index.seconds > np.float32(self.max_seconds)] = FILTERS.index("too_long")
-        filters[self.index.seconds < np.float32(self.min_seconds)] = FILTERS.index("too_short")
-        return filters
+            numbers[self.index.characters == 0] = FILTERS.index("untranscribed")
+        numbers[self.index.seconds > np.float32(self.max_seconds)] = FILTERS.index("too_long")
+        numbers[self.index.seconds < np.float32(self.min_seconds)] = FILTERS.index("too_short")
+        return numbers
 
     @cached_property
     def usable(self) -> Integers:
         """The rows of the index that are not filtered, ascending. Raises DataError if there are none."""
-        rows = np.flatnonzero(self.filters == 0).astype(np.int32)
+        rows = np.flatnonzero(self.filter_numbers == 0).astype(np.int32)
         if len(rows):
             return rows
-        if FILTERS.index("untranscribed") in self.filters:
+        if FILTERS.index("untranscribed") in self.filter_numbers:
             raise DataError(
                 f"data.train: no recording has a transcript: {where_transcripts_are(self.source)}"
             )
@@ -161,15 +164,16 @@ class TrainingSet:
 
     def filtered(self) -> Iterator[Skip]:
         """Yield each filtered recording with the reason. The detail of a skip is the duration."""
-        for row in np.flatnonzero(self.filters).tolist():
-            reason = FILTERS[self.filters[row]]
+        for row in np.flatnonzero(self.filter_numbers).tolist():
+            reason = FILTERS[self.filter_numbers[row]]
             yield Skip(self.index.cut(row)["id"], reason, f"{self.index.seconds[row]:.2f} s")
 
 
 def check_source(name: str, spec: object, is_valid: bool = False) -> None:
     """Raise ValueError for an invalid specification of a source (see ``problem_of``).
 
-    ``name`` is the config key of the source, for the message.
+    ``name`` is the config key of the source, for the message. With ``is_valid``, the source is part of
+    ``data.valid`` and cannot have a weight.
     """
     problem = "" if isinstance(spec, Source) else problem_of(spec, is_valid=is_valid)
     if problem:

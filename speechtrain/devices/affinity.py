@@ -109,8 +109,8 @@ def reserved_cpus(cores: Sequence[Core], processes: int, reserved: int) -> list[
     return cpus
 
 
-def cores_of_node(cores: Sequence[Core], processes: int, rank: int) -> list[Core]:
-    """Return all cores of the NUMA nodes of a rank. ``processes`` ranks fill the nodes in order.
+def cores_of_numa_nodes(cores: Sequence[Core], processes: int, rank: int) -> list[Core]:
+    """Return all cores of the NUMA nodes of rank ``rank``. ``processes`` ranks fill the nodes in order.
 
     With more ranks than nodes, several ranks have the same node. With more nodes than ranks, a rank has
     several nodes.

@@ -267,7 +267,7 @@ class CPU(Device):
             if not is_useful or not has_enough_cores:
                 return set()
         if self.pin == "numa":
-            rank_cores = affinity.cores_of_node(cores, processes, rank)
+            rank_cores = affinity.cores_of_numa_nodes(cores, processes, rank)
         else:
             rank_cores = affinity.cores_of_rank(cores, processes, rank, reserved=self.comm_cores)
         if self.pin == "cores":

@@ -47,7 +47,7 @@ DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
 Without them, these operations would end the graph and run on the CPU.
 """
 
-ALLOWED = {"aten::copy": "a tensor copied to another (an average swapped in for evaluation): not in a step"}
+ALLOWED = {"aten::copy": "An evaluation copies averaged weights into the model. Training steps do not copy."}
 """Operations without a decomposition that may run on the CPU, each with the reason."""
 
 # The library of the decompositions after ``open``. They are registered as long as the object exists.
@@ -59,9 +59,9 @@ class Lazy(Device):
     """Records graphs of operations, ends them at ``mark_step``, and runs them on the CPU.
 
     Each distinct graph is compiled once. So this device shows on any machine whether a recipe suits a lazy
-    device: the count ``graphs`` stays constant after the warm-up, and ``fallbacks`` stays 0. It counts the
-    operations that ended a graph. Only one process is supported. ``oversubscribe`` has the same meaning as in
-    ``CPU``.
+    device: the count ``graphs`` stays constant after the warm-up, and ``fallbacks`` stays 0. The count
+    ``fallbacks`` is the number of operations that ended a graph. Only one process is supported.
+    ``oversubscribe`` has the same meaning as in ``CPU``.
     """
 
     name = "lazy"

@@ -60,7 +60,7 @@ def open_run(
     if not (run_dir / CONFIG).is_file():
         raise RunError(f"{run_dir} has no {CONFIG}. Give the run directory that speechtrain train printed")
     config = _config_for_use(run_dir)
-    auto_device_line = _apply_for_use(config, overrides, config_dir)
+    auto_device_line = _apply_overrides_for_host(config, overrides, config_dir)
     folder, weights = read_weights(run_dir, checkpoint)
     # The device may need environment variables before Python starts. Then this process starts again here.
     restart_for(build_device(config))
@@ -89,6 +89,7 @@ def _config_for_use(run_dir: Path) -> DictConfig:
     Commands that use a run do not write to these folders.
     """
     config = read_config(run_dir)
+    # None means that any stored ``run_dir`` is replaced. The run may have been moved to ``run_dir``.
     relocate(config, None, str(run_dir.resolve()))
     for key in ("cache", "stage"):
         if OmegaConf.is_dict(config.data) and key in config.data:
@@ -96,7 +97,7 @@ def _config_for_use(run_dir: Path) -> DictConfig:
     return config
 
 
-def _apply_for_use(config: DictConfig, overrides: Sequence[str], config_dir: str | None) -> str:
+def _apply_overrides_for_host(config: DictConfig, overrides: Sequence[str], config_dir: str | None) -> str:
     """Apply ``overrides`` to ``config``. Return the log line of ``device=auto``, empty if it is not used.
 
     - ``device=auto`` replaces a device that this host lacks, unless ``overrides`` choose the device.
@@ -152,13 +153,14 @@ def read_weights(run_dir: Path, checkpoint: str) -> tuple[Path, dict[str, Tensor
     if names and checkpoint not in choices:
         suggestion = nearest(checkpoint, choices)
         raise RunError(f"{checkpointer.root} has no {checkpoint!r}: choose {', '.join(choices)}{suggestion}")
-    # A run in progress may delete a checkpoint while it is read here. Then another one is read.
+    # A run in progress may delete a checkpoint while it is read here. ``best`` or ``last`` then means another
+    # checkpoint, so it is read again. An error of the third attempt is raised.
     for _ in range(2):
         try:
             return checkpointer.weights(checkpoint)
-        except OSError:
+        except OSError:  # A file was deleted before it was read.
             continue
-        except RunError:
+        except RunError:  # The checkpoint is damaged, or some of its files have been deleted.
             earlier_names = names
             names = [folder.name for folder in checkpointer.folders()]
             if names == earlier_names:  # No checkpoint was deleted, so the error stays.

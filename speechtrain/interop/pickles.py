@@ -21,8 +21,9 @@ from speechtrain.errors import DataError, one_line
 from speechtrain.files import names_in_archive, names_in_pickle, open_filled
 
 # The harmless names of the standard library and of torch: the types of settings and of meters (running means
-# of metrics), and dense tensors and their dtypes. Other names of these two are refused, even names that torch
-# allows (sparse and quantised tensors). Names of other packages become ``Inert``.
+# of metrics), and dense tensors and their dtypes. Other names of the standard library and of torch are
+# refused, even names that torch allows (sparse and quantised tensors). Names of other packages become
+# ``Inert``.
 _HARMLESS_NAMES = re.compile(
     r"argparse\.Namespace|enum\.(Int)?Enum|_?operator\.getitem|copyreg\.(_reconstructor|__newobj__)"
     r"|collections\.(OrderedDict|defaultdict|deque|Counter)|typing\.(Any|Union|Optional|List|Dict|Tuple)"
@@ -75,6 +76,7 @@ def read_pickle(path: Path) -> Any:
         # This verifies the checksums of a zip file. torch.load does not.
         names = names_in_archive(path, verify=True) if is_zip else _names_in_legacy(path)
         refused = sorted([name for name in names if not _is_harmless(name)])
+        # For refused names, DataError is raised after the ``try``, which would replace its message.
         if not refused:
             with torch.serialization.safe_globals([(_replacement(name), name) for name in names]):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
@@ -106,7 +108,10 @@ def _names_in_legacy(path: Path) -> set[str]:
 
 
 def _is_harmless(name: str) -> bool:
-    """Return whether a file may contain ``name``. Names of other packages become ``Inert``, so they may."""
+    """Return whether a file with ``name`` is read.
+
+    A name outside the standard library and torch is harmless, because its objects become ``Inert``.
+    """
     root, _, _ = name.partition(".")
     is_replaced = root != "torch" and root not in sys.stdlib_module_names
     return is_replaced or _HARMLESS_NAMES.fullmatch(name) is not None
@@ -148,38 +153,39 @@ def plain_settings(settings: Any) -> Any:
     Raises DataError for settings that contain themselves.
     """
     try:
-        return _convert(settings, iter(range(_MAX_SETTINGS)))
+        budget = iter(range(_MAX_SETTINGS))  # Each value takes one number.
+        return _convert(settings, budget)
     except (RecursionError, StopIteration):
         raise DataError("the checkpoint's settings contain themselves, or too many values") from None
 
 
-def _convert(settings: Any, counter: Iterator[int]) -> Any:
-    """Return ``settings`` as plain values. Each value advances ``counter``.
+def _convert(settings: Any, budget: Iterator[int]) -> Any:
+    """Return ``settings`` as plain values.
 
-    At the end of ``counter``, this raises StopIteration. It limits the number of values.
+    ``budget`` has as many elements as values are allowed. Raises StopIteration if there are more values.
     """
-    next(counter)
+    next(budget)
     if isinstance(settings, dict):
         converted = {}
         for key, setting in settings.items():
             if isinstance(key, Inert):
-                key = _convert(key, counter)
-            converted[key] = _convert(setting, counter)
+                key = _convert(key, budget)
+            converted[key] = _convert(setting, budget)
         return converted
     if isinstance(settings, list | tuple | set):
-        return [_convert(setting, counter) for setting in settings]
+        return [_convert(setting, budget) for setting in settings]
     if not isinstance(settings, Inert):
         return settings
     state = vars(settings)
     if type(settings).name.startswith("omegaconf."):
         # The value of a leaf node is ``_val``, and of a container ``_content``. Its other attributes, such as
         # its parent, are not settings.
-        return _convert(state.get("_val", state.get("_content")), counter)
+        return _convert(state.get("_val", state.get("_content")), budget)
     attributes = {}
     for name, setting in state.items():
         if not name.startswith("_"):
-            attributes[name] = _convert(setting, counter)
+            attributes[name] = _convert(setting, budget)
     if not attributes and len(settings.arguments) == 1:
         # This is a member of an enum. Its only argument is its value.
-        return _convert(settings.arguments[0], counter)
+        return _convert(settings.arguments[0], budget)
     return attributes

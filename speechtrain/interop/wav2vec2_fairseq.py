@@ -35,8 +35,9 @@ from speechtrain.interop.pretrained import (
 from speechtrain.nn.masking import SpanMask
 
 _LONGEST_TEXT = 10_000  # the maximum of characters of a list that the settings store as text
-# fairseq's names, by our names. ``_NORMS`` has one more rule for each kind of norm.
-_COMMON: list[Rule] = [
+# Rules that translate our names of tensors into fairseq's names: a pattern of our names, and its replacement.
+# ``_NORM_RULES`` has one more rule for each kind of norm.
+_COMMON_RULES: list[Rule] = [
     (r"encoder\.mask_embedding", r"mask_emb"),
     (rf"{CONV}\.conv\.(\w+)", r"feature_extractor.conv_layers.\1.0.\2"),
     (r"encoder\.norm\.(\w+)", r"layer_norm.\1"),
@@ -52,11 +53,13 @@ _COMMON: list[Rule] = [
     (r"quantizer\.projection\.(\w+)", r"quantizer.weight_proj.\1"),
     (r"(project_q|final_proj)\.(\w+)", r"\1.\2"),
 ]
-_NORMS: dict[str, Rule] = {
+_NORM_RULES: dict[str, Rule] = {
     "group": (rf"{CONV}\.norm\.(\w+)", r"feature_extractor.conv_layers.\1.2.\2"),
     "layer": (rf"{CONV}\.norm\.(\w+)", r"feature_extractor.conv_layers.\1.2.1.\2"),
 }
-_ENCODER = Settings(
+# The arguments of the encoder, of the audio and of the model. Each has the name of fairseq's setting and the
+# default for a file without this setting.
+_ENCODER_SETTINGS = Settings(
     conv_bias=("conv_bias", False),
     gradient_scale=("feature_grad_mult", 1.0),
     width=("encoder_embed_dim", 768),
@@ -72,8 +75,8 @@ _ENCODER = Settings(
     input_dropout=("dropout_input", 0.0),
     layer_drop=("encoder_layerdrop", 0.0),
 )
-_TASK = Settings(normalise_audio=("normalize", False), sample_rate=("sample_rate", 16000))
-_MODEL = Settings(
+_TASK_SETTINGS = Settings(normalise_audio=("normalize", False), sample_rate=("sample_rate", 16000))
+_MODEL_SETTINGS = Settings(
     codebooks=("latent_groups", 2),
     codes=("latent_vars", 320),
     negatives=("num_negatives", 100),
@@ -87,7 +90,11 @@ _DIMENSIONS = {
     r".*\.in_proj_weight": 2,
     r"encoder\.pos_conv\.0\.weight_v|feature_extractor\.conv_layers\.\d+\.0\.weight": 3,
 }
-"""The number of dimensions of tensors that are used before all shapes are compared, by a pattern of names."""
+"""The number of dimensions of some tensors, by a pattern of names.
+
+These tensors are split, or the encoder's sizes are read from their shapes. So they are checked before all
+shapes are compared with the shapes of the built encoder.
+"""
 _CONV_NORMS = {"default": "group", "layer_norm": "layer"}  # our norm by fairseq's extractor_mode
 _FIXED = {
     "activation_fn": "gelu",
@@ -120,7 +127,7 @@ def _mask_settings(kind: str) -> Settings:
 
 def fairseq_name(name: str, conv_norm: str) -> str:
     """Return fairseq's name of our tensor ``name``. The names of norms depend on their kind ``conv_norm``."""
-    return rename(name, [_NORMS[conv_norm], *_COMMON])
+    return rename(name, [_NORM_RULES[conv_norm], *_COMMON_RULES])
 
 
 def state_of(pretrained: Pretrained) -> OrderedDict[str, Tensor]:
@@ -148,7 +155,9 @@ def read(path: str | Path) -> Pretrained:
     is_finetuned = prefix != ""
     settings, task, criterion = _settings(content, is_finetuned, path)
     tensors = _tensors(content["model"], prefix, path)
-    has_quantizer = "final_proj.weight" in tensors or not is_finetuned
+    # A pretrained model always has a quantiser. A fine-tuned model has one if it also has the final
+    # projection, because fairseq removes both together.
+    has_quantizer = not is_finetuned or "final_proj.weight" in tensors
     fixed = _FIXED | _FIXED_OBJECTIVE if has_quantizer else _FIXED
     _refuse_unsupported_values({**settings, **criterion}, fixed, path)
     try:
@@ -263,8 +272,8 @@ def _encoder_arguments(
     return {
         "conv_layers": _conv_layers(settings.get("conv_feature_layers"), tensors, path),
         "conv_norm": _CONV_NORMS[extractor_mode],
-        **_ENCODER.read({**default_sizes, **settings}),
-        **_TASK.read(task),
+        **_ENCODER_SETTINGS.read({**default_sizes, **settings}),
+        **_TASK_SETTINGS.read(task),
         "mask": _mask(settings, "mask", min_masks=2),
         "channel_mask": channel_mask,
     }
@@ -291,7 +300,7 @@ def _model_arguments(
     return {
         "final_width": final_width,
         "code_width": code_width,
-        **_MODEL.read(settings),
+        **_MODEL_SETTINGS.read(settings),
         "temperature": _numbers(settings.get("latent_temp")) or [2.0, 0.5, 0.999995],
         "diversity_weight": loss_weights[0],
         "penalty_weight": loss_weights[1],
@@ -323,24 +332,24 @@ def _conv_layers(text: Any, tensors: Mapping[str, Tensor], path: Path) -> list[l
         return [list(layer) for layer in zip(channels, kernels, strides, strict=True)]
     try:
         expression = ast.parse(str(text)[:_LONGEST_TEXT], mode="eval")
-        layers = _sequence(expression.body)
+        layers = _evaluate(expression.body)
         return [[int(channels), int(kernel), int(stride)] for channels, kernel, stride in layers]
     except (SyntaxError, TypeError, *MALFORMED):
         raise DataError(f"{path}: conv_feature_layers is {str(text)[:80]!r}, not a list of triples") from None
 
 
-def _sequence(node: ast.expr) -> Any:
+def _evaluate(node: ast.expr) -> Any:
     """Return the value of an expression of lists, tuples and integers with + and *.
 
-    A tuple becomes a list. Raises ValueError for any other expression.
+    The value is a list or an integer. A tuple becomes a list. Raises ValueError for any other expression.
     """
     if isinstance(node, ast.List | ast.Tuple):
-        return [_sequence(element) for element in node.elts]
+        return [_evaluate(element) for element in node.elts]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _sequence(node.left) + _sequence(node.right)
+        return _evaluate(node.left) + _evaluate(node.right)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        elements = _sequence(node.left)
-        repetitions = _sequence(node.right)
+        elements = _evaluate(node.left)
+        repetitions = _evaluate(node.right)
         if not isinstance(repetitions, int) or len(elements) * repetitions > MOST_LAYERS:
             raise ValueError
         return elements * repetitions
@@ -392,8 +401,8 @@ def _model_settings(encoder: Mapping[str, Any], model: Mapping[str, Any]) -> dic
         "extractor_mode": extractor_modes[encoder["conv_norm"]],
         "conv_feature_layers": str([tuple(layer) for layer in encoder["conv_layers"]]),
         "activation_fn": "gelu",
-        **_ENCODER.write(encoder),
-        **_MODEL.write(model),
+        **_ENCODER_SETTINGS.write(encoder),
+        **_MODEL_SETTINGS.write(model),
         "final_dim": model["final_width"],
         "latent_dim": model["code_width"],
         "latent_temp": list(model["temperature"]),
@@ -418,7 +427,7 @@ def _config(pretrained: Pretrained) -> dict[str, Any]:
         "_name": None,
         **{section: {} for section in empty_sections},
         "model": _model_settings(encoder, model),
-        "task": {"_name": "audio_pretraining", "data": "", **_TASK.write(encoder)},
+        "task": {"_name": "audio_pretraining", "data": "", **_TASK_SETTINGS.write(encoder)},
         "criterion": {
             "_name": "wav2vec",
             "infonce": True,

@@ -59,6 +59,7 @@ class RNNT(Recogniser):
         self.prediction.connect(tokenizer.size - 1)
         self.joint = joint or Joint()
         _check_durations(self.joint, fastemit, sigma)
+        # ``beam`` names the search that ``Task.beam`` describes. That search does not support durations.
         self.beam = "" if self.joint.durations else "beam"
         self.joint.connect(encoder.width, self.prediction.width, tokenizer.size)
         self.ctc_weight = ctc_weight
@@ -79,7 +80,8 @@ class RNNT(Recogniser):
         if not self.joint.dropout:
             return batch
         rows = len(batch.audio)
-        slices = -(-rows // (self.joint_rows or rows))
+        rows_per_slice = self.joint_rows or rows
+        slices = -(-rows // rows_per_slice)  # rounded up
         seeds = bits_at(seed, JointStream.DROPOUT, np.arange(slices, dtype=np.int64))
         halves = torch.from_numpy(seeds.view(np.int32).reshape(slices, 2))
         return replace(batch, extra=batch.extra | {"joint_seeds": halves})
@@ -109,7 +111,8 @@ class RNNT(Recogniser):
         """Return the transducer loss (B,) of each row, computed for ``joint_rows`` rows at a time."""
         encoder = self.joint.encoder(encoded)
         prediction = self.joint.prediction(self.prediction(batch.labels))
-        if self.policy.lstm_segment:  # A lazy device computes the loss in a graph of its own.
+        # Only lazy devices set ``lstm_segment``. They run the joint and the loss in a separate graph.
+        if self.policy.lstm_segment:
             projections = EndSegment.apply(self.policy.mark_step, encoder, prediction)  # type: ignore[no-untyped-call]
             encoder, prediction = projections
         inputs = (encoder, prediction, batch.labels, lengths, batch.label_lengths)

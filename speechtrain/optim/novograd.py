@@ -40,7 +40,8 @@ class NovoGrad(TensorwiseOptimizer):
         means, second_moments = self._moments(parameters, squares)
         beta1, beta2 = group["betas"]
         # ‖g‖² has the factor 1 − b2, or 1 at the first gradient. The factor is computed by arithmetic,
-        # because a branch would be a host read. In a trial update, the moments are on another device.
+        # because a branch would be a host read. ``to`` copies nothing if the moments are on the device of the
+        # gradients.
         is_zero = torch.stack(second_moments).to(squares.device) == 0
         factor = 1 - beta2 + is_zero.to(squares.dtype) * beta2
         torch_private.foreach_mul_(second_moments, beta2)

@@ -54,7 +54,7 @@ class Rate:
     decoder: str
     metric: str  # wer, cer or ser
     value: float  # a fraction
-    interval: str = ""  # of 95 %, in percent
+    interval: str = ""  # the 95 % confidence interval in percent, "LOW to HIGH", or empty if it is unknown
     utterances: int = 0
 
     @property
@@ -88,8 +88,9 @@ class CardOptions:
 def card(run: Run, checkpoint: Path, folder: Path, options: CardOptions) -> str:
     """Return the card of the export in ``folder``, which has the weights of ``checkpoint``."""
     architecture = _architecture(folder)
-    is_whole = not architecture or _RECOGNISERS.get(architecture) == _class_name(run, "model")
-    rates = _rates(run, checkpoint, options.evaluated_rates) if is_whole else []
+    # A folder of another architecture has only a part of the model, such as its encoder.
+    is_whole_model = not architecture or _RECOGNISERS.get(architecture) == _class_name(run, "model")
+    rates = _rates(run, checkpoint, options.evaluated_rates) if is_whole_model else []
     title = one_line(options.name.rpartition("/")[2] or folder.resolve().name, _MOST_CHARACTERS)
     metadata = _metadata(run, options, architecture) | _model_index(title, rates)
     front_matter = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=10**6)
@@ -102,7 +103,7 @@ def card(run: Run, checkpoint: Path, folder: Path, options: CardOptions) -> str:
         rates=rates,
         location=Markup(options.name or "."),
         command=_command(run),
-        is_whole=is_whole,
+        is_whole_model=is_whole_model,
     )
 
 

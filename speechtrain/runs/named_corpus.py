@@ -96,10 +96,12 @@ def with_pairs(node: Mapping[str, Any], pairs: Mapping[str, str], kind: type) ->
     types = typing.get_type_hints(kind)
     values = dict(node)
     for key, text in pairs.items():
-        value: Any = text
-        if types.get(key) not in (str, None) or "." in key:
-            value = _yaml_value(key, text)
-        if "list" in str(types.get(key)) and isinstance(value, str):
+        field_type = types.get(key)
+        # An unknown key has no type. ``build_part`` refuses it later.
+        is_text = field_type in (str, None) and "." not in key
+        value: Any = text if is_text else _yaml_value(key, text)
+        accepts_list = "list" in str(field_type)  # also in a union such as ``list[str] | None``
+        if accepts_list and isinstance(value, str):
             value = [part.strip() for part in text.split(",")]
         outer_key, _, inner_key = key.partition(".")
         if inner_key:
@@ -118,6 +120,9 @@ def _yaml_value(key: str, text: str) -> Any:
 
 def build_part(kind: type[Node], node: Mapping[str, Any], key: str = "corpus") -> Node:
     """Return an object of the dataclass ``kind`` with the values in ``node``.
+
+    ``kind`` is ``Corpus``, ``HuggingFace``, or the class of a part of a corpus: a set, an archive or a
+    tokenizer.
 
     Raises ConfigError for a key that is unknown, missing or of another type. The message starts with ``key``.
     """

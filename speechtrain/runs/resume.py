@@ -11,7 +11,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.config.resolved import with_absolute_path
-from speechtrain.config.resume_fields import PER_START, is_volatile, key_of_override, with_absolute_paths
+from speechtrain.config.resume_fields import (
+    PER_START,
+    is_volatile,
+    key_of_override,
+    override_with_absolute_paths,
+)
 from speechtrain.config.schema import INTERFACES, NESTED_GROUPS
 from speechtrain.errors import ConfigError, RunError, first_line, print_notice
 from speechtrain.files import print_line
@@ -92,7 +97,8 @@ def config_to_continue(run_dir: Path, command: Command) -> DictConfig:
     conflicts = _apply_batch_changes(config, batch_changes, run_dir)
     conflicts += _apply_changes(config, changes, command.config_dir)
     fixed_groups = [key for key in changes if key in _GROUPS and not is_volatile(key)]
-    if fixed_groups and about == About([]):
+    is_about_missing = about == About([])  # ``read_about`` returns this if it cannot read run.json.
+    if fixed_groups and is_about_missing:
         # Without run.json, each override of the first start seems to be new and would be reported wrongly.
         raise RunError(f"{run_dir / ABOUT} is damaged or missing. run_dir={run_dir} alone continues the run")
     if conflicts:
@@ -131,10 +137,10 @@ def _new_overrides(about: About, command: Command) -> list[str]:
     Overrides of ``PER_START``, such as ``resume=``, are included even if the first start had them.
     """
     first_folder, current_folder = folders_of(about)
-    first_texts = {with_absolute_paths(text, first_folder) for text in about.overrides}
+    first_texts = {override_with_absolute_paths(text, first_folder) for text in about.overrides}
     overrides = []
     for text in command.overrides:
-        is_repeated = with_absolute_paths(text, current_folder) in first_texts
+        is_repeated = override_with_absolute_paths(text, current_folder) in first_texts
         if key_of_override(text) in PER_START or not is_repeated:
             overrides.append(text)
     return overrides
@@ -229,7 +235,9 @@ def _apply_batch_changes(config: DictConfig, changes: Mapping[str, Any], run_dir
     trainer, world_size = config.trainer, changed_config.world_size
     if world_size < 1:
         raise ConfigError(f"world_size={world_size}: it must be at least 1")
-    micro_batches = int(trainer.simulate_world or config.world_size * trainer.accumulate)
+    micro_batches = config.world_size * trainer.accumulate  # per update, in the stored config
+    if trainer.simulate_world:
+        micro_batches = int(trainer.simulate_world)
     trainer_changes = {key: value for key, value in changes.items() if key != "world_size"}
     if trainer_changes and _micro_batches(trainer_changes, world_size) != micro_batches:
         return [_conflict(config, key, value) for key, value in trainer_changes.items()]
@@ -245,7 +253,8 @@ def _apply_batch_changes(config: DictConfig, changes: Mapping[str, Any], run_dir
 def _micro_batches(trainer_changes: Mapping[str, Any], world_size: int) -> int:
     """Return the micro-batches per update with the new keys of the trainer.
 
-    It is 0, which no run has, if the only new key is ``trainer.simulate_world=null``.
+    The result is 0 if the only new key is ``trainer.simulate_world=null``. No run has 0 micro-batches per
+    update, so this command is refused.
     """
     simulate_world: int | None = trainer_changes.get("trainer.simulate_world")
     if simulate_world:

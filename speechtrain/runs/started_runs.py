@@ -1,9 +1,10 @@
 """The runs that this user has started, remembered in the user's state folder.
 
 Continuing a run executes code that its config names. If a command finds a run by its keys, it therefore
-continues the run only if this user has started it. Each start writes a random id into ``run.json`` and into a
-private file of the state folder, and both ids must be equal. The name of the private file is a hash of the
-run's path, so a run.json that was copied into another folder does not match.
+continues the run only if this user has started it. A user's first start of a run writes a random id into
+``run.json`` and into a private file of the state folder. Later starts by this user write the same id. A run
+is the user's if both ids are equal. The name of the private file is a hash of the run's path, so a run.json
+that was copied into another folder does not match.
 """
 
 from __future__ import annotations

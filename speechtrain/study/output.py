@@ -64,8 +64,8 @@ def write_recipe(study: Study, groups: Collection[str]) -> None:
     """Write the overrides of the best trial as a recipe for ``--config-dir STUDY recipe=best``.
 
     ``groups`` are the config groups. An override that chooses from one of them becomes an entry of the
-    recipe's defaults. Nothing is written before a trial is complete, and for a study of other keys than the
-    config's.
+    recipe's defaults. Nothing is written if no trial is complete, or if the keys of the study are not keys of
+    the config.
     """
     best = study.best()
     if best is None or study.spec.fixed is None:

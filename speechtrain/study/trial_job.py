@@ -45,7 +45,7 @@ class TrialSettings:
 
     trial: int  # the number of the trial
     pruner: str | None
-    cores: int  # the number of CPUs on which the trial may compute
+    cores: int  # the number of logical CPUs on which the trial may compute
     retries: int
     # How each kind of failure is handled.
     failed: Handling
@@ -122,6 +122,7 @@ class TrialJob:
             print_line(f"trial {trial} {status} and is tried again")
             return
         values = self._study.worst_values() if handling == "worst" else None
+        # ``finish`` uses the state only if ``values`` is None. A trial with values is complete.
         state = TrialState.FAIL if handling == "retry" else TrialState.PRUNED
         self._study.finish(trial, Outcome(status, error=str(error)), values, state)
 
@@ -149,9 +150,9 @@ class TrialJob:
         earlier_handler = signal.getsignal(signal.SIGTERM)
 
         def handle(number: int, frame: FrameType | None) -> None:
-            # While the run trains, the launcher has its own handler. This one gets a signal before or after
-            # that. A signal of the median rule after the end of the run is ignored. Other signals go to the
-            # earlier handler.
+            # While the run trains, the launcher's handler replaces this one. So this handler only gets a
+            # signal that comes before or after the training. If the signal is from the median rule, the run
+            # has ended already, and the signal is ignored. Any other signal goes to the earlier handler.
             if not self._is_pruned:
                 signal.signal(number, earlier_handler)
                 os.kill(os.getpid(), number)
@@ -194,10 +195,11 @@ class TrialJob:
 
 @contextlib.contextmanager
 def _cores(count: int, state_folder: Path) -> Iterator[None]:
-    """Return a context in which this process runs on ``count`` CPUs that no other trial of this host uses.
+    """Return a context in which this process runs on ``count`` logical CPUs.
 
-    The context waits until enough CPUs are free. A CPU is reserved by a lock on its byte of a file in the
-    user's state folder, so the end of a process frees its CPUs.
+    No other trial of this host uses these CPUs. The context waits until enough CPUs are free. A CPU is
+    reserved by a lock on its byte of a file in the user's state folder, so the end of a process frees its
+    CPUs.
     """
     if not hasattr(os, "sched_setaffinity"):  # The system is not Linux.
         yield

@@ -66,8 +66,9 @@ def unicode(text: str) -> str:
     An apostrophe after a letter, a hyphen between two letters, and symbols such as € do not change.
     """
     text = _unicode_form("NFC", text.translate(_APOSTROPHES).lower())
-    # The first letters of Unicode's categories: letters, marks, numbers, punctuation and so on. The separator
-    # Z at the end is after the last character and also, by the index -1, before the first one.
+    # The first letters of Unicode's categories: letters, marks, numbers, punctuation and so on. A separator Z
+    # is added at the end as the neighbour of the last character. It is also the neighbour of the first
+    # character, because the index -1 means the last element.
     categories = [unicodedata.category(character)[0] for character in text] + ["Z"]
     characters = []
     for position, character in enumerate(text):
@@ -165,7 +166,9 @@ _NOISE = re.compile(
 )
 _LAUGHED_WORD = re.compile(r"\[laughter-", re.IGNORECASE)
 _VARIANT = re.compile(r"_1\b")
-_ABANDONED = re.compile(r"-/[^\[\]]*(\]?)")  # With an optional end, the time is linear.
+# The closing bracket is optional, although only a match with the bracket is replaced. Without the ``?``, each
+# "-/" that no bracket closes would make ``re`` read the rest of the text in vain, in quadratic time.
+_ABANDONED = re.compile(r"-/[^\[\]]*(\]?)")
 _ANOMALOUS = re.compile(r"\[[^\[\]/]*/([^\[\]/]*)\]")
 _WHOLE_BRACKET = re.compile(r"(?<!\S)\[([^\[\]]+)\](?!\S)")
 _UNSPOKEN = re.compile(r"-?\[[^\[\]]*\]-?")
@@ -185,7 +188,9 @@ def switchboard(text: str) -> str:
     text = _NOISE.sub(" ", _TAG.sub(" ", text))
     text = _VARIANT.sub("", _LAUGHED_WORD.sub("", text))
     text = text.replace("_.", " ").replace(".", "")
-    text = _ANOMALOUS.sub(r"\1", _ABANDONED.sub(lambda m: "-" if m[1] else m[0], text))
+    # An abandoned word without a closing bracket (group 1) does not change.
+    text = _ABANDONED.sub(lambda match: "-" if match[1] else match[0], text)
+    text = _ANOMALOUS.sub(r"\1", text)
     text = _UNSPOKEN.sub("-", _WHOLE_BRACKET.sub(r"\1", text))
     text = _FILLER.sub(" ", _BRACKETS.sub("", text).replace("/", " "))
     return _squeeze(_LONE_HYPHEN.sub(" ", text))

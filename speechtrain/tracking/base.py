@@ -20,6 +20,8 @@ def metrics_of(values: Mapping[str, Any]) -> dict[str, Any]:
     {'wer': 0.03}
     """
     shared_names = {*PROGRESS, "event", "time", "set", "seconds"}
+    # Only ``valid`` events have a set. Their loss is a metric of the task. A ``train`` event has its loss in
+    # PROGRESS.
     if "set" in values:
         shared_names.remove("loss")
     return {name: value for name, value in values.items() if name not in shared_names}

@@ -145,8 +145,9 @@ def _collect(
 
 # Loss and hypotheses contradict each other if the loss is at most 0.35 nats per label of the references, and
 # the hypotheses have at most 0.8 of the characters of the references. At 0.35 nats, the geometric mean of the
-# labels' probabilities is exp(-0.35) = 0.7. So a label is more probable than all alternatives together, and
-# one of these is an early end of the text. With a higher loss, short hypotheses can be right for the model.
+# labels' probabilities is exp(-0.35) = 0.7. So the next label is more probable than all its alternatives
+# together. One alternative is that the text ends before this label, so a short text is improbable. With a
+# higher loss, short hypotheses can be right for the model.
 _MOST_NATS, _LEAST_LENGTH = 0.35, 0.8
 
 
@@ -156,7 +157,8 @@ def _lengths(batch: Batch, examples: Iterable[Example]) -> Sums:
     - ``length`` has the characters of the hypotheses and of the references, without white space.
     - ``labels`` has the number of labels of the references and the number of rows.
 
-    Only rows with a loss count, which have a weight above 0.
+    A metric's pair is a sum and a count. The pair of ``length`` is two lengths instead, because only the sums
+    over batches and ranks are needed. Only rows with a loss count, which have a weight above 0.
     """
     ids = {name for name, weight in zip(batch.ids, batch.weight.tolist(), strict=True) if weight}
     hypotheses, references = 0, 0

@@ -24,7 +24,7 @@ from speechtrain.files import parse_json, read_bytes
 
 @dataclass
 class Set:
-    """The recipe that reads one part of a corpus, with its arguments.
+    """An entry of ``sets`` in a corpus's YAML file: the recipe that reads one part of the corpus.
 
     ``recipe`` is the RECIPE in the name of lhotse's function ``prepare_RECIPE``, or a key of OWN. The part is
     on disk if the path ``place`` exists. ``{root}``, ``{folder}``, ``{part}`` and ``{language}`` in
@@ -58,7 +58,9 @@ def cuts_by_part(sets: Mapping[str, Set], names: Mapping[str, str], jobs: int) -
     while remaining:
         part, part_set = next(iter(remaining.items()))
         parts = [part]
-        if "{part}" not in str(part_set.arguments):
+        # Arguments can be lists, so ``{part}`` is searched in the text of all arguments.
+        is_recipe_of_one_part = "{part}" in str(part_set.arguments)
+        if not is_recipe_of_one_part:
             parts = [name for name, candidate in remaining.items() if candidate == part_set]
         for name in parts:
             del remaining[name]
@@ -86,7 +88,10 @@ def fill_names(value: Any, names: Mapping[str, str]) -> Any:
 
 
 def _read(recipe: str, arguments: dict[str, Any], folder: str, jobs: int) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the cuts of each part that a recipe reads. An own recipe has one part, named ""."""
+    """Yield the name and the cuts of each part that a recipe reads.
+
+    A recipe of this module (see ``OWN``, below) has one part, named "".
+    """
     function = _recipe_function(recipe)
     arguments = _complete_arguments(recipe, function, arguments, folder, jobs)
     if recipe in OWN:
@@ -200,8 +205,8 @@ def _set_audio_backend() -> None:
 def _parts(manifests: Any, name: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the name and the manifests of each part in the nested mappings that a recipe returns.
 
-    The manifests of a part are a mapping with the key ``recordings``. Its name joins the keys that lead to
-    the mapping, such as ``train-clean``.
+    The manifests of a part are a mapping with the key ``recordings``. The name of a part joins the
+    keys that lead to this mapping, such as ``train-clean``.
     """
     if not isinstance(manifests, Mapping):
         return
@@ -283,8 +288,9 @@ def _stm_segments(line: str, paths: Mapping[str, Path]) -> Iterator[Record]:
     if words and words[0].startswith("<"):
         del words[0]
     times = float(start), float(end)
-    start_id, end_id = (round(seconds * 100) for seconds in times)
-    span = Span(f"{name}-{side}-{start_id:06d}-{end_id:06d}", *times)
+    # The id has the times in hundredths of a second.
+    id_start, id_end = (round(seconds * 100) for seconds in times)
+    span = Span(f"{name}-{side}-{id_start:06d}-{id_end:06d}", *times)
     path = paths[name.lower()]
     return _segments(path, [span], "AB".index(side), text=" ".join(words), speaker=speaker)
 

@@ -94,7 +94,10 @@ def _known_track(track: object) -> dict[str, Any]:
 
 
 def _largest_samples(cuts: Sequence[Mapping[str, Any]], mixture_seconds: float) -> float:
-    """Return the samples of all cuts, or the samples of their mixture in all channels if there are more."""
+    """Return the larger of two numbers: the samples of all cuts, and the samples of their mixture.
+
+    The mixture has the highest rate and the largest number of channels among the cuts.
+    """
     cut_samples, max_rate, max_channels = 0.0, 0, 1
     for cut in cuts:
         recording = cut.get("recording", cut)  # Silence has no recording. It has a rate itself.

@@ -80,7 +80,7 @@ def test_memory_nodes_are_shared_in_order(nodes: int, processes: int, expected: 
     cores = host(8, nodes=nodes)
     all_cores, nodes_of_ranks = set(), []
     for rank in range(processes):
-        rank_cores = affinity.cores_of_node(cores, processes, rank)
+        rank_cores = affinity.cores_of_numa_nodes(cores, processes, rank)
         all_cores.update(rank_cores)
         nodes_of_ranks.append({core.node for core in rank_cores})
     assert nodes_of_ranks == expected

@@ -15,7 +15,7 @@ import soundfile
 
 from speechtrain.commands import train
 from speechtrain.config.resolved import dump, load
-from speechtrain.config.resume_fields import identifying_overrides, with_absolute_paths
+from speechtrain.config.resume_fields import identifying_overrides, override_with_absolute_paths
 from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.run_directory import CONFIG
 from speechtrain.runs.command_line import read_command
@@ -111,8 +111,8 @@ def test_a_repeated_command_compares_recordings_limits_and_paths(
 def test_paths_of_existing_files_become_absolute(override: str, absolute: str, tmp_path: Path) -> None:
     (tmp_path / "rec").mkdir()
     override, absolute = (text.replace("/P", str(tmp_path)) for text in (override, absolute))
-    assert with_absolute_paths(override, str(tmp_path)) == absolute
-    assert with_absolute_paths(override, "") == override
+    assert override_with_absolute_paths(override, str(tmp_path)) == absolute
+    assert override_with_absolute_paths(override, "") == override
 
 
 @pytest.mark.parametrize("overrides", [[], ["resume=must"], ["trainer.max_steps=9000", "dry_run=true"]])
