@@ -220,7 +220,9 @@ def small_yaml(text: str) -> str:
         if isinstance(event, yaml.CollectionStartEvent):
             open_nodes.append(_YamlNode(node.anchor, nodes=0))
         elif node.anchor:
-            anchored_nodes[node.anchor] = node
+            # An alias repeats the collection itself, too.
+            itself = 1 if isinstance(event, yaml.CollectionEndEvent) else 0
+            anchored_nodes[node.anchor] = replace(node, nodes=node.nodes + itself)
     return text
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.files import atomic, write_json
+from speechtrain.files import atomic, small_yaml, write_json
 
 
 def test_a_reader_sees_the_old_file_until_the_block_ends(tmp_path: Path) -> None:
@@ -81,3 +81,14 @@ def test_bytes_reach_the_disk_before_the_name(
     monkeypatch.setattr(os, "fsync", lambda handle: flushed.append((tmp_path / "file.json").exists()))
     write_json(tmp_path / "file.json", {}, durable)
     assert flushed == ([False] if durable else [])
+
+
+@pytest.mark.parametrize("empty", ["[]", "{}", "x"])
+def test_small_yaml_counts_an_alias_as_the_nodes_that_it_repeats(empty: str) -> None:
+    lines = [f"n0: &n0 {empty}"]
+    for level in range(1, 7):
+        aliases = ", ".join([f"*n{level - 1}"] * 10)
+        lines.append(f"n{level}: &n{level} [{aliases}]")
+    assert small_yaml("\n".join(lines[:4])) == "\n".join(lines[:4])
+    with pytest.raises(ValueError, match="more than 50000 nodes"):
+        small_yaml("\n".join(lines))
