@@ -93,14 +93,16 @@ def run(config: DictConfig, shapes: Sequence[Shape]) -> None:
     """Run training updates and evaluations of ``shapes`` by the policy of the config's device.
 
     An update is forward, backward, optimizer and average. The losses are the static ones, because the cells
-    of the ragged ones depend on values. Raises Unfit, which names the line that combines tensors of the
-    host and of the device, or that reads a value.
+    of the ragged ones depend on values. So are the shapes, because no length has a value. Raises Unfit, which
+    names the line that combines tensors of the host and of the device, or that reads a value.
     """
     with _mode(), _named_faults():
         task, _ = build_task(config)
         device = build_device(config)
         policy = device.policy(build_precision(config).dtype)
-        policy = replace(policy, ctc="static", transducer="static", mark_step=lambda: None, compiler="")
+        policy = replace(
+            policy, static_shapes=True, ctc="static", transducer="static", mark_step=lambda: None, compiler=""
+        )
         apply_policy(task.train(), policy)
         _move_module(task)
         update = _update(config, task, device)
