@@ -112,7 +112,8 @@ def test_the_state_is_an_address(corpus: Path) -> None:
     for number, expected in enumerate([0, 0, 0, 4, 4, 4, 4, 8], 1):
         next(stream)
         assert (data.state_dict()["epoch"], data.state_dict()["position"]) == (0, expected), number
-    assert set(data.state_dict()) == {"epoch", "position", "content", "texts", "cuts", "held_out", "skipped"}
+    fields = {"epoch", "position", "content", "texts", "cuts", "held_out", "skipped", "acoustics"}
+    assert set(data.state_dict()) == fields
 
 
 def test_a_resume_on_other_cuts_is_refused(corpus: Path) -> None:
