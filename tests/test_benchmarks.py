@@ -135,4 +135,6 @@ def test_first_contact_compares_a_product_that_wraps(first_contact: dict[str, An
 
 def test_first_contact_counts_launches(first_contact: dict[str, Any], tmp_path: Path) -> None:
     contact = first_contact["Contact"](CPU(), compose(["device=cpu"]), ["device=cpu"], tmp_path)
-    assert contact._costs(lambda: torch.ones(2, device="cpu").add(1)).launches == 2
+    device = torch.device("cpu")
+    costs = contact._costs(lambda: torch.ones(2, device=device).add(1))
+    assert costs.launches == 2

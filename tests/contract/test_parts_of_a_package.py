@@ -66,7 +66,9 @@ def test_an_encoder_of_another_package_that_reads_padding_or_doubles_frames_fail
     verdicts = re.findall(r"^(PASSED|FAILED) \S*::(\w+)\[(?:encoder-)?(\w+)\]", process.stdout, re.MULTILINE)
     failed = {(name, choice) for verdict, name, choice in verdicts if verdict == "FAILED"}
     name = "test_an_encoder_reads_no_padding_and_predicts_its_frames"
-    assert failed == {(name, "padding"), (name, "doubled")}, process.stdout
+    # CTC gets the frames of ``Encoder.frames``, so it refuses the frames of the doubled encoder, too.
+    expected = {(name, "padding"), (name, "doubled"), ("test_network_learns_and_evaluates", "doubled")}
+    assert failed == expected, process.stdout
     assert {choice for verdict, test, choice in verdicts if test == name} == {"right", "padding", "doubled"}
     assert "Tensor-likes are not close" in process.stdout
     assert "frames() and forward disagree" in process.stdout

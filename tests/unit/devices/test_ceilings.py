@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from speechtrain.batch import Batch
 from speechtrain.compute_policy import apply_policy
 from speechtrain.config.build import build_device, build_encoder, build_model
 from speechtrain.devices.cuda import CUDA
@@ -120,7 +119,7 @@ def test_contextnet_large_trains_at_the_references_batch(saver: bool, gib: float
         ["model=rnnt_mlperf", "encoder=contextnet_large", "prediction=contextnet", "data=digits"]
     )
     config.model.joint.hidden = 640
-    recorder, rows, samples = Recorder(), 8, round(16.7 * 16000)
+    recorder = Recorder()
     with torch.device("meta"):
         letters = Characters("".join(map(chr, range(0x4E00, 0x5200))))
         model = build_model(config, letters, build_encoder(config)).train()
@@ -129,9 +128,7 @@ def test_contextnet_large_trains_at_the_references_batch(saver: bool, gib: float
         apply_policy(
             model, replace(HPU().policy(torch.float32), mark_step=recorder.mark_step, lstm_segment=0)
         )
-        one, names = torch.ones(rows), ("a",) * rows
-        counts = (torch.full((rows,), samples), torch.zeros(rows, 80).long(), torch.full((rows,), 80))
-        batch = model.prepare(Batch(torch.zeros(rows, samples), *counts, one, one.long(), names, names), 0)
+    batch = model.prepare(batch_of(8, 16.7, 80, letters.size), 0).to(lambda tensor: tensor.to("meta"))
     with recorder:
         torch.autograd.backward(model(batch).total)
     assert 0.7 * gib * 2**30 <= recorder.costs.peak <= gib * 2**30

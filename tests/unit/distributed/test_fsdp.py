@@ -249,7 +249,7 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
     failing = ShardedCheckpointer(folder / "failing", 3, sharded)
     failing.save(4, run.states(), {})
     if rank:
-        failing._folders = lambda step: (folder / "file" / "a", folder / "file" / "b")  # type: ignore[method-assign]
+        failing._folder_and_temporary = lambda step: (folder / "file" / "a", folder / "file" / "b")  # type: ignore[method-assign]
     try:
         failing.save(5, run.states(), {})
     except OSError as error:
