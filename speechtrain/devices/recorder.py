@@ -42,8 +42,8 @@ _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_in
 # Methods that read a CPU tensor's memory. The dispatcher sees no operation for them.
 _MEMORY_READERS = ("tolist", "numpy", "__array__", "cpu", "__dlpack__")
 # Its lengths are numbers of the host, although torch tags it as if it read them.
-_WITH_HOST_LENGTHS = ("_ctc_loss.default",)
-_VIEWS = ("_unsafe_view.default",)  # without torch's mark of a view
+_WITH_HOST_LENGTHS = ("aten._ctc_loss.default",)
+_VIEWS = ("aten._unsafe_view.default",)  # without torch's mark of a view
 _SELECTING = ("gather", "index", "index_select", "embedding")
 _DispatchMode: Any = torch_private.TorchDispatchMode
 _COPIES = (Tensor.to, Tensor.cuda)
@@ -353,7 +353,7 @@ class Recorder:
     def _check_reads(self, function: Any, packet: str, arguments: Any) -> None:
         """Count an operation that the host waits for: for a value, or for a shape that depends on data."""
         name = function.__name__
-        if name in _WITH_HOST_LENGTHS:
+        if str(function) in _WITH_HOST_LENGTHS:
             return
         if torch.Tag.data_dependent_output in function.tags:
             self.count_read(name)
@@ -372,7 +372,7 @@ class Recorder:
         content = [self._hash_part(leaf) for leaf in (*inputs, *outputs)]
         self._segment_hash = hash((self._segment_hash, function, *content))
         self._check_graph(function, output_tensors)
-        is_view = function.is_view or function.__name__ in _VIEWS
+        is_view = function.is_view or str(function) in _VIEWS
         if not is_view and torch.Tag.data_dependent_output not in function.tags:
             self.costs.launches += 1
             self.costs.moved += _bytes(function.__name__, inputs, outputs)
