@@ -107,8 +107,8 @@ def _merge_features(folder: Path) -> None:
         )
         encoder = onnx.load(encoder_file)
         features.ir_version = encoder.ir_version
-        names = [(name, name) for name in (value.name for value in features.graph.output)]
-        onnx.save(onnx.compose.merge_models(features, encoder, names), encoder_file)
+        connections = [(output.name, output.name) for output in features.graph.output]
+        onnx.save(onnx.compose.merge_models(features, encoder, connections), encoder_file)
         features_file.unlink()
 
 

@@ -130,22 +130,17 @@ def settings(task: Any, graphs: Mapping[str, Graph]) -> dict[str, Any]:
     }
 
 
+_FEATURE_SETTINGS = (
+    *("form", "n_fft", "mels", "f_min", "f_max", "preemphasis", "dither", "padding", "log_floor"),
+    *("normalise", "splice", "splice_first", "trim_silence_db"),
+)
+"""The arguments of ``LogMel`` that model.json contains."""
+
+
 def _features(encoder: Any) -> dict[str, Any]:
     """Return the parameters of the features, or nothing for an encoder that reads the waveform."""
     features = getattr(encoder, "features", None)
     if features is None:
         return {"normalise_audio": encoder.normalise_audio}
-    names: tuple[str, ...] = (
-        "form",
-        "n_fft",
-        "mels",
-        "f_min",
-        "f_max",
-        "preemphasis",
-        "dither",
-        "padding",
-        "log_floor",
-    )
-    names += ("normalise", "splice", "splice_first", "trim_silence_db")
-    settings = {name: getattr(features, name) for name in names}
+    settings = {name: getattr(features, name) for name in _FEATURE_SETTINGS}
     return settings | {"window_samples": features.width, "hop_samples": features.hop}
