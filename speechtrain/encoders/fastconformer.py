@@ -102,18 +102,18 @@ class RelativeAttention(nn.Module):
         self.bias_v = nn.Parameter(torch.zeros(heads, width // heads))
         self.heads, self.dropout = heads, dropout
 
-    def forward(self, x: Tensor, positions: Tensor, allowed_keys: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """Return the attention's output (B, T, D) for frames (B, T, D).
 
-        ``positions`` (2T − 1, D) are the embeddings of the distances T − 1 to 1 − T. ``allowed_keys``
-        (B, T, T) or (B, 1, T) is True for keys to which a query may attend.
+        ``positions`` (2T − 1, D) are the embeddings of the distances T − 1 to 1 − T. ``mask`` (B, 1, T, T) or
+        (B, 1, 1, T) is added to the scores. It is 0 for keys to which a query may attend.
         """
         rows, frames, width = x.shape
         shape = (rows, frames, self.heads, width // self.heads)
         q, k, v = (layer(x).view(shape) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        distance_keys = self.relative_k_proj(positions).view(1, positions.shape[0], *shape[2:])
-        scores = self._scores(q, k, distance_keys)
-        weights = scores.masked_fill(~allowed_keys[:, None], FORBIDDEN).softmax(-1).to(v.dtype)
+        # ``_distances_to_keys`` needs a first column, whose scores are not used.
+        distance_keys = F.pad(self.relative_k_proj(positions), (0, 0, 1, 0)).view(1, 2 * frames, *shape[2:])
+        weights = (self._scores(q, k, distance_keys) + mask).softmax(-1).to(v.dtype)
         context = torch.matmul(F.dropout(weights, self.dropout, self.training), v.transpose(1, 2))
         y: Tensor = self.o_proj(context.transpose(1, 2).reshape(rows, frames, width))
         return y
@@ -132,14 +132,15 @@ def _scaled_scores(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def _distances_to_keys(scores: Tensor) -> Tensor:
-    """Convert scores (B, H, T, 2T − 1) of the distances T − 1 to 1 − T to scores of the keys (B, H, T, T).
+    """Convert scores (B, H, T, 2T) of the distances T − 1 to 1 − T to scores of the keys (B, H, T, T).
 
-    Query t needs the distances t to t − T + 1, which are T columns from column T − 1 − t on. A column of
-    padding makes the rows 2T long. Without the first T values, rows of 2T − 1 values begin at these columns.
+    The first column has no meaning. Query t needs the distances t to t − T + 1, which are T columns from
+    column T − t on. In the flattened scores without the first T values, rows of 2T − 1 values begin at these
+    columns. So the result is a view, and nothing is copied.
     """
-    rows, heads, frames, distances = scores.shape
-    skewed = F.pad(scores, (1, 0)).view(rows, heads, distances + 1, frames)[:, :, 1:]
-    return skewed.reshape(rows, heads, frames, distances)[..., :frames]
+    frames = scores.shape[2]
+    rows = scores.flatten(2)[..., frames:].unflatten(2, (frames, 2 * frames - 1))
+    return rows[..., :frames]
 
 
 class FeedForward(nn.Module):
@@ -212,10 +213,10 @@ class ConformerLayer(nn.Module):
         self.norm_self_att, self.norm_conv, self.norm_out = (nn.LayerNorm(width) for _ in range(3))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, lengths: Tensor, positions: Tensor, allowed_keys: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         branch = self.feed_forward1(self.norm_feed_forward1(x))
         x = x + 0.5 * self.dropout(branch)
-        x = x + self.dropout(self.self_attn(self.norm_self_att(x), positions, allowed_keys))
+        x = x + self.dropout(self.self_attn(self.norm_self_att(x), positions, mask))
         x = x + self.dropout(self.conv(self.norm_conv(x), lengths))
         branch = self.feed_forward2(self.norm_feed_forward2(x))
         x = x + 0.5 * self.dropout(branch)
@@ -308,30 +309,32 @@ class FastConformer(LogMelEncoder):
         x, lengths = self.subsampling(features, lengths)
         x = self.dropout(x * self.scale)
         positions = self.position_dropout(_positions(x))
-        allowed_keys = self._allowed_keys(lengths, x.shape[1])
+        mask = self._attention_mask(lengths, x.shape[1])
         for index, layer in enumerate(self.layers):
-            y = layer(x, lengths, positions, allowed_keys)
+            y = layer(x, lengths, positions, mask)
             if keep is not None:
                 factor = keep[index].to(x.dtype)
                 y = y * factor + x * (1 - factor)
             x = y
         return x, lengths
 
-    def _allowed_keys(self, lengths: Tensor, frames: int) -> Tensor:
-        """Return whether each query may attend to each key: (B, T, T), or (B, 1, T) if queries do not differ.
+    def _attention_mask(self, lengths: Tensor, frames: int) -> Tensor:
+        """Return the mask of attention: (B, 1, T, T), or (B, 1, 1, T) if all queries attend to the same keys.
 
-        ``lengths`` (B,) are the frames of each row, and ``frames`` is T.
+        It is 0 for keys to which a query may attend. ``lengths`` (B,) are the frames of each row, and
+        ``frames`` is T.
         """
         frame = torch.arange(frames, device=lengths.device)
         # A row without any valid frame attends to its first frame, because softmax over no key is NaN.
-        is_valid = (frame < lengths.clamp(min=1)[:, None])[:, None]
-        if self.context is None:
-            return is_valid
-        left, right = self.context
-        offset = frame - frame[:, None]  # (T, T) the frame of the key minus the frame of the query
-        is_near = (offset >= -left) & (offset <= right)
-        # A frame attends to itself, because a frame beyond the row's end may have no other key.
-        return (is_valid & is_near) | (offset == 0)
+        is_allowed = (frame < lengths.clamp(min=1)[:, None])[:, None]
+        if self.context is not None:
+            left, right = self.context
+            offset = frame - frame[:, None]  # (T, T) the frame of the key minus the frame of the query
+            is_near = (offset >= -left) & (offset <= right)
+            # A frame attends to itself, because a frame beyond the row's end may have no other key.
+            is_allowed = (is_allowed & is_near) | (offset == 0)
+        allowed = is_allowed[:, None].to(torch.float32)
+        return (1.0 - allowed) * FORBIDDEN
 
     def frames(self, samples: int) -> int:
         return -(-self.features.frames(samples) // self.factor)  # rounded up
