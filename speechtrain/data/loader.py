@@ -17,6 +17,7 @@ from speechtrain.batch import Batch, Skip
 from speechtrain.counter_rng import RunStream, bits_at, dither_offset, uniform_at
 from speechtrain.data.acoustics import Acoustics
 from speechtrain.data.audio import DECODED_SECONDS, files_of, first_file, read_cut, standardise
+from speechtrain.data.decoded_audio import DecodedAudio
 from speechtrain.data.formats.lhotse_cuts import Samples
 from speechtrain.data.formats.manifests import Record, seconds_of, text_of
 from speechtrain.data.index import Index
@@ -83,7 +84,8 @@ class BatchLoader:
     so that it needs no padding (as in fairseq's collater without padding).
 
     If the folder ``stage`` has a copy of a recording, the copy is read. After the speed change, ``acoustics``
-    adds rooms and noise to a training recording, which are drawn from (``seed``, pass, cut).
+    adds rooms and noise to a training recording, which are drawn from (``seed``, pass, cut). ``decoded`` keeps
+    recordings of training.
     """
 
     index: Index
@@ -99,6 +101,7 @@ class BatchLoader:
     is_strict: bool = True
     stage: str = ""
     acoustics: Acoustics = field(default_factory=Acoustics)
+    decoded: DecodedAudio = field(default_factory=DecodedAudio)
 
     def __call__(self, micro_batch: MicroBatch) -> Batch:
         """Return the batch of a planned micro-batch.
@@ -159,7 +162,7 @@ class BatchLoader:
         cut = self.index.cut(index_row)
         try:
             text = self.index.text(index_row, self.tokenizer.normalise, cut)
-            return self._row(cut, text, percent, shape, seed)
+            return self._row(index_row, cut, text, percent, shape, seed)
         except Unusable as problem:
             if self.is_evaluation and self.is_strict:
                 raise DataError(
@@ -169,7 +172,9 @@ class BatchLoader:
             skip = Skip(cut["id"], problem.reason, problem.detail)
             return _Row(samples=np.zeros(planned_length, np.float32), skip=skip)
 
-    def _row(self, cut: Record, text: str, percent: int, shape: Shape | None, seed: int) -> _Row:
+    def _row(
+        self, index_row: int, cut: Record, text: str, percent: int, shape: Shape | None, seed: int
+    ) -> _Row:
         """Return the row of a cut with ``percent`` % of its speed. Raises Unusable.
 
         ``seed`` is for the draws of ``acoustics``. Evaluation changes neither the speed nor the acoustics.
@@ -181,7 +186,7 @@ class BatchLoader:
         else:
             # The labels are checked first. If they are unusable, the audio need not be decoded.
             labels = self._training_labels(cut, text, shape)
-            samples = read_cut(cut, self.sample_rate)
+            samples = self.decoded.get(index_row, lambda: read_cut(cut, self.sample_rate))
             if text and not samples.any():
                 raise Unusable("silent", first_file(cut, default=cut["id"]))
             samples = change_speed(samples, percent, self.sample_rate)

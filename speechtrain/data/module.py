@@ -53,6 +53,8 @@ class SpeechData(DataModule):
     - ``workers`` is the number of processes that load batches ahead. -1 is one fewer than the cores of this
       rank, but at most 8. With 0, this process loads.
     - ``timeout_seconds``: a worker that has not answered for this time is an error.
+    - ``decoded_gib`` are the GiB of decoded training recordings that a rank keeps in memory. ``auto`` means
+      all or none (see ``bytes_of_process``).
     - ``cache`` is the folder of the indices (see ``open_index``).
     - ``stage`` is a folder for copies of recordings, made before they are used (see ``data.stage``).
     - ``max_bad`` and ``max_bad_share``: a bad recording becomes a padding row and is listed in ``run_dir``.
@@ -87,6 +89,7 @@ class SpeechData(DataModule):
         crop_seconds: float | None = None,
         workers: int = -1,
         timeout_seconds: float = 600.0,
+        decoded_gib: float | str = "auto",
         cache: FilePath | None = None,
         stage: FilePath | None = None,
         max_bad: int = 10,
@@ -137,6 +140,7 @@ class SpeechData(DataModule):
             new_training_loader,
             BatchSize(batch or BatchLimits(), footprint, shapes),
             speed or (1.0, 1.0),
+            decoded_gib,
         )
         self.sample_rate = sample_rate
 

@@ -66,6 +66,9 @@ def _never_stop() -> bool:
 class Workers(ABC):
     """Loads planned micro-batches, in this process or in other processes."""
 
+    count: int = 0
+    """The number of worker processes. With 0, this process loads."""
+
     # Without staticmethod, a call would pass ``self``.
     stop_requested: Callable[[], bool] = staticmethod(_never_stop)
     """Returns whether the run should stop. A run sets its own function."""
