@@ -38,6 +38,10 @@ class BatchLimits:
     randomness. The number of utterances in a batch is rounded down to a multiple of ``multiple`` (fairseq:
     required_batch_size_multiple), except for fewer than ``multiple`` utterances and for the last batch of a
     window or an epoch.
+
+    Each ``ranks`` batches of similar length follow each other. Ranks that train on them at the same time need
+    not wait for each other. Only the batches at the start and at the end of an epoch may differ. If memory or
+    seconds limit the batches, the ranks must begin an epoch together.
     """
 
     count: int | None = 8
@@ -45,6 +49,7 @@ class BatchLimits:
     memory_gib: float | str | None = None
     window: int = 20
     multiple: int = 1
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         limits = {"count": self.count, "seconds": self.seconds, "memory_gib": self.memory_gib}
@@ -57,6 +62,8 @@ class BatchLimits:
             raise ValueError(f"window={self.window}: it must be at least 1 (plain shuffling)")
         if self.multiple < 1:
             raise ValueError(f"multiple={self.multiple}: it must be at least 1 (any number of utterances)")
+        if self.ranks < 1:
+            raise ValueError(f"ranks={self.ranks}: it must be at least 1 (batches in any order)")
 
     @property
     def bytes(self) -> float:
@@ -406,8 +413,7 @@ class Sampler:
         order, bounds, shape_numbers = _divide_into_batches(
             self.lengths, cuts, percents, self.size, self.shapes, self.size.limits.window
         )
-        draws = bits_at(self.draws.seed, RunStream.BATCHES, epoch, np.arange(len(bounds) - 1))
-        batch_order = np.argsort(draws, kind="stable")
+        batch_order = self._shuffle_batches(epoch, len(bounds) - 1)
         if self.shapes:
             shape_numbers = shape_numbers[batch_order]
         old_positions, bounds = _reorder_batches(bounds, batch_order)
@@ -416,6 +422,22 @@ class Sampler:
             passes = passes[order]
         rows = self.rows[cuts[order]]
         return Plan(epoch, rows, percents[order], bounds, shape_numbers, self.shapes, passes)
+
+    def _shuffle_batches(self, epoch: int, batches: int) -> Integers:
+        """Return the numbers of an epoch's batches, which are sorted by length, in their random order.
+
+        ``ranks`` batches with adjacent numbers stay together. If the batches of the earlier epochs do not
+        fill their last global batch, the first batches of this epoch complete it.
+        """
+        ranks = self.size.limits.ranks
+        first = -epoch * batches % ranks if self.size.fixed_rows else 0
+        first = min(first, batches)
+        groups = (batches - first) // ranks
+        draws = bits_at(self.draws.seed, RunStream.BATCHES, epoch, np.arange(groups))
+        order = np.argsort(draws, kind="stable")
+        grouped = (order[:, None] * ranks + np.arange(ranks)).ravel()
+        rest = np.arange(groups * ranks, batches)
+        return np.concatenate((rest[:first], grouped, rest[first:]))
 
 
 def _reorder_batches(bounds: Integers, batch_order: Integers) -> tuple[Integers, Integers]:

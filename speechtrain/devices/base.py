@@ -163,6 +163,10 @@ class Device(ABC):
             return len(usable_cpus())
         return _CORES_OF_ACCELERATOR * world_size
 
+    def rank_cores(self) -> int:
+        """Return the number of cores of this host that may have a rank each, 1 if ranks do not run on cores."""
+        return 1
+
     def validate_shapes(self, shapes: Sequence[tuple[int, int, int]]) -> None:
         """Raise ConfigError if training needs fixed shapes and ``shapes`` is empty.
 

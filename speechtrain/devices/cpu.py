@@ -226,6 +226,9 @@ class CPU(Device):
         """Return the cores of this host that this process may use."""
         return affinity.cores_within(affinity.topology(), usable_cpus())
 
+    def rank_cores(self) -> int:
+        return min(len(self._cores()), host.cpu_quota())
+
     # --- at the start -----------------------------------------------------------------------------
 
     def open(self, local_rank: int) -> None:

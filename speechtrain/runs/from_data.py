@@ -35,7 +35,7 @@ from speechtrain.data.cache import cache_folder
 from speechtrain.data.formats.manifests import digest
 from speechtrain.devices import host
 from speechtrain.devices.base import Device
-from speechtrain.errors import ConfigError, DataError
+from speechtrain.errors import ConfigError, DataError, SpeechtrainError
 from speechtrain.files import print_line, writing
 from speechtrain.launcher import Job
 from speechtrain.runs.resume import drop_recipe_hours
@@ -59,6 +59,8 @@ _BATCH_FRACTION = 0.5
 """Fraction of the free memory that a batch of the longest recordings may use."""
 _FAST_PERCENTILE = 95
 """Percentile of the label rates of all recordings that counts as fast speech."""
+_BATCH_KEYS = ("world_size", "trainer.accumulate", "trainer.simulate_world", "data.batch", "device.threads")
+"""The number of ranks is not chosen if the user sets one of these keys."""
 _SENTENCEPIECE = "speechtrain.text.vocabulary.SentencePiece"
 
 
@@ -101,6 +103,7 @@ def follow_data(config: DictConfig, explicit_keys: Collection[str], *, is_plan: 
             labels_per_second=_fast_label_rate(transcripts, build_tokenizer(config)),
             core_hours=_core_hours(config, device),
             width=int(config.encoder.get("width") or 0),
+            rank_cores=_rank_cores(config, device, explicit_keys),
         )
         settings |= _apply_table(config, speech, explicit_keys)
         if default_max_seconds is not None:
@@ -349,3 +352,16 @@ def _core_hours(config: DictConfig, device: Device) -> float:
     if hours is None:
         hours = _DEFAULT_HOURS
     return device.equivalent_cores(int(config.world_size)) * float(hours)
+
+
+def _rank_cores(config: DictConfig, device: Device, explicit_keys: Collection[str]) -> int:
+    """Return the cores of this host that ranks may divide, or 1 if the recipe must not choose the ranks."""
+    if any(_is_explicit(key, explicit_keys) for key in _BATCH_KEYS):
+        return 1
+    launcher = build_launcher(config)
+    job = Job(Path(), Path(), world_size=2)  # Only the number of ranks matters here.
+    try:
+        launcher.check(job)
+    except SpeechtrainError:  # The launcher starts one rank only.
+        return 1
+    return device.rank_cores() if launcher.is_here(job) else 1

@@ -193,7 +193,10 @@ def _start(job: Command, config: DictConfig, settings: Any) -> RunResult:
     else:
         config = _new_config(job, config, settings, run_dir)
         is_plan = settle_needs(config)  # A dry run with missing data only prints a plan.
-        follow_data(config, explicit_keys(job.overrides, user_files), is_plan=is_plan)
+        keys = explicit_keys(job.overrides, user_files)
+        if job.external_launch:  # Another program has started the ranks.
+            keys.add("world_size")
+        follow_data(config, keys, is_plan=is_plan)
     return start_run(job, config, user_files)
 
 

@@ -20,6 +20,7 @@ class Speech:
     labels_per_second: float  # 95 % of the recordings have fewer. A doubled label needs a blank, which counts
     core_hours: float  # training time in hours, times the cores of all ranks (Device.equivalent_cores)
     width: int = 0  # width of the encoder if it is a pretrained Transformer, else 0
+    rank_cores: int = 1  # cores of this host that ranks may divide. 1: there is one rank
 
     @property
     def epochs(self) -> float:
@@ -67,6 +68,7 @@ _NETWORKS = (
 )
 # Tables for ``_look_up`` have rows of (lower bound of a size, value from this size on), the largest first.
 _BATCHES = ((20_000, 32), (1_000, 16), (100, 8), (0, 4))  # recordings of the set, recordings in a batch
+_ROWS_OF_RANK = 8  # recordings that make a rank with one thread faster than a second thread of another rank
 _PIECES = ((500.0, 1000), (50.0, 300))  # hours of speech, pieces of SentencePiece
 _MAX_CHARACTERS = 100  # A larger alphabet, such as that for Chinese, is not replaced by pieces.
 _MIN_MASKED_EPOCHS = 24.0  # In fewer epochs, SpecAugment costs more than it gains.
@@ -119,6 +121,8 @@ def scratch(speech: Speech) -> dict[str, Any]:
     hop_ms, subsampling = frame(speech.labels_per_second)
     network = _choose_network(speech)
     masks = 2 if speech.epochs >= _MIN_MASKED_EPOCHS else 0
+    batch = int(_look_up(_BATCHES, speech.recordings))
+    ranks = _choose_ranks(batch, speech.rank_cores)
     return {
         "encoder.width": network.width,
         "encoder.layers": network.layers,
@@ -132,7 +136,9 @@ def scratch(speech: Speech) -> dict[str, Any]:
         "optimizer.lr": network.lr,
         "augment.freq_masks": masks,
         "augment.time_masks": masks,
-        "data.batch.count": _look_up(_BATCHES, speech.recordings),
+        "world_size": ranks,
+        "data.batch.ranks": ranks,
+        "data.batch.count": batch // ranks,
         "data.hold_out": hold_out(speech),
     }
 
@@ -162,6 +168,17 @@ def _choose_network(speech: Speech) -> _Network:
         if speech.hours >= network.min_hours and speech.epochs >= network.min_epochs:
             return network
     return _NETWORKS[-1]
+
+
+def _choose_ranks(batch: int, cores: int) -> int:
+    """Return the number of ranks for ``batch`` recordings in an update, on ``cores`` cores.
+
+    The small operations of the network gain nothing from a second thread (docs/benchmarks/scratch.md).
+    """
+    ranks = 1
+    while 2 * ranks <= cores and batch >= 2 * ranks * _ROWS_OF_RANK:
+        ranks *= 2
+    return ranks
 
 
 def _look_up(table: Sequence[tuple[float, float]], size: float) -> float:

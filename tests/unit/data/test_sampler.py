@@ -24,6 +24,8 @@ LIMITS = [
     BatchLimits(count=3, seconds=20.0, window=3),
     BatchLimits(count=None, memory_gib=0.3),
     BatchLimits(count=5, seconds=30.0, memory_gib=0.3, window=2),
+    BatchLimits(count=3, window=4, ranks=2),
+    BatchLimits(count=None, seconds=20.0, ranks=3),
 ]
 
 
@@ -150,6 +152,25 @@ def test_windows_save_padding_and_keep_the_order_random() -> None:
     longest = np.array([data["seconds"][batch.rows].max() for batch in all_of(plan)])
     correlation = np.corrcoef(longest[:-1], longest[1:])[0, 1]
     assert abs(correlation) < 0.15, "the length of a batch depends on the length of the batch before it"
+
+
+def lengths_of_ranks(ranks: int, count: int) -> np.ndarray:
+    """Return the longest row, in seconds, of each rank's batch in 100 global batches of two ranks."""
+    data = corpus(count)
+    sampler = new_sampler(**data, seed=1, limits=BatchLimits(count=4, ranks=ranks))
+    lengths = [data["seconds"][batch.rows].max() for batch in islice(sampler.micro_batches(0, 0), 200)]
+    return np.array(lengths).reshape(100, 2)
+
+
+@pytest.mark.parametrize("count", [400, 401, 405])  # 100, 101 and 102 batches in an epoch
+def test_batches_of_similar_length_follow_each_other_for_ranks(count: int) -> None:
+    together, shuffled = lengths_of_ranks(2, count), lengths_of_ranks(1, count)
+    differences = np.abs(together[:, 0] - together[:, 1])
+    assert np.median(differences) < 1.0
+    assert (differences > 2.5).sum() <= 3  # global batches of two epochs, and the last window of an epoch
+    assert np.median(np.abs(shuffled[:, 0] - shuffled[:, 1])) > 2
+    assert len(set(np.round(together[:, 0], 3))) > 90  # The order of the pairs is still random.
+    assert np.abs(np.diff(together[:, 0])).mean() > 2
 
 
 def test_shapes_are_few_and_finite() -> None:
