@@ -76,7 +76,15 @@ MAY_IMPORT = {
     "__main__": {"commands.main"},
     "train_rank": {"rank.main"},
     # They build the parts of a run by their interfaces. Blocks of networks are none of their business.
-    "rank": {"checkpoint", "config", "data.base", "data.module", "devices.base", "devices.out_of_memory"}
+    "rank": {
+        "checkpoint",
+        "config",
+        "data.base",
+        "data.module",
+        "devices.base",
+        "devices.host",
+        "devices.out_of_memory",
+    }
     | {
         "devices.recorder",
         "distributed",

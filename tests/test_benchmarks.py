@@ -44,6 +44,7 @@ TRAINS = {
     "scratch",
     "survival",
     "transcribe",
+    "update_parts",
     "voices",
 }
 PEERS = {"parakeet", "parakeet_speech"}  # in the environment of `make peers`

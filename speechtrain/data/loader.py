@@ -84,8 +84,8 @@ class BatchLoader:
     so that it needs no padding (as in fairseq's collater without padding).
 
     If the folder ``stage`` has a copy of a recording, the copy is read. After the speed change, ``acoustics``
-    adds rooms and noise to a training recording, which are drawn from (``seed``, pass, cut). ``decoded`` keeps
-    recordings of training.
+    adds rooms and noise to a training recording, which are drawn from (``seed``, pass, cut). ``decoded``
+    keeps decoded recordings of training.
     """
 
     index: Index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -53,8 +54,8 @@ class SpeechData(DataModule):
     - ``workers`` is the number of processes that load batches ahead. -1 is one fewer than the cores of this
       rank, but at most 8. With 0, this process loads.
     - ``timeout_seconds``: a worker that has not answered for this time is an error.
-    - ``decoded_gib`` are the GiB of decoded training recordings that a rank keeps in memory. ``auto`` means
-      all or none (see ``bytes_of_process``).
+    - ``decoded_gib``: a rank keeps the decoded training recordings in memory if they need at most these GiB.
+      The rank replaces ``auto`` by a share of the free memory. Otherwise ``auto`` counts as 0.
     - ``cache`` is the folder of the indices (see ``open_index``).
     - ``stage`` is a folder for copies of recordings, made before they are used (see ``data.stage``).
     - ``max_bad`` and ``max_bad_share``: a bad recording becomes a padding row and is listed in ``run_dir``.
@@ -140,7 +141,7 @@ class SpeechData(DataModule):
             new_training_loader,
             BatchSize(batch or BatchLimits(), footprint, shapes),
             speed or (1.0, 1.0),
-            decoded_gib,
+            _gib_of_decoded(decoded_gib),
         )
         self.sample_rate = sample_rate
 
@@ -207,3 +208,12 @@ class SpeechData(DataModule):
         self.skips.warn()
         self.stream.close()
         self.workers.close()
+
+
+def _gib_of_decoded(gib: float | str) -> float:
+    """Return the value of ``decoded_gib`` as a number. Raises ValueError for an invalid value."""
+    if gib == "auto":
+        return 0.0
+    if isinstance(gib, str) or not 0 <= gib < math.inf:
+        raise ValueError(f"decoded_gib={gib}: it must be auto, or a number from 0 on")
+    return float(gib)

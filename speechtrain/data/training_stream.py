@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from speechtrain.batch import Batch
-from speechtrain.data.decoded_audio import DecodedAudio, bytes_of_process
+from speechtrain.data.decoded_audio import DecodedAudio
 from speechtrain.data.evaluation_sets import EvaluationSets
 from speechtrain.data.loader import BatchLoader
 from speechtrain.data.sampler import BatchSize, CutDraws, MicroBatch, Sampler
@@ -26,20 +25,18 @@ class TrainingStream:
     """The training batches of one rank.
 
     The recordings are ``evaluation_sets.training_set``. ``new_loader`` returns a loader for an index.
-    ``speed`` is the lowest and the highest speed factor. ``decoded_gib`` are the GiB of decoded recordings that
-    the rank keeps in memory, or ``auto``. Raises ValueError for an invalid speed or size.
+    ``speed`` is the lowest and the highest speed factor. ``decoded_gib`` are the GiB of decoded recordings
+    that the rank keeps in memory at most. A set that needs more is not kept, because a part of a large set is
+    rarely used again. Raises ValueError for an invalid speed or size.
     """
 
     evaluation_sets: EvaluationSets
     new_loader: Callable[..., BatchLoader]
     size: BatchSize
     speed: Sequence[float]
-    decoded_gib: float | str = 0.0
+    decoded_gib: float = 0.0
 
     def __post_init__(self) -> None:
-        is_number = not isinstance(self.decoded_gib, str)
-        if self.decoded_gib != "auto" and not (is_number and 0 <= float(self.decoded_gib) < math.inf):
-            raise ValueError(f"decoded_gib={self.decoded_gib}: it must be auto, or 0 or more")
         speed_grid(self.speed)  # This raises ValueError for an invalid speed.
         self.training_set, self.skips = self.evaluation_sets.training_set, self.evaluation_sets.skips
         self._staging = ExitStack()  # closes the Stager, if there is one
@@ -50,9 +47,9 @@ class TrainingStream:
         loader = self.new_loader(self.training_set.index)
         loader.acoustics.open(self.training_set.cache)
         seconds = float(loader.index.seconds[self.training_set.rows].sum())
-        set_bytes = round(seconds * loader.sample_rate * _BYTES_OF_SAMPLE)
-        workers = self.evaluation_sets.workers.count
-        loader.decoded = DecodedAudio(bytes_of_process(self.decoded_gib, set_bytes, workers))
+        processes = max(1, self.evaluation_sets.workers.count)  # Each process keeps the recordings.
+        needed_bytes = processes * seconds * loader.sample_rate * _BYTES_OF_SAMPLE
+        loader.decoded = DecodedAudio(needed_bytes <= self.decoded_gib * 2**30)
         return loader
 
     @cached_property

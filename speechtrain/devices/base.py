@@ -164,7 +164,7 @@ class Device(ABC):
         return _CORES_OF_ACCELERATOR * world_size
 
     def rank_cores(self) -> int:
-        """Return the number of cores of this host that may have a rank each, 1 if ranks do not run on cores."""
+        """Return the number of cores of this host that may have a rank each. It is 1 for an accelerator."""
         return 1
 
     def validate_shapes(self, shapes: Sequence[tuple[int, int, int]]) -> None:

@@ -138,9 +138,9 @@ def _distances_to_keys(scores: Tensor) -> Tensor:
     column T − t on. In the flattened scores without the first T values, rows of 2T − 1 values begin at these
     columns. So the result is a view, and nothing is copied.
     """
-    frames = scores.shape[2]
-    rows = scores.flatten(2)[..., frames:].unflatten(2, (frames, 2 * frames - 1))
-    return rows[..., :frames]
+    rows, heads, frames, columns = scores.shape
+    skewed = scores.flatten(2)[..., frames:].view(rows, heads, frames, columns - 1)
+    return skewed[..., :frames]
 
 
 class FeedForward(nn.Module):

@@ -1,4 +1,4 @@
-"""The memory limit of a batch: ``data.batch.memory_gib=auto`` becomes a number of GiB."""
+"""Limits of memory: ``data.batch.memory_gib=auto`` and ``data.decoded_gib=auto`` become numbers of GiB."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from speechtrain.config.build import rank_bytes
 from speechtrain.config.resolved import dump, load
+from speechtrain.devices import host
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
 from speechtrain.errors import MachineError
@@ -22,6 +23,20 @@ from speechtrain.task import Task
 _BATCH_FRACTION = 0.5
 """Fraction of the free memory that a batch may use. The predicted memory of a batch may be half of the real
 memory."""
+
+_DECODED_FRACTION = 0.25
+"""Fraction of the host's free memory that the decoded recordings of all ranks may use."""
+
+
+def fill_decoded_memory(config: DictConfig) -> None:
+    """Replace ``data.decoded_gib=auto`` by the share of this rank in the free memory of the host."""
+    if config.data.get("decoded_gib") == "auto":
+        free_bytes = _DECODED_FRACTION * host.free_memory() / _local_ranks()
+        config.data.decoded_gib = round(free_bytes / 2**30, 3)
+
+
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
 
 
 def fill_batch_memory(config: DictConfig, gib: Callable[[], float]) -> float:
@@ -48,8 +63,7 @@ def free_batch_memory(config: DictConfig, device: Device, task: Task) -> float:
     It is half of the memory that is free on the device after the weights, gradients and optimizer state of a
     rank. Raises MachineError if no memory is left.
     """
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
-    free_bytes = device.free_memory(local_ranks)
+    free_bytes = device.free_memory(_local_ranks())
     model_bytes = rank_bytes(config, sum(p.numel() for p in task.parameters()))
     if free_bytes <= model_bytes:
         model_size = f"{model_bytes / 2**30:.2f} GiB of weights, gradients and state"

@@ -46,7 +46,7 @@ from speechtrain.optim.ema import EMA, Average, NoEMA
 from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import Precision
 from speechtrain.rank.attempt import Attempt
-from speechtrain.rank.batch_memory import choose_batch_memory
+from speechtrain.rank.batch_memory import choose_batch_memory, fill_decoded_memory
 from speechtrain.rank.build import (
     build_task,
     load_initial_weights,
@@ -165,6 +165,7 @@ def _build_parts(rank: _Rank) -> _Parts:
     # policy is chosen below, when there is data for timing.
     apply_policy(task, device.policy(rank.precision.dtype))
     facts = _restart_fact() | choose_batch_memory(config, device, rank.group, task=task)
+    fill_decoded_memory(config)
     data = build_data(config, tokenizer, task)
     # Rank 0 indexes a large set first. The other ranks then read the index from the cache.
     with rank.group.main_process_first():

@@ -10,6 +10,8 @@ import pytest
 import soundfile
 from omegaconf import OmegaConf
 
+from speechtrain.compute_policy import usable_cpus
+
 from .conftest import Command, finish, wait_for
 
 SMALL = (
@@ -90,6 +92,25 @@ def test_ranks_have_one_plan(scratch: Command) -> None:
     assert done.returncode == 0, done.stderr
     assert len(scratch.events("plan")) >= 1
     assert scratch.result()["status"] in ("finished", "time")
+
+
+@pytest.mark.skipif(len(usable_cpus()) < 2, reason="one core has one rank")
+def test_two_cores_have_two_ranks(scratch: Command, folder: Path, tmp_path: Path) -> None:
+    """The recipe chooses two ranks of eight recordings. One rank continues the same batches."""
+    table = tmp_path / "thousand.csv"
+    rows = [f"{folder / str(number % 12)}.wav,{'ñandú' if number % 2 else 'été'}" for number in range(1000)]
+    table.write_text("\n".join(["path,text", *rows]) + "\n")
+    skipped = ("device.threads=", "data.train=", "trainer.max_hours=")
+    scratch.arguments = [key for key in scratch.arguments if not key.startswith(skipped)]
+    scratch.arguments += [f"data.train={table}", "trainer.max_steps=3", "trainer.max_hours=null"]
+    stopped = scratch.run()
+    assert stopped.returncode == 0, stopped.stderr
+    config = OmegaConf.load(scratch.run_dir / "config.yaml")
+    assert (config.world_size, config.data.batch.ranks, config.data.batch.count) == (2, 2, 8)
+    finished = scratch.run("world_size=1", "trainer.max_steps=6")
+    assert finished.returncode == 0, finished.stderr
+    assert len(scratch.events("start")) == 2
+    assert scratch.result()["steps"] == 6
 
 
 @pytest.mark.usefixtures("folder")

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from speechtrain.data import decoded_audio, loader
-from speechtrain.data.decoded_audio import bytes_of_process
+from speechtrain.data import loader
 from speechtrain.data.module import SpeechData
 from speechtrain.data.sampler import BatchLimits
+from speechtrain.rank import batch_memory
 from speechtrain.text.vocabulary import Characters
 
 EPOCH = 5  # batches of 4 in 20 recordings
@@ -45,7 +46,7 @@ def test_each_recording_is_decoded_once_and_no_batch_changes(
     expected = list(islice(make_data(train, 0).train(), 3 * EPOCH))
     assert len(decoded_paths) == 60
     decoded_paths.clear()
-    batches = list(islice(make_data(train, "auto").train(), 3 * EPOCH))
+    batches = list(islice(make_data(train, 1.0).train(), 3 * EPOCH))
     assert len(decoded_paths) == 20
     for batch, expected_batch in zip(batches, expected, strict=True):
         assert batch.ids == expected_batch.ids
@@ -53,37 +54,33 @@ def test_each_recording_is_decoded_once_and_no_batch_changes(
 
 
 @pytest.mark.usefixtures("cache")
-def test_no_more_than_the_limit_is_kept(recordings: Any, decoded_paths: list[str]) -> None:
-    data = make_data(recordings.corpus("a", 20), 0.1)
-    bytes_of_set = sum(batch.audio_lengths.sum() * 4 for batch in data.valid()["dev"])
-    data.stream.loader.decoded.max_bytes = int(bytes_of_set) // 2
-    decoded_paths.clear()
-    list(islice(data.train(), 2 * EPOCH))
-    assert 25 < len(decoded_paths) < 35
-    assert data.stream.loader.decoded.bytes <= bytes_of_set / 2
+@pytest.mark.parametrize("decoded_gib", [0.0001, "auto"])
+def test_a_set_that_needs_more_is_not_kept(
+    recordings: Any, decoded_paths: list[str], decoded_gib: float | str
+) -> None:
+    list(islice(make_data(recordings.corpus("a", 20), decoded_gib).train(), 2 * EPOCH))
+    assert len(decoded_paths) == 40
 
 
 @pytest.mark.usefixtures("cache")
 def test_workers_receive_no_samples(recordings: Any) -> None:
-    data = make_data(recordings.corpus("a", 8), "auto")
+    data = make_data(recordings.corpus("a", 8), 1.0)
     next(data.train())
     decoded = data.stream.loader.decoded
     copy = pickle.loads(pickle.dumps(decoded))
-    assert decoded.bytes > 0
-    assert (copy.bytes, copy.max_bytes) == (0, decoded.max_bytes)
+    assert len(decoded.samples) == 4
+    assert (copy.is_kept, copy.samples) == (True, {})
 
 
-def test_a_set_that_needs_too_much_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoded_audio.host, "free_memory", lambda: 4000)
-    assert bytes_of_process("auto", 1000, workers=0) == 1000
-    assert bytes_of_process("auto", 1001, workers=0) == 0
-    assert bytes_of_process("auto", 1000, workers=2) == 0
+def test_each_rank_may_use_its_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_memory.host, "free_memory", lambda: 16 * 2**30)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert bytes_of_process("auto", 1000, workers=1) == 0
-    assert bytes_of_process(2.0, 1000, workers=4) == 2**29
+    config = OmegaConf.create({"data": {"decoded_gib": "auto"}})
+    batch_memory.fill_decoded_memory(config)
+    assert config.data.decoded_gib == 2.0
 
 
 @pytest.mark.parametrize("decoded_gib", ["all", -1.0, float("inf")])
 def test_an_invalid_size_is_refused(decoded_gib: float | str) -> None:
-    with pytest.raises(ValueError, match="decoded_gib=.*it must be auto, or 0 or more"):
+    with pytest.raises(ValueError, match=r"decoded_gib=.*it must be auto, or a number"):
         make_data("x", decoded_gib)

@@ -16,6 +16,7 @@ from speechtrain.commands._cli import exit_code_of
 from speechtrain.config.build import build, build_tokenizer
 from speechtrain.config.check import check
 from speechtrain.devices import host
+from speechtrain.devices.cpu import CPU
 from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.rank.build import build_task, load_initial_weights
 from speechtrain.runs import sizing
@@ -69,6 +70,19 @@ def test_specaugment_follows_from_the_epochs() -> None:
     assert speech().epochs == pytest.approx(10.0)
     assert scratch(speech())["augment.freq_masks"] == scratch(speech())["augment.time_masks"] == 0
     assert scratch(speech(hours=1.0))["augment.freq_masks"] == 2
+
+
+def ranks_of(settings: dict[str, Any]) -> tuple[int, int, int]:
+    return settings["world_size"], settings["data.batch.ranks"], settings["data.batch.count"]
+
+
+def test_the_ranks_follow_from_the_cores_and_the_batch() -> None:
+    assert ranks_of(scratch(speech())) == (1, 1, 16)
+    assert ranks_of(scratch(speech(rank_cores=2))) == (2, 2, 8)
+    assert ranks_of(scratch(speech(rank_cores=3))) == (2, 2, 8)
+    assert ranks_of(scratch(speech(rank_cores=64))) == (2, 2, 8)
+    assert ranks_of(scratch(speech(rank_cores=64, recordings=20_000))) == (4, 4, 8)
+    assert ranks_of(scratch(speech(rank_cores=64, recordings=200))) == (1, 1, 8)
 
 
 def test_the_held_out_share_falls_with_the_hours() -> None:
@@ -291,6 +305,22 @@ def test_explicit_keys_are_not_changed(tmp_path: Path) -> None:
     assert config.tokenizer.alphabet.startswith(" abc")
     user_files = {"recipe/mine": "# @package _global_\nencoder:\n  hidden: 64\n", "optimizer/my": "lr: 1.0\n"}
     assert explicit_keys(["data=manifest"], user_files) == {"encoder.hidden", "optimizer.lr"}
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_ranks_are_chosen_unless_the_user_or_the_launcher_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CPU, "rank_cores", lambda self: 2)
+    base = ["recipe=scratch", "device=cpu", f"data.train={write_manifest(tmp_path, ['a fox'] * 1000)}"]
+    config = config_from_data(*base)
+    assert (config.world_size, config.data.batch.ranks, config.data.batch.count) == (2, 2, 8)
+    for override in (
+        *("world_size=1", "data.batch.count=16", "data.batch.seconds=40", "device.threads=2"),
+        *("trainer.accumulate=2", "launcher=local", "launcher=slurm"),
+    ):
+        config = config_from_data(*base, override)
+        assert (config.world_size, config.data.batch.ranks, config.data.batch.count) == (1, 1, 16), override
 
 
 @pytest.mark.usefixtures("cache")
