@@ -39,9 +39,9 @@ class BatchLimits:
     required_batch_size_multiple), except for fewer than ``multiple`` utterances and for the last batch of a
     window or an epoch.
 
-    Each ``ranks`` batches of similar length follow each other. Ranks that train on them at the same time need
-    not wait for each other. Only the batches at the start and at the end of an epoch may differ. If memory or
-    seconds limit the batches, the ranks must begin an epoch together.
+    Each ``ranks`` batches of similar length follow each other, and a window is ``ranks`` times as large. Ranks
+    that train on them at the same time need not wait for each other. Only the batches at the start and the
+    end of an epoch may differ. If memory or seconds limit the batches, the ranks must begin an epoch together.
     """
 
     count: int | None = 8
@@ -203,12 +203,26 @@ def _divide_into_batches(
     seconds = lengths.seconds_of(cuts, percents)
     window_cuts = max(1, len(cuts))
     if window:
-        window_cuts = window * size.rows(float(seconds.mean()), float(labels.mean()))
+        rows = size.rows(float(seconds.mean()), float(labels.mean()))
+        window_cuts = window * size.limits.ranks * rows
     window_numbers = np.arange(len(cuts)) // window_cuts
     # The last key of lexsort is the first sort key: by window, then longest first.
-    order = np.lexsort((-seconds, window_numbers))
+    order = _deal(np.lexsort((-seconds, window_numbers)), size)
     bounds = _bounds(seconds[order], labels[order], size, window_cuts)
     return order, bounds, np.zeros(0, np.int16)
+
+
+def _deal(order: Integers, size: BatchSize) -> Integers:
+    """Deal the cuts of each ``ranks`` batches to these batches in turn, so that their lengths hardly differ.
+
+    ``order`` (N,) are cuts, longest first. If the number of rows depends on the lengths, nothing changes.
+    """
+    rows, ranks = size.fixed_rows, size.limits.ranks
+    if not rows or ranks == 1:
+        return order
+    dealt = len(order) // (rows * ranks) * rows * ranks
+    hands = order[:dealt].reshape(-1, rows, ranks).transpose(0, 2, 1)
+    return np.concatenate((hands.ravel(), order[dealt:]))
 
 
 def _bounds(seconds: Seconds, labels: Integers, size: BatchSize, window_cuts: int) -> Integers:
