@@ -49,6 +49,7 @@ class ComputePolicy:
     static_shapes: bool = False  # true: no shape depends on data, and the host reads nothing within a step
     lstm: str = "fused"  # fused (torch's kernel) | layers (torch's kernel for each layer) | loop over frames
     attention: str = "sdpa"  # sdpa (torch's kernel) | slices (basic operations)
+    dropout: str = "words"  # words (16 random bits for each unit, fast on a CPU) | torch (its operation)
     conv: str = "matmul"  # matmul of strided views | conv1d | conv2d
     spectrum: str = "fft"  # fft | matmul (for a device without FFT) | conv (also without strided views)
     ctc: str = "torch"  # torch (its kernel) | static (a recursion in static shapes) | vendor (ctc_kernel)
@@ -110,6 +111,7 @@ _ALLOWED_SETTINGS: dict[str, tuple[Any, ...]] = {
     "static_shapes": (False, True),
     "lstm": ("fused", "layers", "loop"),
     "attention": ("sdpa", "slices"),
+    "dropout": ("words", "torch"),
     "conv": ("conv1d", "conv2d", "matmul"),
     "spectrum": ("fft", "matmul", "conv"),
     "ctc": ("torch", "static", "vendor"),
@@ -131,6 +133,7 @@ STATIC = ComputePolicy(
     static_shapes=True,
     lstm="loop",
     attention="slices",
+    dropout="torch",
     conv="conv2d",
     spectrum="conv",
     ctc="static",

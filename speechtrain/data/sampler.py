@@ -39,9 +39,10 @@ class BatchLimits:
     required_batch_size_multiple), except for fewer than ``multiple`` utterances and for the last batch of a
     window or an epoch.
 
-    Each ``ranks`` batches of similar length follow each other, and a window is ``ranks`` times as large. Ranks
-    that train on them at the same time need not wait for each other. Only the batches at the start and the
-    end of an epoch may differ. If memory or seconds limit the batches, the ranks must begin an epoch together.
+    Each ``ranks`` batches of similar length follow each other, and a window is ``ranks`` times as large.
+    Ranks that train on them at the same time need not wait for each other. Only the batches at the start and
+    the end of an epoch may differ. If memory or seconds limit the batches, the ranks must begin an epoch
+    together.
     """
 
     count: int | None = 8

@@ -225,6 +225,7 @@ class CUDA(Device):
             policy,
             fp32_matmul="high" if tf32 else "highest",
             lstm="layers",
+            dropout="torch",
             conv="conv1d",  # Matmuls over strided views need several launches for each row.
             lattice_cells=_LATTICE_CELLS,
             logit_bytes=_LOGIT_BYTES,

@@ -26,6 +26,7 @@ from speechtrain.encoders.base import LogMelEncoder, layer_drop_factors
 from speechtrain.errors import require_least, require_shares
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
+from speechtrain.nn.dropout import Dropout
 from speechtrain.nn.full_precision import at_least_fp32
 from speechtrain.nn.norm import MaskedBatchNorm
 from speechtrain.nn.transformer import FORBIDDEN
@@ -100,7 +101,8 @@ class RelativeAttention(nn.Module):
         # u and v of the paper are added to the query for the scores of keys and of distances.
         self.bias_u = nn.Parameter(torch.zeros(heads, width // heads))
         self.bias_v = nn.Parameter(torch.zeros(heads, width // heads))
-        self.heads, self.dropout = heads, dropout
+        self.heads = heads
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """Return the attention's output (B, T, D) for frames (B, T, D).
@@ -114,7 +116,7 @@ class RelativeAttention(nn.Module):
         # ``_distances_to_keys`` needs a first column, whose scores are not used.
         distance_keys = F.pad(self.relative_k_proj(positions), (0, 0, 1, 0)).view(1, 2 * frames, *shape[2:])
         weights = (self._scores(q, k, distance_keys) + mask).softmax(-1).to(v.dtype)
-        context = torch.matmul(F.dropout(weights, self.dropout, self.training), v.transpose(1, 2))
+        context = torch.matmul(self.dropout(weights), v.transpose(1, 2))
         y: Tensor = self.o_proj(context.transpose(1, 2).reshape(rows, frames, width))
         return y
 
@@ -149,7 +151,7 @@ class FeedForward(nn.Module):
     def __init__(self, width: int, hidden: int, dropout: float, bias: bool) -> None:
         super().__init__()
         self.linear1, self.linear2 = nn.Linear(width, hidden, bias=bias), nn.Linear(hidden, width, bias=bias)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear2(self.dropout(F.silu(self.linear1(x))))
@@ -211,7 +213,7 @@ class ConformerLayer(nn.Module):
         self.conv = Convolution(width, kernel, convolution_bias)
         self.norm_feed_forward1, self.norm_feed_forward2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.norm_self_att, self.norm_conv, self.norm_out = (nn.LayerNorm(width) for _ in range(3))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, lengths: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         branch = self.feed_forward1(self.norm_feed_forward1(x))
@@ -279,7 +281,7 @@ class FastConformer(LogMelEncoder):
             new_layer, attention_dropout, activation_dropout, attention_bias, convolution_bias
         )
         self.layers = nn.ModuleList(new_layer() for _ in range(layers))
-        self.dropout, self.position_dropout = nn.Dropout(dropout), nn.Dropout(position_dropout)
+        self.dropout, self.position_dropout = Dropout(dropout), Dropout(position_dropout)
         self.width, self.factor, self.context = width, subsampling, context
         self.scale = math.sqrt(width) if scale_input else 1.0
         self.layer_drop = layer_drop

@@ -16,6 +16,7 @@ from speechtrain.encoders.base import Encoder, layer_drop_factors
 from speechtrain.errors import require_shares
 from speechtrain.features.augment import Augment
 from speechtrain.nn.conv_extractor import ConvBlock, ConvExtractor, LayerNorm
+from speechtrain.nn.dropout import Dropout
 from speechtrain.nn.masking import SpanMask
 from speechtrain.nn.transformer import Transformer, TransformerLayer
 
@@ -78,7 +79,7 @@ class Wav2Vec2Encoder(Encoder):
         channels = self.extractor.channels
         self.norm = LayerNorm(channels)
         self.projection = nn.Identity() if channels == width else nn.Linear(channels, width)
-        self.input_dropout = nn.Dropout(input_dropout)
+        self.input_dropout = Dropout(input_dropout)
         self.mask_embedding = nn.Parameter(torch.rand(width))
         self.transformer = Transformer(
             width=width,
@@ -199,7 +200,7 @@ class Wav2Vec2Encoder(Encoder):
         layer = self.transformer.layers[0]
         assert isinstance(layer, TransformerLayer)
         layer_values = 13.0 * self.width + 2 * layer.feed_forward_in.out_features
-        if layer.attention.dropout:
+        if layer.attention.dropout.p:
             layer_values += 9 / 4 * layer.attention.heads * 15 * frame_rate
         values += frame_rate * (4 * self.width + len(self.transformer.layers) * layer_values)
         return 4 * values

@@ -323,7 +323,7 @@ def _encoder_config(encoder: Any) -> dict[str, Any]:
         "channels": encoder.subsampling.layers[0].out_channels,
         "dropout": encoder.dropout.p,
         "position_dropout": encoder.position_dropout.p,
-        "attention_dropout": layer.self_attn.dropout,
+        "attention_dropout": layer.self_attn.dropout.p,
         "activation_dropout": layer.feed_forward1.dropout.p,
         "layer_drop": encoder.layer_drop,
         "scale_input": encoder.scale != 1.0,

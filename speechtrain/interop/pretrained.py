@@ -157,7 +157,7 @@ def _encoder_arguments(encoder: Wav2Vec2Encoder) -> dict[str, Any]:
         "position_kernel": transformer.position.kernel,
         "position_groups": transformer.position.groups,
         "dropout": transformer.dropout.p,
-        "attention_dropout": layer.attention.dropout,
+        "attention_dropout": layer.attention.dropout.p,
         "activation_dropout": layer.activation_dropout.p,
         "input_dropout": encoder.input_dropout.p,
         "layer_drop": encoder.layer_drop,

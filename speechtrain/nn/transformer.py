@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from speechtrain.compute_policy import ComputePolicy, PolicyAware
 from speechtrain.errors import ConfigError, require_least
+from speechtrain.nn.dropout import Dropout
 from speechtrain.nn.full_precision import at_least_fp32
 
 # The score of a key that a query may not attend to. Its softmax is exactly 0. Unlike −inf, it does not cause
@@ -59,12 +60,15 @@ class Attention(nn.Module, PolicyAware):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.query, self.key, self.value, self.output = (nn.Linear(width, width) for _ in range(4))
-        self.heads, self.dropout = heads, dropout
+        self.heads = heads
+        self.dropout = Dropout(dropout)
         self.scale = (width // heads) ** -0.5
         self.fused = True
+        self.draws_words = True
 
     def apply_policy(self, policy: ComputePolicy) -> None:
         self.fused = policy.attention == "sdpa"
+        self.draws_words = policy.dropout == "words"
 
     def forward(self, x: Tensor, is_key: Tensor) -> Tensor:
         """Return the attention's output (B, T, D) for frames (B, T, D), over keys where ``is_key`` (B, T)."""
@@ -72,19 +76,21 @@ class Attention(nn.Module, PolicyAware):
         shape = (rows, frames, self.heads, width // self.heads)
         projections = [self.query(x), self.key(x), self.value(x)]
         q, k, v = (projection.view(shape).transpose(1, 2) for projection in projections)
-        attend = self._attend_fused if self.fused else self._attend_by_matmuls
+        # On a CPU, torch's operation with dropout is not fused, and draws a mask slowly.
+        draws_mask = self.training and self.dropout.p > 0 and self.draws_words
+        attend = self._attend_fused if self.fused and not draws_mask else self._attend_by_matmuls
         context = attend(q, k, v, is_key[:, None, None, :])
         y: Tensor = self.output(context.transpose(1, 2).reshape(rows, frames, width))
         return y
 
     def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, is_key: Tensor) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout.p if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, attn_mask=is_key, dropout_p=dropout)
 
     def _attend_by_matmuls(self, q: Tensor, k: Tensor, v: Tensor, is_key: Tensor) -> Tensor:
         scores = at_least_fp32(torch.matmul(q * self.scale, k.transpose(2, 3)))
         weights = scores.masked_fill(~is_key, FORBIDDEN).softmax(-1)
-        return torch.matmul(F.dropout(weights, self.dropout, self.training).to(v.dtype), v)
+        return torch.matmul(self.dropout(weights).to(v.dtype), v)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -122,8 +128,8 @@ class TransformerLayer(nn.Module):
         self.feed_forward_in = nn.Linear(width, feed_forward)
         self.feed_forward_out = nn.Linear(feed_forward, width)
         self.norm = LayerNorm(width)
-        self.dropout = nn.Dropout(dropout)
-        self.activation_dropout = nn.Dropout(activation_dropout)
+        self.dropout = Dropout(dropout)
+        self.activation_dropout = Dropout(activation_dropout)
         self.pre_norm = pre_norm
 
     def forward(self, x: Tensor, is_key: Tensor) -> Tensor:
@@ -184,7 +190,7 @@ class Transformer(nn.Module):
         _require_divisors(width, heads=heads, position_groups=position_groups)
         self.position = PositionalConv(width, position_kernel, position_groups)
         self.norm = nn.LayerNorm(width)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         dropouts = {"dropout": dropout, "attention_dropout": attention_dropout}
         dropouts["activation_dropout"] = activation_dropout
         self.layers = nn.ModuleList()

@@ -124,9 +124,10 @@ def test_its_gradients_are_parakeets(samples: tuple[int, ...]) -> None:
     frames, lengths = mine(given)
     found = gradients(mine, frames, lengths)
     expected = gradients(reference, reference(features, mask).last_hidden_state, lengths)
+    # The gradient of a bias before a BatchNorm is 0 except for rounding errors. The largest gradient is 73.
     for name, value in found.items():
         torch.testing.assert_close(
-            value, expected[name], atol=1e-4 * float(expected[name].abs().max()) + 1e-5, rtol=0, msg=name
+            value, expected[name], atol=1e-4 * float(expected[name].abs().max()) + 1e-4, rtol=0, msg=name
         )
 
 

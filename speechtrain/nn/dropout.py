@@ -1,0 +1,40 @@
+"""Dropout with 16 random bits for each unit, which a CPU draws four times as fast as torch's dropout."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speechtrain.compute_policy import ComputePolicy, PolicyAware
+
+_VALUES = 65536  # of a draw of 16 bits
+_DRAWS = 4  # in an int64
+
+
+class Dropout(nn.Dropout, PolicyAware):
+    """Dropout (Srivastava et al., 2014) of ``x`` of any shape, with one of two generators of the mask.
+
+    ``policy.dropout`` is ``torch`` for torch's own operation. With ``words``, the probability is rounded to a
+    multiple of 1/65536, and the other units are divided by the exact share that remains.
+    """
+
+    uses_words = True
+
+    def apply_policy(self, policy: ComputePolicy) -> None:
+        self.uses_words = policy.dropout == "words"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.p:
+            return x
+        if not self.uses_words:
+            return F.dropout(x, self.p)
+        dropped_values = round(self.p * _VALUES)
+        if dropped_values == _VALUES:
+            return x * 0
+        words = torch.empty(-(-x.numel() // _DRAWS), dtype=torch.int64, device=x.device)
+        words.random_(-(2**63), None)  # all values of an int64
+        draws = words.view(torch.int16)[: x.numel()].view(x.shape)  # from −32768 on
+        # Comparison in place stays in 16 bits, and is faster than one that gives bool.
+        mask = draws.ge_(dropped_values - _VALUES // 2).to(x.dtype)
+        return x * mask.mul_(_VALUES / (_VALUES - dropped_values))
