@@ -444,9 +444,10 @@ class Sampler:
         ``ranks`` batches with adjacent numbers stay together. If the batches of the earlier epochs do not
         fill their last global batch, the first batches of this epoch complete it.
         """
-        ranks = self.size.limits.ranks
-        first = -epoch * batches % ranks if self.size.fixed_rows else 0
-        first = min(first, batches)
+        ranks, first = self.size.limits.ranks, 0
+        # Only with fixed rows, all epochs have the same number of batches.
+        if self.size.fixed_rows and not self.shapes:
+            first = min(-epoch * batches % ranks, batches)
         groups = (batches - first) // ranks
         draws = bits_at(self.draws.seed, RunStream.BATCHES, epoch, np.arange(groups))
         order = np.argsort(draws, kind="stable")

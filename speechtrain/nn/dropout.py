@@ -27,11 +27,9 @@ class Dropout(nn.Dropout, PolicyAware):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.p:
             return x
-        if not self.uses_words:
-            return F.dropout(x, self.p)
         dropped_values = round(self.p * _VALUES)
-        if dropped_values == _VALUES:
-            return x * 0
+        if not self.uses_words or dropped_values == _VALUES:
+            return F.dropout(x, self.p)
         words = torch.empty(-(-x.numel() // _DRAWS), dtype=torch.int64, device=x.device)
         words.random_(-(2**63), None)  # all values of an int64
         draws = words.view(torch.int16)[: x.numel()].view(x.shape)  # from −32768 on
