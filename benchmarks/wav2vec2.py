@@ -15,11 +15,12 @@ dropouts. Layer drop is off, because Hugging Face skips a dropped layer and spee
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
@@ -42,6 +43,7 @@ PARTS = ("step", "objective", "extractor")
 BASELINE = "conv1d"
 HUGGING_FACE = "Hugging Face"
 SPEECHTRAIN = "speechtrain"
+TORCH_DROPOUT = "speechtrain with torch's dropout"
 SMOKE = {"width": 48, "layers": 2, "feed_forward": 96, "heads": 4}
 
 
@@ -156,10 +158,16 @@ def set_up(options: argparse.Namespace) -> Setup:
 
 
 def steps(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
-    """Return a function for each model that computes forward, backward and AdamW."""
+    """Return a function for each model that computes forward, backward and AdamW.
+
+    The third model is speechtrain with the dropout and the attention of torch.
+    """
     setup = set_up(options)
     task, model = setup.task, setup.model
-    apply_policy(task, CPU(bf16="software").policy(dtype))
+    other_task = copy.deepcopy(task)
+    policy = CPU(bf16="software").policy(dtype)
+    apply_policy(task, policy)
+    apply_policy(other_task, replace(policy, dropout="torch"))
 
     def stepper(module: torch.nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
@@ -176,6 +184,7 @@ def steps(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable
     return {
         HUGGING_FACE: stepper(model, lambda: model(**setup.inputs).loss),
         SPEECHTRAIN: stepper(task, lambda: task(setup.batch).total),
+        TORCH_DROPOUT: stepper(other_task, lambda: other_task(setup.batch).total),
     }
 
 
