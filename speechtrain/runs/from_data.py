@@ -356,8 +356,10 @@ def _core_hours(config: DictConfig, device: Device) -> float:
 
 def _rank_cores(config: DictConfig, device: Device, explicit_keys: Collection[str]) -> int:
     """Return the cores of this host that ranks may divide, or 1 if the recipe must not choose the ranks."""
-    if any(_is_explicit(key, explicit_keys) for key in _BATCH_KEYS):
-        return 1
+    for explicit_key in explicit_keys:
+        # ``device=cpu`` does not set ``device.threads``, so a group above a key does not count.
+        if any(f"{explicit_key}.".startswith(f"{key}.") for key in _BATCH_KEYS):
+            return 1
     launcher = build_launcher(config)
     job = Job(Path(), Path(), world_size=2)  # Only the number of ranks matters here.
     try:

@@ -54,7 +54,7 @@ class _Freezing:
     masked_share: float  # fraction of the frames that are masked
 
 
-_SPEED = 40.0  # hours of speech on which one core trains the small network in one hour
+_SPEED = 60.0  # hours of speech on which one core trains the small network in one hour
 # (milliseconds between windows, windows per frame), so frames are 80, 60, 40, 30 and 20 ms apart.
 _FRAMES = ((10, 8), (15, 4), (10, 4), (15, 2), (10, 2))
 # Frames for each label of fast speech. At 1.8 the loss fell more slowly, at 1.2 CTC could not align.
@@ -62,8 +62,8 @@ _FRAMES_PER_LABEL = 2.0
 # The weight of the auxiliary CTC loss. With 0.3 the encoder learnt too late, and 3 brought no gain.
 _CTC_WEIGHT = 1.0
 _NETWORKS = (
-    _Network(200.0, 200.0, width=256, layers=16, feed_forward=1024, channels=256, joint=512, lr=7e-4),
-    _Network(20.0, 75.0, width=176, layers=16, feed_forward=704, channels=176, joint=384, lr=1e-3),
+    _Network(200.0, 300.0, width=256, layers=16, feed_forward=1024, channels=256, joint=512, lr=7e-4),
+    _Network(20.0, 112.0, width=176, layers=16, feed_forward=704, channels=176, joint=384, lr=1e-3),
     _Network(0.0, 0.0, width=128, layers=5, feed_forward=256, channels=32, joint=256, lr=1.5e-3),
 )
 # Tables for ``_look_up`` have rows of (lower bound of a size, value from this size on), the largest first.
