@@ -141,7 +141,7 @@ def rounds(updates: Updates, options: argparse.Namespace) -> Iterator[tuple[int,
             yield threads, milliseconds, sum(batch.seconds for batch in batches) / options.updates
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -152,7 +152,11 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=10)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    options = parser.parse_intermixed_args()
+    return parser.parse_intermixed_args()
+
+
+def main() -> None:
+    options = parse_arguments()
     config = OmegaConf.merge(read_config(options.run), OmegaConf.from_dotlist(options.overrides))
     device, _ = open_device(config, 0)
     policy = PLAIN

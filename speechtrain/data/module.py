@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -100,7 +99,6 @@ class SpeechData(DataModule):
         normalise: bool = False,
     ) -> None:
         check_audio(sample_rate, crop_seconds, tokenizer)
-        valid_specs = named_sets(valid)
         footprint = footprint or Footprint(0.0)
         # The functions that make a loader get the index later, because sets are opened at first use.
         new_loader = partial(
@@ -129,7 +127,7 @@ class SpeechData(DataModule):
         self.workers = open_workers(workers, timeout_seconds)
         self.skips = SkipLog(run_dir or "", max_bad, max_bad_share)
         self.evaluation_sets = EvaluationSets(
-            valid_specs,
+            named_sets(valid),
             self.training_set,
             new_evaluation_loader,
             BatchSize(valid_batch or BatchLimits(count=16), footprint, shapes),
@@ -141,7 +139,7 @@ class SpeechData(DataModule):
             new_training_loader,
             BatchSize(batch or BatchLimits(), footprint, shapes),
             speed or (1.0, 1.0),
-            _gib_of_decoded(decoded_gib),
+            decoded_gib,
         )
         self.sample_rate = sample_rate
 
@@ -208,12 +206,3 @@ class SpeechData(DataModule):
         self.skips.warn()
         self.stream.close()
         self.workers.close()
-
-
-def _gib_of_decoded(gib: float | str) -> float:
-    """Return the value of ``decoded_gib`` as a number. Raises ValueError for an invalid value."""
-    if gib == "auto":
-        return 0.0
-    if isinstance(gib, str) or not 0 <= gib < math.inf:
-        raise ValueError(f"decoded_gib={gib}: it must be auto, or a number from 0 on")
-    return float(gib)

@@ -452,8 +452,8 @@ class Sampler:
         draws = bits_at(self.draws.seed, RunStream.BATCHES, epoch, np.arange(groups))
         order = np.argsort(draws, kind="stable")
         grouped = (order[:, None] * ranks + np.arange(ranks)).ravel()
-        rest = np.arange(groups * ranks, batches)
-        return np.concatenate((rest[:first], grouped, rest[first:]))
+        ungrouped = np.arange(groups * ranks, batches)
+        return np.concatenate((ungrouped[:first], grouped, ungrouped[first:]))
 
 
 def _reorder_batches(bounds: Integers, batch_order: Integers) -> tuple[Integers, Integers]:

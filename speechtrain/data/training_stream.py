@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,9 +35,10 @@ class TrainingStream:
     new_loader: Callable[..., BatchLoader]
     size: BatchSize
     speed: Sequence[float]
-    decoded_gib: float = 0.0
+    decoded_gib: float | str = 0.0
 
     def __post_init__(self) -> None:
+        self.decoded_bytes = _bytes_of_decoded(self.decoded_gib)
         speed_grid(self.speed)  # This raises ValueError for an invalid speed.
         self.training_set, self.skips = self.evaluation_sets.training_set, self.evaluation_sets.skips
         self._staging = ExitStack()  # closes the Stager, if there is one
@@ -49,7 +51,7 @@ class TrainingStream:
         seconds = float(loader.index.seconds[self.training_set.rows].sum())
         processes = max(1, self.evaluation_sets.workers.count)  # Each process keeps the recordings.
         needed_bytes = processes * seconds * loader.sample_rate * _BYTES_OF_SAMPLE
-        loader.decoded = DecodedAudio(needed_bytes <= self.decoded_gib * 2**30)
+        loader.decoded = DecodedAudio(needed_bytes <= self.decoded_bytes)
         return loader
 
     @cached_property
@@ -154,3 +156,15 @@ class TrainingStream:
     def close(self) -> None:
         """End the copying of recordings."""
         self._staging.close()
+
+
+def _bytes_of_decoded(gib: float | str) -> float:
+    """Return ``decoded_gib`` in bytes, which are 0 until ``auto`` is replaced.
+
+    Raises ValueError for an invalid value.
+    """
+    if gib == "auto":
+        return 0.0
+    if isinstance(gib, str) or not 0 <= gib < math.inf:
+        raise ValueError(f"decoded_gib={gib}: it must be auto, or a number from 0 on")
+    return float(gib) * 2**30
