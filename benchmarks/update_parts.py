@@ -5,12 +5,11 @@
     python benchmarks/update_parts.py RUN --precision bf16 KEY=VALUE ...
 
 RUN is the folder of a run, whose config and recordings are used. Training starts at random weights, and the
-first --warm-up updates are not timed. One process does all work in turn, so decoding, which
-a data worker does in a run, is visible as a part. The parts are the calls of the methods that the tables
-below name. A part without a call inside another part counts there: the time of `loss` has no time of `ctc`.
+first --warm-up updates are not timed. One process does all work in turn, so decoding is visible, although a
+data worker may do it in a run. The time of a part does not contain the time of another part within it.
 
-With several --threads, the settings take turns (A B A B), --rounds times, on the same batches. The table has
-medians over the rounds: milliseconds of an update, and seconds of audio in a second of a core's time.
+With several --threads, the settings take turns (A B A B), --rounds times, on the same batches. The tables
+have the medians over the rounds.
 """
 
 from __future__ import annotations
@@ -111,11 +110,11 @@ class Updates:
         batch = self.task.prepare(batch, step)
         with self.policy.autocast("cpu"):
             loss = self.task(batch)
-        self.watch.time("backward", (loss.total / 16).backward)
+        self.watch.time("backward", loss.total.backward)
         trained = Trained(self.task, self.optimizer, self.average)
         weight = loss.weight.detach()
         self.watch.time(
-            "clipping, optimizer, average", self.update, trained, self.rate, 16 / weight, weight > 0
+            "clipping, optimizer, average", self.update, trained, self.rate, 1 / weight, weight > 0
         )
 
 

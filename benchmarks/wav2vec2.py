@@ -265,9 +265,10 @@ def time_in_turn(models: dict[str, Callable[[], None]], rounds: int, part: str, 
         print(f"| {part} | {precision} | {name} | {wall:.2f} | {processor:.2f} | {ratio} |", flush=True)
 
 
-def profile(options: argparse.Namespace) -> None:
+def profile(options: argparse.Namespace, dtype: torch.dtype) -> None:
     """Print the operators of a step of speechtrain, sorted by processor time."""
-    run = steps(options, torch.float32)[SPEECHTRAIN]
+    print(precision_name(dtype))
+    run = steps(options, dtype)[SPEECHTRAIN]
     run()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         run()
@@ -329,7 +330,8 @@ def main() -> None:
     if torch.bfloat16 not in precisions:
         print("no bf16: this processor has no instructions for it")
     if options.profile:
-        profile(options)
+        for dtype in precisions:
+            profile(options, dtype)
     else:
         print_parts(options, precisions, audio)
 

@@ -23,6 +23,7 @@ SMALLEST = {
     "resampling": ("--seconds", "1", "--rounds", "1"),
     "features": ("--rows", "1", "--seconds", "1", "--rounds", "1"),
     "greedy": ("speechtrain/decoding/greedy.py", "--smoke"),
+    "conformer_parts": ("--smoke",),
     "memory": ("--smoke",),
     "negatives": ("--smoke",),
     "openmp": ("--smoke",),

@@ -17,8 +17,8 @@ def report(stream: TrainingStream) -> dict[str, Any]:
     """Return the entries of the report by their names.
 
     The entries are the number of unused recordings for each reason, the padded share (only with fixed
-    shapes), the cropped share (only with crops), the held-out recordings, and a description of each named
-    set.
+    shapes), the cropped share (only with crops), whether decoded audio is kept, the held-out recordings, and
+    a description of each named set.
     """
     training_set, sampler = stream.training_set, stream.sampler
     stream.skips.refresh()
@@ -35,6 +35,8 @@ def report(stream: TrainingStream) -> dict[str, Any]:
             entries["padding_share"] = round(padded_share, 4)
         if is_cropped:
             entries["cropped_share"] = round(cropped_share, 4)
+    if stream.loader.decoded.is_kept:
+        entries["decoded audio"] = "kept in memory"
     if training_set.hold_out:
         entries["held out"] = _describe_held_out(training_set)
     for name, description in _describe_named_sets(training_set, sampler.draws):

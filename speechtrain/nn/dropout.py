@@ -1,4 +1,4 @@
-"""Dropout with 16 random bits for each unit, which a CPU draws four times as fast as torch's dropout."""
+"""Dropout with 16 random bits for each unit, which takes 0.4 of the time of torch's dropout on a CPU."""
 
 from __future__ import annotations
 

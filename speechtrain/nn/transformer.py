@@ -64,11 +64,9 @@ class Attention(nn.Module, PolicyAware):
         self.dropout = Dropout(dropout)
         self.scale = (width // heads) ** -0.5
         self.fused = True
-        self.draws_words = True
 
     def apply_policy(self, policy: ComputePolicy) -> None:
         self.fused = policy.attention == "sdpa"
-        self.draws_words = policy.dropout == "words"
 
     def forward(self, x: Tensor, is_key: Tensor) -> Tensor:
         """Return the attention's output (B, T, D) for frames (B, T, D), over keys where ``is_key`` (B, T)."""
@@ -77,8 +75,8 @@ class Attention(nn.Module, PolicyAware):
         projections = [self.query(x), self.key(x), self.value(x)]
         q, k, v = (projection.view(shape).transpose(1, 2) for projection in projections)
         # On a CPU, torch's operation with dropout is not fused, and draws a mask slowly.
-        draws_mask = self.training and self.dropout.p > 0 and self.draws_words
-        attend = self._attend_fused if self.fused and not draws_mask else self._attend_by_matmuls
+        draws_words = self.training and self.dropout.p > 0 and self.dropout.uses_words
+        attend = self._attend_fused if self.fused and not draws_words else self._attend_by_matmuls
         context = attend(q, k, v, is_key[:, None, None, :])
         y: Tensor = self.output(context.transpose(1, 2).reshape(rows, frames, width))
         return y

@@ -38,7 +38,7 @@ from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, SpeechtrainError
 from speechtrain.files import print_line, writing
 from speechtrain.launcher import Job
-from speechtrain.runs.resume import drop_recipe_hours
+from speechtrain.runs.resume import BATCH_KEYS, drop_recipe_hours
 from speechtrain.runs.sizing import TABLES, Speech, pieces
 from speechtrain.runs.user_yaml import values_of
 from speechtrain.text.vocabulary import NoText, Tokenizer, train_sentencepiece
@@ -59,7 +59,7 @@ _BATCH_FRACTION = 0.5
 """Fraction of the free memory that a batch of the longest recordings may use."""
 _FAST_PERCENTILE = 95
 """Percentile of the label rates of all recordings that counts as fast speech."""
-_BATCH_KEYS = ("world_size", "trainer.accumulate", "trainer.simulate_world", "data.batch", "device.threads")
+_KEYS_OF_RANKS = (*BATCH_KEYS, "data.batch", "device.threads")
 """The number of ranks is not chosen if the user sets one of these keys."""
 _SENTENCEPIECE = "speechtrain.text.vocabulary.SentencePiece"
 
@@ -358,7 +358,7 @@ def _rank_cores(config: DictConfig, device: Device, explicit_keys: Collection[st
     """Return the cores of this host that ranks may divide, or 1 if the recipe must not choose the ranks."""
     for explicit_key in explicit_keys:
         # ``device=cpu`` does not set ``device.threads``, so a group above a key does not count.
-        if any(f"{explicit_key}.".startswith(f"{key}.") for key in _BATCH_KEYS):
+        if any(f"{explicit_key}.".startswith(f"{key}.") for key in _KEYS_OF_RANKS):
             return 1
     launcher = build_launcher(config)
     job = Job(Path(), Path(), world_size=2)  # Only the number of ranks matters here.

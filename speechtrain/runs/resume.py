@@ -32,7 +32,7 @@ from speechtrain.runs.user_yaml import text_of, values_of
 _PRINTING_FLAGS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 """Options of Hydra with which a command prints something and starts no run."""
 _GROUPS = (*INTERFACES, *NESTED_GROUPS, "recipe")
-_BATCH_KEYS = ("world_size", "trainer.accumulate", "trainer.simulate_world")
+BATCH_KEYS = ("world_size", "trainer.accumulate", "trainer.simulate_world")
 """Keys that together decide the number of micro-batches per update."""
 _SHAPE_PRESERVING = {"optimizer", "schedule", "augment", "data", "trainer", "seed", "precision"}
 """Keys and groups whose values do not change the shape of a weight."""
@@ -91,7 +91,7 @@ def config_to_continue(run_dir: Path, command: Command) -> DictConfig:
     user_files = about.written  # the texts of the user's YAML files at the first start
     changes = {**_file_changes(command.config_dir, user_files), **_parse(new_overrides)}
     changes.pop("run_dir", None)
-    batch_changes = {key: changes.pop(key) for key in _BATCH_KEYS if key in changes}
+    batch_changes = {key: changes.pop(key) for key in BATCH_KEYS if key in changes}
     if command.external_launch:
         batch_changes["world_size"] = command.external_launch.world.size
     conflicts = _apply_batch_changes(config, batch_changes, run_dir)
@@ -226,7 +226,7 @@ def _file_changes(config_dir: str | None, user_files: Mapping[str, str]) -> dict
 def _apply_batch_changes(config: DictConfig, changes: Mapping[str, Any], run_dir: Path) -> list[str]:
     """Set the world size of ``config`` if ``changes`` has it. The micro-batches per update stay the same.
 
-    ``changes`` holds new values of ``_BATCH_KEYS``. If its keys of the trainer would give another number of
+    ``changes`` holds new values of ``BATCH_KEYS``. If its keys of the trainer would give another number of
     micro-batches, nothing is set, and a message for each of these keys is returned.
     """
     changed_config = copy.deepcopy(config)

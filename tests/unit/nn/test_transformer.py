@@ -8,7 +8,8 @@ from torch import Tensor
 
 from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.errors import ConfigError
-from speechtrain.nn.transformer import PositionalConv, Transformer
+from speechtrain.nn.dropout import Dropout
+from speechtrain.nn.transformer import Attention, PositionalConv, Transformer
 
 LENGTHS = torch.tensor([11, 7, 1])
 
@@ -178,3 +179,13 @@ def test_bf16_autocast() -> None:
 def test_wrong_values_are_named(values: dict[str, object], named: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=f"^{named} is"):
         make(**values)
+
+
+def test_attention_by_matmuls_is_that_of_torch_if_dropout_keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, training with dropout computes attention by matmuls, and evaluation by torch's operation."""
+    attention = Attention(16, 4, dropout=0.5)
+    x, is_key = torch.randn(2, 7, 16), torch.arange(7) < torch.tensor([[7], [4]])
+    expected = attention.eval()(x, is_key)
+    monkeypatch.setattr(attention, "_attend_fused", None)
+    monkeypatch.setattr(Dropout, "forward", lambda self, weights: weights)
+    torch.testing.assert_close(attention.train()(x, is_key), expected)

@@ -66,7 +66,7 @@ def test_every_network_can_be_built(hours: float, millions: float) -> None:
 
 
 def test_specaugment_follows_from_the_epochs() -> None:
-    """In 16 epochs of four hours of speech, masks cost more than they gained."""
+    """With time for 15 epochs of four hours of speech, SpecAugment is off."""
     assert speech().epochs == pytest.approx(15.0)
     assert scratch(speech())["augment.freq_masks"] == scratch(speech())["augment.time_masks"] == 0
     assert scratch(speech(hours=1.0))["augment.freq_masks"] == 2
