@@ -141,7 +141,8 @@ class CPU(Device):
             if choice not in choices:
                 raise ValueError(f"{key} is {choice!r}. It must be one of {', '.join(choices)}")
         require_least(0, threads=self.threads, comm_cores=self.comm_cores)
-        self.facts = replace(self.facts, collectives={"cpu": self.collectives})
+        flags = {} if has_bf16() else {"bf16": False}
+        self.facts = replace(self.facts, collectives={"cpu": self.collectives}, optimizer_flags=flags)
 
     def check(self, processes: int) -> None:
         if self.collectives == "ccl" and importlib.util.find_spec(_ONECCL) is None:

@@ -23,6 +23,7 @@ RECIPES = {
     "split": ["model=rnnt_small", *_LSTM, "encoder.split_segments=true", "optimizer.form=intel"],
     "quartznet": ["model=ctc", "encoder=quartznet_tiny", "optimizer=novograd", "schedule=cosine"],
     "fastconformer": ["model=rnnt_small", "encoder=fastconformer_tiny", "model.joint.durations=[0,1,2,3,4]"],
+    "muon": ["model=ctc", "encoder=fastconformer_tiny", "encoder.layers=1", "optimizer=muon"],
     "sgd": ["model=ctc", "encoder=lstm_small", "encoder.hidden=8", "optimizer=sgd"],
     "wav2vec2": ["model=wav2vec2", *_WAV2VEC2],
     "wav2vec2_large": ["model=wav2vec2_large", *_WAV2VEC2],

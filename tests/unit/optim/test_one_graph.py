@@ -18,12 +18,14 @@ torch.set_num_threads(1)
 from speechtrain.optim.adamw import AdamW
 from speechtrain.optim.ema import EMA
 from speechtrain.optim.lamb import LAMB
+from speechtrain.optim.muon import Muon
 from speechtrain.optim.novograd import NovoGrad
 
 results = {}
 plain = {"foreach": False, "fused": False}
 forms = [(AdamW, plain | {"form": form}) for form in ("torch", "fairseq", "intel")]
-for cls, settings in (*forms, (LAMB, {}), (NovoGrad, {})):
+muon = plain | {"min_side": 3, "bf16": False}
+for cls, settings in (*forms, (LAMB, {}), (NovoGrad, {}), (Muon, muon)):
     cpu = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
     lazy = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
     lazy.load_state_dict(cpu.state_dict())
@@ -67,7 +69,8 @@ def test_optimizers_on_lazy_tensors_compile_one_graph_and_equal_the_cpu() -> Non
     process = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     results = json.loads(process.stdout.splitlines()[-1])
-    assert results.keys() == {"AdamW torch", "AdamW fairseq", "AdamW intel", "LAMB", "NovoGrad"}
+    names = {"AdamW torch", "AdamW fairseq", "AdamW intel", "LAMB", "NovoGrad", "Muon"}
+    assert results.keys() == names
     for result in results.values():
         assert result["fallbacks"] == []
         assert result["compilations"][-1] == result["compilations"][1], result
@@ -76,5 +79,6 @@ def test_optimizers_on_lazy_tensors_compile_one_graph_and_equal_the_cpu() -> Non
         "AdamW torch",
         "LAMB",
         "NovoGrad",
+        "Muon",
     ):  # The other forms of AdamW reuse the graph of torch's form.
         assert results[name]["compilations"][1] > 0
