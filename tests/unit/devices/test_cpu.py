@@ -80,6 +80,13 @@ def test_products_are_bf16_where_onednn_computes_them(monkeypatch: pytest.Monkey
         assert CPU().policy(torch.float32) == PLAIN
 
 
+def test_optimizers_compute_in_bf16_if_the_chip_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "chip", lambda: ("Xeon", {"amx_bf16"}))
+    assert CPU().facts.optimizer_flags == {}
+    monkeypatch.setattr(cpu, "chip", lambda: ("Epyc", {"avx2"}))
+    assert CPU().facts.optimizer_flags == {"bf16": False}
+
+
 def test_bf16_is_timed_against_fp32(has_bf16: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "is_medium_exact", lambda: False)
     assert CPU().candidates(torch.float32) == [PLAIN]
