@@ -299,7 +299,7 @@ def test_a_full_disk_below_stdout_is_one_line(arguments: str) -> None:
 def test_too_little_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    free = SimpleNamespace(f_bavail=10, f_frsize=2**20)
+    free = SimpleNamespace(f_bavail=10, f_bfree=10, f_blocks=2000, f_frsize=2**20)
     monkeypatch.setattr(launching.os, "statvfs", lambda path: free)
     code, error = _error(capsys, DRY)
     assert (code, "10 MiB free" in error) == (MACHINE, True)
