@@ -64,7 +64,7 @@ class Muon(AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # AdamW does not update parameters without gradients.
+        # AdamW skips parameters without gradients, so the gradients of matrices are hidden from it.
         gradients: dict[Tensor, Tensor] = {}
         for group in self.param_groups:
             for p in group["params"]:
@@ -103,7 +103,10 @@ class Muon(AdamW):
             momenta.append(state["momentum_buffer"].lerp_(gradient, 1 - self.momentum))
         directions = torch.stack(gradients).lerp(torch.stack(momenta), self.momentum)
         directions = directions.view(-1, rows, columns)
-        updates = orthogonalise(directions, torch.bfloat16 if self.bf16 else directions.dtype)
+        dtype = directions.dtype
+        if self.bf16:
+            dtype = torch.bfloat16
+        updates = orthogonalise(directions, dtype)
         factor = group["lr"] * self.rms * math.sqrt(max(rows, columns))
         decay = 1 - group["lr"] * group["weight_decay"]
         for index, p in enumerate(matrices):

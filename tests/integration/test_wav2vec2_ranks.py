@@ -66,4 +66,5 @@ def test_four_micro_batches_are_the_same_on_any_number_of_ranks(
     np.testing.assert_allclose(figures[0][0], figures[1][0], rtol=1e-6)
     np.testing.assert_allclose(figures[0][:, 1], figures[1][:, 1], rtol=1e-5)
     np.testing.assert_allclose(figures[0], figures[1], rtol=1e-4)  # of a norm, a chip made 1.3e-5
-    assert run.result()["metrics"] == pytest.approx(alone.result()["metrics"], rel=1e-4)
+    # A chip made a difference of 1.1e-5 in the diversity loss, which is 1 minus a number near 1.
+    assert run.result()["metrics"] == pytest.approx(alone.result()["metrics"], rel=2e-5)
