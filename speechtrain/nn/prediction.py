@@ -25,7 +25,7 @@ class Prediction(nn.Module, ABC):
     last row of the table (transformers' Parakeet, NeMo's ``blank_as_pad=False``).
 
     In training, the embedding of each label is a zero vector with the probability ``label_dropout`` (word
-    dropout of Bowman et al., 2016). So a small network does not learn the training transcripts by heart.
+    dropout of Bowman et al., 2016). So the network depends less on the training transcripts.
     """
 
     width: int

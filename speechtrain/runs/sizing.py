@@ -61,8 +61,6 @@ _FRAMES = ((10, 8), (15, 4), (10, 4), (15, 2), (10, 2))
 _FRAMES_PER_LABEL = 2.0
 # The weight of the auxiliary CTC loss. With 0.3 the encoder learnt too late, and 3 brought no gain.
 _CTC_WEIGHT = 1.0
-# Without label dropout, the prediction network learns the transcripts by heart. This needs some epochs.
-_LABEL_DROPOUT, _MIN_LABEL_DROPOUT_EPOCHS = 0.15, 4.0
 _NETWORKS = (
     _Network(200.0, 300.0, width=256, layers=16, feed_forward=1024, channels=256, joint=512, lr=7e-4),
     _Network(20.0, 112.0, width=176, layers=16, feed_forward=704, channels=176, joint=384, lr=1e-3),
@@ -122,7 +120,6 @@ def scratch(speech: Speech) -> dict[str, Any]:
     """Return the config keys that ``recipe=scratch`` sets, with their values."""
     hop_ms, subsampling = frame(speech.labels_per_second)
     network = _choose_network(speech)
-    label_dropout = _LABEL_DROPOUT if speech.epochs >= _MIN_LABEL_DROPOUT_EPOCHS else 0.0
     masks = 2 if speech.epochs >= _MIN_MASKED_EPOCHS else 0
     batch = int(_look_up(_BATCHES, speech.recordings))
     ranks = _choose_ranks(batch, speech.rank_cores)
@@ -134,7 +131,6 @@ def scratch(speech: Speech) -> dict[str, Any]:
         "encoder.features.hop_seconds": hop_ms / 1000,
         "encoder.subsampling": subsampling,
         "model.prediction.hidden": network.joint,
-        "model.prediction.label_dropout": label_dropout,
         "model.joint.hidden": network.joint,
         "model.ctc_weight": _CTC_WEIGHT,
         "optimizer.lr": network.lr,

@@ -72,11 +72,6 @@ def test_specaugment_follows_from_the_epochs() -> None:
     assert scratch(speech(hours=1.0))["augment.freq_masks"] == 2
 
 
-def test_label_dropout_follows_from_the_epochs() -> None:
-    assert scratch(speech())["model.prediction.label_dropout"] == 0.15
-    assert scratch(speech(hours=20.0))["model.prediction.label_dropout"] == 0.0
-
-
 def ranks_of(settings: dict[str, Any]) -> tuple[int, int, int]:
     return settings["world_size"], settings["data.batch.ranks"], settings["data.batch.count"]
 
