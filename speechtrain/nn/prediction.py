@@ -23,9 +23,6 @@ class Prediction(nn.Module, ABC):
     The input before the first label is a zero vector, and the embedding table does not have a row for the
     blank (MLPerf). With ``starts_with_blank``, that input is the trained embedding of the blank, which is the
     last row of the table (transformers' Parakeet, NeMo's ``blank_as_pad=False``).
-
-    In training, the embedding of each label is a zero vector with the probability ``label_dropout`` (word
-    dropout of Bowman et al., 2016). So the network depends less on the training transcripts.
     """
 
     width: int
@@ -33,24 +30,17 @@ class Prediction(nn.Module, ABC):
 
     embedding: nn.Embedding
     starts_with_blank: bool = False
-    label_dropout: float = 0.0
 
     def _embed(self, labels: Tensor, start_inputs: int) -> Tensor:
         """Return ``start_inputs`` inputs before the first label, then the embeddings of labels (B, U).
 
         The result is (B, ``start_inputs`` + U, E).
         """
-        embeddings: Tensor
         if self.starts_with_blank:
             blank = self.embedding.num_embeddings - 1
-            embeddings = self.embedding(F.pad(labels, (start_inputs, 0), value=blank))
-        else:
-            embeddings = F.pad(self.embedding(labels), (0, 0, start_inputs, 0))
-        if self.training and self.label_dropout:
-            keep = torch.rand(labels.shape, device=labels.device) >= self.label_dropout
-            # The other embeddings are not scaled up, so labels without dropout look as in decoding.
-            embeddings = embeddings * F.pad(keep, (start_inputs, 0), value=True)[:, :, None]
-        return embeddings
+            embeddings: Tensor = self.embedding(F.pad(labels, (start_inputs, 0), value=blank))
+            return embeddings
+        return F.pad(self.embedding(labels), (0, 0, start_inputs, 0))
 
     @abstractmethod
     def connect(self, labels: int) -> None:
@@ -80,11 +70,11 @@ class Prediction(nn.Module, ABC):
         return state[rows]
 
 
-def _check_settings(dropout: float, label_dropout: float, start: str, **sizes: int) -> None:
+def _check_settings(dropout: float, start: str, **sizes: int) -> None:
     if start not in ("zero", "blank"):
         raise ValueError(f"start is {start!r}. It must be zero or blank")
     require_least(1, **sizes)
-    require_shares(dropout=dropout, label_dropout=label_dropout)
+    require_shares(dropout=dropout)
 
 
 class LSTMPrediction(Prediction):
@@ -103,11 +93,10 @@ class LSTMPrediction(Prediction):
         forget_gate_bias: float = 1.0,
         init_scale: float = 0.5,
         start: str = "zero",
-        label_dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        _check_settings(dropout, label_dropout, start, embedding=embedding, hidden=hidden, layers=layers)
-        self.width, self.starts_with_blank, self.label_dropout = hidden, start == "blank", label_dropout
+        _check_settings(dropout, start, embedding=embedding, hidden=hidden, layers=layers)
+        self.width, self.starts_with_blank = hidden, start == "blank"
         self._embedding_width = embedding
         self._lstm_settings = {
             "hidden": hidden,
@@ -160,12 +149,10 @@ class StatelessPrediction(Prediction):
         context: int = 2,
         dropout: float = 0.1,
         start: str = "zero",
-        label_dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        _check_settings(dropout, label_dropout, start, embedding=embedding, hidden=hidden, context=context)
+        _check_settings(dropout, start, embedding=embedding, hidden=hidden, context=context)
         self.width, self.context, self.starts_with_blank = hidden, context, start == "blank"
-        self.label_dropout = label_dropout
         self._embedding_width = embedding
         self.dropout = nn.Dropout(dropout)
 

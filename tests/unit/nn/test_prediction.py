@@ -59,21 +59,6 @@ def test_a_stateless_network_forgets_what_is_beyond_its_context() -> None:
     assert not torch.equal(output, last_output([3, 1, 4, 2, 5])), "the last label but one has no effect"
 
 
-@pytest.mark.parametrize("start", ["zero", "blank"])
-def test_label_dropout_hides_labels_only_in_training(start: str) -> None:
-    settings = {"context": 1, "dropout": 0.0, "start": start}
-    labels = torch.arange(8).repeat(4, 500)
-    reference = connected(StatelessPrediction(6, 8, **settings))  # type: ignore[arg-type]
-    network = connected(StatelessPrediction(6, 8, label_dropout=0.15, **settings))  # type: ignore[arg-type]
-    expected = reference(labels)
-    assert torch.equal(network(labels), expected)
-    output = network.train()(labels)
-    assert torch.equal(output[:, 0], expected[:, 0]), "the start is no label"
-    is_hidden = (output != expected).any(2)
-    assert (output[is_hidden] == network.projection.bias).all(), "a hidden label has an effect"
-    assert is_hidden.float().mean() == pytest.approx(0.15, abs=0.01)
-
-
 @pytest.mark.parametrize("bias", ["both", "single"])
 def test_a_joint_is_one_linear_layer_over_the_concatenation(bias: str) -> None:
     torch.manual_seed(0)
@@ -93,7 +78,6 @@ def test_a_joint_is_one_linear_layer_over_the_concatenation(bias: str) -> None:
     [
         (lambda: LSTMPrediction(embedding=0), "embedding is 0"),
         (lambda: LSTMPrediction(dropout=1.0), "dropout is 1.0"),
-        (lambda: LSTMPrediction(label_dropout=1.5), "label_dropout is 1.5"),
         (lambda: StatelessPrediction(context=0), "context is 0"),
         (lambda: Joint(hidden=0), "hidden is 0"),
         (lambda: Joint(bias="none"), "bias is 'none'"),
