@@ -110,7 +110,7 @@ def score(run_dir: Path, unheard: Path) -> float | None:
 def print_medians(out: Path) -> None:
     """Print the median WER of each kind of run over the seeds in ``out``."""
     medians = {}
-    print("\n| run | seeds | WER, median | of clean |\n|---|---|---|---|")
+    print("\n| run | number of seeds | WER, median | of clean |\n|---|---|---|---|")
     for name in RUNS:
         rates = [float(path.read_text()) for path in sorted(out.glob(f"{name}-*.wer"))]
         if not rates:
