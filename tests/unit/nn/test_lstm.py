@@ -54,7 +54,9 @@ def test_the_loop_computes_what_torch_does(
     for wanted, found in zip(gradients(one, x, states), gradients(other, x, states), strict=True):  # type: ignore[arg-type]
         assert found.dtype == wanted.dtype
         assert found.shape == wanted.shape
-        torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
+        # A gradient sums over rows and frames, so its rounding error grows with the largest element.
+        largest = wanted.abs().max().item()
+        torch.testing.assert_close(found, wanted, rtol=bound, atol=bound * max(1.0, largest))
 
 
 @LOOPS
