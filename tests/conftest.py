@@ -224,3 +224,14 @@ def no_leaks() -> Iterator[None]:
         assert time.monotonic() - begun < PATIENCE_SECONDS, f"processes or threads left behind: {left}"
         time.sleep(0.05)
     assert not (left_files := _files() - files), f"temporary files left behind: {sorted(left_files)}"
+
+
+@pytest.fixture(autouse=True)
+def fp32_matmul() -> Iterator[None]:
+    """Restore torch's precision of fp32 matmuls, which a run in this process sets (``device.matmul``)."""
+    import torch  # after ``pytest_configure`` has set the number of threads
+
+    precision, allow_tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = allow_tf32

@@ -7,7 +7,8 @@ manifest says costs neither time nor memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
@@ -151,10 +152,30 @@ def _apply_bank(samples: Samples, bank: _FilterBank) -> torch.Tensor:
     # matmul reads a block of frames. The size of a block is a multiple of 1,024 frames, because BLAS then
     # adds in the same order as without blocks.
     block_frames = max(1, _BLOCK_VALUES // len(bank.kernel) // 1024) * 1024
-    for start in range(0, len(frames), block_frames):
-        block = slice(start, start + block_frames)
-        torch.matmul(frames[block], bank.kernel, out=resampled[block])
+    with _worker_settings():
+        for start in range(0, len(frames), block_frames):
+            block = slice(start, start + block_frames)
+            torch.matmul(frames[block], bank.kernel, out=resampled[block])
     return resampled.reshape(-1)
+
+
+@contextmanager
+def _worker_settings() -> Iterator[None]:
+    """Compute as a data worker does, so that audio does not depend on the process that loads it.
+
+    - One thread computes. With several threads, sums may be rounded differently.
+    - oneDNN is off. With ``device.matmul=medium``, it would compute the matmuls in the process of the run,
+      but not in a worker.
+    """
+    onednn = torch.backends.mkldnn
+    thread_count, was_enabled = torch.get_num_threads(), onednn.enabled
+    torch.set_num_threads(1)
+    onednn.enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.set_num_threads(thread_count)
+        onednn.enabled = was_enabled
 
 
 @lru_cache(maxsize=4)  # The filter for 16,001 to 16,000 Hz has 8 MB.

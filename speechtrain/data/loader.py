@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from copy import copy
@@ -108,7 +107,7 @@ class BatchLoader:
 
         Raises DataError for unreadable audio of a strict evaluation set, or if a manifest has changed.
         """
-        with _one_thread(), use_stage(self.stage):
+        with use_stage(self.stage):
             return self._load(micro_batch)
 
     def copy_for_thread(self) -> BatchLoader:
@@ -299,17 +298,6 @@ def audio_row(name: str, samples: Samples, sample_rate: int, normalise: bool = F
     if normalise:
         samples = standardise(samples)
     return _Row(name, samples, weight=1.0, seconds=len(samples) / sample_rate)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one thread, as workers do. With several threads, sums may be rounded differently."""
-    thread_count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(thread_count)
 
 
 def _padded(sequences: Sequence[Any], width: int, dtype: torch.dtype) -> Tensor:

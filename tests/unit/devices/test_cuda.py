@@ -33,16 +33,6 @@ from speechtrain.rank.build import build_task
 from speechtrain.runs.compose import compose
 
 
-@pytest.fixture
-def matmul() -> Iterator[None]:
-    """Torch's settings of fp32 products, restored afterwards."""
-    kept = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    yield
-    torch.set_float32_matmul_precision(kept[0])
-    torch.backends.cudnn.allow_tf32 = kept[1]
-
-
-@pytest.mark.usefixtures("matmul")
 @pytest.mark.parametrize(
     ("tf32", "dtype", "is_on"),
     [
@@ -144,7 +134,6 @@ class OperationNames(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ["model=wav2vec2_small"],
     ],
 )
-@pytest.mark.usefixtures("matmul")
 def test_a_deterministic_step_has_only_deterministic_operations(choices: list[str]) -> None:
     task, tokenizer = build_task(compose([*choices, "data=digits"]))
     apply_policy(task.train(), CUDA(deterministic=True).policy(torch.float32))
