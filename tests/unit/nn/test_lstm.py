@@ -1,4 +1,4 @@
-"""The LSTM's forms hold to torch's, in numbers, gradients, states and draws."""
+"""The implementations of the LSTM agree with torch's in outputs, gradients, states and dropout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BOUNDS = pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-9), (to
 def pair(
     policy: ComputePolicy, dtype: torch.dtype = torch.float64, layers: int = 3, **keys: float
 ) -> tuple[LSTM, LSTM]:
-    """One stack twice, the second in another form."""
+    """Return the same stack twice, the second one with ``policy``."""
     torch.manual_seed(0)
     one = LSTM(5, 7, layers, layer_norm=True, **keys).to(dtype)
     other = LSTM(5, 7, layers, layer_norm=True, **keys).to(dtype)
@@ -34,7 +34,7 @@ def pair(
 
 
 def gradients(model: LSTM, x: Tensor, state: tuple[Tensor, Tensor] | None) -> list[Tensor]:
-    """Outputs, the state behind, and the gradients of a scalar that both take part in."""
+    """Return the outputs, the state after them, and the gradients of a scalar that depends on both."""
     leaves = [t.clone().requires_grad_() for t in (x, *(state or ()))]
     y, after = model(leaves[0], (leaves[1], leaves[2]) if state else None)
     total = sum((t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in (y, *after))
@@ -51,12 +51,12 @@ def test_the_loop_computes_what_torch_does(
     one, other = pair(policy, dtype)
     x = torch.randn(rows, frames, 5, dtype=dtype)
     states = tuple(torch.randn(3, rows, 7, dtype=dtype) for _ in range(2)) if has_state else None
-    for wanted, found in zip(gradients(one, x, states), gradients(other, x, states), strict=True):  # type: ignore[arg-type]
-        assert found.dtype == wanted.dtype
-        assert found.shape == wanted.shape
+    for expected, result in zip(gradients(one, x, states), gradients(other, x, states), strict=True):  # type: ignore[arg-type]
+        assert result.dtype == expected.dtype
+        assert result.shape == expected.shape
         # A gradient sums over rows and frames, so its rounding error grows with the largest element.
-        largest = wanted.abs().max().item()
-        torch.testing.assert_close(found, wanted, rtol=bound, atol=bound * max(1.0, largest))
+        largest = expected.abs().max().item()
+        torch.testing.assert_close(result, expected, rtol=bound, atol=bound * max(1.0, largest))
 
 
 @LOOPS
@@ -76,13 +76,13 @@ def test_its_gradients_are_the_difference_quotients(policy: ComputePolicy) -> No
 def test_dropout_draws_what_torch_draws(policy: ComputePolicy) -> None:
     one, other = pair(policy, dropout=0.4)
     x = torch.randn(4, 6, 5, dtype=torch.float64)
-    found = []
+    outputs = []
     for model in (one, other):
         torch.manual_seed(5)
-        found.append(model(x)[0])
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+        outputs.append(model(x)[0])
+    torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
     torch.manual_seed(6)
-    assert not torch.equal(other(x)[0], found[1])
+    assert not torch.equal(other(x)[0], outputs[1])
     other.eval()
     torch.testing.assert_close(other(x)[0], one.eval()(x)[0], rtol=1e-9, atol=1e-9)
 
@@ -106,13 +106,13 @@ def test_what_records_no_gradient_is_torchs_own() -> None:
     one, other = pair(LOOP, torch.float32)
     x = torch.randn(2, 1, 5)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        (wanted, before), (found, after) = one(x), other(x)
-    assert torch.equal(wanted, found)
+        (expected, before), (result, after) = one(x), other(x)
+    assert torch.equal(expected, result)
     assert all(map(torch.equal, before, after))
 
 
 def products(model: LSTM) -> set[torch.dtype]:
-    """Dtypes of the matrix products of a forward and backward."""
+    """Return the dtypes of the matmuls of a forward and a backward."""
     seen: set[torch.dtype] = set()
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -145,12 +145,12 @@ def test_products_have_the_policys_dtype_under_any_autocast(policy: ComputePolic
 def test_bfloat16_is_close_to_fp32(policy: ComputePolicy) -> None:
     one, other = pair(policy, torch.float32)
     x = torch.randn(4, 20, 5)
-    wanted = gradients(one, x, None)
+    expected = gradients(one, x, None)
     other.apply_policy(replace(policy, product_dtype=torch.bfloat16))
-    found = gradients(other, x, None)
-    for a, b in zip(found, wanted, strict=True):
+    result = gradients(other, x, None)
+    for a, b in zip(result, expected, strict=True):
         assert float(((a - b).norm() / b.norm()).detach()) < 0.02
-    assert any(not torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 
 
 _LAZY = """
@@ -218,15 +218,15 @@ def test_layer_by_layer_is_torchs_stack(
     other.train(is_training)
     x = torch.randn(4, 9, 5)
     state = (torch.randn(3, 4, 7), torch.randn(3, 4, 7)) if has_state else None
-    # without dropout torch's own stack runs; here the other form is asked for
+    # Without dropout, torch's own stack would run.
     monkeypatch.setattr(other.lstm, "forward", other._run_layers)
-    for wanted, found in zip(gradients(one, x, state), gradients(other, x, state), strict=True):
-        assert found.shape == wanted.shape
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    for expected, result in zip(gradients(one, x, state), gradients(other, x, state), strict=True):
+        assert result.shape == expected.shape
+        torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_layer_by_layer_draws_the_dropout_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch draws a mask between two layers, and the seed decides it; no call of its own stack is left."""
+    """The seed determines the masks that torch draws between two layers. Torch's own stack is not called."""
     _, other = pair(LAYERS, torch.float64, dropout=0.5)
     monkeypatch.setattr(other.lstm, "forward", lambda *inputs: pytest.fail("torch's stack draws by itself"))
     x = torch.randn(4, 9, 5, dtype=torch.float64)
