@@ -139,33 +139,12 @@ def _filter_bank(rate: int, new_rate: int, is_steep: bool) -> _FilterBank:
     return _FilterBank(kernel.T, steep.width, joined_frames * rate)
 
 
-def _apply_bank(samples: Samples, bank: _FilterBank) -> torch.Tensor:
-    """Return the samples at the new rate. The last ones are beyond the end of the audio.
-
-    A matmul replaces lhotse's convolution. For 2.4 s of audio it takes 0.26 ms instead of 0.7 to 1.2 ms,
-    because oneDNN prepares a convolution again for each new length.
-    """
-    padded = torch.nn.functional.pad(torch.from_numpy(samples), (bank.padding, bank.padding + bank.hop))
-    frames = padded.unfold(0, len(bank.kernel), bank.hop)
-    resampled = torch.empty(len(frames), bank.kernel.shape[1])
-    # A matmul copies its overlapping frames, which are at least 13 times as large as the audio. So each
-    # matmul reads a block of frames. The size of a block is a multiple of 1,024 frames, because BLAS then
-    # adds in the same order as without blocks.
-    block_frames = max(1, _BLOCK_VALUES // len(bank.kernel) // 1024) * 1024
-    with _worker_settings():
-        for start in range(0, len(frames), block_frames):
-            block = slice(start, start + block_frames)
-            torch.matmul(frames[block], bank.kernel, out=resampled[block])
-    return resampled.reshape(-1)
-
-
 @contextmanager
-def _worker_settings() -> Iterator[None]:
-    """Compute as a data worker does, so that audio does not depend on the process that loads it.
+def _reproducible_matmul() -> Iterator[None]:
+    """Compute the same bits in every process, so that a run and its data workers load the same audio.
 
     - One thread computes. With several threads, sums may be rounded differently.
-    - oneDNN is off. With ``device.matmul=medium``, it would compute the matmuls in the process of the run,
-      but not in a worker.
+    - oneDNN is off. ``device.matmul=medium`` passes matmuls to oneDNN, but only in the process of the run.
     """
     onednn = torch.backends.mkldnn
     thread_count, was_enabled = torch.get_num_threads(), onednn.enabled
@@ -176,6 +155,27 @@ def _worker_settings() -> Iterator[None]:
     finally:
         torch.set_num_threads(thread_count)
         onednn.enabled = was_enabled
+
+
+@_reproducible_matmul()
+def _apply_bank(samples: Samples, bank: _FilterBank) -> torch.Tensor:
+    """Return the samples at the new rate. The last ones are beyond the end of the audio.
+
+    A matmul replaces lhotse's convolution. For 2.4 s of audio it takes 0.26 ms instead of 0.7 to 1.2 ms,
+    because oneDNN prepares a convolution again for each new length.
+    """
+    padded = torch.nn.functional.pad(torch.from_numpy(samples), (bank.padding, bank.padding + bank.hop))
+    frame_length, new_length = bank.kernel.shape
+    frames = padded.unfold(0, frame_length, bank.hop)
+    resampled = torch.empty(len(frames), new_length)
+    # A matmul copies its overlapping frames, which are at least 13 times as large as the audio. So each
+    # matmul reads a block of frames. The size of a block is a multiple of 1,024 frames, because BLAS then
+    # adds in the same order as without blocks.
+    block_frames = max(1, _BLOCK_VALUES // frame_length // 1024) * 1024
+    for start in range(0, len(frames), block_frames):
+        block = slice(start, start + block_frames)
+        torch.matmul(frames[block], bank.kernel, out=resampled[block])
+    return resampled.reshape(-1)
 
 
 @lru_cache(maxsize=4)  # The filter for 16,001 to 16,000 Hz has 8 MB.

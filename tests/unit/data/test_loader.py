@@ -156,14 +156,14 @@ def test_the_speed_change_is_lhotses(percent: int) -> None:
 
 
 def test_threads_do_not_change_a_batch(cache: Path, recordings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread computes the audio of a batch, as in a worker."""
+    """One thread computes the audio of a batch without oneDNN, in every process."""
     loader = BatchLoader(open_index(open_source(recordings.corpus("m", 2, seconds=3.0))), Characters())
     initial_threads = torch.get_num_threads()
-    batches, matmul_threads = [], []
+    batches, matmul_settings = [], []
     matmul = torch.matmul
 
     def watched_matmul(*arguments: Any, **options: Any) -> Any:
-        matmul_threads.append(torch.get_num_threads())
+        matmul_settings.append((torch.get_num_threads(), torch.backends.mkldnn.enabled))
         return matmul(*arguments, **options)
 
     monkeypatch.setattr(torch, "matmul", watched_matmul)
@@ -175,7 +175,7 @@ def test_threads_do_not_change_a_batch(cache: Path, recordings: Any, monkeypatch
     finally:
         torch.set_num_threads(initial_threads)
     assert torch.equal(*batches)
-    assert matmul_threads == [1, 1, 1, 1]
+    assert matmul_settings == [(1, False)] * 4
 
 
 def test_a_fixed_shape_is_filled_with_rows_of_weight_zero(cache: Path, recordings: Any) -> None:
