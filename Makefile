@@ -74,7 +74,6 @@ check: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy speechtrain
 	$(BIN)/mypy launchers
-	$(BIN)/python tools/plain.py --check
 	$(BIN)/python tools/check_workflows.py
 
 # The pages of docs/reference/, from the code. A test fails if they are not up to date.
