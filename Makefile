@@ -76,7 +76,7 @@ check: setup-dev
 	$(BIN)/mypy launchers
 	$(BIN)/python tools/check_workflows.py
 
-# The pages of docs/reference/, from the code. A test fails if they are not up to date.
+# Pages of all keys, commands and Python interfaces in build/reference/, from the code.
 docs-reference: setup-dev
 	$(BIN)/python tools/reference.py
 

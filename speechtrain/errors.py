@@ -1,9 +1,7 @@
 """Errors with a message of one line for the user, and the escaping of texts for a terminal.
 
 The command prints ``speechtrain: error: <line>`` and exits with the code of the error's class. The trace is
-written to a file in the run directory. The codes are part of the public interface.
-``docs/reference/exit-codes.md`` is generated from the docstrings of the classes: the first paragraph is the
-meaning of the code, and the second paragraph is the advice.
+written to a file in the run directory. The codes are part of the public interface (``docs/runs.md``).
 """
 
 from __future__ import annotations

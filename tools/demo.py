@@ -34,7 +34,7 @@ def run_step(command: list[str], separator: str = "\n") -> None:
     except OSError as error:
         sys.exit(f"demo: {program}: {error.strerror}. `make setup` installs it")
     if code:
-        print(f"\ndemo: {command[0]} ended with code {code} (docs/reference/exit-codes.md)", file=sys.stderr)
+        print(f"\ndemo: {command[0]} ended with code {code} (docs/runs.md#exit-codes)", file=sys.stderr)
         if code < 0:  # A signal ended the command.
             code = 1
         sys.exit(code)

@@ -1,8 +1,4 @@
-"""Write the pages of docs/reference/ from the code, or check that they are up to date.
-
-reference.py            write the pages
-reference.py --check    exit with 1 and the names of the pages that are not up to date
-"""
+"""Write pages of all keys, commands and Python classes: ``reference.py [FOLDER]``, else build/reference/."""
 
 from __future__ import annotations
 
@@ -24,15 +20,10 @@ from typing import Any
 import config_reference
 from config_reference import code, definition_of, field_comments, sentences
 
-from speechtrain import errors, run_directory
 from speechtrain.commands.main import COMMANDS, run
-from speechtrain.tracking.base import Tracker
-from speechtrain.training.time_budget import Revision, TimePlan
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ROOT / "docs" / "reference"
-COMMANDS_PYTHON = (3, 11)
-"""The Python that writes commands.md. ``argparse`` of other versions breaks its lines elsewhere."""
+PAGES = ROOT / "build" / "reference"
 NOTE = "<!-- `make docs-reference` writes this page. Edit its sources instead: {}. -->\n\n"
 LONGEST_SIGNATURE = 100
 
@@ -81,92 +72,6 @@ PARTS = (
     "speechtrain.tracking.base.Tracker",
 )
 """The interfaces that a part of your own implements, and the records that they exchange."""
-
-FILES = (
-    (
-        "config.yaml",
-        "train",
-        "the resolved config with its format number. The first line has its digest, which"
-        " you remove if you edit the file. A value of the environment stands as `${oc.env:NAME,default}`",
-    ),
-    (
-        "run.json",
-        "train",
-        "the command line, the versions and the host of the first and the latest start ([keys](#runjson))",
-    ),
-    ("result.json", "train", "how the run ended, with its metrics and its speed ([keys](#resultjson))"),
-    ("metrics.jsonl", "train", "every event, one JSON object in each line ([events](#metricsjsonl))"),
-    ("output.log", "train", "the lines of a plain console, with their time, for any `tracking`"),
-    (
-        "checkpoints/best.json",
-        "train",
-        "the name and the metric of the best checkpoint, for other programs ([keys](#checkpointsbestjson))",
-    ),
-    (
-        "checkpoints/step-N/checkpoint.json",
-        "train",
-        "digests of the files, and metrics of the validation ([keys](#checkpointsstep-ncheckpointjson))",
-    ),
-    (
-        "checkpoints/step-N/model.safetensors",
-        "train",
-        "the evaluated weights: their average, if there is one",
-    ),
-    (
-        "checkpoints/step-N/state.pt",
-        "train",
-        "all that a continued run needs ([entries](../stored-names.md#statept))",
-    ),
-    ("checkpoints/step-N/shards/", "train", "the state of a sharded run ([sharding.md](../sharding.md))"),
-    (
-        "device.json",
-        "train",
-        "the compute policy, and the times if policies were timed ([keys](#devicejson))",
-    ),
-    ("plan.json", "train", "the plan of a run that is planned by time ([keys](#planjson))"),
-    (
-        "tokenizer.model",
-        "train",
-        "the model of a SentencePiece tokenizer",
-    ),
-    ("skipped.jsonl", "train", "bad training recordings: `id`, `reason`, `detail` ([data.md](../data.md))"),
-    (
-        "filtered.jsonl",
-        "train",
-        "training recordings that are too short or too long: `id`, `reason`, `detail`",
-    ),
-    ("tensorboard/", "train", "the events for TensorBoard"),
-    ("wandb/", "train", "the records of `tracking=wandb` ([trackers.md](../trackers.md))"),
-    (
-        "mlperf.log",
-        "train",
-        "the lines of MLPerf's logger, with `tracking=mlperf` ([trackers.md](../trackers.md#mlperf))",
-    ),
-    ("profile-A-B.json", "train", "the profile of `trainer.profile=A:B`, for a Chrome trace viewer"),
-    ("report.html", "report", "the page of the report. A run with `tracking=default` writes it when it ends"),
-    ("error.log", "train", "the trace of a failure"),
-    ("replay.pt", "train", "the batches of a divergence"),
-    (
-        "ranks/N/",
-        "train",
-        "files of each rank except the first: `output.log`, `result.json`, `error.log`. The"
-        " first rank of another host also has `run.json`",
-    ),
-    ("stuck/TIME/", "train", "the phase and the stacks of each rank when a rank hung"),
-    ("agent.log", "train", "the output of torchrun, and how a killed rank ended"),
-    ("lock", "train", "the host and the process of a run in progress"),
-)
-"""The files of a run: path, the command that writes it, and content in Markdown."""
-
-RECORDS = (
-    ("run.json", run_directory.About),
-    ("result.json", run_directory.RunResult),
-    ("checkpoints/step-N/checkpoint.json", run_directory.CheckpointManifest),
-    ("checkpoints/best.json", run_directory.BestCheckpoint),
-    ("device.json", run_directory.DeviceRecord),
-    ("plan.json", TimePlan),
-    ("The values of a revision in plan.json", Revision),
-)
 
 
 def markdown(docstring: str | None) -> str:
@@ -311,8 +216,8 @@ def python_page() -> str:
     """Return the page of the Python API."""
     introduction = """# Python API
 
-[python.md](../python.md) shows how a program uses a trained run. This page lists each class and function.
-A letter in a shape such as (B, T) is explained in the docstring of its module."""
+[docs/python.md](../../docs/python.md) shows how a program uses a trained run. This page lists each class
+and function. A letter in a shape such as (B, T) is explained in the docstring of its module."""
     parts = [introduction, "## Use a run", *map(python_entry, USE)]
     parts.append("## Parts of your own")
     parts.append(
@@ -356,62 +261,6 @@ def commands_page() -> str:
     return NOTE.format("the parsers in speechtrain/commands/") + "\n\n".join(parts) + "\n"
 
 
-def record_table(record: type) -> str:
-    """Return the table of the keys of a JSON file."""
-    rows = ["| key | type | meaning |", "|---|---|---|"]
-    comments = field_comments(record)
-    for name, annotation in record.__annotations__.items():
-        rows.append(f"| {code(name)} | {code(annotation)} | {sentences(comments.get(name, ''))} |")
-    return "\n".join(rows)
-
-
-def run_files_page() -> str:
-    """Return the page of the files of a run."""
-    rows = ["| file | written by | content |", "|---|---|---|"]
-    for path, program, content in FILES:
-        rows.append(f"| {code(path)} | {program} | {content[0].upper() + content[1:]}. |")
-    parts = [
-        "# Files of a run",
-        "[runs.md](../runs.md) says where a run directory is, and how a run continues."
-        " [stored-names.md](../stored-names.md) lists each name that a run's files hold.",
-        "\n".join(rows),
-    ]
-    for path, record in RECORDS:
-        parts += [f"## {path}", record_table(record)]
-    events = inspect.cleandoc(Tracker.__doc__ or "").partition("The list below")[2]
-    text = f"Each line has `event` and `time`. {markdown('The list below' + events)}"
-    parts += ["## metrics.jsonl", text]
-    sources = "the records that it lists, speechtrain/tracking/base.py and tools/reference.py"
-    return NOTE.format(sources) + "\n\n".join(parts) + "\n"
-
-
-def exit_codes_page() -> str:
-    """Return the page of the exit codes."""
-    rows = ["| code | class | meaning | what to do |", "|---|---|---|---|"]
-    rows.append("| 0 | | The work is done. A finished run returns its result again. | |")
-    rows.append(
-        "| 1 | | It is an internal error of speechtrain. | Report it, with the file that the line names. |"
-    )
-    classes = [
-        error for error in errors.SpeechtrainError.__subclasses__() if error.__module__ == errors.__name__
-    ]
-    for error in sorted(classes, key=lambda error: error.exit_code):
-        meaning, _, advice = inspect.cleandoc(error.__doc__ or "").replace("``", "`").partition("\n\n")
-        cells = (code(error.__name__), " ".join(meaning.split()), " ".join(advice.split()))
-        rows.append(f"| {error.exit_code} | {' | '.join(cells)} |")
-    killed = "A second Ctrl-C killed the run."
-    advice = "The same command continues from the last checkpoint."
-    rows.append(f"| {errors.EXIT_KILLED} | | {killed} | {advice} |")
-    text = """`speechtrain doctor` has the code of its first red line. An accelerator that the command names
-and that is absent (`device=hpu`, `device=cuda`) is amber, because the recorder judges the recipe on the CPU.
-A dry run (`dry_run=true`) warns of a device or program that is absent, names missing data, and exits with 0.
-
-Every error is one line on stderr, `speechtrain: error: …`. Before it comes a line `speechtrain: needs …` for
-each missing corpus, tokenizer and key of a run (code 3). A rank that fails writes its trace to `error.log` in
-the run directory."""
-    return NOTE.format("speechtrain/errors.py") + "# Exit codes\n\n" + "\n".join(rows) + f"\n\n{text}\n"
-
-
 def config_page() -> str:
     return NOTE.format("the comments in conf/, and the classes that it names") + config_reference.page()
 
@@ -420,34 +269,17 @@ BUILDERS: dict[str, Callable[[], str]] = {
     "config.md": config_page,
     "commands.md": commands_page,
     "python.md": python_page,
-    "run-files.md": run_files_page,
-    "exit-codes.md": exit_codes_page,
 }
 
 
-def stale_pages() -> list[str]:
-    """Return the names of the pages that differ from the code. Another Python skips commands.md."""
-    stale = []
+def main(arguments: list[str]) -> None:
+    folder = Path(arguments[0]) if arguments else PAGES
+    folder.mkdir(parents=True, exist_ok=True)
     for name, build in BUILDERS.items():
-        if name == "commands.md" and sys.version_info[:2] != COMMANDS_PYTHON:
-            continue
-        path = PAGES / name
-        if not path.exists() or path.read_text(encoding="utf-8") != build():
-            stale.append(name)
-    return stale
-
-
-def main(arguments: list[str]) -> int:
-    if arguments == ["--check"]:
-        stale = stale_pages()
-        if stale:
-            print(f"not up to date: {', '.join(stale)}; run make docs-reference", file=sys.stderr)
-        return bool(stale)
-    PAGES.mkdir(exist_ok=True)
-    for name, build in BUILDERS.items():
-        (PAGES / name).write_text(build(), encoding="utf-8")
-    return 0
+        path = folder / name
+        path.write_text(build(), encoding="utf-8")
+        print(path)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -90,8 +90,9 @@ def add_command(commands: Any, name: str, meaning: str, example: str, program: s
     arguments of an example.
     """
     examples = [f"speechtrain {program} {name} {example}"]
+    exit_codes = "0 done, 2 usage, 3 data, 4 machine, 5 study"
     return commands.add_parser(
-        name, help=meaning, description=meaning, examples=examples, exit_codes="docs/reference/exit-codes.md"
+        name, help=meaning, description=meaning, examples=examples, exit_codes=exit_codes
     )
 
 

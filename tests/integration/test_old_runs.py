@@ -222,12 +222,11 @@ def names_in(run_dir: Path) -> set[str]:
     files = [p.relative_to(run_dir) for p in run_dir.rglob("*") if p.is_file()]
     found |= {path.name for path in files if path.parts[0] != "tensorboard"}
     targets(yaml.safe_load((run_dir / "config.yaml").read_text()))
-    for name in ("run.json", "result.json"):
-        found |= json.loads((run_dir / name).read_text()).keys()
+    for path in run_dir.rglob("*.json"):
+        found |= json.loads(path.read_text()).keys()
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         found |= stored_fields(json.loads(line))
     for folder in run_dir.glob("checkpoints/step-*"):
-        found |= json.loads((folder / "checkpoint.json").read_text()).keys()
         state = torch.load(folder / "state.pt", weights_only=True)
         found |= {key for part in state.values() for key in part} | state.keys()
         optimizer = state["optimizer"]

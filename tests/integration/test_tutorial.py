@@ -1,4 +1,4 @@
-"""The shell blocks of docs/tutorial.md run in an empty folder, and the page of a run's files lists its files.
+"""The shell blocks of docs/tutorial.md run in an empty folder.
 
 ``NUM_STEPS`` in the environment makes the two runs short.
 """
@@ -54,25 +54,3 @@ def test_the_tutorial_ends_with_two_runs_and_their_outputs(folder: Path) -> None
     recordings = list(folder.glob("speech/audio/01/*.wav"))
     assert recordings
     assert len(list(folder.glob("captions/**/*.srt"))) == len(recordings)
-
-
-@pytest.mark.parametrize("name", ["first", "tuned"])
-def test_the_page_of_a_runs_files_lists_each_file_and_key(folder: Path, name: str) -> None:
-    page = (DOCS / "reference/run-files.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
-    patterns = []
-    for entry in listed:
-        pattern = re.escape(entry).replace("N", "[0-9]+")
-        if entry.endswith("/"):
-            pattern += ".+"
-        patterns.append(pattern)
-    run = folder / "runs" / name
-    files = [str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()]
-    assert len(files) > 10
-    assert [file for file in files if not re.fullmatch("|".join(patterns), file)] == []
-    for path in run.rglob("*.json"):
-        keys = read_json(path).keys() - {"sha256"}
-        assert keys <= set(listed), path
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        event = json.loads(line)["event"]
-        assert f"- `{event}`:" in page
