@@ -18,6 +18,8 @@ from speechtrain.dtensor import is_sharded
 from speechtrain.errors import one_line
 
 _MAX_COUNT = 2**62  # Torch's int64 can represent sums of two such counts.
+KERNELS = {"fused", "foreach", "capturable", "differentiable"}
+"""Settings of torch's optimizers that belong to the device, and not to the run."""
 _TENSOR_BY_TENSOR = {"fused": None, "foreach": False}
 """Settings with which an optimizer of torch updates one tensor at a time, with basic operations."""
 
@@ -49,12 +51,14 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
     """Load the state ``saved`` into ``optimizer``, and test it by an update of tensors without values.
 
     Raises the error of the test. The test is omitted if it already fails before the state is loaded. Settings
-    of parameter groups that the optimizer does not know, such as ``lr_scale``, are not loaded.
+    of parameter groups that the optimizer does not know, such as ``lr_scale``, are not loaded, nor are
+    ``KERNELS``.
     """
     can_test = _update_error(optimizer) is None
     groups = []
     for group, saved_group in zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True):
-        settings = {key: saved_group[key] for key in optimizer.defaults if key in saved_group}
+        keys = (optimizer.defaults.keys() & saved_group.keys()) - KERNELS
+        settings = {key: saved_group[key] for key in keys}
         groups.append({**group, **settings})
     optimizer.load_state_dict({**saved, "param_groups": groups})
     error = _update_error(optimizer) if can_test else None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from speechtrain.checkpoint.fit import check_fit, load_optimizer
+from speechtrain.checkpoint.fit import KERNELS, check_fit, load_optimizer
 from speechtrain.optim.adamw import AdamW
 from speechtrain.optim.lamb import LAMB
 from speechtrain.optim.novograd import NovoGrad
@@ -78,6 +78,24 @@ def test_load_optimizer_refuses_a_state_of_another_shape(name: str) -> None:
     saved["state"][0][state_name] = torch.zeros(7)
     with pytest.raises((RuntimeError, ValueError)):
         load_optimizer(OPTIMIZERS[name](layer().parameters()), saved)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"fused": False, "foreach": False}, {"foreach": True}, {"capturable": True}]
+)
+def test_load_optimizer_keeps_the_kernels_of_its_device(settings: dict[str, bool]) -> None:
+    """A run may continue on another device."""
+    module = layer()
+    optimizer = AdamW(module.parameters(), lr=0.1, fused=True)
+    updated(optimizer, module, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.2
+    other = AdamW(layer().parameters(), lr=0.1)
+    other.param_groups[0].update(settings)
+    kernels = {name: other.param_groups[0][name] for name in KERNELS}
+    load_optimizer(other, saved)
+    assert {name: other.param_groups[0][name] for name in KERNELS} == kernels
+    assert other.param_groups[0]["lr"] == 0.2
 
 
 def test_values_of_another_kind_do_not_fit() -> None:
