@@ -167,7 +167,16 @@ KEPT_PROCESSES = (
     "/usr/sbin/sshd",
 )
 """In the command lines of processes that serve all tests: what runs are forked from, Python's own helpers."""
-KEPT_FILES = ("cache", "state", "pytest-of-", "started-", "pymp-", "torchinductor_", "ompi.")
+KEPT_FILES = (
+    "cache",
+    "state",
+    "speechtrain-cores-",
+    "pytest-of-",
+    "started-",
+    "pymp-",
+    "torchinductor_",
+    "ompi.",
+)
 """The last are those of Open MPI, which leaves them there."""
 SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PATH")
 """Environment variables that libraries set once; PATH by audioread, which lhotse tries last."""

@@ -14,7 +14,6 @@ from hydra.core.plugins import Plugins
 from speechtrain.errors import RunError
 from speechtrain.files import print_line
 from speechtrain.run_directory import RunResult
-from speechtrain.runs.started_runs import state_folder
 from speechtrain.study import require_optuna
 
 
@@ -61,7 +60,7 @@ def run_job(start: Callable[[], RunResult], settings: Any) -> RunResult:
 
     folder = Path(settings.sweep.dir).resolve()
     run_dir = Path(settings.runtime.output_dir).resolve()
-    return TrialJob(folder, run_dir, trial_settings(settings.sweeper), state_folder()).run(start)
+    return TrialJob(folder, run_dir, trial_settings(settings.sweeper)).run(start)
 
 
 def conclude_study(folder: Path) -> None:

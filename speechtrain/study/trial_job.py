@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,8 +22,8 @@ from optuna.trial import TrialState
 
 from speechtrain import run_directory
 from speechtrain.compute_policy import usable_cpus
-from speechtrain.errors import ConfigError, DataError, Diverged, Preempted, SpeechtrainError
-from speechtrain.files import open_append, print_line
+from speechtrain.errors import ConfigError, DataError, Diverged, MachineError, Preempted, SpeechtrainError
+from speechtrain.files import print_line
 from speechtrain.run_directory import RunResult
 from speechtrain.study.objectives import numbers_of, values_of
 from speechtrain.study.store import Outcome, Study
@@ -69,11 +70,10 @@ def trial_settings(sweeper: Mapping[str, Any]) -> TrialSettings:
 class TrialJob:
     """Runs a trial and stores its outcome in the study."""
 
-    def __init__(self, folder: Path, run_dir: Path, settings: TrialSettings, state_folder: Path) -> None:
+    def __init__(self, folder: Path, run_dir: Path, settings: TrialSettings) -> None:
         self._study = Study(folder)
         self._study.optuna.pruner = optuna.pruners.MedianPruner()
         self._run_dir = run_dir
-        self._state_folder = state_folder
         self._settings = settings
         self._is_pruned = False  # whether the median rule has stopped the run
 
@@ -83,7 +83,7 @@ class TrialJob:
         Errors of ``start`` are raised again. A trial that a signal interrupts stays unfinished, and so does a
         trial that will run again.
         """
-        with _cores(self._settings.cores, self._state_folder), self._pruning():
+        with _cores(self._settings.cores), self._pruning():
             try:
                 result = start()
             except Preempted:
@@ -194,24 +194,41 @@ class TrialJob:
 
 
 @contextlib.contextmanager
-def _cores(count: int, state_folder: Path) -> Iterator[None]:
+def _cores(count: int) -> Iterator[None]:
     """Return a context in which this process runs on ``count`` logical CPUs.
 
-    No other trial of this host uses these CPUs. The context waits until enough CPUs are free. A CPU is
-    reserved by a lock on its byte of a file in the user's state folder, so the end of a process frees its
-    CPUs.
+    No other trial of this user on this host uses these CPUs. The context waits until enough CPUs are free. A
+    CPU is reserved by a lock on its byte of a file, so the end of a process frees its CPUs.
     """
     if not hasattr(os, "sched_setaffinity"):  # The system is not Linux.
         yield
         return
     cpus = usable_cpus()
-    with open_append(state_folder / f"cores-{socket.gethostname()}.lock") as file:
+    with _open_cores_file() as file:
         claimed_cpus = _claim_cpus(file, cpus, min(count, len(cpus)))
         os.sched_setaffinity(0, claimed_cpus)
         try:
             yield
         finally:
             os.sched_setaffinity(0, cpus)
+
+
+def _open_cores_file() -> IO[bytes]:
+    """Open the file whose locks reserve CPUs, in the folder for temporary files, which is on this host.
+
+    Raises MachineError if the file belongs to another user, who could keep its locks.
+    """
+    path = Path(tempfile.gettempdir(), f"speechtrain-cores-{os.getuid()}-{socket.gethostname()}.lock")
+    problem = f"{path} belongs to another user"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if os.fstat(descriptor).st_uid == os.getuid():
+            os.utime(descriptor)  # Systems remove old files of this folder.
+            return os.fdopen(descriptor, "r+b")
+        os.close(descriptor)
+    except OSError as error:
+        problem = f"{path}: {error.strerror}"
+    raise MachineError(f"{problem}. Remove it, or set TMPDIR to another folder")
 
 
 def _claim_cpus(file: IO[bytes], cpus: set[int], count: int) -> set[int]:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -11,26 +13,30 @@ import pytest
 from optuna.distributions import FloatDistribution
 
 from speechtrain.compute_policy import usable_cpus
-from speechtrain.errors import ConfigError
+from speechtrain.errors import ConfigError, MachineError
 from speechtrain.run_directory import RunResult
 from speechtrain.study.objectives import Objective
 from speechtrain.study.store import Outcome, Study, StudySpec
-from speechtrain.study.trial_job import TrialJob, TrialSettings
+from speechtrain.study.trial_job import TrialJob, TrialSettings, _cores
 
 HOLDER = """
 import os, sys
 from pathlib import Path
+from speechtrain.runs.started_runs import remember
 from speechtrain.study.trial_job import _cores
 
-with _cores(int(sys.argv[2]), Path(sys.argv[1])):
+with _cores(int(sys.argv[1])):
+    remember(Path(os.environ["TMPDIR"]))  # as the start of a run does
     print(sorted(os.sched_getaffinity(0)), flush=True)
     sys.stdin.read()
 """
 
 
 def hold(folder: Path, count: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", HOLDER, str(folder), str(count)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", HOLDER, str(count)]
+    environment = {**os.environ, "TMPDIR": str(folder), "XDG_STATE_HOME": str(folder)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
 
 
 def first_line(process: subprocess.Popen[str]) -> str:
@@ -40,6 +46,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.skipif(len(usable_cpus()) < 2, reason="two trials need two cores")
 def test_cores_of_two_trials_differ_and_a_third_waits_for_a_killed_one(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
     cores = usable_cpus()
     waiting = "waiting for 1 free cores. A smaller hydra.sweeper.cores=N helps"
     processes = [hold(tmp_path, len(cores) - 1)]
@@ -58,6 +65,26 @@ def test_cores_of_two_trials_differ_and_a_third_waits_for_a_killed_one(tmp_path:
             process.communicate()
 
 
+def test_cores_refuse_a_file_that_another_user_may_have_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with _cores(1):
+        (path,) = tmp_path.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(MachineError, match=rf"{path}: .*\. Remove it, or set TMPDIR"), _cores(1):
+        pass
+    if os.geteuid() != 0:
+        pytest.skip("only root gives a file to another user")
+    path.unlink()
+    path.touch()
+    os.chown(path, 65534, 65534)
+    with pytest.raises(MachineError, match=f"{path} belongs to another user"), _cores(1):
+        pass
+
+
 def settings_of(trial: int, pruner: str | None) -> TrialSettings:
     handling = {"failed": "retry", "refused": "prune", "diverged": "worst", "out_of_memory": "prune"}
     return TrialSettings(trial=trial, pruner=pruner, cores=1, retries=1, **handling)
@@ -73,7 +100,7 @@ def test_median_rule_does_not_end_the_command_if_the_run_has_just_ended(tmp_path
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "metrics.jsonl").write_text('{"event": "valid", "step": 1, "set": "dev", "wer": 0.9}\n')
-    job = TrialJob(tmp_path, run_dir, settings_of(trial.number, "median"), tmp_path / "state")
+    job = TrialJob(tmp_path, run_dir, settings_of(trial.number, "median"))
 
     def end_after_the_signal() -> RunResult:
         deadline = time.monotonic() + 60
