@@ -9,6 +9,7 @@ that was copied into another folder does not match.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
@@ -58,9 +59,11 @@ def remember(run_dir: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in folder.glob("[!.]*"):
-            _, _, remembered_dir = read_text(path, errors="replace").partition("\n")
-            if not Path(remembered_dir, ABOUT).exists():
-                path.unlink()
+            # Another start may have removed the file, and the path of a run may be out of reach for a while.
+            with contextlib.suppress(OSError):
+                _, _, remembered_dir = read_text(path, errors="replace").partition("\n")
+                if not Path(remembered_dir, ABOUT).exists():
+                    path.unlink()
         text = f"{read_about(run_dir).start_id}\n{run_dir.resolve()}"
         write_text(_file(run_dir), text, durable=False, private=True)
     except OSError as error:

@@ -95,6 +95,17 @@ def test_remember_removes_the_files_of_runs_that_are_gone(tmp_path: Path, state:
         shutil.rmtree(run_dir)
 
 
+def test_remember_does_not_depend_on_the_files_of_other_runs(
+    tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_own_run(tmp_path / "first")
+    (state / ("0" * 32)).write_text(f"0\n/{'long' * 100}")  # its path cannot be looked up
+    (state / ("1" * 32)).symlink_to("nowhere")  # it exists when the folder is listed, and not when it is read
+    run_dir = make_own_run(tmp_path / "second")
+    assert capsys.readouterr().out == ""
+    require_started(run_dir)
+
+
 def test_remember_says_how_to_continue_if_the_folder_cannot_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
