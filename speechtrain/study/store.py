@@ -6,6 +6,7 @@ process may be killed at any moment.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -223,18 +224,36 @@ class Study:
             study.enqueue_trial(dict(self.spec.first[number]))
         return study.ask(dict(self.spec.space)).params
 
-    def open_trial(self, number: int) -> optuna.trial.Trial:
-        """Return optuna's object of an unfinished trial, which can report values and be pruned."""
+    def _open_trial(self, number: int) -> optuna.trial.Trial:
+        """Return optuna's object of an unfinished trial.
+
+        Its methods that write are called under the lock of the journal. optuna acquires its own lock first,
+        so another thread that has the lock of the journal would wait forever.
+        """
         study_id = self._storage.get_study_id_from_name(_NAME)
         trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
         return optuna.trial.Trial(self.optuna, trial_id)
 
     def attempt(self, number: int) -> int:
         """Add 1 to the stored number of attempts of a trial, and return the number."""
-        trial = self.open_trial(number)
-        attempts = int(trial.user_attrs[_ATTEMPTS]) + 1
-        trial.set_user_attr(_ATTEMPTS, attempts)
-        return attempts
+        with self._lock:
+            trial = self._open_trial(number)
+            attempts = int(trial.user_attrs[_ATTEMPTS]) + 1
+            trial.set_user_attr(_ATTEMPTS, attempts)
+            return attempts
+
+    def report(self, number: int, values: Sequence[float]) -> bool:
+        """Store the validations of an unfinished trial, and return whether the median rule stops the trial.
+
+        ``values`` has the first objective at each validation so far. Those that are stored already stay. NaN
+        is worse than any number.
+        """
+        worst = self.spec.objectives[0].worst((-math.inf, math.inf))
+        with self._lock:
+            trial = self._open_trial(number)
+            for index in range(len(self.trials()[number].intermediate_values), len(values)):
+                trial.report(worst if math.isnan(values[index]) else values[index], index)
+            return trial.should_prune()  # The median rule is optuna's default.
 
     def finish(
         self,
@@ -252,7 +271,7 @@ class Study:
             trials = self.trials()
             if not 0 <= number < len(trials) or trials[number].state.is_finished():
                 raise RunError(f"trial {number} is finished or does not exist")
-            trial = self.open_trial(number)
+            trial = self._open_trial(number)
             trial.set_user_attr(_OUTCOME, asdict(outcome))
             if values is not None:
                 state = TrialState.COMPLETE

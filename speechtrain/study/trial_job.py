@@ -17,14 +17,13 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Literal
 
-import optuna
 from optuna.trial import TrialState
 
 from speechtrain import run_directory
 from speechtrain.compute_policy import usable_cpus
 from speechtrain.errors import ConfigError, DataError, Diverged, MachineError, Preempted, SpeechtrainError
 from speechtrain.files import print_line
-from speechtrain.run_directory import RunResult
+from speechtrain.run_directory import RunResult, Validations
 from speechtrain.study.objectives import numbers_of, values_of
 from speechtrain.study.store import Outcome, Study
 
@@ -72,7 +71,6 @@ class TrialJob:
 
     def __init__(self, folder: Path, run_dir: Path, settings: TrialSettings) -> None:
         self._study = Study(folder)
-        self._study.optuna.pruner = optuna.pruners.MedianPruner()
         self._run_dir = run_dir
         self._settings = settings
         self._is_pruned = False  # whether the median rule has stopped the run
@@ -83,9 +81,10 @@ class TrialJob:
         Errors of ``start`` are raised again. A trial that a signal interrupts stays unfinished, and so does a
         trial that will run again.
         """
-        with _cores(self._settings.cores), self._pruning():
+        with _cores(self._settings.cores):
             try:
-                result = start()
+                with self._pruning():
+                    result = start()
             except Preempted:
                 if not self._is_pruned:
                     raise
@@ -169,28 +168,12 @@ class TrialJob:
 
     def _report_validations(self, has_ended: threading.Event) -> None:
         """Report new validations to the study until the run has ended or the median rule stops it."""
-        name = self._study.spec.objectives[0].name
-        trial = self._study.open_trial(self._settings.trial)
-        reported_count = 0
+        validations = Validations(self._run_dir, self._study.spec.objectives[0].name)
         while not has_ended.wait(_POLL_SECONDS):
-            metrics = self._read_validations(name)
-            for index in range(reported_count, len(metrics)):
-                trial.report(metrics[index], index)
-            reported_count = len(metrics)
-            if trial.should_prune():
+            if self._study.report(self._settings.trial, validations.read()):
                 self._is_pruned = True
                 os.kill(os.getpid(), signal.SIGTERM)  # The run saves and stops, as for a user's signal.
                 return
-
-    def _read_validations(self, name: str) -> list[float]:
-        """Return the metric ``name`` of each validation so far, on the first evaluation set."""
-        rows = run_directory.read_metrics(self._run_dir).rows
-        validations = [row for row in rows if row.get("event") == "valid" and name in row]
-        metrics = []
-        for row in validations:
-            if row.get("set") == validations[0].get("set"):
-                metrics.append(float(row[name]))
-        return metrics
 
 
 @contextlib.contextmanager

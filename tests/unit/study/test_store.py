@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,35 @@ def test_finish_refuses_a_second_end_and_keeps_the_first(tmp_path: Path) -> None
             study.finish(number, Outcome("failed"))
     assert study.trials()[0].values == [0.5]
     assert outcome_of(study.trials()[0]) == Outcome("finished", {"wer": 0.5})
+
+
+def test_a_thread_may_report_while_another_one_ends_trials(tmp_path: Path) -> None:
+    count = 60
+    study = Study(tmp_path, spec(n_trials=count + 1))
+    (reported, *trials) = study.claim(count + 1)
+    study.report(reported.number, [])
+    is_over = threading.Event()
+
+    def report() -> None:
+        values: list[float] = []
+        while not is_over.is_set():
+            values.append(0.5)
+            study.report(reported.number, values)
+
+    def end_trials() -> None:
+        for trial in trials:
+            study.finish(trial.number, Outcome("finished"), [0.1])
+            study.attempt(reported.number)
+        is_over.set()
+
+    # Daemons, because two threads that wait for each other would keep the process.
+    threads = [threading.Thread(target=target, daemon=True) for target in (report, end_trials)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not [thread for thread in threads if thread.is_alive()], "the threads wait for each other"
+    assert len(study.complete_trials()) == count
 
 
 def test_best_is_within_the_thresholds_if_one_is(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -94,7 +95,7 @@ def test_median_rule_does_not_end_the_command_if_the_run_has_just_ended(tmp_path
     space = {"optimizer.lr": FloatDistribution(1e-3, 1e-2)}
     study = Study(tmp_path, StudySpec(space, (Objective("wer"),), n_trials=6))
     for trial in study.claim(5):
-        study.open_trial(trial.number).report(0.1, 0)
+        study.report(trial.number, [0.1])
         study.finish(trial.number, Outcome("finished"), [0.1])
     (trial,) = study.claim(1)
     run_dir = tmp_path / "run"
@@ -114,6 +115,17 @@ def test_median_rule_does_not_end_the_command_if_the_run_has_just_ended(tmp_path
     assert job.run(end_after_the_signal).status == "finished"
     assert signal.getsignal(signal.SIGTERM) is handler
     assert study.trials()[5].values == [0.9]
+
+
+def test_a_trial_whose_validation_is_not_a_number_is_pruned(tmp_path: Path) -> None:
+    study = Study(
+        tmp_path, StudySpec({"lr": FloatDistribution(1e-3, 1e-2)}, (Objective("loss"),), n_trials=6)
+    )
+    for trial in study.claim(5):
+        study.report(trial.number, [0.1])
+        study.finish(trial.number, Outcome("finished"), [0.1])
+    (trial,) = study.claim(1)
+    assert study.report(trial.number, [math.nan])
 
 
 @pytest.mark.parametrize("key", ["failed", "refused", "diverged", "out_of_memory"])
