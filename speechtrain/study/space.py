@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from optuna.distributions import (
     BaseDistribution,
@@ -13,6 +15,7 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
+from optuna.trial import TrialState, create_trial
 
 from speechtrain.errors import ConfigError
 
@@ -96,6 +99,42 @@ def grid(space: Space) -> list[dict[str, Any]]:
         else:
             raise ConfigError(f"{name}: hydra.sweeper.sampler=grid needs a choice or a range of values")
     return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*values)]
+
+
+def first_assignments(space: Space, points: Any, parser: OverridesParser) -> tuple[Assignments, ...]:
+    """Return ``points``, the assignments of the first trials, with values of ``space``.
+
+    A point may lack keys of the space. Raises ConfigError unless ``points`` is a list of mappings from keys
+    of the space to their values.
+    """
+    first = []
+    for point in points:
+        if not isinstance(point, Mapping):
+            raise ConfigError(
+                f"hydra.sweeper.first has {point}: it is a list such as [{{optimizer.lr: 3e-3}}]"
+            )
+        assignments = {}
+        for key, value in point.items():
+            if key not in space:
+                raise ConfigError(f"hydra.sweeper.first: {key} is not a key that the study searches")
+            assignments[key] = _element(key, space[key], value, parser)
+        first.append(assignments)
+    return tuple(first)
+
+
+def _element(key: str, parameter: BaseDistribution, value: Any, parser: OverridesParser) -> Any:
+    """Return the element of a distribution that equals ``value``. Raises ConfigError if there is none."""
+    if isinstance(parameter, CategoricalDistribution):
+        for text in parameter.choices:  # The choices are texts in Hydra's syntax, such as "8" and "true".
+            if value in (text, parser.parse_override(f"{key}={text}").value()):
+                return text
+        values = ", ".join(map(str, parameter.choices))
+    else:
+        with contextlib.suppress(ValueError):  # The constructor checks the value.
+            create_trial(state=TrialState.RUNNING, params={key: value}, distributions={key: parameter})
+            return value
+        values = repr(parameter)
+    raise ConfigError(f"hydra.sweeper.first: {key}={value} is not in the search space ({values})")
 
 
 def override_texts(assignments: Assignments) -> list[str]:

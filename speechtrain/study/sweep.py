@@ -17,7 +17,7 @@ from speechtrain.config.resume_fields import key_of_override
 from speechtrain.errors import ConfigError, RunError
 from speechtrain.study.objectives import read_objectives
 from speechtrain.study.output import write_page, write_recipe
-from speechtrain.study.space import override_texts, split_overrides
+from speechtrain.study.space import first_assignments, override_texts, split_overrides
 from speechtrain.study.store import Study, StudySpec, outcome_of
 from speechtrain.study.trial_job import UNMEASURED, trial_settings
 
@@ -73,7 +73,7 @@ def _spec(settings: dict[str, Any], parser: OverridesParser, arguments: Sequence
         n_trials=int(settings["n_trials"]),
         sampler=settings["sampler"],
         seed=int(settings["seed"]),
-        first=tuple(settings["first"]),
+        first=first_assignments(space, settings["first"], parser),
         fixed=tuple(fixed),
     )
 

@@ -5,7 +5,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from speechtrain.errors import ConfigError
-from speechtrain.study.space import grid, override_texts, split_overrides
+from speechtrain.study.space import first_assignments, grid, override_texts, split_overrides
 
 
 def space_of(*texts: str):
@@ -65,3 +65,41 @@ def test_override_texts_give_hydra_the_value_that_was_drawn() -> None:
     (text,) = override_texts({"a": space["a"].choices[0]})
     (override,) = OverridesParser.create().parse_overrides([text])
     assert override.value() == "x, y"
+
+
+SEARCHED = (
+    "data.batch.count=choice(4,8)",
+    "optimizer.lr=1e-3,3e-3",
+    "encoder.dropout=interval(0,0.5)",
+    "steps=range(0,100,10)",
+    "model=rnnt,ctc",
+)
+
+
+def test_first_assignments_have_values_of_the_space() -> None:
+    _, space = space_of(*SEARCHED)
+    points = [
+        {"data.batch.count": 8, "optimizer.lr": 0.003},
+        {"encoder.dropout": 0, "steps": 20, "model": "ctc"},
+    ]
+    assert first_assignments(space, points, OverridesParser.create()) == (
+        {"data.batch.count": "8", "optimizer.lr": "0.003"},
+        {"encoder.dropout": 0, "steps": 20, "model": "ctc"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("point", "cause"),
+    [
+        ({"rate": 1}, "rate is not a key that the study searches"),
+        ({"data.batch.count": 5}, r"data.batch.count=5 is not in the search space \(4, 8\)"),
+        ({"encoder.dropout": 0.6}, r"encoder.dropout=0.6 is not in the search space \(.*high=0.5"),
+        ({"encoder.dropout": "much"}, "encoder.dropout=much is not in"),
+        ({"steps": 15}, "steps=15 is not in"),
+        ("steps", r" has steps: it is a list such as \[\{optimizer.lr: 3e-3\}\]"),
+    ],
+)
+def test_first_assignments_refuse_a_value_outside_the_space(point: object, cause: str) -> None:
+    _, space = space_of(*SEARCHED)
+    with pytest.raises(ConfigError, match=f"^hydra.sweeper.first.*{cause}"):
+        first_assignments(space, [point], OverridesParser.create())

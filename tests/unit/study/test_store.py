@@ -112,8 +112,6 @@ def test_first_points_and_grid_fix_the_draws(tmp_path: Path) -> None:
     assert trials[0].params["lr"] == 5e-3
     assert 20 <= trials[0].params["steps"] <= 200
     assert trials[1].params == {"lr": 2e-3, "steps": 40}
-    with pytest.raises(ConfigError, match="rate is not a key"):
-        spec(first=({"rate": 1},))
     space = {"a": CategoricalDistribution(["x", "y"]), "b": IntDistribution(1, 3)}
     study = Study(tmp_path / "grid", spec(space=space, sampler="grid", n_trials=20))
     trials = study.claim(20)
