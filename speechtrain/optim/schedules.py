@@ -34,7 +34,7 @@ class Schedule(ABC):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plan of the run, which a resumed run must not change."""
+        """Return the plan of the run. A resumed run has it until its limits change."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - nothing is a sensible default
@@ -58,14 +58,15 @@ def _warmup(step: float, warmup_steps: int) -> float:
 class _Planned(Schedule):
     """A warm-up, then a decay that ends after the planned updates.
 
-    ``steps`` are the planned updates. If it is null, they follow from the limits of the run
-    (``planned_steps``). The first start fixes the number, and a resumed run has the same number. If
-    ``warmup_steps`` is null, the warm-up is 8 % of the planned updates, at most 32,000.
+    ``steps`` are the planned updates, which then never change. If it is null, they follow from the limits of
+    the run (``planned_steps``). If ``warmup_steps`` is null, the warm-up is 8 % of the planned updates, at
+    most 32,000.
 
-    A plan by time is corrected during the run. The rate then continues from the same position in the warm-up
-    or the decay, and the rest of the schedule is stretched or compressed to the remaining updates. The
-    position is the number of completed updates at which the present plan, if it had been valid from the
-    start, would have the same rate.
+    A plan by time is corrected during the run, and a run may continue with other limits. The rate then
+    continues from the same position in the warm-up or the decay, and the rest of the schedule is stretched or
+    compressed to the remaining updates. The position is the number of completed updates at which the present
+    plan, if it had been valid from the start, would have the same rate. A run that has completed its plan
+    gets the rates of the longer plan, as if that had been valid from the start.
     """
 
     warmup_steps: int | None = 0
@@ -102,7 +103,7 @@ class _Planned(Schedule):
         old_position, old_begin, old_total = self._position_of(step + 1) - 1, self.begin, self.total
         self._plan(total)
         self.corrected_at, self.position = 0, 0.0
-        if not 0 < step < old_total:  # A longer plan for a run that has ended begins a new decay.
+        if not 0 < step < old_total:  # The run has not begun, or has completed the old plan.
             return
         if old_position < old_begin:
             self.position = old_position / old_begin * self.begin
@@ -242,7 +243,8 @@ class TriStage(_Planned):
     """Linear warm-up, a plateau, then an exponential decay (Baevski et al., 2020, for fine-tuning).
 
     ``phases`` are two fractions of the planned updates, of the warm-up and of the plateau. The first update
-    has the rate ``first · peak``. The last update and the updates after it have ``last · peak``.
+    has the rate ``first · peak``. The updates after the planned ones have ``last · peak``. As in fairseq, the
+    last planned update is one step of the decay before it: 1.006 · ``last · peak`` at 1,000 updates.
     """
 
     peak: float
@@ -279,7 +281,7 @@ class IntelQuadratic(_Planned):
 
     With n = step − 1 completed updates of N: ``min(1, n / warmup_steps) · max(peak · ((N − n) / N)²,
     min_lr)``. As in Intel's code, the first update has the rate 0 if the warm-up is not 0. A correction of
-    the plan does not change the warm-up, which counts updates of the run.
+    the plan does not change a warm-up of ``warmup_steps``, which counts updates of the run.
     """
 
     begin = 0  # The decay begins with the first update.
@@ -288,5 +290,8 @@ class IntelQuadratic(_Planned):
     warmup_steps: int | None = field(default=8000, kw_only=True)
 
     def rate(self, step: int) -> float:
-        remaining = 1.0 - self.progress(self._position_of(step) - 1, 0)
-        return _warmup(step - 1, self.warmup) * max(self.peak * remaining**2, self.min_lr)
+        completed = self._position_of(step) - 1
+        remaining = 1.0 - self.progress(completed, 0)
+        # A warm-up that is a share of the plan is stretched with it.
+        warmup_updates = completed if self.warmup_steps is None else step - 1
+        return _warmup(warmup_updates, self.warmup) * max(self.peak * remaining**2, self.min_lr)

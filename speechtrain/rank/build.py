@@ -182,7 +182,7 @@ def plan_updates(
 
     The number is None if the settings limit the run neither by updates nor by epochs.
 
-    Warnings about the data, and about a warm-up that is longer than the run, are logged.
+    Warnings about the data, and about a schedule that does not fit the run, are logged.
     """
     updates_per_epoch = data.micro_batches_per_epoch / (config.world_size * settings.accumulate)
     planned_updates = planned_steps(settings, updates_per_epoch)
@@ -197,4 +197,8 @@ def plan_updates(
         _LOG.warning(
             f"the warm-up takes {schedule.warmup} of {planned_updates} updates. Change schedule.warmup_*"
         )
+    schedule_steps = config.schedule.get("steps")
+    if planned_updates and schedule_steps and schedule_steps < planned_updates:
+        rest = f"the last {planned_updates - schedule_steps} of {planned_updates} updates"
+        _LOG.warning(f"schedule.steps={schedule_steps}: {rest} have the learning rate of its end")
     return schedule, planned_updates

@@ -228,6 +228,9 @@ class Planning:
     def start(self, parts: Parts, updates_per_epoch: float) -> None:
         """Plan the run before the first update of this start."""
         self.updates = planned_steps(self.config, updates_per_epoch)
+        if self.updates is not None and self.updates > parts.progress.step:
+            # The restored schedule still has the plan of the earlier start.
+            parts.schedule.plan(self.updates, parts.progress.step)
         self.validate_every = self.config.validate_every or max(1, round(updates_per_epoch))
 
     def expected_updates(self, step: int) -> float:

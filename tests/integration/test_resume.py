@@ -56,3 +56,24 @@ def test_twenty_kills_leave_no_trace(command: Callable[..., Command], chain: str
     assert killed.result()["metrics"] == undisturbed.result()["metrics"]
     assert [c.name for c in killed.checkpoints()] == [c.name for c in undisturbed.checkpoints()]
     assert not list((killed.run_dir / "checkpoints").glob(".*"))  # nothing half-written stays behind
+
+
+@pytest.mark.parametrize("limit", ["max_steps", "max_epochs"])
+def test_a_finished_run_with_a_higher_limit_learns_on(command: Callable[..., Command], limit: str) -> None:
+    """The command of docs/runs.md. The demo's learning rate has reached its end before."""
+    limits = {"max_steps": ("trainer.max_steps=6", "trainer.max_steps=12")}
+    limits["max_epochs"] = ("trainer.max_epochs=0.5", "trainer.max_epochs=1")  # of 12 updates
+    first_limit, second_limit = limits[limit]
+    run = command("run", "trainer.max_steps=null", "schedule.warmup_steps=2", "trainer.ema=0", first_limit)
+    assert run.run_inline().returncode == 0
+    weights = run.weights()
+    run.arguments = [f"run_dir={run.run_dir}"]
+    done = run.run_inline(second_limit)
+    assert done.returncode == 0, done.stderr
+    rates = {event["step"]: event["lr"] for event in run.events("train")}
+    peak = max(rates.values())
+    added = [rates[step] for step in range(7, 13)]
+    assert max(added) > 0.4 * peak
+    assert min(added) > 0
+    assert added[-1] < 0.2 * peak
+    assert run.weights() != weights

@@ -143,6 +143,15 @@ def test_a_corrected_plan_continues_from_the_same_rate(cls: Any, step: int, tota
     assert rates[-1] == pytest.approx(cls(0.1, planned_steps=9).rate(10))
 
 
+@pytest.mark.parametrize("step", [3, 30, 100, 400])
+@pytest.mark.parametrize("total", [500, 2000, 10**5])
+def test_intels_warm_up_by_the_plan_does_not_jump(step: int, total: int) -> None:
+    schedule = IntelQuadratic(0.1, warmup_steps=None, planned_steps=1000)
+    before = schedule.rate(step + 1)
+    schedule.plan(total, step)
+    assert schedule.rate(step + 1) == pytest.approx(before)
+
+
 def test_a_longer_plan_after_the_end_begins_a_new_decay() -> None:
     schedule = Cosine(0.1, planned_steps=1000)
     schedule.plan(500, 400)

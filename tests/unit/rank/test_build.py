@@ -80,6 +80,8 @@ def test_a_plan_that_cannot_do_its_work_is_warned_of_once(caplog: pytest.LogCapt
     assert not caplog.messages
     planned("~data.valid.unheard")
     planned("trainer.max_steps=20", "schedule.warmup_steps=20")
-    nothing, warmup = caplog.messages
+    planned("trainer.max_steps=20", "schedule.warmup_steps=2", "schedule.steps=15")
+    nothing, warmup, end = caplog.messages
     assert nothing.startswith("data.valid is empty: nothing chooses the best checkpoint")
     assert warmup.startswith("the warm-up takes 20 of 20 updates")
+    assert end.startswith("schedule.steps=15: the last 5 of 20 updates have the learning rate of its end")

@@ -6,132 +6,20 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 from speechtrain.batch import Batch
-from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.config.build import build_schedule
-from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import RunError
-from speechtrain.optim.ema import NoEMA
-from speechtrain.optim.schedules import Cosine, Schedule
-from speechtrain.precision import FP32
-from speechtrain.task import Evaluation, Loss
-from speechtrain.trainer_config import TrainerConfig
-from speechtrain.training import trainer as trainer_module
+from speechtrain.task import Evaluation
 from speechtrain.training.time_budget import Revision, TimePlan, read_plan, shared_plan, write_plan
-from speechtrain.training.trainer import Trainer
 from tests.support.composed import composed
-from tests.support.small_trainer import Counted, Line, Recorder
-
-SECONDS = 1800.0
-UPDATE_S = 3.0
-VALIDATION_S = 12.0
-BATCHES = 20  # of a validation
-
-
-class Timed(Line):
-    """A line whose updates and evaluations take the seconds of a planted clock."""
-
-    def __init__(self, update_s: Callable[[float], float], validation_s: float) -> None:
-        super().__init__()
-        self.update_s = update_s
-        self.batch_s = validation_s / BATCHES
-        self.clock_s = 0.0
-        self.update_seconds = 0.0
-        self.lengths: list[float] = []
-
-    def forward(self, batch: Batch) -> Loss:
-        if self.training:
-            self.update_seconds += self.update_s(self.clock_s)
-            self.clock_s += self.update_s(self.clock_s)
-        else:
-            self.clock_s += self.batch_s
-        return super().forward(batch)
-
-    def evaluate(self, batch: Batch) -> Evaluation:
-        loss = self(batch)
-        return Evaluation({"loss": (loss.total, loss.weight)})
-
-    def advance(self, step: int, seed: int) -> None:
-        self.lengths.append(self.planned_updates)
-
-
-class ValidationSet(list[Batch]):
-    seconds = float(BATCHES)
-
-
-class Data(Counted):
-    def valid(self, rank: int = 0, world_size: int = 1) -> dict[str, Iterable[Batch]]:
-        return {"dev": ValidationSet([self.at(1000)] * BATCHES)}
-
-
-class Run:
-    """One start of a run whose clock only updates and evaluations move."""
-
-    def __init__(
-        self,
-        run_dir: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        update_s: Callable[[float], float] = lambda clock_s: UPDATE_S,
-        validation_s: float = VALIDATION_S,
-        seconds: float = SECONDS,
-        schedule: Schedule | None = None,
-        stop_at: int | None = None,
-        start_s: float = 0.0,
-        **settings: Any,
-    ) -> None:
-        self.task = Timed(update_s, validation_s)
-        self.task.clock_s = start_s
-        self.recorder = Recorder()
-        monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: self.task.clock_s))
-        config = replace(TrainerConfig(log_every=1, max_hours=seconds / 3600), **settings)
-        trainer = Trainer(
-            config, CPU(), FP32(), SingleProcess(), Checkpointer(run_dir, 99), self.recorder, 1, run_dir,
-            lambda: trainer.progress.step + 1 == stop_at,
-        )  # fmt: skip
-        optimizer = torch.optim.AdamW(self.task.parameters(), lr=1.0)
-        self.status = trainer.fit(
-            self.task,
-            Data(),
-            optimizer,
-            schedule or Cosine(1e-3, warmup_steps=None, planned_steps=1),
-            NoEMA(),
-        )
-        self.progress = trainer.progress
-
-    @property
-    def steps(self) -> int:
-        return self.progress.step
-
-    @property
-    def wall_s(self) -> float:
-        return self.progress.wall_s
-
-    @property
-    def validations(self) -> list[int]:
-        return [row["step"] for row in self.recorder.of("valid")]
-
-    @property
-    def warnings(self) -> list[str]:
-        return [row["message"] for row in self.recorder.of("warning")]
-
-    @property
-    def rates(self) -> dict[int, float]:
-        return {row["step"]: row["lr"] for row in self.recorder.of("train")}
-
-    @property
-    def losses(self) -> dict[int, float]:
-        return {row["step"]: row["loss"] for row in self.recorder.of("train")}
+from tests.support.timed_run import SECONDS, UPDATE_S, VALIDATION_S, Run, Timed
 
 
 def first_tenth(factor: float) -> Callable[[float], float]:
@@ -246,7 +134,7 @@ def test_a_run_ends_at_a_validation_after_which_no_other_fits(
             self.batch_s = 1.0 if self.clock_s < SECONDS / 20 else 45.0
             return super().evaluate(batch)
 
-    monkeypatch.setattr(f"{__name__}.Timed", Slower)
+    monkeypatch.setattr("tests.support.timed_run.Timed", Slower)
     run = Run(tmp_path, monkeypatch, validate_every=100)
     assert run.validations == [run.steps] == [100]
     assert run.status == "finished"
