@@ -378,6 +378,10 @@ def atomic(path: Path, durable: bool = True, private: bool = False) -> Iterator[
         if durable:
             flush(temporary)
         temporary.replace(path)
+    except OSError as error:
+        if error.filename is None:  # An error of a write, such as a full disk, names no file.
+            error.filename = str(path)
+        raise
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()

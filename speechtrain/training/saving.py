@@ -62,7 +62,7 @@ class Saving:
         self._attempted_step = step
         is_writer = self.group.world.rank == 0 or self.checkpointer.needs_all_ranks
         if is_writer and self._saved_step != step:
-            with self._handle_failed_write(is_last):
+            with handle_failed_write(self.tracker, self.on_save_error, is_last):
                 self._write(parts)
         self.group.barrier()
 
@@ -71,7 +71,7 @@ class Saving:
         progress = parts.progress
         if self.group.world.rank == 0 and self._saved_step == progress.step == progress.validated:
             metric = metric_value(parts.task, progress.metrics)
-            with self._handle_failed_write(is_last):
+            with handle_failed_write(self.tracker, self.on_save_error, is_last):
                 self.checkpointer.add_validation(progress.step, metric, progress.metrics, progress.wall_s)
 
     @contextlib.contextmanager
@@ -114,14 +114,18 @@ class Saving:
         self._saved_step = step
         self.tracker.log("checkpoint", {"step": step, "path": str(path)})
 
-    @contextlib.contextmanager
-    def _handle_failed_write(self, is_last: bool) -> Iterator[None]:
-        """Return a context in which a failed write raises MachineError, or warns if training goes on."""
-        try:
-            yield
-        except OSError as error:
-            if is_last or self.on_save_error == "stop":
-                advice = "The last good checkpoint is intact, and the same command continues from it"
-                raise MachineError(f"{error}. {advice}") from error
-            message = f"{error}; training goes on, trainer.on_save_error=continue"
-            self.tracker.log("warning", {"message": message})
+
+@contextlib.contextmanager
+def handle_failed_write(tracker: Tracker, on_save_error: str, is_last: bool = False) -> Iterator[None]:
+    """Return a context in which a failed write is a warning, because training goes on.
+
+    It raises MachineError with ``is_last`` at the end of a run, or if ``on_save_error`` is ``stop``.
+    """
+    try:
+        yield
+    except OSError as error:
+        if is_last or on_save_error == "stop":
+            advice = "The last good checkpoint is intact, and the same command continues from it"
+            raise MachineError(f"{error}. {advice}") from error
+        message = f"{error}; training goes on, trainer.on_save_error=continue"
+        tracker.log("warning", {"message": message})

@@ -27,6 +27,7 @@ from speechtrain.files import read_json, write_json
 from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig, planned_steps
 from speechtrain.training.run_state import Parts, Progress
+from speechtrain.training.saving import handle_failed_write
 
 Evaluate = Callable[[Parts, dict[str, Iterable[Batch]]], object]
 """Evaluates named sets of batches."""
@@ -93,6 +94,11 @@ class TimePlan:
         """The planned duration of all starts."""
         return self.hours * 3600
 
+    @property
+    def seconds_for_validation(self) -> float:
+        """The seconds that the plan leaves for each validation, at most half of the time."""
+        return min(self.seconds_per_validation, self.seconds / 2)
+
     def revisions_until(self, step: int, validated: int) -> list[Revision]:
         """Return the revisions that were made at the point (``step``, ``validated``) or before it."""
         point = (step, validated)
@@ -117,7 +123,8 @@ class TimePlan:
         """Plan the rest of the run from second ``wall_s`` on, and append the revision.
 
         The plan uses the present seconds per update and per validation. The rest of the run contains a whole
-        number of validations, and the last of them is at the end.
+        number of validations, and the last of them is at the end. There is at least one update. If one
+        validation takes more than half of the time, updates have the other half, and the run ends late.
 
         - With ``validate_every`` None, they are evenly spaced. There are at most 20 in a run, and validations
           take at most a tenth of the time.
@@ -128,8 +135,8 @@ class TimePlan:
         seconds_since_validation = (step - validated) * per_update
         period = self._validation_period(validate_every)
         validations = max(1, int((seconds_since_validation + seconds_left) / period))
-        seconds_left -= validations * self.seconds_per_validation
-        self.updates = step + max(0, int(seconds_left / per_update))
+        seconds_left -= validations * self.seconds_for_validation
+        self.updates = max(1, step + max(0, int(seconds_left / per_update)))
         spacing = validate_every or math.ceil((self.updates - validated) / validations)
         self.validate_every = max(1, spacing)
         validate_at = self.updates
@@ -319,7 +326,7 @@ class TimedPlanning(Planning):
 
     def time_limit_s(self) -> float | None:
         # The last validation must end before the latest end.
-        return _LATEST_END * self.plan.seconds - self.plan.seconds_per_validation
+        return _LATEST_END * self.plan.seconds - self.plan.seconds_for_validation
 
     def _revise(self, parts: Parts) -> None:
         """Measure the updates since the last revision, and plan the rest of the run."""
@@ -333,7 +340,9 @@ class TimedPlanning(Planning):
         plan.revise(progress.step, progress.validated, progress.wall_s, self.config.validate_every)
         self.plan = shared_plan(plan, self.group) or plan
         if self.group.world.rank == 0:
-            write_plan(self.plan, self.run_dir)
+            # If the plan cannot be written, the next revision writes it again.
+            with handle_failed_write(self.tracker, self.config.on_save_error):
+                write_plan(self.plan, self.run_dir)
 
     def _measure_updates(self, step: int) -> None:
         """Set the seconds per update to the median of the latest updates up to ``step``.
@@ -435,5 +444,9 @@ class TimedPlanning(Planning):
         share = validations * per_validation / plan.seconds
         if share > _VALIDATION_SHARE:
             advice = "give data.valid fewer recordings, or set a longer trainer.validate_every"
-            message = f"validation takes {share:.0%} of the time ({speed}); {advice}"
+            lateness = ""
+            if per_validation > plan.seconds_for_validation:
+                late_s = per_validation - plan.seconds_for_validation
+                lateness = f", so the run ends {late_s:.3g} s late"
+            message = f"validation takes {share:.0%} of the time ({speed}){lateness}; {advice}"
             self.tracker.log("warning", {"message": message})

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from speechtrain.batch import Batch
 from speechtrain.config.build import build_schedule
 from speechtrain.distributed.group import SingleProcess
-from speechtrain.errors import RunError
+from speechtrain.errors import MachineError, RunError
 from speechtrain.task import Evaluation
 from speechtrain.training.time_budget import Revision, TimePlan, read_plan, shared_plan, write_plan
 from tests.support.composed import composed
@@ -241,6 +245,62 @@ def test_updates_and_whole_validations_fill_the_time(
     if every is None:
         assert validations <= 20
         assert validations == 1 or validations * per_validation <= 0.1 * 1800
+
+
+def test_a_plan_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_text = Path.write_text
+
+    def write_to_full_disk(path: Path, *content: Any, **options: Any) -> int:
+        if path.name.startswith(".plan.json"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_text(path, *content, **options)
+
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(Path, "write_text", write_to_full_disk)
+        first = Run(tmp_path, monkeypatch, stop_at=100)
+        with pytest.raises(MachineError, match=r"No space left on device: '.*plan\.json'"):
+            Run(tmp_path / "strict", monkeypatch, on_save_error="stop")
+    assert first.warnings
+    for warning in first.warnings:
+        assert f"No space left on device: '{tmp_path}/plan.json'; training goes on" in warning
+    # The disk has space again, so the next revision is written with all earlier ones.
+    second = Run(tmp_path, monkeypatch)
+    assert second.status == "finished"
+    plan = read_plan(tmp_path)
+    assert plan is not None
+    assert plan.updates == second.steps
+
+
+def test_a_continued_run_without_room_for_an_update_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first start was killed after it had timed updates, and before it saved a checkpoint."""
+    Run(tmp_path, monkeypatch, stop_at=20)
+    shutil.rmtree(tmp_path / "checkpoints")
+    shorter = Run(tmp_path, monkeypatch, seconds=1.0)
+    assert shorter.status in ("finished", "time")
+    assert shorter.steps <= 1
+    longer = Run(tmp_path, monkeypatch, seconds=300.0)
+    assert longer.status == "finished"
+    assert longer.wall_s >= 0.9 * 300
+
+
+@pytest.mark.parametrize(("seconds", "validation_s"), [(18.0, 23.0), (40.0, 24.0)])
+def test_a_validation_that_is_longer_than_half_of_the_time_leaves_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, validation_s: float
+) -> None:
+    run = Run(tmp_path, monkeypatch, lambda clock_s: 0.1, validation_s, seconds=seconds)
+    assert run.status == "finished"
+    assert run.validations == [run.steps]
+    # Measurements of the validation take the rest of this half.
+    assert 0.35 * seconds <= run.task.update_seconds <= 0.55 * seconds
+    warning = run.warnings[-1]
+    assert f"validation takes {validation_s / seconds:.0%} of the time" in warning
+    late = re.search(r"so the run ends (\S+) s late", warning)
+    assert late is not None
+    assert float(late[1]) == pytest.approx(run.wall_s - seconds, abs=0.05 * seconds)
 
 
 def test_a_plan_is_kept_and_shared(tmp_path: Path) -> None:
