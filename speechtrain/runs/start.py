@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -287,12 +288,15 @@ def _job(config: DictConfig, device: Device, rank_bytes: int) -> Job:
     }
     if ALLOW_TARGETS in os.environ:
         environment[ALLOW_TARGETS] = os.environ[ALLOW_TARGETS]
+    # config.yaml keeps references to the environment, such as ``${oc.env:NUM_STEPS,null}``. On a host without
+    # the variable, a rank would use the default.
+    references = re.findall(r"\$\{oc\.env:(\w+)", OmegaConf.to_yaml(config))
     return Job(
         run_dir / CONFIG,
         run_dir,
         world_size=int(config.world_size),
         environment=environment,
-        forwarded_variables=device.facts.forwarded_variables,
+        forwarded_variables=(*device.facts.forwarded_variables, *references),
     )
 
 

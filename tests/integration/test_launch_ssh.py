@@ -197,6 +197,19 @@ def test_two_hosts_train_what_one_process_does(run: FromTheFirst, alone: Command
     assert processes_of(run) == []
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_num_steps_limits_two_hosts_in_each_precision(
+    precision: str, hosts: Hosts, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    run = FromTheFirst(tmp_path / "run", {**environment, "NUM_STEPS": "3"}, hosts, f"precision={precision}")
+    run.arguments = [text for text in run.arguments if not text.startswith("trainer.max_steps=")]
+    done = run.run()
+    assert done.returncode == 0, done.stderr
+    assert [e["step"] for e in run.events("train")] == [1, 2, 3]
+    assert [e["ranks"] for e in run.events("start")] == [2]
+    assert f"precision.{precision.upper()}" in (run.run_dir / "config.yaml").read_text()
+
+
 def test_a_rank_that_dies_ends_all_and_nothing_outlives_the_command(run: FromTheFirst) -> None:
     first = len(run.events("train"))
     process = run.start("trainer.max_steps=5000", "trainer.save_every=1")

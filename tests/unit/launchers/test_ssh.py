@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from speechtrain.launchers.ssh import Ssh
 
+from speechtrain.commands import train
 from speechtrain.errors import ConfigError
 from speechtrain.launcher import Job
 
@@ -84,6 +85,28 @@ def test_each_host_has_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert not [word for word in remote if "rdzv" in word], (
             "torchrun's default, static, unpickles nothing"
         )
+
+
+def test_a_variable_that_the_config_reads_goes_to_each_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hosts").write_text("a\nb\n")
+    monkeypatch.setenv("NUM_STEPS", "7")
+    monkeypatch.setenv("MY_NOISE", "noises.jsonl")
+    command = [
+        "recipe=demo",
+        "device=cpu",
+        "augment.noise=${oc.env:MY_NOISE}",
+        "world_size=2",
+        "dry_run=true",
+    ]
+    keys = ["launcher=ssh", f"launcher.hostfile={tmp_path / 'hosts'}", f"run_dir={tmp_path / 'run'}"]
+    assert train.run([*command, *keys]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ssh ")]
+    assert len(lines) == 2
+    for line in lines:
+        words = shlex.split(shlex.split(line)[-1])
+        assert {"NUM_STEPS=7", "MY_NOISE=noises.jsonl"} < set(words)
 
 
 @pytest.mark.parametrize("max_restarts", [0, 2])
