@@ -106,13 +106,16 @@ def test_the_speed_of_a_run(reference_run: tuple[Command, str]) -> None:
 
 
 def test_the_lines_of_dll(logged: Callable[..., Command]) -> None:
-    output = succeed(logged("dll", "tracking.trackers.console.form=dll"), *INLINE)
+    run = logged("dll", "tracking.trackers.console.form=dll")
+    output = succeed(run, *INLINE)
     iterations = re.findall(rf"^{DATE}(\d) \| {ITERATION}", output, re.M)
     places = [(int(number), int(update)) for number, update in iterations]
     assert places == [(1 + step // UPDATES, 1 + step % UPDATES) for step in range(2 * UPDATES)]
     averages = re.findall(rf"^{DATE}(\d) \| avg train utts/s +\d+ \| took +[\d.]+ s$", output, re.M)
-    evaluations = re.findall(rf"^{DATE}(\d) \| dev ema wer +[\d.]+ \| took +[\d.]+ s$", output, re.M)
-    assert averages == evaluations == ["1", "2"]
+    evaluations = re.findall(rf"^{DATE}(\d) \| dev ema wer +([\d.]+) \| took +[\d.]+ s$", output, re.M)
+    assert averages == [epoch for epoch, _ in evaluations] == ["1", "2"]
+    percents = [100 * wer for wer in MLLog.read(run.run_dir).values("eval_accuracy")]
+    assert [float(percent) for _, percent in evaluations] == pytest.approx(percents, abs=0.005)
 
 
 def test_the_start_prints_the_environment_and_the_data(reference_run: tuple[Command, str]) -> None:

@@ -15,6 +15,8 @@ from speechtrain.config.build import build_encoder, build_model, build_schedule
 from speechtrain.config.check import check
 from speechtrain.config.resume_fields import flat
 from speechtrain.errors import ConfigError
+from speechtrain.launcher import World
+from speechtrain.rank.build import trainer_config_for
 from speechtrain.runs.compose import compose
 from speechtrain.text.vocabulary import Characters, NoText
 from tests.support.composed import composed
@@ -126,20 +128,31 @@ def test_a_normaliser_is_that_of_the_corpus(corpus: str) -> None:
     assert config.tokenizer.normaliser == yaml.safe_load(text)["normaliser"]
 
 
+def accumulate(config: DictConfig) -> int:
+    """Return the micro-batches that each rank of a run accumulates."""
+    return trainer_config_for(config, World(0, config.world_size)).accumulate
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_intels_batch_is_64_for_each_number_of_ranks(ranks: int) -> None:
     config = recipe("intel_rnnt", f"world_size={ranks}", "run_dir=run")
     check(config)
-    accumulate = config.trainer.simulate_world // ranks
-    assert ranks * accumulate * config.data.batch.count == 64
+    assert ranks * accumulate(config) * config.data.batch.count == 64
     with pytest.raises(ConfigError, match="not a multiple of world_size=3"):
         check(recipe("intel_rnnt", "world_size=3", "run_dir=run"))
 
 
-def test_intels_precisions_and_step_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert recipe("intel_rnnt", "precision=bf16").precision._target_.endswith(".BF16")
-    monkeypatch.setenv("NUM_STEPS", "100")
-    assert recipe("intel_rnnt").trainer.max_steps == 100
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("steps", [None, 100, 500])
+def test_intels_precisions_and_step_limit(
+    precision: str, steps: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if steps:
+        monkeypatch.setenv("NUM_STEPS", str(steps))
+    config = recipe("intel_rnnt", f"precision={precision}")
+    assert config.precision._target_ == f"speechtrain.precision.{precision.upper()}"
+    assert config.trainer.max_steps == steps
+    check(recipe("intel_rnnt", f"precision={precision}", "run_dir=run"))
 
 
 GAUDI_DIFFERENCES = {
@@ -172,12 +185,11 @@ def test_the_header_of_gaudi_lists_each_difference_from_wav2vec2() -> None:
     assert "device=hpu, precision=bf16 " in header
 
 
-@pytest.mark.parametrize("cards", [1, 8, 16, 32])
-def test_gaudi_accumulates_to_64(cards: int) -> None:
+@pytest.mark.parametrize(("cards", "micro_batches"), [(1, 64), (8, 8), (16, 4), (32, 2)])
+def test_gaudi_accumulates_to_64(cards: int, micro_batches: int) -> None:
     config = recipe("gaudi_wav2vec2", f"world_size={cards}", "run_dir=run")
     check(config)
-    accumulate = config.trainer.simulate_world // cards
-    assert cards * accumulate == 64
+    assert accumulate(config) == micro_batches
 
 
 UTTERANCES = {

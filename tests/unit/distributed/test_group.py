@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,12 @@ def member(rank: int) -> dict[str, Any]:
         change(net)
         wrapped(rows(rank)).backward()
         told[name] = gradients(net)
+    net = Net(0)
+    group.facts = replace(group.facts, ddp_options=HPU.facts.ddp_options)
+    wrapped = group.wrap(net)
+    wrapped(rows(rank)).backward()
+    told["of Gaudi's DDP"] = gradients(net)
+    told["bucket bytes of Gaudi's DDP"] = wrapped.ddp.bucket_bytes_cap
     del wrapped
     group.barrier()
     group.close()
@@ -226,6 +233,12 @@ def test_a_parameter_that_an_update_leaves_out_has_no_gradient(told: list[dict[s
     assert left_out[2] is None
     assert close(told[rank]["left out"], left_out)
     assert close(told[rank]["taken in"], alone([0, 1]))
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_ddp_sums_gradients_with_gaudis_options(told: list[dict[str, Any]], rank: int) -> None:
+    assert close(told[rank]["of Gaudi's DDP"], alone([0, 1]))
+    assert told[rank]["bucket bytes of Gaudi's DDP"] == 230 * 2**20
 
 
 def test_one_process_is_a_group_of_its_own() -> None:
