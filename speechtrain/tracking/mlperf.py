@@ -24,6 +24,7 @@ _TYPES = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}
 class MLPerf(Tracker):
     """Appends lines of ``:::MLLOG`` and JSON to ``<run_dir>/mlperf.log``, and the three timing lines.
 
+    The timing lines are also printed, as the scripts of the reference do.
     Each epoch is a block. A later start of the run appends ``restart``, and ``resume`` with the step of its
     checkpoint. The lines of later steps were void. A block that was open or void begins again.
     """
@@ -65,7 +66,7 @@ class MLPerf(Tracker):
         accumulate, batch = self._facts["accumulate"], self.init["global_batch_size"]
         self._facts["global_batch_size"] = batch and batch * accumulate * self._facts["ranks"]
         self._facts["gradient_accumulation_steps"] = accumulate
-        self._append(f"STARTING TIMING RUN AT {self._begin:{DATE}}")
+        self._append_and_print(f"STARTING TIMING RUN AT {self._begin:{DATE}}")
         self._append_event("init_start", time_s=self._begin.timestamp())
         self._append_values(self.init)
         self._append_event("init_stop")
@@ -126,7 +127,7 @@ class MLPerf(Tracker):
         end = datetime.now(UTC)
         seconds, org = round((end - self._begin).total_seconds()), self.init["submission_org"]
         result = f"RESULT,RNN_SPEECH_RECOGNITION,,{seconds},{org},{self._begin:{DATE}}"
-        self._append(f"ENDING TIMING RUN AT {end:{DATE}}\n{result}")
+        self._append_and_print(f"ENDING TIMING RUN AT {end:{DATE}}\n{result}")
 
     def _append_event(self, key: str, value: Any = None, time_s: float = 0.0, **metadata: Any) -> None:
         """Append an event of MLPerf's logger. Without ``time_s`` it has the present time."""
@@ -142,6 +143,10 @@ class MLPerf(Tracker):
             "metadata": {"file": __file__, "lineno": traceback.extract_stack(limit=2)[0].lineno, **metadata},
         }
         self._append(f":::MLLOG {json.dumps(with_finite_numbers(line))}")
+
+    def _append_and_print(self, lines: str) -> None:
+        self._append(lines)
+        print(lines, flush=True)
 
     def _append(self, line: str) -> None:
         append_line(self.path, line.encode())

@@ -18,7 +18,7 @@ from speechtrain.errors import ConfigError
 from speechtrain.launcher import World
 from speechtrain.rank.build import trainer_config_for
 from speechtrain.runs.compose import compose
-from speechtrain.text.vocabulary import Characters, NoText
+from speechtrain.text.vocabulary import Characters, NoText, Tokenizer
 from tests.support.composed import composed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -91,12 +91,16 @@ def test_a_recipe_sets_its_device(name: str, device: str, precision: str) -> Non
     check(recipe(name, "device=cpu", "precision=fp32", "run_dir=run"))
 
 
+def tokenizer(labels: int) -> Tokenizer:
+    """A tokenizer with a number of labels."""
+    alphabet = "".join(map(chr, range(0x4E00, 0x4E00 + labels)))
+    return Characters(alphabet) if labels else NoText()
+
+
 def size(config: DictConfig, labels: int) -> int:
     """The parameters of a recipe's model with a number of labels, on the meta device."""
-    alphabet = "".join(map(chr, range(0x4E00, 0x4E00 + labels)))
-    tokenizer = Characters(alphabet) if labels else NoText()
     with torch.device("meta"):
-        task = build_model(config, tokenizer, build_encoder(config))
+        task = build_model(config, tokenizer(labels), build_encoder(config))
     return sum(parameter.numel() for parameter in task.parameters())
 
 
@@ -118,6 +122,17 @@ def test_the_networks_have_the_published_sizes(name: str, labels: int, parameter
 def test_contextnet_large_has_142_million_parameters(corpus: str) -> None:
     parameters = size(recipe(f"contextnet_{corpus}", "device=cpu"), 1024)
     assert round(parameters / 1e6, 1) == 142.0
+
+
+def test_eight_recordings_of_20_seconds_fit_24_gib_with_contextnet_large() -> None:
+    """The prediction is within a factor of two of what autograd stores, so it counts twice."""
+    config = recipe("contextnet_librispeech", "device=cpu")
+    assert (config.data.batch.count, config.data.max_seconds) == (8, 20.0)
+    with torch.device("meta"):
+        task = build_model(config, tokenizer(1024), build_encoder(config))
+    activations = 2 * task.footprint().bytes(rows=8, seconds=20.0, labels=200)
+    weights_and_gradients = 8 * sum(parameter.numel() for parameter in task.parameters())
+    assert activations + weights_and_gradients < 24 * 2**30
 
 
 @pytest.mark.parametrize("corpus", CONTEXTNET)

@@ -138,7 +138,7 @@ def test_the_form_of_the_lines(tmp_path: Path) -> None:
     assert log.metadata("block_start", "epoch_count") == [1]
 
 
-def test_the_lines_with_times(tmp_path: Path) -> None:
+def test_the_lines_with_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tracker = tracker_of(tmp_path, *REFERENCE)
     begin(tracker)
     tracker.log("end", {"status": "target", "steps": 4})
@@ -147,6 +147,7 @@ def test_the_lines_with_times(tmp_path: Path) -> None:
     assert match
     assert re.fullmatch(f"ENDING TIMING RUN AT {DATE}", end)
     assert re.fullmatch(rf"RESULT,RNN_SPEECH_RECOGNITION,,\d+,Acme,{match[1]}", result)
+    assert capsys.readouterr().out.splitlines() == [start, end, result]
 
 
 @pytest.mark.parametrize(
