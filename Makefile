@@ -14,7 +14,7 @@ PEERS_VENV := .venv-peers
 MLPERF_VENV := .venv-mlperf
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup setup-dev demo test test-fast test-faults test-attacks test-hard-share test-cluster check docs-reference bench wheel test-ipex peers test-peers test-nightly test-marked-nightly clean
+.PHONY: setup setup-dev demo test test-all test-faults test-attacks test-cluster check docs-reference bench wheel test-ipex peers test-peers test-nightly test-marked-nightly clean
 
 # The environment of a user: the package and its dependencies.
 setup: .setup-stamp
@@ -40,33 +40,27 @@ setup-dev: .setup-dev-stamp
 demo: setup
 	$(BIN)/python tools/demo.py
 
+# The tests that have no mark of a tier.
 test: setup-dev
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'not slow and not nightly'
 
-# The tests of the inner loop: all but the slow ones.
-test-fast: setup-dev
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'not slow'
+# The other tests that run at every commit.
+test-all: setup-dev
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'slow and not nightly'
 
 # Kills, signals, full disks and damaged files on real runs, with figures at the end: about an hour of two cores.
 # SPEECHTRAIN_FLIPS=1 flips every bit of a run's small files, and the default flips a share of them.
 test-faults: setup-dev
 	$(BIN)/python -m pytest -q $(HARD_ARGS) tests/faults
 
-# Every launcher with its real engine. A missing engine is a failure here, while `make test` skips its tests.
+# Every launcher with its real engine. A missing engine is a failure here, while .ci/run skips its tests.
 test-cluster: setup-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps impi-rt  # Intel MPI's engine
 	SPEECHTRAIN_ENGINES=must $(BIN)/python -m pytest -q tests/integration/test_launch_*.py
 
-# Attacks by the files of a stranger, with real commands. `make test` has the fast ones.
+# Attacks by the files of a stranger, with real commands.
 test-attacks: setup-dev
 	$(BIN)/python -m pytest -q $(HARD_ARGS) tests/attacks
-
-# The share of the two suites above that CI runs: the tests marked ci_share, each listed. A failure ends it. A slow
-# machine does not finish it within five minutes. It then says so and succeeds.
-test-hard-share: setup-dev
-	timeout --kill-after=10 300 $(BIN)/python -m pytest -x -v $(HARD_ARGS) --timeout=150 -m ci_share \
-		tests/faults tests/attacks; code=$$?; \
-		if [ $$code = 124 ]; then echo "the share was stopped after five minutes"; else exit $$code; fi
 
 # .pre-commit-config.yaml has the same commands, by test.
 check: setup-dev
@@ -117,15 +111,16 @@ $(PEERS_VENV)/.stamp: setup.py pyproject.toml
 		-e '.[interop,peers]' accelerate pytest pytest-timeout pytest-xdist hypothesis
 	touch $(PEERS_VENV)/.stamp
 
-# The tests that take too long for CI: the tests marked nightly, every launcher, all attacks and all faults. All suites
-# run even if one of them fails.
+# The tests that take too long for CI: every launcher, all attacks, all faults, and the other tests marked nightly. All
+# suites run even if one of them fails.
 test-nightly:
 	$(MAKE) --jobs=1 --keep-going test-marked-nightly test-cluster test-attacks test-faults
 
 # MLPerf's checker, and the lines of the Dockerfile in an empty environment. MLPerf's checker needs PyYAML only. Its
 # other dependencies serve other programs.
 test-marked-nightly: setup-dev $(MLPERF_VENV)/.stamp
-	SPEECHTRAIN_MLPERF_PYTHON=$(CURDIR)/$(MLPERF_VENV)/bin/python $(BIN)/python -m pytest -q -m nightly tests
+	SPEECHTRAIN_MLPERF_PYTHON=$(CURDIR)/$(MLPERF_VENV)/bin/python $(BIN)/python -m pytest -q -m nightly \
+		--ignore-glob='*/test_launch_*.py'
 
 $(MLPERF_VENV)/.stamp:
 	$(PYTHON) -m venv $(MLPERF_VENV)

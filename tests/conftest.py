@@ -24,6 +24,8 @@ from omegaconf import OmegaConf
 
 ROOT = Path(__file__).resolve().parents[1]
 DONT_WRITE_BYTECODE = sys.dont_write_bytecode
+SLOW_FOLDERS = ("contract", "device", "integration")
+"""Below tests/: all tests in them are slow."""
 USERS = ("DATASET_DIR", "OUTPUT_DIR", "NUM_STEPS", "SPEECHTRAIN_ALLOW_TARGETS", "HYDRA_FULL_ERROR")
 
 
@@ -87,6 +89,14 @@ OmegaConf.load = staticmethod(load_yaml_once)  # type: ignore[method-assign, ass
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of the slow folders, and mix files that wait with files that compute."""
+    for item in items:
+        if any(item.path.is_relative_to(ROOT / "tests" / name) for name in SLOW_FOLDERS):
+            item.add_marker(pytest.mark.slow)
+    _mix(items)
+
+
+def _mix(items: list[pytest.Item]) -> None:
     """Put four CPU-bound files after each file of tests/integration.
 
     The tests of these files wait half of their time. If they ran one after another, all processes would wait.

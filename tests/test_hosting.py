@@ -95,9 +95,13 @@ def test_every_suite_runs_on_the_host() -> None:
     targets = set()
     for path in WORKFLOWS:
         targets.update(make_targets(path))
-    assert targets == {"check", "test-fast", "test-faults", "test-attacks", "test-nightly", "wheel"}
-    nightly = "\n".join(command_lines(HOST / "workflows" / "nightly.yml"))
-    assert ".ci/run" in nightly
+    nightly_lines = "\n".join(command_lines(HOST / "workflows" / "nightly.yml"))
+    assert ".ci/run" in nightly_lines
+    targets.update(re.findall(r"^make ([a-z-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE))
+    (line,) = recipe("test-nightly")
+    nightly_targets = {"test-cluster", "test-attacks", "test-faults", "test-marked-nightly"}
+    assert nightly_targets == set(re.findall(r"test-[a-z-]+", line))
+    assert targets == {"check", "setup-dev", "test", "test-all", "wheel", *nightly_targets}
 
 
 def test_the_matrix_has_each_supported_release() -> None:

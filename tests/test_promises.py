@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import csv
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -32,7 +34,7 @@ COLUMNS = ["number", "system", "promise", "command", "test", "evidence"]
 COMMAND = re.compile(r"([A-Z_]+=\S+ )*speechtrain-|make ")
 ANSWER = re.compile(r"answered: .{40}")
 ISSUE = re.compile(r"awaits issue 21")
-EVIDENCE = re.compile(r"CI|rehearsal only|hardware \d{4}-\d\d-\d\d")
+EVIDENCE = re.compile(r"make test(-all|-nightly)?|rehearsal only|hardware \d{4}-\d\d-\d\d")
 
 Row = dict[str, str]
 
@@ -49,6 +51,17 @@ def functions_of(path: Path) -> set[str]:
     """Return the names of the functions of a Python file, without an import."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def tests_of(target: str, paths: list[str]) -> set[str]:
+    """Return the tests in these files that a target of the Makefile runs, at least in part."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    match = re.search(rf"^{target}: .*\n\t.* -m '(.*)'$", makefile, flags=re.MULTILINE)
+    assert match is not None
+    line = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", match[1], *paths]
+    process = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout
+    return {name.partition("[")[0] for name in process.stdout.splitlines() if "::" in name}
 
 
 def example_of(row: Row) -> Example | None:
@@ -79,6 +92,16 @@ def test_each_test_of_a_promise_exists() -> None:
         if row["test"]:
             path, function = row["test"].split("::")
             assert function in functions_of(ROOT / path), row
+
+
+def test_the_target_of_a_row_runs_its_test() -> None:
+    targets_of_rows = {row["test"]: row["evidence"] for row in rows() if row["evidence"].startswith("make ")}
+    paths = sorted({test.partition("::")[0] for test in targets_of_rows})
+    targets = dict.fromkeys(targets_of_rows, "make test-nightly")
+    for target in ("test-all", "test"):
+        for test in tests_of(target, paths) & targets_of_rows.keys():
+            targets[test] = f"make {target}"
+    assert targets_of_rows == targets
 
 
 def test_each_make_target_of_a_promise_exists() -> None:

@@ -50,8 +50,6 @@ from speechtrain.training.trainer import Trainer
 
 from .conftest import choices, composed, folder_of, run_in_forks
 
-pytestmark = pytest.mark.slow
-
 CHOICES = choices("device")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -42,8 +42,6 @@ from speechtrain.text.vocabulary import train_sentencepiece
 
 from .conftest import ALL, CONF, PARTS, choices, composed, folder_of, run_in_forks
 
-pytestmark = pytest.mark.slow
-
 BASES = [] if PARTS else sorted((p.parent.name, p.stem) for p in CONF.glob("*/_*.yaml"))
 NETWORKS = [c for c in ALL if c[0] in ("model", "encoder", "prediction") and c != ("encoder", "none")]
 CONSTRUCTED = [choice for choice in ALL if choice[0] in INTERFACES]

@@ -8,10 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.slow
-
 _MODULE = """
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence

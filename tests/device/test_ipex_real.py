@@ -19,7 +19,6 @@ try:
 except MachineError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-pytestmark = pytest.mark.slow
 
 COMMON = [
     *("device.threads=1", "device.matmul=highest", "tracking=jsonl", "data.workers=0", "trainer.log_every=1"),

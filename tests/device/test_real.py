@@ -20,8 +20,6 @@ from speechtrain.devices.base import Device
 from speechtrain.runs.compose import compose
 from tests.support.parity import IN_BF16, RECIPES, STEPS, golden, losses
 
-pytestmark = pytest.mark.slow
-
 FP32 = 1e-4  # relative band of a step's loss against the CPU's in fp32
 # of most steps and of each one: a chip's bf16 may choose another code for a frame, which moves that step
 BF16_MEDIAN, BF16_WORST = 5e-3, 3e-2

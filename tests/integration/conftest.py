@@ -42,13 +42,6 @@ RECORDED = ["data._target_=recording.RecordingData", "allow_targets=recording"]
 DEADLINE = 300.0  # seconds; nothing here takes a tenth of it on a free machine
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of this folder as slow: each starts processes."""
-    for item in items:  # pytest hands over the tests of all folders
-        if item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.slow)
-
-
 class Command:
     """``speechtrain train`` with the tiny recipe on one run directory."""
 

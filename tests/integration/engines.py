@@ -44,12 +44,6 @@ def skip_without(*programs: str, is_root: bool = False) -> None:
         pytest.skip(reason, allow_module_level=True)
 
 
-def skip_twice(engine: str, first: str = "openmpi") -> None:
-    """Skip what the test of the ``first`` engine has shown, unless `make test-cluster` wants all of each."""
-    if engine != first and not is_everything():
-        pytest.skip(f"{engine}: {first} has to do here in `make test`; `make test-cluster` tries both")
-
-
 def prepared(engine: str, environment: dict[str, str]) -> dict[str, str]:
     """The environment in which an MPI's mpirun is found; skips where it is not here.
 

@@ -40,12 +40,7 @@ def run(command: list[str], folder: Path, environment: dict[str, str]) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(
-    not os.environ.get("SPEECHTRAIN_MLPERF_PYTHON"),
-    reason="make test-nightly runs it: two minutes of installs",
-)
 def test_the_run_lines_make_an_environment_in_which_the_demo_starts(tmp_path: Path) -> None:
     folder, venv, run_dir = tmp_path / "speechtrain", tmp_path / "venv", tmp_path / "run"
     run(["git", "clone", "--quiet", str(ROOT), str(folder)], tmp_path, dict(os.environ))

@@ -21,6 +21,8 @@ from .engines import SIZES, STEPS, assert_same, processes_of, skip_without
 
 skip_without("kubectl")
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def cluster(
@@ -61,6 +63,7 @@ def test_kubectl_takes_the_manifest(cluster: tuple[Cluster, dict[str, str]]) -> 
     ]
 
 
+@pytest.mark.ci_share
 def test_two_pods_train_what_one_process_does(
     run: Command, cluster: tuple[Cluster, dict[str, str]], alone: Command
 ) -> None:

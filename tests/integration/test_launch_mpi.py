@@ -20,8 +20,9 @@ from .engines import (
     is_everything,
     prepared,
     processes_of,
-    skip_twice,
 )
+
+pytestmark = pytest.mark.nightly
 
 
 def with_mpi(engine: str, folder: Path, environment: dict[str, str]) -> Command:
@@ -31,6 +32,7 @@ def with_mpi(engine: str, folder: Path, environment: dict[str, str]) -> Command:
     return Command(folder / "run", prepared(engine, environment), [*SIZES, *mpi])
 
 
+@pytest.mark.ci_share
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_ranks_train_what_one_process_does_after_an_early_signal(
     engine: str, tmp_path: Path, environment: dict[str, str], alone: Command
@@ -54,7 +56,6 @@ def test_two_ranks_train_what_one_process_does_after_an_early_signal(
 def test_a_signal_saves_a_rank_that_dies_ends_all_and_nothing_outlives_the_command(
     engine: str, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    skip_twice(engine)
     run = with_mpi(engine, tmp_path, environment)
     process = run.start("trainer.max_steps=5000")
     wait_for(lambda: len(run.events("train")) >= 2, process)
@@ -86,7 +87,6 @@ def test_a_command_that_is_one_of_several_joins_the_others(
     engine: str, tmp_path: Path, environment: dict[str, str], alone: Command
 ) -> None:
     """``mpirun -n 2 speechtrain train …``: as sites do that start everything so."""
-    skip_twice(engine)
     run = Command(tmp_path / "run", prepared(engine, environment), [*SIZES, "trainer.simulate_world=2"])
     program = "mpirun" if engine == "intel" else f"mpirun.{engine}"
     command = [program, "-n", "2", *ENGINES[engine], sys.executable, "-m", "speechtrain.commands.train"]

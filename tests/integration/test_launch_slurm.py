@@ -18,6 +18,8 @@ from .engines import SIZES, STEPS, assert_same, processes_of, skip_without
 
 skip_without("slurmctld", "slurmd", "sbatch", "munged", "runuser", is_root=True)
 
+pytestmark = pytest.mark.nightly
+
 CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -124,6 +126,7 @@ def run(slurm: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Comm
     return Command(tmp_path_factory.mktemp("slurm") / "run", slurm, [*SIZES, *job, *options])
 
 
+@pytest.mark.ci_share
 def test_two_nodes_train_what_one_process_does(run: Command, alone: Command) -> None:
     done = run.run(f"trainer.max_steps={STEPS}")
     assert (done.returncode, done.stderr) == (0, ""), (run.run_dir / "slurm.log").read_text()

@@ -22,9 +22,11 @@ from speechtrain.devices.cpu import CPU
 from speechtrain.supervision.process_tree import children_of
 
 from .conftest import DEADLINE, Command, finish, wait_for
-from .engines import ENGINES, SIZES, STEPS, assert_same, prepared, processes_of, skip_twice, skip_without
+from .engines import ENGINES, SIZES, STEPS, assert_same, prepared, processes_of, skip_without
 
 skip_without("ip", "unshare", "ssh", "ssh-keygen", "/usr/sbin/sshd", is_root=True)
+
+pytestmark = pytest.mark.nightly
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
@@ -188,6 +190,7 @@ def run(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory, environment: dic
     return FromTheFirst(run_dir, environment, hosts, "trainer.simulate_world=2")
 
 
+@pytest.mark.ci_share
 def test_two_hosts_train_what_one_process_does(run: FromTheFirst, alone: Command) -> None:
     done = run.run(f"trainer.max_steps={STEPS}")
     assert (done.returncode, done.stderr) == (0, "")
@@ -318,7 +321,6 @@ def test_mpirun_reaches_both_hosts(
     engine: str, hosts: Hosts, tmp_path: Path, environment: dict[str, str], alone: Command
 ) -> None:
     """The hosts' own network, a login through ssh, and no variable that travels but on the command line."""
-    skip_twice(engine)
     environment = prepared(engine, environment)
     ssh = shlex.join(hosts.options)
     network = ADDRESSES[0].rpartition(".")[0] + ".0/24"

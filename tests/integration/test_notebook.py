@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 
 SMALL = {
@@ -19,7 +17,6 @@ SMALL = {
 }
 
 
-@pytest.mark.slow
 def test_the_notebook_goes_from_a_folder_to_a_transcript(tmp_path: Path) -> None:
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")

@@ -76,7 +76,6 @@ def dataset_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_on_its_corpus(name: str, dataset_dir: Path, tmp_path: Path) -> None:
     overrides = [f"recipe={name}", *COMMON, *RECIPES[name]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tests.support.planted import Fault
@@ -11,17 +9,11 @@ from tests.support.planted_faults import FAULTS, agrees, outcomes
 
 IN_EACH_RUN = ("F10", "F18")
 """A copy and a graph. The other faults are nightly, because each takes half a minute."""
-NIGHTLY = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(
-        not os.environ.get("SPEECHTRAIN_MLPERF_PYTHON"), reason="make test-nightly runs it: half a minute"
-    ),
-]
 PARAMETERS = [
     pytest.param(
         fault,
         id=fault.name,
-        marks=[pytest.mark.slow] if fault.name.startswith(IN_EACH_RUN) else NIGHTLY,
+        marks=pytest.mark.slow if fault.name.startswith(IN_EACH_RUN) else pytest.mark.nightly,
     )
     for fault in FAULTS
 ]
