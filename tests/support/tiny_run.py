@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from pathlib import Path
+
+import pytest
 
 TINY = (
     *("recipe=demo", "device.threads=1", "trainer.max_steps=2", "data.workers=0"),
@@ -14,6 +18,38 @@ TINY = (
         "model.joint.hidden=16",
     ),
 )
+
+SMALL_ENCODERS = {
+    "fastconformer_tiny": (
+        *("encoder.layers=1", "encoder.width=16", "encoder.heads=2", "encoder.feed_forward=16"),
+        "encoder.channels=8",
+    ),
+    "contextnet_tiny": (
+        "encoder.filters=16",
+        "encoder.blocks=[{repeat: 1, residual: false, stride: 2}, {stride: 2}]",
+    ),
+    "quartznet_tiny": (
+        "encoder.filters=16",
+        "encoder.blocks=[{kernel: 11, repeat: 1, residual: false, stride: 2}, {kernel: 11, stride: 2}]",
+    ),
+    "wav2vec2_small": ("encoder.layers=1", "encoder.width=32", "encoder.feed_forward=32"),
+}
+"""Keys that leave one or two blocks of an encoder, because torch writes a graph operation by operation."""
+
+
+def small_encoder(choice: str) -> list[str]:
+    """Return the overrides of a small encoder of this choice."""
+    return [f"encoder={choice}", *SMALL_ENCODERS[choice]]
+
+
+def error_of_program(path: Path, *arguments: str) -> str:
+    """Run a program of Python in this process. Return the line of its failure, which Python prints."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(path), *arguments])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(path), run_name="__main__")
+    assert isinstance(end.value.code, str), "else the exit code is not 1"
+    return end.value.code
 
 
 def untrained(folder: Path, *overrides: str) -> Path:
