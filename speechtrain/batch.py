@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Skip:
-    """A recording that the data layer cannot use."""
+    """A recording that the data layer cannot use, of a set or of ``augment.noise`` and ``augment.rooms``."""
 
     id: str
     reason: str  # a key of ``data.loader.REASONS``
@@ -43,7 +43,8 @@ class Batch:
     epoch: int = 0  # counted from 0
     index: int = 0  # number of the micro-batch among all ranks' micro-batches of the epoch, from 0
     seconds: float = 0.0  # audio in the rows that are not padding
-    skipped: tuple[Skip, ...] = field(default=())  # unusable cuts, which padding rows replace
+    # unusable cuts, which padding rows replace, and unusable noises and rooms, which rows lack
+    skipped: tuple[Skip, ...] = field(default=())
     extra: dict[str, Tensor] = field(default_factory=dict)  # tensors that ``Task.prepare`` adds on the host
     # the encoder's frames and the labels of each row as numbers of the host, if ``Task.prepare`` knows them
     host_lengths: tuple[list[int], list[int]] | None = None

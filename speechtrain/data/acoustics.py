@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from speechtrain.batch import Skip
 from speechtrain.counter_rng import key_of, uniform_at
 from speechtrain.data.audio import read_cut
 from speechtrain.data.formats.lhotse_cuts import Samples
 from speechtrain.data.formats.manifests import Record, seconds_of
 from speechtrain.data.index import Index, open_index
+from speechtrain.data.recordings import Unusable
+from speechtrain.data.skips import ACOUSTIC_REASONS
 from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
 
@@ -54,22 +57,31 @@ class Acoustics:
         """Return a digest of the ids and durations of ``rooms`` and of ``noise`` by these names."""
         return {name: index.content for name, index in self.indices.items()}
 
-    def apply(self, samples: Samples, sample_rate: int, seed: int) -> Samples:
+    def apply(self, samples: Samples, sample_rate: int, seed: int) -> tuple[Samples, list[Skip]]:
         """Return samples (S,) in a drawn room and with drawn noise. Their number and their timing stay.
 
-        ``seed`` decides the draws. Raises Unusable for a recording that cannot be read.
+        ``seed`` decides the draws. A noise or a room that cannot be read is left out, and is returned as a
+        ``Skip``.
         """
+        skips = []
         for name, index in self.indices.items():
             share, choice, position, level = uniform_at(seed, key_of(name), np.arange(4)).tolist()
-            if share < self.probability:
-                cut = index.cut(int(choice * len(index)))
-                if name == "rooms":
-                    samples = reverberate(samples, read_cut(cut, sample_rate))
-                else:
-                    shorten(cut, len(samples) / sample_rate, position)
-                    low, high = self.noise_db
-                    samples = add_noise(samples, read_cut(cut, sample_rate), low + (high - low) * level)
-        return samples
+            if share >= self.probability:
+                continue
+            cut = index.cut(int(choice * len(index)))
+            if name == "noise":
+                shorten(cut, len(samples) / sample_rate, position)
+            try:
+                recording = read_cut(cut, sample_rate)
+            except Unusable as problem:
+                skips.append(Skip(f"augment.{name}: {cut['id']}", ACOUSTIC_REASONS[name], str(problem)))
+                continue
+            if name == "rooms":
+                samples = reverberate(samples, recording)
+            else:
+                low, high = self.noise_db
+                samples = add_noise(samples, recording, low + (high - low) * level)
+        return samples, skips
 
 
 def shorten(cut: Record, seconds: float, position: float) -> None:

@@ -42,6 +42,8 @@ REASONS = {
     "empty_transcript": "the transcript is empty, and data.allow_empty is false",
     "unknown_symbol": "the tokenizer cannot encode the transcript",
     "long_transcript": "more labels per second than data.max_labels_per_second",
+    "bad_noise": "a recording of augment.noise cannot be read",
+    "bad_room": "a recording of augment.rooms cannot be read",
 }
 """The explanation of each ``Skip.reason`` for messages."""
 
@@ -59,7 +61,8 @@ class _Row:
     text: str = ""
     weight: float = 0.0  # the weight of the row in the loss
     seconds: float = 0.0  # the duration of the audio, 0 for a padding row
-    skip: Skip | None = None  # the unusable cut that this padding row replaces
+    # The unusable cut that this padding row replaces, or the noise and the room that this row lacks
+    skips: Sequence[Skip] = ()
 
 
 @dataclass(eq=False)
@@ -83,8 +86,9 @@ class BatchLoader:
     so that it needs no padding (as in fairseq's collater without padding).
 
     If the folder ``stage`` has a copy of a recording, the copy is read. After the speed change, ``acoustics``
-    adds rooms and noise to a training recording, which are drawn from (``seed``, pass, cut). ``decoded``
-    keeps decoded recordings of training.
+    adds rooms and noise to a training recording, which are drawn from (``seed``, pass, cut). If one of them
+    cannot be read, the recording is used without it, and the batch has a ``Skip``. ``decoded`` keeps decoded
+    recordings of training.
     """
 
     index: Index
@@ -151,7 +155,7 @@ class BatchLoader:
         if self.crop_seconds is not None:
             self._crop(rows, micro_batch, self.crop_seconds)
         batch = collate(rows, self.sample_rate, shape)
-        skipped = tuple(row.skip for row in rows if row.skip is not None)
+        skipped = tuple(skip for row in rows for skip in row.skips)
         return replace(batch, epoch=micro_batch.epoch, index=micro_batch.index, skipped=skipped)
 
     def _row_or_padding(
@@ -169,7 +173,7 @@ class BatchLoader:
                     "which is never filtered). Repair it or remove it from the manifest"
                 ) from None
             skip = Skip(cut["id"], problem.reason, problem.detail)
-            return _Row(samples=np.zeros(planned_length, np.float32), skip=skip)
+            return _Row(samples=np.zeros(planned_length, np.float32), skips=[skip])
 
     def _row(
         self, index_row: int, cut: Record, text: str, percent: int, shape: Shape | None, seed: int
@@ -179,6 +183,7 @@ class BatchLoader:
         ``seed`` is for the draws of ``acoustics``. Evaluation changes neither the speed nor the acoustics.
         """
         labels: list[int] | None
+        skips: list[Skip] = []
         if self.is_evaluation:
             labels = self._evaluation_labels(cut, text)
             samples = read_cut(cut, self.sample_rate, self.max_decoded_seconds)
@@ -189,12 +194,12 @@ class BatchLoader:
             if text and not samples.any():
                 raise Unusable("silent", first_file(cut, default=cut["id"]))
             samples = change_speed(samples, percent, self.sample_rate)
-            samples = self.acoustics.apply(samples, self.sample_rate, seed)
+            samples, skips = self.acoustics.apply(samples, self.sample_rate, seed)
         if self.normalise:
             samples = standardise(samples)
         weight = 0.0 if labels is None else 1.0
         seconds = len(samples) / self.sample_rate
-        return _Row(cut["id"], samples, labels or [], text=text, weight=weight, seconds=seconds)
+        return _Row(cut["id"], samples, labels or [], text, weight=weight, seconds=seconds, skips=skips)
 
     def _crop(self, rows: Sequence[_Row], micro_batch: MicroBatch, crop_seconds: float) -> None:
         """Crop the rows of a batch in place, each at a random start (see the class)."""

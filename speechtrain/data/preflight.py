@@ -137,7 +137,9 @@ def _load_all_if_few(stream: TrainingStream) -> None:
     skips: list[Skip] = []
     for row in rows.reshape(-1, 1):
         single_recording = MicroBatch(row, percents=np.array([100], np.int16))
-        skips += stream.loader(single_recording).skipped
+        batch = stream.loader(single_recording)
+        if not batch.utterances:  # An unusable noise or room leaves the recording itself.
+            skips += batch.skipped
     if _is_too_many(stream, len(skips), len(rows)):
         raise DataError(
             f"{len(skips)} of {len(rows)} recordings of data.train are unusable, such as {skips[0].id!r} "

@@ -18,6 +18,8 @@ FILE = "skipped.jsonl"
 """The unusable recordings of a run."""
 FILTERED_FILE = "filtered.jsonl"
 """The recordings that the filters of data.train exclude, by their durations and transcripts."""
+ACOUSTIC_REASONS = {"noise": "bad_noise", "rooms": "bad_room"}
+"""The ``Skip.reason`` of an unusable recording of ``augment.noise`` and of ``augment.rooms``."""
 
 
 class SkipLog:
@@ -26,7 +28,8 @@ class SkipLog:
     Each recording is a line of ``<run_dir>/skipped.jsonl`` with ``id``, ``reason`` and ``detail``. All ranks
     append to the file and read it, so each rank knows the count over all ranks. If ``run_dir`` is empty,
     nothing is written. ``add`` raises DataError if all recordings are bad, or if more than ``max_bad`` *and*
-    more than the share ``max_bad_share`` are bad.
+    more than the share ``max_bad_share`` are bad. Noises and rooms count on their own, and half of them may
+    be bad.
     """
 
     def __init__(self, run_dir: str, max_bad: int, max_bad_share: float) -> None:
@@ -71,7 +74,8 @@ class SkipLog:
     def add(self, skip: Skip, total: int) -> None:
         """Add a recording to the log, unless it is there. Raises DataError if the limits are exceeded.
 
-        ``total`` is the number of recordings in the set. The first recording of each reason is a warning.
+        ``total`` is the number of recordings in the set, or of noises or rooms. The first recording of each
+        reason is a warning.
         """
         if skip.id in self.reasons:
             return
@@ -81,11 +85,19 @@ class SkipLog:
                 _log.warning("skipped %s: %s (%s)", skip.id, skip.reason, skip.detail)
             self.reasons[skip.id] = skip.reason
             self._append(skip)
-        if not self.allows(len(self.reasons), total):
-            list_hint = f"{self.path} lists all" if self.path else "Set run_dir to list them"
+        counts = self.counts
+        acoustic_counts = {reason: counts.pop(reason, 0) for reason in ACOUSTIC_REASONS.values()}
+        bad = acoustic_counts.get(skip.reason, sum(counts.values()))
+        latest = f"the latest {skip.id!r} ({skip.reason}: {skip.detail})"
+        list_hint = f"{self.path} lists all" if self.path else "Set run_dir to list them"
+        fix = f"{list_hint}. Repair or remove them"
+        if skip.reason in acoustic_counts:
+            if 2 * bad > total:
+                name = skip.id.partition(":")[0]
+                raise DataError(f"{bad} of {total} recordings of {name} are unusable, {latest}. {fix}")
+        elif not self.allows(bad, total):
             raise DataError(
-                f"{len(self.reasons)} of {total} training recordings are unusable, the latest {skip.id!r} "
-                f"({skip.reason}: {skip.detail}). {list_hint}. Repair or remove them, or raise "
+                f"{bad} of {total} training recordings are unusable, {latest}. {fix}, or raise "
                 f"data.max_bad={self.max_bad} and data.max_bad_share={self.max_bad_share}"
             )
 

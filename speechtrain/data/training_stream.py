@@ -14,6 +14,7 @@ from speechtrain.data.decoded_audio import DecodedAudio
 from speechtrain.data.evaluation_sets import EvaluationSets
 from speechtrain.data.loader import BatchLoader
 from speechtrain.data.sampler import BatchSize, CutDraws, MicroBatch, Sampler
+from speechtrain.data.skips import ACOUSTIC_REASONS
 from speechtrain.data.speed import speed_grid
 from speechtrain.data.stage import MOST_AHEAD, Stager
 from speechtrain.errors import DataError
@@ -79,9 +80,11 @@ class TrainingStream:
         planned = self.sampler.micro_batches(epoch, position, rank, world_size)
         if self.loader.stage:
             planned = self._copy_ahead(planned, rank, world_size)
+        acoustics = self.loader.acoustics.indices
+        totals = {ACOUSTIC_REASONS[name]: len(index) for name, index in acoustics.items()}
         for number, batch in enumerate(self.evaluation_sets.workers.map(self.loader, planned), 1):
             for skip in batch.skipped:
-                self.skips.add(skip, len(self.training_set.rows))
+                self.skips.add(skip, totals.get(skip.reason, len(self.training_set.rows)))
             # The address changes when a batch is yielded, because workers load batches ahead.
             if number % accumulate == 0:
                 epoch, position = self._address

@@ -128,9 +128,9 @@ def test_apply_is_decided_by_the_seed_alone(tmp_path: Path, noise: Path, rooms: 
     speech = white(3000)
     first = opened(tmp_path, noise=str(noise), rooms=str(rooms))
     second = opened(tmp_path, noise=str(noise), rooms=str(rooms))
-    augmented = [first.apply(speech, RATE, seed) for seed in range(6)]
+    augmented = [first.apply(speech, RATE, seed)[0] for seed in range(6)]
     for seed in reversed(range(6)):
-        assert np.array_equal(second.apply(speech, RATE, seed), augmented[seed])
+        assert np.array_equal(second.apply(speech, RATE, seed)[0], augmented[seed])
     assert len({samples.tobytes() for samples in augmented}) == 6
 
 
@@ -139,7 +139,7 @@ def test_apply_draws_the_level_and_the_share(tmp_path: Path, noise: Path) -> Non
     acoustics = opened(tmp_path, noise=str(noise), noise_db=(5.0, 15.0), probability=0.4)
     ratios = []
     for seed in range(400):
-        mixed = acoustics.apply(speech, RATE, seed)
+        mixed, _ = acoustics.apply(speech, RATE, seed)
         if not np.array_equal(mixed, speech):
             ratios.append(decibels(speech, mixed - speech))
     assert len(ratios) / 400 == pytest.approx(0.4, abs=0.08)
@@ -155,7 +155,7 @@ def test_apply_resamples_and_cuts_a_long_noise(tmp_path: Path) -> None:
     speech = white(RATE)
     shares = []
     for seed in range(60):
-        background = acoustics.apply(speech, RATE, seed) - speech
+        background = acoustics.apply(speech, RATE, seed)[0] - speech
         is_loud = np.abs(background) > 1e-3
         shares.append(is_loud.mean())
     assert min(shares) == 0.0
@@ -169,7 +169,7 @@ def test_apply_reads_a_mixed_cut_as_a_whole(tmp_path: Path, recordings: Any) -> 
     path = tmp_path / "noise.jsonl"
     CutSet.from_cuts([cut.append(cut)]).to_file(path)
     speech = white(4000)
-    mixed = opened(tmp_path, noise=str(path)).apply(speech, RATE, 1)
+    mixed, _ = opened(tmp_path, noise=str(path)).apply(speech, RATE, 1)
     assert decibels(speech, mixed - speech) == pytest.approx(10.0, abs=0.01)
 
 
@@ -270,16 +270,57 @@ def test_content_names_noise_and_rooms(
     assert augmented["noise"] != augmented["rooms"]
 
 
-def test_training_lists_a_noise_that_disappears(
-    tmp_path: Path, cache: Path, recordings: Any, noise: Path
+def test_a_noise_that_cannot_be_read_is_left_out(
+    tmp_path: Path, cache: Path, recordings: Any, noise: Path, rooms: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    data = module(recordings.corpus("m", 4), tmp_path, acoustics=Acoustics(noise=str(noise), **ALL))
+    """Two of five noises are damaged after the checks of the start. No training recording may be bad."""
+    train = recordings.corpus("m", 12)
+    acoustics = Acoustics(noise=str(noise), rooms=str(rooms), **ALL)
+    options = {"max_bad": 0, "max_bad_share": 0.0, "run_dir": str(tmp_path)}
+    data = module(train, tmp_path, acoustics=acoustics, **options)
+    data.check()
+    (noise / "1.wav").write_text("no audio")
+    (noise / "3.wav").unlink()
+    batches = epochs(data)
+    skips = [skip for batch in batches for skip in batch.skipped]
+    assert {skip.id for skip in skips} == {"augment.noise: noise/1", "augment.noise: noise/3"}
+    assert {skip.reason for skip in skips} == {"bad_noise"}
+    assert {skip.detail.partition(":")[0] for skip in skips} == {"unreadable", "missing"}
+    assert all(batch.utterances == len(batch.ids) for batch in batches)
+    assert data.report()["bad_noise"] == 2
+    assert len(caplog.messages) == 1, "the first one of a reason is a warning"
+
+    # A row without its noise has its room, as if there were no noise.
+    only_rooms = epochs(module(train, tmp_path, acoustics=Acoustics(rooms=str(rooms), **ALL)))
+    equal_rows = 0
+    for batch, clean in zip(batches, only_rooms, strict=True):
+        assert batch.ids == clean.ids
+        equal_rows += sum(map(torch.equal, batch.audio, clean.audio))
+    assert equal_rows == len(skips)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("noise", "bad_noise"), ("rooms", "bad_room")])
+def test_training_ends_if_most_noises_disappear(
+    tmp_path: Path, cache: Path, recordings: Any, noise: Path, name: str, reason: str
+) -> None:
+    acoustics = Acoustics(**{name: str(noise)}, **ALL)
+    data = module(recordings.corpus("m", 12), tmp_path, acoustics=acoustics, max_bad=99)
     data.check()
     for path in noise.iterdir():
         path.unlink()
-    batch = next(data.train())
-    assert {skip.reason for skip in batch.skipped} == {"missing"}
-    assert all(str(noise) in skip.detail for skip in batch.skipped)
+    with pytest.raises(DataError, match=rf"3 of 5 recordings of augment\.{name} are unusable.*{reason}"):
+        epochs(data)
+
+
+def test_a_small_training_set_with_a_damaged_noise_is_not_refused(
+    tmp_path: Path, cache: Path, recordings: Any, noise: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check before training loads all recordings of a small set, with noises that it has not read."""
+    data = module(recordings.corpus("m", 4), tmp_path, acoustics=Acoustics(noise=str(noise), **ALL))
+    monkeypatch.setattr("speechtrain.data.preflight._SAMPLED_ACOUSTICS", 0)
+    for path in noise.iterdir():
+        path.write_text("no audio")
+    data.check()
 
 
 # --- bad recordings -------------------------------------------------------------------------------
