@@ -307,8 +307,13 @@ def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
     example data, print the command that trains on the user's recordings.
     """
     run_dir = Path(config.run_dir)
-    for line in advice(result, run_directory.read_metrics(run_dir).rows):
-        print_line(line)
+    try:
+        events = run_directory.read_metrics(run_dir).rows
+    except OSError as error:  # The log is too large, or its disk is gone.
+        raise_or_warn(f"no advice: {error.filename}: {error.strerror}", is_warning=True)
+    else:
+        for line in advice(result, events):
+            print_line(line)
     if "console" in (config.tracking.get("trackers") or {}):
         _write_report(run_dir)
     if _is_example(config.data.get("train")) and not command.is_sweep:

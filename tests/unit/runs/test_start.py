@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -437,6 +438,20 @@ def test_a_finished_run_writes_a_report_and_prints_the_command_for_own_recording
         config.data.train = own_files
         _conclude(config, command, RunResult("finished"))
         assert capsys.readouterr().out.startswith("report: ")
+
+
+def test_a_log_that_is_too_large_for_advice_does_not_fail_a_finished_run(
+    tmp_path: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = shutil.copytree(run_dir, tmp_path / "run")
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.truncate(2**28 + 1)
+    config = load(run_dir / "config.yaml")
+    config.run_dir = str(run_dir)
+    _conclude(config, read_command(["model=rnnt", f"run_dir={run_dir}"]), RunResult("finished"))
+    output = capsys.readouterr()
+    assert f"warning: no advice: {run_dir}/metrics.jsonl: it has {2**28 + 1} bytes" in output.err
+    assert "your own recordings: " in output.out
 
 
 def test_a_dry_run_says_that_the_device_is_absent(
