@@ -22,7 +22,7 @@ def cpu_quota() -> int:
     return ``sys.maxsize``.
     """
     cpu_counts = []
-    for words in _limits("cpu.max", "cpu.cfs_quota_us"):
+    for words in _limits("cpu.max", "cpu.cfs_quota_us").values():
         # The file cpu.max contains the quota and its period, cpu.cfs_quota_us the quota only.
         quota = words[0]
         period = words[1] if len(words) > 1 else _PERIOD
@@ -42,8 +42,18 @@ def threads(processes: int) -> int:
 
 def free_memory() -> int:
     """Return the number of bytes that new processes on this host may use."""
-    limits = [int(words[0]) for words in _limits("memory.max", "memory.limit_in_bytes")]
-    return min(psutil.virtual_memory().available, *limits, sys.maxsize)
+    free_bytes = [psutil.virtual_memory().available]
+    for file, words in _limits("memory.max", "memory.limit_in_bytes").items():
+        free_bytes.append(max(0, int(words[0]) - _used_memory(file.parent)))
+    return min(free_bytes)
+
+
+def _used_memory(group: Path) -> int:
+    """Return the bytes that a control group uses. File pages that the kernel can drop do not count."""
+    used = read_small_file(group / "memory.current") or read_small_file(group / "memory.usage_in_bytes")
+    counts = dict(line.split() for line in read_small_file(group / "memory.stat").splitlines())
+    droppable = counts.get("total_inactive_file") or counts.get("inactive_file", "0")  # cgroup v1, or v2
+    return int(used or 0) - int(droppable)
 
 
 def oversubscription(processes: int, memory: int) -> str:
@@ -64,12 +74,12 @@ def oversubscription(processes: int, memory: int) -> str:
     return f"{platform.node()}: {reason}. Lower world_size, or set device.oversubscribe=true"
 
 
-def _limits(file_v2: str, file_v1: str) -> list[list[str]]:
-    """Return each limit that is set for this process, as the words of its file.
+def _limits(file_v2: str, file_v1: str) -> dict[Path, list[str]]:
+    """Return each file with a limit that is set for this process, with its words.
 
     ``file_v2`` is the name of the file in cgroup v2, and ``file_v1`` in cgroup v1.
     """
-    limits = []
+    limits = {}
     for line in read_small_file(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         is_v1 = controllers != ""  # The line of cgroup v2 is "0::PATH", without controllers.
@@ -80,5 +90,5 @@ def _limits(file_v2: str, file_v1: str) -> list[list[str]]:
         for folder in (group, *group.parents):
             words = read_small_file(folder / file).split()
             if words and words[0].isdigit():  # Without a limit, the word is "max" or -1.
-                limits.append(words)
+                limits[folder / file] = words
     return limits

@@ -176,6 +176,29 @@ def test_more_ranks_than_cpus_or_memory_are_named(groups: Path, monkeypatch: pyt
         (groups / file).write_text("max")
 
 
+@pytest.mark.parametrize(
+    ("files", "stat"),
+    [
+        (("pod/memory.max", "pod/memory.current"), "anon 5\ninactive_file {}"),
+        (
+            ("memory/pod/own/memory.limit_in_bytes", "memory/pod/own/memory.usage_in_bytes"),
+            "inactive_file 0\ntotal_inactive_file {}",
+        ),
+    ],
+)
+def test_used_memory_of_a_container_is_not_free(groups: Path, files: tuple[str, str], stat: str) -> None:
+    """2 of 8 MiB are in use, and the kernel can drop half a MiB of files, which counts as free."""
+    limit, used = (groups / name for name in files)
+    limit.write_text(str(8 * 2**20))
+    assert host.free_memory() == 8 * 2**20
+    used.write_text(str(2 * 2**20))
+    assert host.free_memory() == 6 * 2**20
+    (limit.parent / "memory.stat").write_text(stat.format(2**19))
+    assert host.free_memory() == 6.5 * 2**20
+    used.write_text(str(9 * 2**20))
+    assert host.free_memory() == 0
+
+
 def test_reserved_cores_are_named_to_communication(two_nodes: list[Core], libraries: Path) -> None:
     found = CPU(comm_cores=1, pin="cores").environment(2)
     assert found["OMP_NUM_THREADS"] == "3"
