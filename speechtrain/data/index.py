@@ -9,6 +9,7 @@ To open an index is fast, because mapping an array reads nothing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -237,8 +238,11 @@ def _replace(temporary: Path, folder: Path, source: Source) -> None:
         return
     with contextlib.suppress(FileNotFoundError):
         folder.rename(folder.with_name(f".{folder.name}.{secrets.token_hex(8)}"))
-    with contextlib.suppress(FileExistsError):  # Another process was faster.
+    try:
         temporary.rename(folder)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # Otherwise another process was faster.
+            raise
 
 
 def _load(folder: Path, source: Source) -> Index | None:

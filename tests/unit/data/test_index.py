@@ -260,6 +260,25 @@ def test_builders_are_safe_where_there_are_no_locks(
     assert len(builds) > 1
 
 
+def test_the_slower_builder_takes_the_index_of_the_faster_one(
+    cache: Path, recordings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without locks, the index of another process may appear just before this process renames its own."""
+    monkeypatch.setattr(module, "_lock", lambda folder: contextlib.nullcontext(False))
+    rename, raced = Path.rename, list[str]()
+
+    def rename_too_late(path: Path, target: Path) -> Path:
+        if path.suffix and not target.name.startswith("."):
+            shutil.copytree(path, target)
+            raced.append(target.name)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_too_late)
+    assert len(open_index(open_source(recordings.nemo("m.jsonl", nemo_records(3))))) == 3
+    assert len(raced) == 1
+    assert [path.name for path in cache.rglob(f"*{raced[0]}*") if path.is_dir()] == raced
+
+
 @pytest.mark.slow
 def test_building_holds_no_more_than_a_chunk(
     cache: Path, recordings: Any, monkeypatch: pytest.MonkeyPatch
