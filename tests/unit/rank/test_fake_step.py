@@ -1,4 +1,4 @@
-"""The whole step of every model at full size on a device without kernels, by CUDA's and Gaudi's policy."""
+"""The whole step of every model at full width on a device without kernels, by CUDA's and Gaudi's policy."""
 
 from __future__ import annotations
 
