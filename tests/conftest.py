@@ -6,7 +6,6 @@ import atexit
 import compileall
 import gc
 import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -15,12 +14,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
 
 import psutil
 import pytest
 from hypothesis import settings
-from omegaconf import OmegaConf
+
+from tests.support import parsed_once
 
 ROOT = Path(__file__).resolve().parents[1]
 DONT_WRITE_BYTECODE = sys.dont_write_bytecode
@@ -67,25 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["SPEECHTRAIN_DEVICE"] = "cpu"  # of every command of the suite that chooses no device
 
 
-load_yaml = OmegaConf.load
-pickle_by_content: dict[str, bytes] = {}
-
-
-def load_yaml_once(file: str | Path | IO[Any]) -> Any:
-    """Parse each content of an open file once. Hydra reads the same files again for each composition.
-
-    A pickle is copied in a fifth of the time of ``copy.deepcopy``.
-    """
-    if isinstance(file, str | Path):
-        return load_yaml(file)
-    text = file.read()
-    file.seek(0)
-    if text not in pickle_by_content:
-        pickle_by_content[text] = pickle.dumps(load_yaml(file))
-    return pickle.loads(pickle_by_content[text])
-
-
-OmegaConf.load = staticmethod(load_yaml_once)  # type: ignore[method-assign, assignment]
+parsed_once.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -27,6 +27,7 @@ _SHARED = (
     *("torch", "torch._dynamo", "hydra._internal.hydra", "speechtrain.runs.jobs"),
     *("speechtrain.commands.train", "speechtrain.optim.adamw", "speechtrain.data.module"),
     *("speechtrain.models.rnnt", "speechtrain.features.logmel", "speechtrain.commands.evaluate"),
+    *("lhotse", "speechtrain.report.page", "speechtrain.study.sweep", "speechtrain.study.output"),
 )
 _POLL_SECONDS = 0.005
 
@@ -59,7 +60,8 @@ class Started:
     def communicate(self, timeout: float = 60.0) -> tuple[str, str]:
         """What it and its ranks have printed by its end."""
         self.wait(timeout)
-        return self._base.with_suffix(".out").read_text(), self._base.with_suffix(".err").read_text()
+        out = self._base.with_suffix(".out")
+        return out.read_text() if out.exists() else "", self._base.with_suffix(".err").read_text()
 
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
@@ -76,8 +78,10 @@ class Starter:
         self._process: subprocess.Popen[str] | None = None
         self._numbers = count()
 
-    def start(self, argv: list[str], environment: Mapping[str, str], module: str = "train") -> Started:
-        """A command with these arguments, by the name of its module."""
+    def start(
+        self, argv: list[str], environment: Mapping[str, str], module: str = "train", out: str = ""
+    ) -> Started:
+        """A command with these arguments, by the name of its module. Its output may go to another file."""
         if self._process is None:
             self._folder = tempfile.TemporaryDirectory(prefix="started-")
             pipe = subprocess.PIPE
@@ -91,6 +95,7 @@ class Starter:
         program = "speechtrain-train" if module == "train" else module
         request = {"module": f"speechtrain.commands.{module}", "argv": [program, *argv]}
         request |= {"environment": dict(environment), "base": str(base), "cwd": os.getcwd()}
+        request["out"] = out or f"{base}.out"
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return Started(argv, int(self._process.stdout.readline()), base)
@@ -100,7 +105,7 @@ def _command(asked: dict[str, Any]) -> NoReturn:
     """In the child: what a shell would set up, then the command."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number, name in ((0, os.devnull), (1, asked["base"] + ".out"), (2, asked["base"] + ".err")):
+    for number, name in ((0, os.devnull), (1, asked["out"]), (2, asked["base"] + ".err")):
         opened = os.open(name, os.O_RDWR | os.O_CREAT, 0o600)
         os.dup2(opened, number)
         os.close(opened)
@@ -120,9 +125,18 @@ def _command(asked: dict[str, Any]) -> NoReturn:
         os._exit(code)
 
 
-def main() -> None:
+def prepare() -> None:
+    """Do once what each command would do: import, read the YAML files, and look for Hydra's plugins."""
     for name in _SHARED:
         importlib.import_module(name)
+    sys.path.append(str(Path(__file__).parents[2]))
+    importlib.import_module("tests.support.parsed_once").install()
+    sys.path.pop()
+    importlib.import_module("speechtrain.runs.compose").compose(["recipe=demo", "dry_run=true"])
+
+
+def main() -> None:
+    prepare()
     awake, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
