@@ -81,9 +81,15 @@ def build_optimizer(config: DictConfig, groups: Iterable[dict[str, Any]], **flag
     """Return the optimizer of the parameter ``groups``.
 
     ``flags`` are the device's values for settings of optimizers. They are used if the config has the setting.
+    Raises ConfigError if the optimizer has no kernels for the device.
     """
     known_flags = {name: flag for name, flag in flags.items() if name in config.optimizer}
-    return cast("Optimizer", build(config, "optimizer", params=list(groups), **known_flags))
+    optimizer = cast("Optimizer", build(config, "optimizer", params=list(groups), **known_flags))
+    device_types = getattr(optimizer, "device_types", None)
+    if device_types and build_device(config).name not in device_types:
+        name = type(optimizer).__name__
+        raise ConfigError(f"optimizer: {name} runs on {', '.join(device_types)} only. Use optimizer=adamw")
+    return optimizer
 
 
 def build_schedule(config: DictConfig, steps_per_epoch: int, planned_steps: int | None) -> Schedule:

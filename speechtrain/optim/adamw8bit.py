@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speechtrain.errors import ConfigError, MachineError
+from speechtrain.errors import MachineError
 from speechtrain.optim.common import TensorwiseOptimizer, check_settings
 
-_DEVICES = ("cpu", "cuda", "xpu")
 _BLOCK = 256  # elements that share a scale. The library supports only this size.
 _MIN_QUANTISED = 4096  # Smaller tensors have fp32 moments, as in the library.
 
@@ -33,8 +32,13 @@ def _library() -> Any:
 @cache
 def _maps(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the values (256,) of the 8-bit codes of the first and of the second moment."""
-    create = _library().create_dynamic_map
-    return create(signed=True).to(device), create(signed=False).to(device)
+    return torch.tensor(_codes(signed=True), device=device), torch.tensor(_codes(signed=False), device=device)
+
+
+@cache
+def _codes(signed: bool) -> list[float]:
+    codes: list[float] = _library().create_dynamic_map(signed=signed).tolist()
+    return codes
 
 
 class AdamW8bit(TensorwiseOptimizer):
@@ -43,10 +47,10 @@ class AdamW8bit(TensorwiseOptimizer):
     Tensors below 4096 elements have fp32 moments. The library's kernels update each tensor. The state
     consists of plain tensors, which checkpoints store exactly.
 
-    Raises MachineError if the library is not installed, and ConfigError for a device that it does not
-    support.
+    Raises MachineError if the library is not installed.
     """
 
+    device_types = ("cpu", "cuda", "xpu")  # The library has kernels for these devices.
     can_shard = False  # Shards are rows of a tensor, which need not be whole blocks.
 
     def __init__(
@@ -61,12 +65,6 @@ class AdamW8bit(TensorwiseOptimizer):
         check_settings(settings)
         settings["betas"] = (betas[0], betas[1])  # ``betas`` may be a list from the config.
         super().__init__(params, settings)
-        device_types: set[str] = set()
-        for group in self.param_groups:
-            device_types |= {p.device.type for p in group["params"]}
-        unsupported = device_types.difference((*_DEVICES, "meta"))
-        if unsupported:
-            raise ConfigError(f"optimizer=adamw8bit does not run on {unsupported.pop()}. Use optimizer=adamw")
         _library()
 
     def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:

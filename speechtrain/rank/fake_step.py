@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from speechtrain import torch_private
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import apply_policy
-from speechtrain.config.build import build_device, build_optimizer, build_precision
+from speechtrain.config.build import build_device, build_optimizer, build_precision, rank_bytes
 from speechtrain.config.resolved import load
 from speechtrain.devices.base import Device
 from speechtrain.devices.recorder import SourceLine, Unfit, is_of_torch
@@ -96,6 +96,7 @@ def run(config: DictConfig, shapes: Sequence[Shape]) -> None:
     of the ragged ones depend on values. So are the shapes, because no length has a value. Raises Unfit, which
     names the line that combines tensors of the host and of the device, or that reads a value.
     """
+    rank_bytes(config, 0)  # The optimizer's library computes its tables, which needs values.
     with _mode(), _named_faults():
         task, _ = build_task(config)
         device = build_device(config)

@@ -32,6 +32,7 @@ CROSSINGS = {
     # Python 3.11 runs a comprehension as a function, and later versions do not.
     "optim/adamw.py:AdamW._correct_settings": "the count of a fused kernel, with another form than torch",
     "optim/adamw.py:AdamW._correct_settings.<locals>.<listcomp>": "the same",
+    "optim/adamw8bit.py:_maps": "the values of the codes, once",
     "dtensor.py:all_finite": "after an update that is not finite, in fp16",
     "encoders/lstm.py:LSTMEncoder._pivot": "the median length, with split_segments",
     "training/optimizer_step.py:BranchFreeUpdate.outcomes": "with a log line",

@@ -261,6 +261,16 @@ def test_the_cost_on_a_gpu_is_told_where_there_is_none(capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
+def test_the_8_bit_optimizer_suits_an_absent_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing (extra 'memory')")
+    recipe = [word for word in TINY if not word.startswith("device.")]
+    code, found = look(capsys, *recipe, "device=cuda", "optimizer=adamw8bit")
+    assert code == 0, found
+    assert found["recorder"][0] == "green"
+    assert found["fake device"][0] == "green"
+
+
+@pytest.mark.slow
 def test_the_rehearsal_takes_a_step() -> None:
     """In a process of its own, because a process has one lazy device, and other tests use it, too."""
     tiny = [word for word in TINY if not word.startswith("device.")]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from speechtrain.checkpoint.fit import load_optimizer
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.config.build import build, dry_build
-from speechtrain.errors import MachineError, RunError
+from speechtrain.errors import ConfigError, MachineError, RunError
 from speechtrain.optim import adamw8bit
 from speechtrain.optim.adamw import AdamW
 from speechtrain.optim.adamw8bit import AdamW8bit
@@ -130,6 +130,12 @@ def test_a_rank_is_known_to_need_less() -> None:
     keys = ["run_dir=x", "model=rnnt_mlperf"]
     narrow, wide = (dry_build(compose([*keys, f"optimizer={name}"])) for name in ("adamw8bit", "adamw"))
     assert narrow == pytest.approx(3.51 / 5 * wide, rel=0.01)  # weights, gradients, average and the state
+
+
+@pytest.mark.usefixtures("library")
+def test_a_device_without_its_kernels_is_refused_before_a_start() -> None:
+    with pytest.raises(ConfigError, match=r"AdamW8bit runs on cpu, cuda, xpu only\. Use optimizer=adamw"):
+        dry_build(compose(["run_dir=x", "optimizer=adamw8bit", "device=hpu"]))
 
 
 def test_a_missing_library_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
