@@ -312,11 +312,10 @@ class Recipe:
             self.device, self.precision = open_device(self.config, 0)
         except Exception as error:  # The doctor reports every error as a finding.
             finding = failure("device", error)
-            is_explicit = "device" in map(key_of_override, self.overrides)
             is_absent = self.device.absence(1) and not self.device.library_fault()
-            if is_explicit and not self.device.on_host and is_absent:
-                # The user asks about an accelerator that this machine does not have. The recorder tests
-                # whether the recipe suits it.
+            if not self.device.on_host and is_absent:
+                # The recipe is for an accelerator that this machine does not have. The recorder tests whether
+                # the recipe suits it.
                 finding = replace(finding, state=AMBER)
             yield finding
         else:
@@ -420,9 +419,9 @@ class Recipe:
                 yield Finding(AMBER, f"lengths {name}", line)
 
     def _spelling_finding(self, name: str, index: Index, rows: list[int]) -> Finding:
+        """Return the finding on transcripts with symbols that have no label."""
         from speechtrain.data.index import label_count
 
-        """Return the finding on transcripts with symbols that have no label."""
         unspellable, unknown_symbols = 0, set[str]()
         for row in rows:
             text = index.text(row, self.tokenizer.normalise)

@@ -20,7 +20,7 @@ from speechtrain.devices.base import Device
 from speechtrain.devices.recorder import RecordedDevice, Recorder
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.optim.ema import EMA
-from speechtrain.rank.trial_steps import smallest_batches, with_longest_row
+from speechtrain.rank.trial_steps import select_rows, smallest_batches, with_longest_row
 from speechtrain.task import Task
 from speechtrain.tracking.group import Trackers
 from speechtrain.trainer_config import TrainerConfig
@@ -51,6 +51,7 @@ CROSSINGS = {
 }
 """The functions that may read values of the device and copy to it in an update, with the reason."""
 
+_MAX_SECONDS = 20.0  # audio of a watched batch of several rows. All rows of a large model would take minutes.
 _BATCHES = 4  # batches of the smallest shape
 _LOG_EVERY = 2
 _WARM_UPS, _UPDATES = 2, 2  # The first update creates the optimizer's state. Each second one has a log line.
@@ -74,6 +75,9 @@ class RecordedUpdates:
         folder: Path,
     ) -> None:
         operations = device.facts.operations
+        if policy.autocast_dtype == torch.float16:
+            # The operations are the same, and products of fp16 take 20 times as long on a CPU.
+            policy = replace(policy, autocast_dtype=torch.bfloat16)
         if policy.compiler:  # The sizes of these graphs are compared by a counting backend.
             operations = replace(operations, largest_graph=0)
         self.recorder = Recorder(operations, CROSSINGS)
@@ -95,15 +99,18 @@ class RecordedUpdates:
     def run(self) -> str:
         """Run updates of the smallest shape, an evaluation of it, and an update of the longest recording.
 
-        The longest recording is one row of the largest shape, because all rows would take minutes on a CPU.
-        If the device records graphs, the first updates learn the graphs of the smallest shape. Return a line
-        with ``costs``, the costs of the last update of the smallest shape, and with the graphs. Raises Unfit
-        with the line of code if the device does not allow a part of an update.
+        A large batch of the smallest shape has fewer rows, because operations, reads and copies do not depend
+        on their number. The longest recording is one row of the largest shape, because all rows would take
+        minutes on a CPU. If the device records graphs, the first updates learn the graphs of the smallest
+        shape. Return a line with ``costs``, the costs of the last update of the smallest shape, and with the
+        graphs. Raises Unfit with the line of code if the device does not allow a part of an update.
         """
         recorder = self.recorder
         self.trainer.planning.start(self.parts, 1.0)
         batches = smallest_batches(self.data, _BATCHES)
-        small_batches = [batch for batch in batches if _shape(batch) == _shape(batches[0])]
+        seconds_per_row = batches[0].audio.shape[1] / self.task.sample_rate
+        rows = slice(max(2, int(_MAX_SECONDS / seconds_per_row)))
+        small_batches = [select_rows(batch, rows) for batch in batches if _shape(batch) == _shape(batches[0])]
         large_batch = with_longest_row(self.data)
         stream = itertools.cycle(small_batches)
         self._update(stream, _WARM_UPS, recorder.warm_up())
@@ -116,7 +123,7 @@ class RecordedUpdates:
         # A CTC loss without the vendor's kernel has a graph that grows with the recording.
         recorder.operations = replace(recorder.operations, largest_graph=0)
         self._update(itertools.repeat(large_batch), 1, recorder.warm_up())
-        shapes = [" × ".join(map(str, batch.audio.shape)) for batch in (batches[0], large_batch)]
+        shapes = [" × ".join(map(str, batch.audio.shape)) for batch in (small_batches[0], large_batch)]
         line = f"updates of {shapes[0]} and {shapes[1]} samples. The first shape has {self.costs}"
         graphs = recorder.segments
         if recorder.operations.records and not self.policy.compiler:

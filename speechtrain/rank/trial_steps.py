@@ -78,7 +78,10 @@ def with_longest_row(data: DataModule) -> Batch:
     """Return the longest row of the micro-batch with the most audio, as a batch of its shape with one row."""
     batch = _batches_by_size(data, lambda count: [count - 1])[0]
     row = int(batch.audio_lengths.argmax())
-    rows = slice(row, row + 1)
+    return select_rows(batch, slice(row, row + 1))
+
+
+def select_rows(batch: Batch, rows: slice) -> Batch:
     return replace(batch.to(lambda tensor: tensor[rows]), ids=batch.ids[rows], texts=batch.texts[rows])
 
 

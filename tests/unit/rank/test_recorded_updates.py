@@ -101,3 +101,12 @@ def test_recorded_updates_name_a_surplus_crossing(
     with pytest.raises(Unfit, match="# planted") as raised:
         updates.run()
     assert raised.value.source.file == str(HERE)
+
+
+def test_recorded_updates_of_a_large_batch_in_fp16_take_some_rows(tmp_path: Path) -> None:
+    updates = updates_of([*RNNT, "device=cuda", "precision=fp16", "data.batch.count=32"], tmp_path)
+    line = updates.run()
+    rows, samples = line.removeprefix("updates of ").split(" and ")[0].split(" × ")
+    assert 2 <= int(rows) < 32
+    assert int(rows) * int(samples) <= 20 * 16_000
+    assert updates.policy.autocast_dtype == torch.bfloat16  # A CPU computes fp16 slowly.
