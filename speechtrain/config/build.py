@@ -85,10 +85,9 @@ def build_optimizer(config: DictConfig, groups: Iterable[dict[str, Any]], **flag
     """
     known_flags = {name: flag for name, flag in flags.items() if name in config.optimizer}
     optimizer = cast("Optimizer", build(config, "optimizer", params=list(groups), **known_flags))
-    device_types = getattr(optimizer, "device_types", None)
-    if device_types and build_device(config).name not in device_types:
-        name = type(optimizer).__name__
-        raise ConfigError(f"optimizer: {name} runs on {', '.join(device_types)} only. Use optimizer=adamw")
+    check_device = getattr(optimizer, "check_device", None)
+    if check_device:
+        check_device(build_device(config).name)
     return optimizer
 
 

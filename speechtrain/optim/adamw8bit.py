@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speechtrain.errors import MachineError
+from speechtrain.errors import ConfigError, MachineError
 from speechtrain.optim.common import TensorwiseOptimizer, check_settings
 
+_KERNELS = ("cpu", "cuda", "xpu")  # torch's device types that the library has kernels for
 _BLOCK = 256  # elements that share a scale. The library supports only this size.
 _MIN_QUANTISED = 4096  # Smaller tensors have fp32 moments, as in the library.
 
@@ -50,7 +51,6 @@ class AdamW8bit(TensorwiseOptimizer):
     Raises MachineError if the library is not installed.
     """
 
-    device_types = ("cpu", "cuda", "xpu")  # The library has kernels for these devices.
     can_shard = False  # Shards are rows of a tensor, which need not be whole blocks.
 
     def __init__(
@@ -66,6 +66,11 @@ class AdamW8bit(TensorwiseOptimizer):
         settings["betas"] = (betas[0], betas[1])  # ``betas`` may be a list from the config.
         super().__init__(params, settings)
         _library()
+
+    def check_device(self, kind: str) -> None:
+        """Raise ConfigError if the library has no kernels for ``kind``, a device type of torch."""
+        if kind not in _KERNELS:
+            raise ConfigError(f"optimizer=adamw8bit does not run on device={kind}. Use optimizer=adamw")
 
     def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
         for p, gradient in zip(parameters, gradients, strict=True):
