@@ -193,7 +193,7 @@ class ConvolutionalEncoder(LogMelEncoder, PolicyAware):
         residual: bool = True,
         dropout: float = 0.1,
         activation: str = "swish",
-        squeeze: int = 16,
+        squeeze: int = 8,
         init: str = "tds_uniform",
     ) -> None:
         super().__init__(features, augment)
