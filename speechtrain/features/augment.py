@@ -48,6 +48,9 @@ class Augment(nn.Module):
         time_masks: float = 0,
         time_width: float = 0.03,
         time_width_min: int = 0,
+        rect_masks: int = 0,
+        rect_time: int = 5,
+        rect_freq: int = 20,
         noise: FilePath | Any = None,
         rooms: FilePath | Any = None,
         recorded_noise_db: list[float] | None = None,
@@ -76,6 +79,9 @@ class Augment(nn.Module):
             time_masks=time_masks,
             time_width=time_width,
             time_width_min=time_width_min,
+            rect_masks=rect_masks,
+            rect_time=rect_time,
+            rect_freq=rect_freq,
         )
 
     def waveform(self, audio: Tensor, lengths: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from speechtrain.data.audio import change_rate
+from speechtrain.data.audio import change_rate, trim_silence
 from speechtrain.data.speed import change_speed
 
 
@@ -67,3 +67,37 @@ def test_change_rate_of_a_rate_without_a_common_divisor() -> None:
     assert resampled.shape == expected.shape
     middle = slice(100, -100)
     np.testing.assert_allclose(resampled[middle], expected[middle], atol=5e-3)
+
+
+def loudness(samples: list[float], centre: int) -> float:
+    """Return the level in dB of the 2048 samples around ``centre``, mirrored at the ends of the audio."""
+    last, energy = len(samples) - 1, 0.0
+    for position in range(centre - 1024, centre + 1024):
+        turns, offset = divmod(position, last)
+        mirrored = offset if turns % 2 == 0 else last - offset
+        energy += samples[mirrored] ** 2
+    return float(10 * np.log10(max(1e-10, energy / 2048)))
+
+
+@pytest.mark.parametrize("decibels", [20.0, 60.0])
+@pytest.mark.parametrize(
+    "levels",
+    [
+        [(3000, 0.0), (5000, 0.3), (2500, 0.0)],
+        [(4000, 1e-4), (3000, 0.2), (1500, 0.0), (2000, 0.01), (6000, 3e-5)],
+        [(512, 0.5), (9000, 1e-4)],
+        [(700, 0.1), (100, 0.0)],
+        [(9000, 1e-6), (2000, 3e-6)],
+        [(5000, 0.0)],
+    ],
+)
+def test_silence_at_the_ends_is_trimmed(levels: list[tuple[int, float]], decibels: float) -> None:
+    """A loop over frames: the first and the last one that is not ``decibels`` below the loudest."""
+    rng = np.random.default_rng(0)
+    parts = [rng.normal(0.0, 1.0, count) * level for count, level in levels]
+    audio = np.concatenate(parts).astype(np.float32)
+    frames = [loudness(audio.tolist(), centre) for centre in range(0, len(audio) + 1, 512)]
+    loud = [number for number, level in enumerate(frames) if level > max(frames) - decibels]
+    expected = audio[512 * loud[0] : 512 * (loud[-1] + 1)]
+    assert np.array_equal(trim_silence(audio, decibels), expected)
+    assert 0 < len(expected) <= len(audio)

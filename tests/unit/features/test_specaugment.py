@@ -99,7 +99,7 @@ def test_utterances_of_a_batch_are_drawn_apart() -> None:
 
 def test_draws_follow_the_global_seed_and_not_the_padding() -> None:
     lengths = torch.tensor([90, 70])
-    module = SpecAugment().train()
+    module = SpecAugment(rect_masks=2).train()
     x = torch.randn(2, 90, 80)
     torch.manual_seed(7)
     once = module(x, lengths)
@@ -121,9 +121,42 @@ def test_unmasked_values_gradients_and_precision_pass_unchanged() -> None:
     assert torch.equal(x.grad, kept.bfloat16())
 
 
+def test_rectangles_are_the_products_of_their_bands() -> None:
+    """A loop over the same draws: of the widths in features, then of those in frames."""
+    lengths, frames, width = torch.tensor([70, 40, 9]), 75, 30
+    module = SpecAugment(**OFF, rect_masks=5, rect_time=20, rect_freq=12)
+    torch.manual_seed(3)
+    hit = masked(module, 3, frames, width, lengths)
+    torch.manual_seed(3)
+    freq_draws, time_draws = torch.rand(2, 3, 5).double(), torch.rand(2, 3, 5).double()
+    expected = torch.zeros(3, frames, width, dtype=torch.bool)
+    for row in range(3):
+        length = int(lengths[row])
+        for mask in range(5):
+            high = int(freq_draws[0, row, mask] * (12 + 1))
+            low_bin = int(freq_draws[1, row, mask] * (width - high + 1))
+            long = int(time_draws[0, row, mask] * (min(20, length) + 1))
+            first = int(time_draws[1, row, mask] * (length - long + 1))
+            expected[row, first : first + long, low_bin : low_bin + high] = True
+    assert expected.any()
+    assert torch.equal(hit, expected)
+
+
+def test_sizes_of_rectangles_are_uniform() -> None:
+    torch.manual_seed(0)
+    hit = masked(SpecAugment(**OFF, rect_masks=1, rect_time=7, rect_freq=4), 20000, 12, 6)
+    has_size = hit.any(2).any(1)
+    heights, lengths = hit.any(1).sum(1)[has_size], hit.any(2).sum(1)[has_size]
+    assert uniform(heights.bincount(minlength=5)[1:]) > 1e-3
+    assert uniform(lengths.bincount(minlength=8)[1:]) > 1e-3
+    assert has_size.float().mean().item() == pytest.approx(4 / 5 * 7 / 8, abs=0.02)
+
+
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
+        ({"rect_masks": -1}, "rect_masks is -1"),
+        ({"rect_freq": -1}, "rect_freq is -1"),
         ({"freq_masks": -1}, "freq_masks is -1"),
         ({"time_width": -0.1}, "time_width is -0.1"),
         ({"time_masks": 2.5}, "time_masks is 2.5"),
