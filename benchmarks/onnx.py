@@ -62,8 +62,8 @@ def compare(
     references = [utterance.reference for utterance in utterances]
     torch_texts = [held_out.text_of(loaded, utterance.samples) for utterance in utterances]
     texts = {"pytorch": torch_texts}
-    for precision in ("fp32", "int8"):
-        texts[precision] = transcripts([*recognise, precision], paths)
+    for precision, options in {"fp32": [], "int8": ["--int8"]}.items():
+        texts[precision] = transcripts([*recognise, *options], paths)
     for precision, hypotheses in texts.items():
         errors, units = error_rates(zip(references, hypotheses, strict=True))["cer"]
         differences = 0
@@ -106,8 +106,8 @@ def print_speed(arguments: argparse.Namespace, recognise: list[str], folder: Pat
     paths = [str(path) for path in sorted(folder.glob("held_out-*.wav"))]
     transcribe = [sys.executable, "-m", "speechtrain.commands.transcribe", str(arguments.run)]
     commands = {
-        "recognise.py fp32": [*recognise, "fp32"],
-        "recognise.py int8": [*recognise, "int8"],
+        "recognise.py": recognise,
+        "recognise.py --int8": [*recognise, "--int8"],
         "speechtrain transcribe": [*transcribe, "device=cpu", "device.threads=1", "precision=fp32"],
     }
     factors: dict[str, list[float]] = {command: [] for command in commands}

@@ -1,80 +1,140 @@
-"""Transcribe recordings with the export in this folder: python recognise.py fp32|int8 RECORDING..."""
+"""Print the texts of recordings with the export in this folder: python recognise.py [--int8] RECORDING..."""
 
+import argparse
 import hashlib
 import json
+import math
 import sys
 import zlib
 from pathlib import Path
 
-import numpy as np
-import onnxruntime
-import soundfile
+try:
+    import numpy as np
+    import onnxruntime
+    import soundfile
+except (ImportError, OSError) as error:  # soundfile raises OSError if its C library is missing.
+    sys.exit(f"recognise.py: {error}. Install it: pip install numpy onnxruntime soundfile")
 
 
 def open_export(folder, precision):
-    """Return model.json and the sessions of its graphs. Raises an error for a damaged or foreign folder."""
-    model, options = json.loads((folder / "model.json").read_bytes()[: 2**24]), onnxruntime.SessionOptions()
-    options.intra_op_num_threads, sessions = 1, {}
+    """Return model.json and the sessions of the graphs. Raises an error for a damaged folder."""
+    model = json.loads((folder / "model.json").read_bytes())
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    sessions = {}
     for name, digest in model["sha256"][precision].items():
-        content = (folder / f"{Path(name).name}.{precision}.onnx").read_bytes()
-        assert hashlib.sha256(content).hexdigest() == digest, f"{name}.{precision}.onnx is damaged"
+        file = f"{Path(name).name}.{precision}.onnx"
+        content = (folder / file).read_bytes()
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise ValueError(f"{file} is not the exported file")
         sessions[name] = onnxruntime.InferenceSession(content, options)
+    transcribe(model, sessions, np.zeros(0, np.float32))  # Graphs that do not fit together fail here.
     return model, sessions
 
 
-def run(session, inputs, values):
-    """Add the outputs of a graph to ``values``. Return the first row of the last output."""
-    outputs = session.run(None, {entry.name: inputs[entry.name] for entry in session.get_inputs()})
-    names = [entry.name.removeprefix("next_") for entry in session.get_outputs()]
-    values.update(zip(names, outputs, strict=True))
-    return outputs[-1][0]
+def read_recording(path, new_rate):
+    """Return mono fp32 samples (S,) at ``new_rate``. Raises an error for a file without usable samples."""
+    with open(path, "rb") as file:
+        audio, rate = soundfile.read(file, dtype="float32", always_2d=True)  # (S, channels)
+    if len(audio) == 0:
+        raise ValueError("it has no samples")
+    if not np.isfinite(audio).all():
+        raise ValueError("some of its samples are not finite numbers")
+    if not 1_000 <= rate <= 400_000:
+        raise ValueError(f"its sample rate is {rate} Hz")
+    return change_rate(audio.mean(1), rate, new_rate)
+
+
+def change_rate(samples, rate, new_rate):
+    """Return samples (S,) at ``new_rate``, from the part of their spectrum that both rates can have."""
+    if rate == new_rate:
+        return samples
+    seconds = len(samples) // rate + 2  # The silence at the end keeps the end apart from the beginning.
+    spectrum = np.fft.rfft(samples, seconds * rate)
+    share = np.arange(len(spectrum)) / seconds / (min(rate, new_rate) / 2)  # of the highest frequency of both
+    spectrum *= np.cos(np.pi / 2 * np.clip((share - 0.88) / 0.12, 0, 1)) ** 2  # a sharp edge would ring
+    new_samples = np.fft.irfft(spectrum, seconds * new_rate) * new_rate / rate
+    return new_samples[: math.ceil(len(samples) * new_rate / rate)].astype(np.float32)
 
 
 def transcribe(model, sessions, samples):
-    """Return the text of mono fp32 samples (S,)."""
-    values = {name: np.zeros(shape, np.float32) for name, shape in model["states"].items()}
-    padding = max(0, model["sample_rate"] // 10 - len(samples))
-    values["audio"] = np.pad(samples, (0, padding))[None]
+    """Return the text of mono fp32 samples (S,) at the sample rate of the model."""
+    missing = max(0, model["sample_rate"] // 10 - len(samples))  # The features need a tenth of a second.
     offset = zlib.crc32(samples[:16384].tobytes()) % 262144  # of the noise that the features add
+    values = {name: np.zeros(shape, np.float32) for name, shape in model["states"].items()}
+    values["audio"] = np.pad(samples, (0, missing))[None]
     values["offset"] = np.array([offset])
-    for name in sorted({"features", "encoder"} & sessions.keys(), reverse=True):
-        run(sessions[name], values, values)
-    labels = (best_path if model["kind"] == "ctc" else best_symbols)(model, sessions, values)
-    text = "".join([model["labels"][label] for label in labels if label != model["blank"]])
+    if "features" in sessions:
+        run(sessions["features"], values)
+    run(sessions["encoder"], values)
+    search = best_path if model["kind"] == "ctc" else best_symbols
+    text = "".join([model["labels"][label] for label in search(model, sessions, values)])
     return text.strip() if model["strip"] else text
 
 
+def run(session, values):
+    """Run a graph on ``values``, and add its outputs to them. Return the first row of the last output."""
+    outputs = session.run(None, {entry.name: values[entry.name] for entry in session.get_inputs()})
+    for entry, output in zip(session.get_outputs(), outputs, strict=True):
+        values[entry.name.removeprefix("next_")] = output
+    return outputs[-1][0]
+
+
 def best_path(model, sessions, values):
-    path = run(sessions["ctc"], values, values).argmax(1)
-    return path[np.diff(path, prepend=-1) != 0]
+    """Return the labels of CTC: the best class of each frame, without repetitions and blanks."""
+    path = run(sessions["ctc"], values).argmax(1)
+    is_new = np.diff(path, prepend=-1) != 0
+    return path[is_new & (path != model["blank"])]
 
 
 def best_symbols(model, sessions, values):
-    labels, blank, durations, largest = [], model["blank"], model["durations"], model["max_symbols_per_step"]
-    count = values["frames"].shape[1]
-    limit = model["max_symbols"] or np.ceil(count * 50 * model["frame_seconds"])
-    frame, symbols_in_frame, label, is_new = 0, 0, blank, True  # The blank stands before the first label.
-    while frame < count and (symbols_in_frame or len(labels) <= limit):
-        if is_new:
-            run(sessions["prediction"], values | {"label": np.array([label])}, values)
-        values["frame"] = values["frames"][:, frame]
-        scores = run(sessions["joint"], values, values)
-        label = int(scores[: blank + 1].argmax())
-        advance = durations[scores[blank + 1 :].argmax()] if durations else 0
-        is_new = label != blank
-        labels += [label] * is_new
-        symbols_in_frame += is_new
-        advance = max(advance, int(not is_new or symbols_in_frame >= largest))
-        frame, symbols_in_frame = frame + advance, symbols_in_frame * (advance == 0)
+    """Return the labels of a transducer. A label stays in its frame, and a blank leads to the next frame."""
+    frames, blank, durations = values["frames"], model["blank"], model["durations"]
+    count = frames.shape[1]
+    most_labels = model["max_symbols"] or math.ceil(count * 50 * model["frame_seconds"])
+    labels = []
+    frame = 0
+    values["label"] = np.array([blank])  # It stands before the first label.
+    run(sessions["prediction"], values)
+    while frame < count and len(labels) <= most_labels:
+        values["frame"] = frames[:, frame]
+        for _ in range(model["max_symbols_per_step"]):
+            scores = run(sessions["joint"], values)
+            symbol = int(scores[: blank + 1].argmax())
+            advance = durations[scores[blank + 1 :].argmax()] if durations else 0
+            if symbol == blank:
+                break
+            labels.append(symbol)
+            values["label"] = np.array([symbol])
+            run(sessions["prediction"], values)
+            if advance > 0:
+                break
+        frame += max(advance, 1)
     return labels
 
 
-if __name__ == "__main__":
+def main():
+    """Print the name and the text of each recording. Return 1 if one of them cannot be read, otherwise 0."""
+    parser = argparse.ArgumentParser(prog="recognise.py", description="Print the text of each recording.")
+    parser.add_argument("--int8", action="store_true", help="use weights of 8 bits")
+    parser.add_argument("recordings", nargs="+", metavar="RECORDING")
+    arguments = parser.parse_args()
+    folder = Path(__file__).parent
     try:
-        model, sessions = open_export(Path(__file__).parent, sys.argv[1])
-        for file in sys.argv[2:]:
-            audio, rate = soundfile.read(file, dtype="float32", always_2d=True)
-            assert rate == model["sample_rate"], f"{file} has {rate} Hz. Convert it"
-            print(file, transcribe(model, sessions, audio.mean(1)), sep="\t", flush=True)
-    except Exception as error:
-        sys.exit(f"recognise.py: {Path(__file__).parent} cannot be used: {error!r:.300}")
+        model, sessions = open_export(folder, "int8" if arguments.int8 else "fp32")
+    except Exception as error:  # A damaged file can raise errors of many types.
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        sys.exit(f"recognise.py: the export in {folder} is damaged: {reason:.300}")
+    exit_code = 0
+    for path in arguments.recordings:
+        try:
+            samples = read_recording(path, model["sample_rate"])
+            print(path, transcribe(model, sessions, samples), sep="\t", flush=True)
+        except Exception as error:
+            print(f"recognise.py: {path}: {error}".partition("\n")[0], file=sys.stderr)
+            exit_code = 1
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

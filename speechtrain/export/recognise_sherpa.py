@@ -1,41 +1,83 @@
-"""Transcribe recordings with the export in this folder: python recognise.py fp32|int8 RECORDING..."""
+"""Print the texts of recordings with the export in this folder: python recognise.py [--int8] RECORDING..."""
 
+import argparse
 import hashlib
 import json
 import sys
 from pathlib import Path
 
-import sherpa_onnx
-import soundfile
+try:
+    import numpy as np
+    import sherpa_onnx
+    import soundfile
+except (ImportError, OSError) as error:  # soundfile raises OSError if its C library is missing.
+    sys.exit(f"recognise.py: {error}. Install it: pip install numpy sherpa-onnx soundfile")
 
 
 def open_recogniser(folder, precision):
-    """Return the recogniser of sherpa-onnx. Raises an error for a damaged or foreign folder."""
-    model = json.loads((folder / "model.json").read_bytes()[: 2**24])
-    digests, files = model["sha256"][precision], {"tokens": str(folder / "tokens.txt")}
-    for name in ("model",) if "model" in digests else ("encoder", "decoder", "joiner"):
-        files[name] = str(folder / f"{name}.{precision}.onnx")
+    """Return the recogniser of sherpa-onnx. Raises an error for a damaged folder."""
+    model = json.loads((folder / "model.json").read_bytes())
+    digests = model["sha256"][precision]
+    names = ("model",) if "model" in digests else ("encoder", "decoder", "joiner")
+    files = {name: str(folder / f"{name}.{precision}.onnx") for name in names}
+    files["tokens"] = str(folder / "tokens.txt")
     for name, path in files.items():
-        assert hashlib.sha256(Path(path).read_bytes()).hexdigest() == digests[name], f"{path} is damaged"
+        if hashlib.sha256(Path(path).read_bytes()).hexdigest() != digests[name]:
+            raise ValueError(f"{path} is not the exported file")
     sizes = {"sample_rate": model["sample_rate"], "feature_dim": model["mels"]}
     if "model" in files:
-        return sherpa_onnx.OfflineRecognizer.from_nemo_ctc(**files, **sizes)
-    return sherpa_onnx.OfflineRecognizer.from_transducer(**files, **sizes, model_type="nemo_transducer")
+        recogniser = sherpa_onnx.OfflineRecognizer.from_nemo_ctc(**files, **sizes)
+    else:
+        kind = "nemo_transducer"
+        recogniser = sherpa_onnx.OfflineRecognizer.from_transducer(**files, **sizes, model_type=kind)
+    transcribe(recogniser, np.zeros(0, np.float32), 16000)  # Files that do not fit together fail here.
+    return recogniser
+
+
+def read_recording(path):
+    """Return mono fp32 samples (S,) and their rate. Raises an error for a file without usable samples."""
+    with open(path, "rb") as file:
+        audio, rate = soundfile.read(file, dtype="float32", always_2d=True)  # (S, channels)
+    if len(audio) == 0:
+        raise ValueError("it has no samples")
+    if not np.isfinite(audio).all():
+        raise ValueError("some of its samples are not finite numbers")
+    if not 1_000 <= rate <= 400_000:
+        raise ValueError(f"its sample rate is {rate} Hz")
+    return audio.mean(1), rate
 
 
 def transcribe(recogniser, samples, rate):
     """Return the text of mono fp32 samples (S,). sherpa-onnx converts them to the rate of the model."""
+    missing = max(0, rate // 10 - len(samples))  # The features need a tenth of a second.
     stream = recogniser.create_stream()
-    stream.accept_waveform(rate, samples)
+    stream.accept_waveform(rate, np.pad(samples, (0, missing)))
     recogniser.decode_stream(stream)
     return stream.result.text.strip()
 
 
-if __name__ == "__main__":
+def main():
+    """Print the name and the text of each recording. Return 1 if one of them cannot be read, otherwise 0."""
+    parser = argparse.ArgumentParser(prog="recognise.py", description="Print the text of each recording.")
+    parser.add_argument("--int8", action="store_true", help="use weights of 8 bits")
+    parser.add_argument("recordings", nargs="+", metavar="RECORDING")
+    arguments = parser.parse_args()
+    folder = Path(__file__).parent
     try:
-        recogniser = open_recogniser(Path(__file__).parent, sys.argv[1])
-        for file in sys.argv[2:]:
-            audio, rate = soundfile.read(file, dtype="float32", always_2d=True)
-            print(file, transcribe(recogniser, audio.mean(1), rate), sep="\t", flush=True)
-    except Exception as error:
-        sys.exit(f"recognise.py: {Path(__file__).parent} cannot be used: {error!r:.300}")
+        recogniser = open_recogniser(folder, "int8" if arguments.int8 else "fp32")
+    except Exception as error:  # A damaged file can raise errors of many types.
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        sys.exit(f"recognise.py: the export in {folder} is damaged: {reason:.300}")
+    exit_code = 0
+    for path in arguments.recordings:
+        try:
+            samples, rate = read_recording(path)
+            print(path, transcribe(recogniser, samples, rate), sep="\t", flush=True)
+        except Exception as error:
+            print(f"recognise.py: {path}: {error}".partition("\n")[0], file=sys.stderr)
+            exit_code = 1
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

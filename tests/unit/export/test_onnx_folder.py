@@ -10,14 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import soundfile
 
 from speechtrain.commands import export
+from speechtrain.data.audio import change_rate
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.export import held_out, onnx_folder, recognise
 from speechtrain.nn.prediction import Prediction
-from tests.support.tiny_run import TINY, error_of_program, small_encoder, untrained
+from tests.support.faulty_recordings import FaultyRecordings
+from tests.support.tiny_run import TINY, end_of_program, small_encoder, untrained
 
 pytestmark = pytest.mark.slow  # torch needs seconds to write a model
 KEYS = [key for key in TINY if not key.startswith("encoder.")] + small_encoder("fastconformer_tiny")
@@ -78,16 +81,67 @@ def test_recognise_prints_the_text_of_pytorch(run_directory: Path, folder: Path,
     audio = recording(run_directory, tmp_path)
     loaded = export.load_for_onnx(run_directory, "best")
     utterance = next(held_out.utterances(loaded))
-    command = [sys.executable, str(folder / "recognise.py"), "fp32", str(audio)]
+    command = [sys.executable, "-O", str(folder / "recognise.py"), str(audio)]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.stderr == ""
     assert process.stdout == f"{audio}\t{held_out.text_of(loaded, utterance.samples)}\n"
+    assert process.returncode == 0
 
 
-def test_recognise_has_at_most_80_lines_and_three_packages() -> None:
+def test_recognise_averages_channels_and_converts_the_rate(
+    run_directory: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples, rate = soundfile.read(recording(run_directory, tmp_path), dtype="float32")
+    fast = change_rate(samples, rate, 44100)
+    stereo = np.stack([1.5 * fast, 0.5 * fast], 1)
+    soundfile.write(tmp_path / "b.wav", stereo, 44100, subtype="FLOAT")
+    assert end_of_program(folder / "recognise.py", "--int8", str(tmp_path / "b.wav")) == 0
+    model, sessions = recognise.open_export(folder, "int8")  # type: ignore[no-untyped-call]
+    mono = recognise.change_rate(stereo.mean(1), 44100, rate)  # type: ignore[no-untyped-call]
+    text = recognise.transcribe(model, sessions, mono)  # type: ignore[no-untyped-call]
+    assert capsys.readouterr().out == f"{tmp_path / 'b.wav'}\t{text}\n"
+
+
+@pytest.mark.parametrize("rate", [8000, 11025, 16001, 44100, 48000])
+def test_recognise_converts_rates_as_training_does(rate: int) -> None:
+    """The difference is below a thousandth up to 0.88 of the highest frequency, where both filters begin."""
+    noise = np.random.default_rng(0).standard_normal(3 * rate + 7).astype(np.float32)
+    expected = change_rate(noise, rate, 16000)
+    samples = recognise.change_rate(noise, rate, 16000)  # type: ignore[no-untyped-call]
+    assert samples.dtype == np.float32
+    assert samples.shape == expected.shape
+    passed = np.fft.rfftfreq(len(samples), 1 / 16000) < 0.88 * min(rate, 16000) / 2
+    expected_spectrum = np.fft.rfft(expected)
+    difference = np.abs(np.fft.rfft(samples) - expected_spectrum)
+    assert difference[passed].mean() < 1e-3 * np.abs(expected_spectrum[passed]).mean()
+    assert np.std(samples - expected) < 0.02 * np.std(expected)
+
+
+def test_recognise_names_each_faulty_recording(
+    folder: Path, faulty_recordings: FaultyRecordings, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert end_of_program(folder / "recognise.py", *faulty_recordings.paths()) == 1
+    faulty_recordings.check(capfd.readouterr())
+
+
+def test_recognise_without_a_recording_prints_its_usage(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert end_of_program(folder / "recognise.py") == 2
+    assert capsys.readouterr().err.startswith("usage: recognise.py [-h] [--int8] RECORDING")
+
+
+def test_recognise_names_a_missing_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    error = str(end_of_program(folder / "recognise.py", "a.wav"))
+    assert error.startswith("recognise.py: ")
+    assert error.endswith("Install it: pip install numpy onnxruntime soundfile")
+
+
+def test_recognise_has_at_most_120_lines_and_three_packages() -> None:
     text = Path(recognise.__file__).read_text()
-    assert len(text.splitlines()) <= 80
-    imports = [line.split()[1] for line in text.splitlines() if line.startswith(("import ", "from "))]
+    assert len([line for line in text.splitlines() if line]) <= 120
+    imports = [line.split()[1] for line in text.splitlines() if line.strip().startswith(("import ", "from "))]
     packages = set(imports) - set(sys.stdlib_module_names)
     assert packages == {"numpy", "onnxruntime", "soundfile"}
 
@@ -111,10 +165,20 @@ def test_recognise_refuses_a_damaged_folder_with_one_line(
     (tmp_path / "copy" / name).unlink()
     if content is not None:
         (tmp_path / "copy" / name).write_bytes(content)
-    error = error_of_program(tmp_path / "copy/recognise.py", "fp32", "a.wav")
-    assert error.startswith("recognise.py: ")
+    error = end_of_program(tmp_path / "copy/recognise.py", "a.wav")
+    assert isinstance(error, str)
+    assert error.startswith(f"recognise.py: the export in {tmp_path / 'copy'} is damaged: ")
     assert "\n" not in error
     assert capfd.readouterr() == ("", "")
+
+
+def test_recognise_refuses_a_model_without_a_key(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    model = json.loads((folder / "model.json").read_text())
+    del model["kind"]
+    (tmp_path / "copy/model.json").write_text(json.dumps(model))
+    error = str(end_of_program(tmp_path / "copy/recognise.py", "a.wav"))
+    assert error.endswith("is damaged: KeyError: 'kind'")
 
 
 @pytest.mark.parametrize(

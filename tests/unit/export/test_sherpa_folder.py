@@ -15,7 +15,8 @@ import soundfile
 from speechtrain.commands import export
 from speechtrain.errors import ConfigError
 from speechtrain.export import held_out, sherpa_folder
-from tests.support.tiny_run import TINY, error_of_program, small_encoder, untrained
+from tests.support.faulty_recordings import FaultyRecordings
+from tests.support.tiny_run import TINY, end_of_program, small_encoder, untrained
 
 pytest.importorskip("sherpa_onnx", reason="sherpa-onnx is not installed: pip install -e '.[export]'")
 
@@ -51,7 +52,7 @@ def test_write_of_ctc_has_the_texts_of_pytorch(folder: Path) -> None:
     for number, utterance in enumerate(utterances):
         soundfile.write(folder.with_name(f"{number}.wav"), utterance.samples, 16000, subtype="FLOAT")
     paths = [str(folder.with_name(f"{number}.wav")) for number in range(4)]
-    command = [sys.executable, str(folder / "recognise.py"), "fp32", *paths]
+    command = [sys.executable, str(folder / "recognise.py"), *paths]
     process = subprocess.run(command, capture_output=True, text=True)
     texts = [line.partition("\t")[2] for line in process.stdout.splitlines()]
     assert texts == [held_out.text_of(loaded, utterance.samples).strip() for utterance in utterances]
@@ -144,7 +145,28 @@ def test_recognise_refuses_a_damaged_folder_with_one_line(
     if content is not None:
         (tmp_path / "copy" / name).write_bytes(content)
     soundfile.write(tmp_path / "a.wav", np.zeros(16000), 16000)
-    error = error_of_program(tmp_path / "copy/recognise.py", "fp32", str(tmp_path / "a.wav"))
-    assert error.startswith("recognise.py: ")
+    error = end_of_program(tmp_path / "copy/recognise.py", str(tmp_path / "a.wav"))
+    assert isinstance(error, str)
+    assert error.startswith(f"recognise.py: the export in {tmp_path / 'copy'} is damaged: ")
     assert "\n" not in error
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+def test_recognise_names_each_faulty_recording(
+    folder: Path, faulty_recordings: FaultyRecordings, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert end_of_program(folder / "recognise.py", "--int8", *faulty_recordings.paths()) == 1
+    faulty_recordings.check(capfd.readouterr())
+
+
+@pytest.mark.slow
+def test_recognise_averages_channels_and_passes_the_rate(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noise = 0.1 * np.random.default_rng(0).standard_normal((48000, 2)).astype(np.float32)
+    soundfile.write(tmp_path / "a.wav", noise, 48000, subtype="FLOAT")
+    assert end_of_program(folder / "recognise.py", str(tmp_path / "a.wav")) == 0
+    text = sherpa_folder.SherpaExport(folder, "fp32", 48000).text(noise.mean(1))
+    assert text != sherpa_folder.SherpaExport(folder, "fp32", 16000).text(noise.mean(1))
+    assert capsys.readouterr().out == f"{tmp_path / 'a.wav'}\t{text}\n"
