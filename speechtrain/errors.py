@@ -58,6 +58,13 @@ class MachineError(SpeechtrainError):
     exit_code = 4
 
 
+class MissingPackage(MachineError):
+    """An optional package of Python that is not installed. The line says how to install it.
+
+    A dry run only warns, because another machine may execute the printed lines.
+    """
+
+
 class OutOfMemory(MachineError):
     """A step needs more memory than the device has. A study has a separate key for this error."""
 

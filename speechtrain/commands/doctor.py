@@ -309,6 +309,7 @@ class Recipe:
         self.device = build_device(self.config)
         yield from _vendor_findings(self.config, self.device)
         try:
+            self.device.check(1)
             self.device, self.precision = open_device(self.config, 0)
         except Exception as error:  # The doctor reports every error as a finding.
             finding = failure("device", error)

@@ -32,6 +32,7 @@ _CHOICES = {
 _ONECCL = "oneccl_bindings_for_pytorch"
 ALLOCATORS = {"jemalloc": ("libjemalloc.so",), "tcmalloc": ("libtcmalloc.so", "libtcmalloc_minimal.so")}
 """The file names of the allocators that can be loaded before Python."""
+_PACKAGES = {"jemalloc": "libjemalloc2", "tcmalloc": "libtcmalloc-minimal4"}  # of apt
 INTEL_OPENMP = ("libiomp5.so",)
 """The file name of Intel's OpenMP, which can be loaded before Python."""
 
@@ -150,6 +151,17 @@ class CPU(Device):
                 f"device.collectives=ccl: {_ONECCL} is not installed here. Install Intel's build for torch "
                 f"{torch.__version__.partition('+')[0]}, or set device.collectives=gloo"
             )
+        folders = preload.library_folders(os.environ)
+        if self.allocator in _PACKAGES and not preload.find_library(ALLOCATORS[self.allocator], folders):
+            raise MachineError(
+                f"device.allocator={self.allocator}: lib{self.allocator}.so is in no library folder. "
+                f"apt-get install {_PACKAGES[self.allocator]}, or set device.allocator=default"
+            )
+        if self.openmp == "intel" and not preload.find_library(INTEL_OPENMP, folders):
+            raise MachineError(
+                "device.openmp=intel: libiomp5.so is in no library folder. "
+                "pip install intel-openmp, or set device.openmp=default"
+            )
 
     # --- before Python starts -------------------------------------------------------------------
 
@@ -180,10 +192,7 @@ class CPU(Device):
         return variables | self._preload_variables(preload.library_folders(os.environ))
 
     def _preload_variables(self, folders: list[Path]) -> dict[str, str]:
-        """Return ``LD_PRELOAD`` and the settings of its libraries, which are searched in ``folders``.
-
-        Raises MachineError if a key requires a library that is missing.
-        """
+        """Return ``LD_PRELOAD`` and the settings of its libraries, as far as they are in ``folders``."""
         variables: dict[str, str] = {}
         libraries = []
         allocators = [self.allocator]
@@ -198,20 +207,9 @@ class CPU(Device):
                 if name == "jemalloc":
                     variables["MALLOC_CONF"] = _MALLOC_CONF
                 break
-        if not libraries and self.allocator not in ("auto", "default"):
-            package = {"jemalloc": "libjemalloc2", "tcmalloc": "libtcmalloc-minimal4"}[self.allocator]
-            raise MachineError(
-                f"device.allocator={self.allocator}: lib{self.allocator}.so is in no library folder. "
-                f"apt-get install {package}, or set device.allocator=default"
-            )
         openmp = None
         if self.openmp != "default":
             openmp = preload.find_library(INTEL_OPENMP, folders)
-        if openmp is None and self.openmp == "intel":
-            raise MachineError(
-                "device.openmp=intel: libiomp5.so is in no library folder. "
-                "pip install intel-openmp, or set device.openmp=default"
-            )
         if openmp is not None:
             libraries.append(openmp)
             variables["KMP_BLOCKTIME"] = "1"

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from speechtrain.errors import ConfigError, DataError, MachineError, one_line
+from speechtrain.errors import ConfigError, DataError, MachineError, MissingPackage, one_line
 from speechtrain.files import absolute_path
 
 PREFIX = "hf:"
@@ -29,7 +29,7 @@ def folder_of(name: str, weights: bool = True) -> Path:
     Files that are missing in the cache are downloaded. Without ``weights``, these are only the settings.
 
     Raises DataError if the hub does not have the model, or if the hub cannot be reached and the cache does
-    not have it. Raises MachineError without ``huggingface_hub``.
+    not have it. Raises MissingPackage without ``huggingface_hub``.
     """
     name = name.removeprefix(PREFIX)
     local_folder = absolute_path(name)
@@ -71,7 +71,7 @@ def _snapshot(model: str, revision: str, patterns: tuple[str, ...]) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise MachineError(
+        raise MissingPackage(
             f"{PREFIX}{model} needs huggingface_hub: pip install -e '.[interop]', or give a folder"
         ) from None
     try:

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from speechtrain.errors import MALFORMED, ConfigError, DataError, MachineError, one_line
+from speechtrain.errors import MALFORMED, ConfigError, DataError, MissingPackage, one_line
 from speechtrain.files import apply_umask, open_filled, read_bytes, read_json, write_json
 from speechtrain.interop.pickles import read_pickle, tensors_of
 from speechtrain.interop.pretrained import (
@@ -135,13 +135,13 @@ def is_available() -> bool:
 
 
 def transformers_library() -> Any:
-    """Import transformers and turn off its log lines. Raises MachineError if it cannot be imported."""
+    """Import transformers and turn off its log lines. Raises MissingPackage if it cannot be imported."""
     try:
         module = importlib.import_module("transformers")
         # transformers imports a class, and then also torchaudio if it is installed, at the first use.
         module.Wav2Vec2Model  # noqa: B018
     except (ImportError, OSError, RuntimeError) as error:
-        raise MachineError(
+        raise MissingPackage(
             "a conversion to or from Hugging Face needs transformers, which cannot be imported "
             f"({one_line(str(error), 200)}): pip install -e '.[interop]'. If torchaudio is installed, it "
             "must be the one for this torch"
@@ -154,7 +154,7 @@ def transformers_library() -> Any:
 def difference_of(pretrained: Pretrained) -> float:
     """Return the largest difference between the outputs of our model and of Hugging Face's model.
 
-    Raises MachineError without transformers.
+    Raises MissingPackage without transformers.
     """
     return _difference_between(pretrained, _build_model(pretrained))
 
@@ -271,7 +271,7 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
       published values for models with the same norm.
 
     Raises DataError for a directory that is incomplete or has another model, for the first tensor that
-    does not fit, and if the outputs differ. Raises MachineError without transformers.
+    does not fit, and if the outputs differ. Raises MissingPackage without transformers.
     """
     folder = Path(folder)
     transformers = transformers_library()
@@ -478,7 +478,7 @@ def write(pretrained: Pretrained, folder: str | Path) -> float:
     3. The files move into ``folder``.
 
     Returns the largest difference between the outputs of the two models. Raises DataError if it is above
-    ``LIMIT``, and MachineError without transformers.
+    ``LIMIT``, and MissingPackage without transformers.
     """
     folder = Path(folder)
     model = _build_model(pretrained)

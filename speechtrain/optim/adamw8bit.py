@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speechtrain.errors import ConfigError, MachineError
+from speechtrain.errors import ConfigError, MissingPackage
 from speechtrain.optim.common import TensorwiseOptimizer, check_settings
 
 _KERNELS = ("cpu", "cuda", "xpu")  # torch's device types that the library has kernels for
@@ -27,7 +27,7 @@ def _library() -> Any:
         return importlib.import_module("bitsandbytes.functional")
     except ImportError:
         fix = "Run pip install -e '.[memory]', or use optimizer=adamw"
-        raise MachineError(f"optimizer=adamw8bit: bitsandbytes is not installed here. {fix}") from None
+        raise MissingPackage(f"optimizer=adamw8bit: bitsandbytes is not installed here. {fix}") from None
 
 
 @cache
@@ -48,7 +48,7 @@ class AdamW8bit(TensorwiseOptimizer):
     Tensors below 4096 elements have fp32 moments. The library's kernels update each tensor. The state
     consists of plain tensors, which checkpoints store exactly.
 
-    Raises MachineError if the library is not installed.
+    Raises MissingPackage if the library is not installed.
     """
 
     can_shard = False  # Shards are rows of a tensor, which need not be whole blocks.

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from speechtrain.config.check import part_class
 from speechtrain.config.resume_fields import key_of_override
-from speechtrain.errors import ConfigError
+from speechtrain.errors import ConfigError, MissingPackage
 from speechtrain.files import absolute_path, yaml_text
 from speechtrain.run_directory import CONFIG, run_of
 
@@ -59,7 +59,14 @@ def _initial_weights(overrides: Sequence[str]) -> Path | None:
     if str(source).startswith("hf:"):
         from speechtrain.interop.hub import folder_of
 
-        return folder_of(str(source), weights=False)
+        try:
+            return folder_of(str(source), weights=False)
+        except MissingPackage as error:
+            from speechtrain.runs.on_host import raise_or_warn
+
+            # The plan of a dry run then has the defaults of the groups.
+            raise_or_warn(str(error), is_warning="dry_run=true" in overrides)
+            return None
     return absolute_path(str(source)) if source else None
 
 

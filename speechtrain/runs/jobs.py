@@ -30,7 +30,15 @@ from omegaconf import DictConfig, OmegaConf
 from speechtrain.config.resolved import with_absolute_paths
 from speechtrain.config.resume_fields import key_of_override
 from speechtrain.config.targets import ALLOW_TARGETS
-from speechtrain.errors import ConfigError, MachineError, Preempted, SpeechtrainError, class_of, print_notice
+from speechtrain.errors import (
+    ConfigError,
+    MachineError,
+    MissingPackage,
+    Preempted,
+    SpeechtrainError,
+    class_of,
+    print_notice,
+)
 from speechtrain.files import print_line, read_json, write_json
 from speechtrain.run_directory import CONFIG, RunResult, metric_text, speed_text
 from speechtrain.runs.auto_device import announce_auto, auto_device, check_same_device
@@ -212,7 +220,8 @@ def _new_config(job: Command, config: DictConfig, settings: Any, run_dir: Path) 
     if str(config.init_from).startswith("hf:"):
         from speechtrain.interop.hub import pinned
 
-        config.init_from = pinned(config.init_from)
+        with contextlib.suppress(MissingPackage):  # Without the library, offer_finetuned has warned.
+            config.init_from = pinned(config.init_from)
     if job.external_launch and config.world_size == 1:
         config.world_size = job.external_launch.world.size
     return config

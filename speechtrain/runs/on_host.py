@@ -79,6 +79,7 @@ def main(argv: list[str]) -> int:
     try:
         processes = int(ranks) or World.from_environment(os.environ).local_size
         device = build_device(load(Path(config_path)))
+        device.check(processes)
         variables = host_environment(device, processes, memory, run_dir=run_dir)
         os.execvpe(command[0], command, {**variables, **os.environ})
     except SpeechtrainError as error:

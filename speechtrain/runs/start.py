@@ -36,7 +36,15 @@ from speechtrain.config.resume_fields import key_of_override
 from speechtrain.config.targets import ALLOW_TARGETS, target_class
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
-from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
+from speechtrain.errors import (
+    ConfigError,
+    DataError,
+    MachineError,
+    MissingPackage,
+    Preempted,
+    RunError,
+    SpeechtrainError,
+)
 from speechtrain.files import atomic, print_line, read_text, write_json, write_text
 from speechtrain.launcher import (
     AGENT,
@@ -80,9 +88,7 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
     values = check(config)  # The values are resolved: they contain no interpolations.
     _check_resume(config)
     _warn_of_unused_folder(values["data"])
-    # The dry build checks the settings of all parts, and returns the bytes of a rank's weights, gradients and
-    # optimizer state.
-    rank_bytes = dry_build(config_for_plan(config))
+    rank_bytes = _check_parts(config)
     device = build_device(config)
     launcher = command.external_launch or build_launcher(config)
     job = _checked_job(config, device, launcher, rank_bytes)
@@ -108,6 +114,18 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
     print_line(f"{run_dir}: {_describe(result)}")
     _conclude(config, command, result)
     return result
+
+
+def _check_parts(config: DictConfig) -> int:
+    """Check the settings of all parts. Return the bytes of a rank's weights, gradients and optimizer state.
+
+    In a dry run, a missing package is only a warning. The bytes are then 0.
+    """
+    try:
+        return dry_build(config_for_plan(config))
+    except MissingPackage as error:
+        raise_or_warn(str(error), is_warning=config.dry_run)
+        return 0
 
 
 def _checked_job(config: DictConfig, device: Device, launcher: Launcher, rank_bytes: int) -> Job:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from speechtrain.errors import DataError, MachineError, one_line
+from speechtrain.errors import DataError, MissingPackage, one_line
 from speechtrain.files import FilePath, parse_json
 from speechtrain.text.vocabulary import FileTokenizer, cannot_spell, check_ids
 
@@ -22,7 +22,7 @@ class HuggingFace(FileTokenizer):
     The ids of the file stay the same. The ids below ``labels`` are the model's labels, and the ids above are
     the blank and special symbols. If ``labels`` is null, every id is a label. The file's padding and
     truncation are not used. Raises DataError if the file is missing or damaged, or if its steps make a text
-    more than 4,000 times as long, and MachineError without the library. ``encode`` and ``decode`` raise
+    more than 4,000 times as long, and MissingPackage without the library. ``encode`` and ``decode`` raise
     DataError if the library fails.
     """
 
@@ -32,7 +32,7 @@ class HuggingFace(FileTokenizer):
         try:
             from tokenizers import Tokenizer as LibraryTokenizer
         except ImportError:
-            raise MachineError(
+            raise MissingPackage(
                 "tokenizer=huggingface needs the library tokenizers: pip install -e '.[interop]'"
             ) from None
         super().__init__(model, normaliser, "copy it from the published model")

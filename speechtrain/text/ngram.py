@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from speechtrain.errors import DataError, one_line
+from speechtrain.errors import DataError, MissingPackage, one_line
 from speechtrain.files import MOST_LOG_BYTES, open_regular, write_text
 
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
@@ -139,7 +139,7 @@ def _last_words(words: tuple[str, ...], count: int) -> tuple[str, ...]:
 class KenLM:
     """A backoff model in a binary file of any size, which the library kenlm reads.
 
-    Raises DataError for another file, and without the library.
+    Raises DataError for another file, and MissingPackage without the library.
     """
 
     def __init__(self, path: str) -> None:
@@ -148,7 +148,7 @@ class KenLM:
             self._model = self._kenlm.Model(path)
         except ImportError:
             fix = "pip install kenlm (extra 'kenlm'), or give an ARPA file"
-            raise DataError(
+            raise MissingPackage(
                 f"decoder.lm: {path} is a binary file of kenlm, and kenlm is not installed: {fix}"
             ) from None
         except OSError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from speechtrain.errors import DataError, MachineError, shorten
+from speechtrain.errors import DataError, MissingPackage, shorten
 
 _MOST_CHARACTERS = 10_000  # The library's time is quadratic in them. It takes 2 s for this many brackets.
 
@@ -21,11 +21,11 @@ class WhisperEnglish:
         self._library: Any = None
 
     def load(self) -> None:
-        """Load the library, before the first text. Raises MachineError without it."""
+        """Load the library, before the first text. Raises MissingPackage without it."""
         try:
             self._library = importlib.import_module("whisper_normalizer.english").EnglishTextNormalizer()
         except ImportError:
-            raise MachineError(
+            raise MissingPackage(
                 "normaliser=whisper_english needs the library whisper-normalizer: pip install -e '.[scoring]'"
             ) from None
 

@@ -223,7 +223,8 @@ def test_what_is_asked_for_and_absent_is_told(libraries: Path, key: str, value: 
     with pytest.raises(
         MachineError, match=rf"device\.{key}={value}: .* install .*device\.{key}=default"
     ) as raised:
-        CPU(**{key: value}).environment(1)  # type: ignore[arg-type]
+        CPU(**{key: value}).check(1)  # type: ignore[arg-type]
+    assert "LD_PRELOAD" not in CPU(**{key: value}).environment(1)  # type: ignore[arg-type]
     assert "\n" not in str(raised.value)
 
 

@@ -17,8 +17,10 @@ from omegaconf import DictConfig
 from speechtrain.commands import train
 from speechtrain.commands._cli import exit_code_of
 from speechtrain.config.resolved import dump, load
+from speechtrain.devices import preload
 from speechtrain.devices.cpu import CPU
 from speechtrain.errors import ConfigError, MachineError, RunError, SpeechtrainError
+from speechtrain.optim import adamw8bit
 from speechtrain.run_directory import RunResult, rank_folder, read_failure
 from speechtrain.runs import jobs, on_host
 from speechtrain.runs.command_line import Command, read_command
@@ -465,6 +467,39 @@ def test_a_dry_run_says_that_the_device_is_absent(
     assert warnings.count("\n") == 1
     with pytest.raises(MachineError, match="habana_frameworks is not installed"):
         train.run(["recipe=demo", "device=hpu"])
+
+
+@pytest.mark.parametrize(
+    ("package", "overrides", "fix"),
+    [
+        ("bitsandbytes.functional", ["optimizer=adamw8bit"], "pip install -e '.[memory]'"),
+        ("kenlm", ["decoder=beam", "decoder.lm=lm.bin"], "pip install kenlm"),
+        (
+            "huggingface_hub",
+            ["recipe=finetune", "data=digits", "init_from=hf:a/b"],
+            "pip install -e '.[interop]'",
+        ),
+        ("", ["device.allocator=jemalloc"], "apt-get install libjemalloc2"),
+        ("", ["device.openmp=intel"], "pip install intel-openmp"),
+    ],
+)
+def test_a_missing_package_is_a_warning_in_a_dry_run_only(
+    package: str, overrides: list[str], fix: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package or "unused", None)
+    monkeypatch.setattr(preload, "library_folders", lambda environ: [])
+    adamw8bit._library.cache_clear()
+    (tmp_path / "lm.bin").write_bytes(b"mmap lm http://kheafield.com/code format version 5\n\0" + bytes(64))
+    assert train.run([*DRY, *overrides, "device=cpu"]) == 0
+    output, warnings = capsys.readouterr()
+    assert "speechtrain.train_rank" in output
+    assert [fix in line for line in warnings.splitlines()] == [True]
+    assert warnings.startswith("speechtrain: warning: ")
+    with pytest.raises(MachineError, match=re.escape(fix)):
+        train.run(["recipe=demo", *overrides, "device=cpu"])
+    adamw8bit._library.cache_clear()
 
 
 def test_an_unused_dataset_dir_is_warned_of_once(

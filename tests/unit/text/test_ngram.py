@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.errors import DataError
+from speechtrain.errors import DataError, MissingPackage
 from speechtrain.text.ngram import BEGIN, END, KenLM, NGram, read_ngram, write_ngram
 
 TEXTS = ["the cat sat", "the cat ran", "a dog ran", "", "the dog sat on the cat"]
@@ -121,7 +121,7 @@ def test_a_binary_file_names_the_library_that_reads_it(
     path = tmp_path / "lm.bin"
     path.write_bytes(b"mmap lm http://kheafield.com/code format version 5\n\0" + bytes(64))
     monkeypatch.setitem(sys.modules, "kenlm", None)
-    with pytest.raises(DataError, match=r"lm\.bin is a binary file of kenlm.*pip install kenlm"):
+    with pytest.raises(MissingPackage, match=r"lm\.bin is a binary file of kenlm.*pip install kenlm"):
         read_ngram(str(path))
     with pytest.raises(DataError, match="Correct the path"):
         read_ngram(str(tmp_path / "none"))
