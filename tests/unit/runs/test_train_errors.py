@@ -18,6 +18,8 @@ from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.run_directory import RunLock
 from speechtrain.runs import start as launching
 
+from ...integration.conftest import INLINE, STARTER, finish
+
 pytestmark = pytest.mark.slow
 
 CONFIG, DATA, MACHINE, RUN = 2, 3, 4, 5
@@ -287,9 +289,7 @@ def test_a_folder_with_other_files_is_refused_as_run_directory(
 
 @pytest.mark.parametrize("arguments", ["recipe=demo dry_run=true", "--cfg job", "--help"])
 def test_a_full_disk_below_stdout_is_one_line(arguments: str) -> None:
-    command = [sys.executable, "-m", "speechtrain.commands.train", *arguments.split()]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = finish(STARTER.start(arguments.split(), os.environ, out="/dev/full"))
     assert (done.returncode, done.stderr) == (
         MACHINE,
         "speechtrain: error: stdout: No space left on device\n",
@@ -491,19 +491,9 @@ def test_secrets_are_not_stored_in_the_run(tmp_path: Path, monkeypatch: pytest.M
     run = tmp_path / "run"
     run.mkdir()
     (run / "kept.txt").write_text("")  # a folder with something else in it is not removed
-    command = [sys.executable, "-m", "speechtrain.commands.train", "model=rnnt_small", "data=manifest"]
-    done = subprocess.run(
-        [
-            *command,
-            "data.train=${oc.env:DATASET_DIR}/a.jsonl",
-            f"run_dir={run}",
-            "data.valid.dev=ü/../b.jsonl",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    manifests = ["data.train=${oc.env:DATASET_DIR}/a.jsonl", "data.valid.dev=ü/../b.jsonl"]
+    command = ["model=rnnt_small", "data=manifest", *manifests, f"run_dir={run}"]
+    done = finish(STARTER.start(command, os.environ))
     assert done.returncode == DATA, done.stderr
     assert "/secret/place/a.jsonl does not exist" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
@@ -515,14 +505,8 @@ def test_secrets_are_not_stored_in_the_run(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_refused_run_leaves_no_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "speechtrain.commands.train", "model=rnnt_small", "data=manifest"]
-    done = subprocess.run(
-        [*command, "data.train=no.jsonl", "device.threads=1"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = ["model=rnnt_small", "data=manifest", "data.train=no.jsonl", "device.threads=1", *INLINE]
+    done = finish(STARTER.start(command, os.environ))
     assert done.returncode == DATA, done.stderr
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
