@@ -113,6 +113,12 @@ def test_a_precision_that_the_device_lacks_is_red(capsys: pytest.CaptureFixture[
     assert "precision=fp32" in found["device"][1]
 
 
+@pytest.fixture
+def _without_fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step on the fake device takes a process of its own, and eight seconds."""
+    monkeypatch.setattr(doctor.Recipe, "_fake_findings", lambda self: iter(()))
+
+
 WAV2VEC2 = (
     *("model=wav2vec2_small", "data=digits", "data.workers=0", "encoder.layers=1", "encoder.width=16"),
     *("encoder.heads=2", "encoder.feed_forward=16", "encoder.position_groups=2"),
@@ -133,6 +139,7 @@ def test_a_recipe_is_judged_for_gaudi_where_there_is_none(capsys: pytest.Capture
     assert "one step" not in found
 
 
+@pytest.mark.usefixtures("_without_fake_device")
 def test_a_line_unfit_for_gaudi_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +158,7 @@ def test_a_line_unfit_for_gaudi_is_named(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_without_fake_device")
 def test_an_absent_device_of_a_recipe_is_amber(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "recipe").mkdir()
     choices = "defaults: [override /model: rnnt, override /data: digits, override /device: hpu]"
@@ -222,6 +230,7 @@ def test_a_torch_that_replaced_the_vendors_is_red(
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("model", ["rnnt", "wav2vec2"])
+@pytest.mark.usefixtures("_without_fake_device")
 def test_the_graphs_of_gaudis_compile_mode_are_counted(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,6 +250,7 @@ def test_the_graphs_of_gaudis_compile_mode_are_counted(
     assert "graphs" not in lines["recorder"][1]
 
 
+@pytest.mark.usefixtures("_without_fake_device")
 def test_varying_shapes_are_unfit_for_gaudi(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = look(capsys, *GAUDI, "data.shapes=0")
     assert found["recorder"][0] == "red"
@@ -248,6 +258,7 @@ def test_varying_shapes_are_unfit_for_gaudi(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_without_fake_device")
 def test_the_cost_on_a_gpu_is_told_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = look(capsys, *(a for a in TINY if not a.startswith("device.")), "device=cuda")
     state, said = found["recorder"]
