@@ -7,12 +7,10 @@ import json
 import os
 import resource
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -54,13 +52,6 @@ class Command:
         """The command, in the background."""
         return STARTER.start([*self.arguments, *extra], self.environment)
 
-    def start_worker(self) -> subprocess.Popen[str]:
-        """Only the rank, on the config that the command has written: what a launcher runs."""
-        allowed = {"SPEECHTRAIN_ALLOW_TARGETS": "recording", "OMP_NUM_THREADS": "1"}
-        return self._popen(
-            [sys.executable, "-m", "speechtrain.train_rank", str(self.run_dir / "config.yaml")], allowed
-        )
-
     def write(self) -> Path:
         """The run's config.yaml, as the command would leave it for the ranks."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -70,12 +61,9 @@ class Command:
         (self.run_dir / "run.json").write_text(json.dumps({"overrides": keys}))
         return path
 
-    def _popen(
-        self, line: list[str], extra: Mapping[str, str] = MappingProxyType({})
-    ) -> subprocess.Popen[str]:
+    def _popen(self, line: list[str]) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        environment = {**self.environment, **extra}
-        return subprocess.Popen(line, env=environment, stdout=pipe, stderr=pipe, text=True)
+        return subprocess.Popen(line, env=self.environment, stdout=pipe, stderr=pipe, text=True)
 
     def run(self, *extra: str) -> subprocess.CompletedProcess[str]:
         """The command, to its end."""

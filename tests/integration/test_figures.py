@@ -12,7 +12,7 @@ import soundfile
 
 from tests.support.golden import BANDS, GOLDEN, GOLDEN_OVERRIDES, STEPS
 
-from .conftest import Command, finish
+from .conftest import Command
 from .forked import Forks
 
 
@@ -63,7 +63,7 @@ def test_one_checkpoint_one_score(
     assert "no.wav" in missing.stderr
 
 
-def test_the_result_is_of_the_checkpoint_that_is_used(command: Callable[..., Command]) -> None:
+def test_the_result_is_of_the_checkpoint_that_is_used(command: Callable[..., Command], forks: Forks) -> None:
     """A learning rate that destroys the model makes the last validation worse than the first."""
     run = command("run", "trainer.max_steps=8", "trainer.validate_every=4", "schedule.warmup_steps=8")
     done = run.run_inline("optimizer.lr=1", "trainer.ema=0")
@@ -76,18 +76,20 @@ def test_the_result_is_of_the_checkpoint_that_is_used(command: Callable[..., Com
     assert result["metric"] == first["wer"]
     assert "finished at step 8, best at step 4: unheard/" in done.stdout
     (run.run_dir / "result.json").unlink()
-    assert finish(run.start_worker()).returncode == 0  # the checkpoints alone say it
+    assert forks.run(run.run_dir / "config.yaml") == [0]  # the checkpoints alone say it
     assert run.result()["metrics"] == result["metrics"]
 
 
-def test_a_target_ends_a_run_and_its_result_is_returned(command: Callable[..., Command]) -> None:
+def test_a_target_ends_a_run_and_its_result_is_returned(
+    command: Callable[..., Command], forks: Forks
+) -> None:
     run = command("run", "trainer.target=5.0", "trainer.validate_every=4", "trainer.profile=2:3")
     assert run.run_inline().returncode == 0
     assert run.result()["status"] == "target"
     assert run.result()["steps"] == 4
     assert json.loads((run.run_dir / "profile-2-3.json").read_text())["traceEvents"]
     (run.run_dir / "result.json").unlink()  # killed before it could say so
-    assert finish(run.start_worker()).returncode == 0
+    assert forks.run(run.run_dir / "config.yaml") == [0]
     assert (run.result()["status"], run.result()["steps"]) == ("target", 4)
 
 

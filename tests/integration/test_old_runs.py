@@ -18,7 +18,7 @@ import yaml
 from tests.support.golden import BANDS, STEPS
 
 from ..support.digits import write_sample
-from .conftest import Command
+from .conftest import INLINE, Command
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "old_runs"
 RUNS = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
@@ -124,6 +124,7 @@ def test_a_run_continues_as_then_and_is_done(copy_of: Callable[..., Command], na
     run = copy_of(name)
     told = json.loads((run.run_dir / "run.json").read_text())["overrides"]
     stopped, losses = later_losses(name)
+    run.arguments += INLINE
     done = run.run()
     assert done.returncode == 0, done.stderr
     assert run.result()["status"] == "finished"
@@ -154,7 +155,7 @@ def test_the_same_command_finds_its_run_whatever_the_folder_is_called(
     assert refused.returncode == 5
     assert f"run_dir={run.run_dir} continues it" in refused.stderr
     same_command, run.arguments = run.arguments, [f"run_dir={run.run_dir}"]
-    continued = run.run(f"trainer.max_steps={run.result()['steps'] + 1}")
+    continued = run.run_inline(f"trainer.max_steps={run.result()['steps'] + 1}")
     assert continued.returncode == 0, continued.stderr
     run.arguments = same_command
     done = run.run()
@@ -195,7 +196,7 @@ def test_what_changes_training_is_refused_by_name(copy_of: Callable[..., Command
         else:
             assert done.returncode in (2, 5)
             assert says in done.stderr
-    same = run.run("optimizer.lr=0.01", "encoder.hidden=10", "trainer.max_steps=891")
+    same = run.run_inline("optimizer.lr=0.01", "encoder.hidden=10", "trainer.max_steps=891")
     assert same.returncode == 0, same.stderr
     assert run.result()["steps"] == 891
     kept = run.run("trainer.max_steps=900")  # with the text of the first start: the stored value wins
@@ -238,7 +239,7 @@ def test_every_stored_name_is_listed(command: Callable[..., Command]) -> None:
     root = GOLDEN.parents[2]
     listed = set(re.findall(r"`([^`\n]+)`", (root / "docs" / "stored-names.md").read_text()))
     now = command("now", "trainer.max_steps=2", "tracking=default", "tracking.trackers.console.enabled=false")
-    assert now.run().returncode == 0
+    assert now.run_inline().returncode == 0
     for run_dir in [now.run_dir, *(GOLDEN / name / "run" for name in RUNS)]:
         assert names_in(run_dir) <= listed, run_dir
     sources = [p.read_text() for p in (root / "speechtrain").rglob("*.py")]

@@ -94,7 +94,7 @@ def test_ranks_keep_to_loopback_a_signal_to_one_stops_all_and_another_world_goes
     )
     assert run.checkpoints()[-1].name == f"step-{first:08d}"
 
-    done = run.run("world_size=1", f"trainer.max_steps={first + 3}")  # of the same global batch
+    done = run.run_inline("world_size=1", f"trainer.max_steps={first + 3}")  # of the same global batch
     assert done.returncode == 0, done.stderr
     assert "trainer.simulate_world=2: world_size 1 × accumulate 2" in done.stdout
     assert [e["accumulate"] for e in run.events("start")] == [1, 2]
