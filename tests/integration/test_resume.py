@@ -14,15 +14,15 @@ from .conftest import RECORDED, Command, finish, wait_for
 from .forked import Forks
 
 CHAINS = {
-    "plain": ([], 8),
-    "workers": (["data.workers=1", "trainer.accumulate=2", "trainer.max_steps=24"], 6),
-    "no-average": (["trainer.ema=0.0", "trainer.save_every=1", "trainer.validate_every=4"], 6),
+    "plain": ([], 4),
+    "workers": (["data.workers=1", "trainer.accumulate=2", "trainer.max_steps=24"], 3),
+    "no-average": (["trainer.ema=0.0", "trainer.save_every=1", "trainer.validate_every=4"], 3),
 }
-"""Overrides, and how often the run is killed: twenty times in all."""
+"""Overrides, and how often the run is killed: ten times in all."""
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_twenty_kills_leave_no_trace(command: Callable[..., Command], chain: str, forks: Forks) -> None:
+def test_kills_leave_no_trace(command: Callable[..., Command], chain: str, forks: Forks) -> None:
     overrides, kills = CHAINS[chain]
     draw = random.Random(chain)
     undisturbed, killed = (command(name, *RECORDED, *overrides) for name in ("undisturbed", "killed"))
