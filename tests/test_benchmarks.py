@@ -15,6 +15,8 @@ import torch
 from speechtrain.devices.cpu import CPU
 from speechtrain.runs.compose import compose
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SMALLEST = {
     "accelerators": ("--smoke",),
@@ -62,7 +64,6 @@ def test_every_benchmark_is_known() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == {*SMALLEST, *TRAINS, *PEERS}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALLEST)
 def test_at_its_smallest(name: str) -> None:
     run(name, *SMALLEST[name])
@@ -97,7 +98,6 @@ def helps() -> dict[str, tuple[int, str]]:
     return outcomes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(TRAINS | PEERS))
 def test_its_imports_and_its_help(name: str, helps: dict[str, tuple[int, str]]) -> None:
     code, output = helps[name]

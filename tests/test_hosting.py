@@ -140,6 +140,7 @@ def test_one_address_stands_everywhere() -> None:
     assert all(link["url"].startswith(home) for link in links)
 
 
+@pytest.mark.slow
 @has_schemas
 def test_the_schemas_and_actionlint_accept_the_files() -> None:
     command = [sys.executable, "tools/check_workflows.py"]
@@ -147,6 +148,7 @@ def test_the_schemas_and_actionlint_accept_the_files() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 @has_schemas
 @pytest.mark.parametrize(
     ("name", "text", "broken"),

@@ -33,6 +33,6 @@ def run_dir(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = folder / "t.model"
     assert prepare.run(["tokenizer", "--corpus", "digits", "--out", str(model), "--size", "24"]) == 0
     overrides = ("tokenizer=sentencepiece", f"tokenizer.model={model}", f"run_dir={folder / 'tiny'}")
-    assert train.run([*TINY, *overrides]) == 0
+    assert train.run([*TINY, *overrides, "launcher=local", "launcher.inline=true"]) == 0
     model.unlink()
     return folder / "tiny"

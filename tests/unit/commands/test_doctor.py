@@ -24,6 +24,8 @@ from speechtrain.optim import adamw8bit
 from speechtrain.runs.compose import compose
 from speechtrain.task import Loss
 
+pytestmark = pytest.mark.slow
+
 TINY = (
     *("recipe=demo", "device.threads=1", "data.workers=0"),
     *("data.train.utterances=16", "data.train.min_words=1", "data.train.max_words=2"),
@@ -126,7 +128,6 @@ WAV2VEC2 = (
 GAUDI = (*(a for a in TINY if not a.startswith("device.")), "device=hpu")
 
 
-@pytest.mark.slow
 def test_a_recipe_is_judged_for_gaudi_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = look(capsys, *GAUDI)
     assert code == 0
@@ -157,7 +158,6 @@ def test_a_line_unfit_for_gaudi_is_named(
     assert "# planted" in said
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_without_fake_device")
 def test_an_absent_device_of_a_recipe_is_amber(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "recipe").mkdir()
@@ -226,7 +226,6 @@ def test_a_torch_that_replaced_the_vendors_is_red(
     assert "--no-deps" in lines["device"][1]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("model", ["rnnt", "wav2vec2"])
@@ -257,7 +256,6 @@ def test_varying_shapes_are_unfit_for_gaudi(capsys: pytest.CaptureFixture[str]) 
     assert "data.shapes=8" in found["recorder"][1]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_without_fake_device")
 def test_the_cost_on_a_gpu_is_told_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = look(capsys, *(a for a in TINY if not a.startswith("device.")), "device=cuda")
@@ -269,7 +267,6 @@ def test_the_cost_on_a_gpu_is_told_where_there_is_none(capsys: pytest.CaptureFix
     )
 
 
-@pytest.mark.slow
 def test_the_8_bit_optimizer_suits_an_absent_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing (extra 'memory')")
     recipe = [word for word in TINY if not word.startswith("device.")]
@@ -279,7 +276,6 @@ def test_the_8_bit_optimizer_suits_an_absent_gpu(capsys: pytest.CaptureFixture[s
     assert found["fake device"][0] == "green"
 
 
-@pytest.mark.slow
 def test_the_rehearsal_takes_a_step() -> None:
     """In a process of its own, because a process has one lazy device, and other tests use it, too."""
     tiny = [word for word in TINY if not word.startswith("device.")]
@@ -346,7 +342,6 @@ class Early(Lazy):
 """
 
 
-@pytest.mark.slow
 def test_a_command_starts_again_with_the_variables_of_its_device(tmp_path: Path) -> None:
     (tmp_path / "conf" / "device").mkdir(parents=True)
     (tmp_path / "early.py").write_text(_DEVICE)
@@ -373,7 +368,6 @@ def test_an_optimizer_without_its_library_is_red(
     assert "pip install -e '.[memory]'" in text
 
 
-@pytest.mark.slow
 def test_an_optimizer_with_its_library_is_green(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing (extra 'memory')")
     code, found = look(capsys, *TINY, "optimizer=adamw8bit")

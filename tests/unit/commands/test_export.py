@@ -116,6 +116,7 @@ def test_a_ctc_run_is_exported_with_its_head_or_as_an_encoder(
     assert not (tmp_path / "encoder" / "vocab.json").exists()
 
 
+@pytest.mark.slow
 def test_an_rnnt_run_is_exported_as_an_encoder_only(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     run = untrained(tmp_path / "run", *SMALL, "model=rnnt_small", "encoder.mask=null")
@@ -126,6 +127,7 @@ def test_an_rnnt_run_is_exported_as_an_encoder_only(tmp_path: Path) -> None:
     assert export.run([str(run), "--encoder", *to]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["huggingface", "fairseq"])
 def test_the_message_for_another_encoder_names_all_that_can_be_exported(form: str, tmp_path: Path) -> None:
     run = untrained(tmp_path / "run", "model=ctc", "encoder=quartznet_tiny")

@@ -110,6 +110,7 @@ def test_python_runs_the_package() -> None:
     assert re.fullmatch(r"speechtrain \d+\.\d+\.\d+\n", subprocess.check_output(line, text=True))
 
 
+@pytest.mark.slow
 def test_shell_completion_is_installed_for_a_program_that_exists() -> None:
     line = [SCRIPTS / "speechtrain", "train", "-sc", "install=bash"]
     text = subprocess.check_output(line, text=True)
@@ -122,6 +123,7 @@ def test_the_doctor_takes_no_run(argv: list[str]) -> None:
         run(["doctor", *argv])
 
 
+@pytest.mark.slow
 def test_the_program_and_its_other_name_print_the_same() -> None:
     texts = []
     for line in (["speechtrain", "report"], ["speechtrain-report"]):

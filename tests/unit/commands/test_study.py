@@ -83,6 +83,7 @@ def test_import_names_the_file_that_it_cannot_read(tmp_path: Path) -> None:
     assert not (tmp_path / "study").exists()
 
 
+@pytest.mark.slow
 def test_two_programs_share_a_study_of_eight_trials(tmp_path: Path) -> None:
     (tmp_path / "sda.yaml").write_text(SDA.replace("budget: 10", "budget: 8"))
     folder = tmp_path / "study"

@@ -23,11 +23,12 @@ from speechtrain.runs.compose import compose
 from speechtrain.text.vocabulary import Characters
 from speechtrain.training.recompute import checkpoint_layers
 
+pytestmark = pytest.mark.slow
+
 BENCHMARK: Any = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks/accelerators.py"))
 batch_of = BENCHMARK["batch_of"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "operations"), [(torch.float32, 33_500), (torch.bfloat16, 48_000)])
 def test_the_mlperf_model_on_gaudi(dtype: torch.dtype, operations: int) -> None:
     narrow = ["encoder.hidden=8", "model.prediction.hidden=8", "encoder.features.mels=8"]
@@ -111,7 +112,6 @@ def test_a_step_of_wav2vec2_on_cuda(rows: int) -> None:
     assert recorder.costs.reads == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("saver", "gib"), [(False, 13), (True, 3)])
 def test_contextnet_large_trains_at_the_references_batch(saver: bool, gib: float) -> None:
     """8 rows of 16.7 s with 80 labels in fp32: bytes beyond weights, on tensors without values."""

@@ -305,6 +305,7 @@ assert os.sched_getaffinity(0) == {cpus[len(cpus) // 2]}, os.sched_getaffinity(0
 """
 
 
+@pytest.mark.slow
 def test_open_binds_this_process() -> None:
     cores = affinity.cores_within(affinity.topology(), cpu.usable_cpus())
     if len(cores) != 2 or any(len(core.cpus) > 1 for core in cores):

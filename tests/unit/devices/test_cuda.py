@@ -297,6 +297,7 @@ def test_compiled_layers_share_a_graph_for_each_shape_and_mode(graphs: Counter[s
     assert device.graphs() == graphs["unique_graphs"] == 2 * len(shapes)
 
 
+@pytest.mark.slow
 def test_another_model_is_compiled_without_its_loss(graphs: Counter[str]) -> None:
     model = Small()
     x = torch.randn(3, 4)

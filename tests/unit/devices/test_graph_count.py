@@ -26,6 +26,7 @@ batch_of = BENCHMARK["batch_of"]
 
 # dynamo looks for gradients of tensors that have none, and makes an object of an autograd function
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
@@ -104,7 +105,6 @@ CONV_LAYERS = "encoder.conv_layers=[[8,10,5],[8,3,2],[8,3,2],[8,3,2],[8,3,2],[8,
 NARROW_TRANSFORMER = ("encoder.width=32", "encoder.feed_forward=32", "encoder.heads=2", CONV_LAYERS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "graphs", "largest"),
     [
@@ -133,7 +133,6 @@ def test_parts_of_a_recursion_have_at_most_80_steps_of_a_graph() -> None:
     assert [equal_parts(steps) for steps in (1, 80, 81, 557)] == [(1, 1), (1, 80), (2, 41), (7, 80)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_count_graphs_runs_the_same_numbers_as_without_a_compiler(dtype: torch.dtype) -> None:
     policy = HPU("compile").policy(dtype)

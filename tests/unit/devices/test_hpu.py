@@ -35,6 +35,7 @@ def test_one_line_says_what_is_missing_how_to_get_it_and_what_rehearses(absent: 
         )  # The index has no such package, so anyone can take the name.
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.path.exists("/dev/accel"), reason="accelerators are here, perhaps Gaudi cards")
 def test_the_command_ends_with_that_line_before_a_process_or_a_folder_is_there(tmp_path: Path) -> None:
     run = tmp_path / "run"

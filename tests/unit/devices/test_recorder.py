@@ -19,6 +19,8 @@ from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
 from speechtrain.devices.recorder import RecordedDevice, Recorder, Unfit
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__)
 DEVICE = torch.device("cpu")  # The text "cpu" would be the host.
 

@@ -209,6 +209,7 @@ for channels in (8, 16):
 """
 
 
+@pytest.mark.slow
 def test_few_channels_in_bf16_end() -> None:
     subprocess.run([sys.executable, "-c", _HALF], timeout=120, check=True)
 

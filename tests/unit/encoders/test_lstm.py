@@ -96,6 +96,7 @@ def test_halves_with_dropout_train_and_static_shapes_ignore_them() -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 def test_segments_share_their_graphs_across_lengths() -> None:
     model, recorder = encoder(), Recorder()
     apply_policy(model, replace(STATIC, lstm_segment=8, mark_step=recorder.mark_step))
@@ -141,6 +142,7 @@ print(device.graphs() - before, sum(device.fallbacks().values()))
 """
 
 
+@pytest.mark.slow
 def test_lazy_tensors_compile_no_segment_again() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _LAZY], capture_output=True, text=True, timeout=120, check=False

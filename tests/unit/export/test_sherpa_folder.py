@@ -20,6 +20,8 @@ from tests.support.tiny_run import TINY, end_of_program, small_encoder, untraine
 
 pytest.importorskip("sherpa_onnx", reason="sherpa-onnx is not installed: pip install -e '.[export]'")
 
+pytestmark = pytest.mark.slow
+
 # The runs have sherpa-onnx's limits of labels, because the text of a model without training has many labels.
 KEYS = [key for key in TINY if not key.startswith(("encoder.", "model.", "decoder."))]
 KEYS += ["decoder.max_symbols=1000000", "encoder.features.padding=reflect", "encoder.features.dither=0"]
@@ -42,7 +44,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path / "out"
 
 
-@pytest.mark.slow
 def test_write_of_ctc_has_the_texts_of_pytorch(folder: Path) -> None:
     result = json.loads((folder / "error_rates.json").read_text())
     assert (result["recordings"], result["ties"]) == (4, [])
@@ -59,7 +60,6 @@ def test_write_of_ctc_has_the_texts_of_pytorch(folder: Path) -> None:
     assert all(texts)
 
 
-@pytest.mark.slow
 def test_write_of_ctc_recognises_several_recordings_at_once(folder: Path) -> None:
     recogniser = sherpa_folder.SherpaExport(folder, "fp32", 16000)._recogniser
     noise = np.random.default_rng(0).standard_normal(32000).astype(np.float32)
@@ -73,7 +73,6 @@ def test_write_of_ctc_recognises_several_recordings_at_once(folder: Path) -> Non
     assert all(texts)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -122,7 +121,6 @@ def test_tokens_have_one_symbol_without_spaces_for_each_label() -> None:
     assert sherpa_folder.tokens([" the", " ", "a", ""]) == "▁the 0\n▁ 1\na 2\n<3> 3\n<blk> 4\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content"),
     [

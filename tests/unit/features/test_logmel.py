@@ -596,6 +596,7 @@ print(sorted(fallbacks), compiled)
 """
 
 
+@pytest.mark.slow
 def test_shapes_alone_decide_the_graph() -> None:
     """On the rehearsal device: no operator falls back, no graph is compiled for other lengths."""
     done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=300)

@@ -89,6 +89,7 @@ def test_a_disk_without_room_for_a_file_of_a_rank_is_the_machines_fault(disk: Di
         _run_result(LaunchResult(1), Path(config.run_dir))
 
 
+@pytest.mark.slow
 def test_a_rank_but_the_first_keeps_its_outcome_to_itself(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text("of rank 0")
     done = rank(tmp_path, RANK="1", WORLD_SIZE="2")
@@ -102,6 +103,7 @@ def test_a_rank_but_the_first_keeps_its_outcome_to_itself(tmp_path: Path) -> Non
     assert (own / "output.log").read_text() == ""
 
 
+@pytest.mark.slow
 def test_a_run_of_another_is_left_alone(tmp_path: Path) -> None:
     lock = RunLock(tmp_path).acquire()
     (tmp_path / "result.json").write_text("theirs")

@@ -19,6 +19,8 @@ from speechtrain.task import Loss
 from speechtrain.training import optimizer_step
 from speechtrain.training.run_state import Interval
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__)
 SMALL = [
     *("data=digits", "data.workers=0", "data.train.utterances=32", "data.valid.unheard.utterances=2"),

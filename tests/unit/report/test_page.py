@@ -169,6 +169,7 @@ def test_every_chart_says_its_values_to_those_who_cannot_see_it(tmp_path: Path) 
     assert len(labels) == 8
 
 
+@pytest.mark.slow
 def test_a_log_of_thousands_of_metrics_has_a_bounded_number_of_charts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +235,7 @@ def test_the_result_comes_before_the_charts_of_the_training(tmp_path: Path) -> N
     assert places == sorted(places)
 
 
+@pytest.mark.slow
 def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
     run = read_run(_whole_run(tmp_path))
     assert page([run]).partition("<footer>")[0] == page([run]).partition("<footer>")[0]
@@ -287,6 +289,7 @@ def test_a_run_in_progress(tmp_path: Path) -> None:
     assert "0:00:01 to go" in words
 
 
+@pytest.mark.slow
 def test_a_run_whose_process_is_gone(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -346,6 +349,7 @@ def test_several_runs(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_many_runs_share_the_charts(tmp_path: Path) -> None:
     folders = [_whole_run(tmp_path / f"run-{i}", wer=0.01 * (i + 1)) for i in range(11)]
     parsed = _page(*folders)
@@ -510,6 +514,7 @@ def test_no_content_breaks_the_page(
         Page(page([run, run]))
 
 
+@pytest.mark.slow
 def test_the_command_writes_and_names_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = _whole_run(tmp_path / "run")
     assert report([str(folder)]) == 0
@@ -604,6 +609,7 @@ def test_a_page_that_cannot_be_written_names_the_fix(
         assert f"error: {target}: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_neither_help_nor_a_page_needs_torch(tmp_path: Path) -> None:
     folder = _whole_run(tmp_path / "run")
     code = (

@@ -132,6 +132,7 @@ def error_text(*overrides: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", REMOTE_LAUNCHERS)
 def test_a_launcher_of_other_hosts_needs_an_explicit_device(
     launcher: str, no_accelerator: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -281,6 +282,7 @@ def test_a_job_of_a_sweep_on_a_host_with_another_device_is_refused(monkeypatch: 
         check_same_device({"device": "auto"}, "cpu")
 
 
+@pytest.mark.slow
 def test_the_doctor_reports_device_auto(
     no_accelerator: None, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,6 +311,7 @@ def gpu_run(cache: Path, tmp_path: Path) -> Path:
 FALLBACK = f"{HOST_LINE}, precision=fp32"
 
 
+@pytest.mark.slow
 def test_evaluate_uses_device_auto_if_the_device_of_the_run_is_absent(
     gpu_run: Path, no_accelerator: None, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,6 +323,7 @@ def test_evaluate_uses_device_auto_if_the_device_of_the_run_is_absent(
     assert caplog.messages[0] == HOST_LINE
 
 
+@pytest.mark.slow
 def test_transcribe_and_load_use_device_auto_if_the_device_of_the_run_is_absent(
     gpu_run: Path,
     no_accelerator: None,
@@ -334,6 +338,7 @@ def test_transcribe_and_load_use_device_auto_if_the_device_of_the_run_is_absent(
     assert caplog.messages == [FALLBACK, FALLBACK]
 
 
+@pytest.mark.slow
 def test_an_explicit_device_is_used_or_refused(gpu_run: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(MachineError, match="device=cuda: "):
         load(gpu_run, "device=cuda")

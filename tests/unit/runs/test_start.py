@@ -32,8 +32,6 @@ from speechtrain.runs.start import _conclude, _is_complete, start_run
 
 from ...conftest import Disk
 
-pytestmark = pytest.mark.slow
-
 DRY = ["recipe=demo", "dry_run=true"]
 
 
@@ -196,6 +194,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("is_bound", "shared"), [(False, ["3", "3", "3"]), (True, ["2", "2", "1"])])
 def test_ranks_on_these_cpus_counts_the_ranks_that_share_cpus(
     is_bound: bool, shared: list[str], tmp_path: Path

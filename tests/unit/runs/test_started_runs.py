@@ -19,8 +19,6 @@ from speechtrain.runs.compose import compose
 from speechtrain.runs.started_runs import remember, require_started, start_id, state_folder
 from tests.support.tiny_run import TINY
 
-pytestmark = pytest.mark.slow
-
 DRY = ("recipe=demo", "seed=7", "dry_run=true")
 
 
