@@ -46,8 +46,13 @@ class MaskedBatchNorm(nn.Module):
 
     @torch.no_grad()
     def _update_running(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Update the running statistics by the statistics (F,) of ``count`` () frames."""
+        """Update the running statistics by the statistics (F,) of ``count`` () frames.
+
+        A feature whose statistics are not finite keeps its running statistics, because the trainer skips the
+        update of such a batch.
+        """
         unbiased = variance * count / (count - 1).clamp(min=1.0)
-        self.running_mean.lerp_(mean, self.momentum)
-        self.running_var.lerp_(unbiased, self.momentum)
+        is_finite = mean.isfinite() & unbiased.isfinite()
+        self.running_mean.lerp_(torch.where(is_finite, mean, self.running_mean), self.momentum)
+        self.running_var.lerp_(torch.where(is_finite, unbiased, self.running_var), self.momentum)
         self.num_batches_tracked += 1

@@ -1,0 +1,31 @@
+"""The running statistics of MaskedBatchNorm: which batches they count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from speechtrain.nn.norm import MaskedBatchNorm
+
+LENGTHS = torch.tensor([5, 3])
+
+
+def frames(seed: int) -> torch.Tensor:
+    return torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e25])
+def test_statistics_that_overflow_are_not_kept(value: float) -> None:
+    """The update of such a batch is skipped, so it must not change the model. 1e25 squared is inf in fp32."""
+    norm, clean = MaskedBatchNorm(4), MaskedBatchNorm(4)
+    for seed in range(3):
+        norm(frames(seed), LENGTHS)
+        clean(frames(seed), LENGTHS)
+        if seed == 1:
+            damaged = frames(9)
+            damaged[0, 2, 1] = value
+            norm(damaged, LENGTHS)
+    assert torch.equal(norm.running_mean[1], clean.running_mean[1])
+    assert torch.equal(norm.running_var[1], clean.running_var[1])
+    assert norm.running_mean.isfinite().all()
+    assert norm.running_var.isfinite().all()
