@@ -13,6 +13,8 @@ class MaskedBatchNorm(nn.Module):
 
     Frames beyond a row's length do not count, and their output is 0. AIDK's BatchNorm on input features
     counts padding frames, so its statistics depend on the padding of a batch.
+
+    Without gradients, as in a frozen encoder, the norm computes in training as in evaluation.
     """
 
     running_mean: Tensor
@@ -30,14 +32,15 @@ class MaskedBatchNorm(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         """Normalise frames (B, T, F) of rows with ``lengths`` (B,). The statistics are fp32 or wider."""
+        uses_batch = self.training and torch.is_grad_enabled()
         wide = at_least_fp32(x)
         is_valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
         mask = is_valid[..., None].to(wide.dtype)
         count = mask.sum().clamp(min=1.0)
-        mean = (wide * mask).sum((0, 1)) / count if self.training else self.running_mean
+        mean = (wide * mask).sum((0, 1)) / count if uses_batch else self.running_mean
         centred = wide - mean  # the only copy of the frames that backward needs
         variance = self.running_var
-        if self.training:
+        if uses_batch:
             variance = (centred.square() * mask).sum((0, 1)) / count
             self._update_running(mean, variance, count)
         scale = torch.rsqrt(variance + self.eps) * self.weight

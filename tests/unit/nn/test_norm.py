@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -29,3 +31,14 @@ def test_statistics_that_overflow_are_not_kept(value: float) -> None:
     assert torch.equal(norm.running_var[1], clean.running_var[1])
     assert norm.running_mean.isfinite().all()
     assert norm.running_var.isfinite().all()
+
+
+def test_a_norm_without_gradients_does_not_change() -> None:
+    """A frozen encoder computes without gradients, in training as in evaluation."""
+    norm = MaskedBatchNorm(4)
+    norm(frames(0), LENGTHS)
+    state, frozen = copy.deepcopy(norm.state_dict()), copy.deepcopy(norm)
+    with torch.no_grad():
+        output = frozen(frames(1), LENGTHS)
+    torch.testing.assert_close(frozen.state_dict(), state, rtol=0, atol=0)
+    assert torch.equal(output, norm.eval()(frames(1), LENGTHS))
