@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from speechtrain.checkpoint.best_metric import metric_value
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.distributed.group import Group
@@ -30,6 +33,11 @@ class Saving:
     _saved_step: int | None = field(init=False, default=None)  # the step of the last save that succeeded
     # The state of the data after the last complete update. It is None during an update.
     _data_state: dict[str, Any] | None = field(init=False, default=None)
+    # The task's buffers that a checkpoint contains, such as BatchNorm's statistics. If this rank cannot save
+    # after an error, the list is empty.
+    _buffers: list[Tensor] = field(init=False, default_factory=list)
+    # During an update, these buffers with their values before it, because its forward passes change them.
+    _earlier_buffers: list[tuple[Tensor, Tensor]] = field(init=False, default_factory=list)
 
     def restore(self, parts: Parts, resume: str) -> None:
         """Continue from the newest usable checkpoint, unless ``resume`` is ``never``.
@@ -76,15 +84,27 @@ class Saving:
 
     @contextlib.contextmanager
     def save_after_error(self, parts: Parts) -> Iterator[None]:
-        """Return a context that saves the last complete update, if possible, after errors except Diverged."""
+        """Return a context that saves the last complete update, if possible, after errors except Diverged.
+
+        If all ranks must write, nothing is saved, because the other ranks may have ended.
+        """
+        can_save = self.group.world.rank == 0 and not self.checkpointer.needs_all_ranks
+        if can_save:
+            stored_names = parts.task.state_dict().keys()
+            self._buffers = [buffer for name, buffer in parts.task.named_buffers() if name in stored_names]
         try:
             yield
         except Diverged:
             # Weights that have diverged must not replace an older checkpoint.
             raise
         except Exception:
-            self._save_complete_update(parts)
+            if can_save:
+                self._save_complete_update(parts)
             raise
+
+    def begin_update(self) -> None:
+        """Copy the buffers that the forward passes of an update change."""
+        self._earlier_buffers = [(buffer, buffer.clone()) for buffer in self._buffers]
 
     @contextlib.contextmanager
     def prevent_save_after_error(self, parts: Parts) -> Iterator[None]:
@@ -92,17 +112,17 @@ class Saving:
         self._data_state = None
         yield
         self._data_state = parts.data.state_dict()
+        self._earlier_buffers = []
 
     def _save_complete_update(self, parts: Parts) -> None:
-        """Save the last complete update after an error, if a save of it was not attempted before.
-
-        If all ranks must write, nothing is saved, because the other ranks may have ended.
-        """
-        can_save = self.group.world.rank == 0 and not self.checkpointer.needs_all_ranks
-        if self._data_state is None or parts.progress.step <= self._attempted_step or not can_save:
+        """Save the last complete update after an error, if a save of it was not attempted before."""
+        if self._data_state is None or parts.progress.step <= self._attempted_step:
             return
         # A continued run reads the micro-batches of the unfinished update again.
         parts.data.load_state_dict(self._data_state)
+        with torch.no_grad():
+            for buffer, earlier in self._earlier_buffers:
+                buffer.copy_(earlier)
         try:
             self._write(parts)
         except Exception as error:

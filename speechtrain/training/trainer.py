@@ -259,6 +259,7 @@ class Trainer:
         world, accumulate = self.group.world, self.config.accumulate
         weights, finite_flags = [], []
         parts.micro_batches = []
+        self.saving.begin_update()
         for index in range(accumulate):
             # The number of the micro-batch in the global batch addresses its random draws. It does not depend
             # on the number of ranks, so neither do the draws.

@@ -15,6 +15,7 @@ from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.data.base import DataModule
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess
+from speechtrain.nn.norm import MaskedBatchNorm
 from speechtrain.optim.ema import EMA, NoEMA
 from speechtrain.optim.schedules import Constant
 from speechtrain.precision import FP32, Precision
@@ -72,6 +73,18 @@ class Line(Task):
     def prepare(self, batch: Batch, seed: int) -> Batch:
         self.host_seeds.append(seed)
         return replace(batch, extra={"seed": torch.tensor(seed)})
+
+
+class NormalisedLine(Line):
+    """A Line on audio that BatchNorm has normalised."""
+
+    def __init__(self, poison: set[int] | None = None, alarms: list[int] | None = None) -> None:
+        super().__init__(poison, alarms)
+        self.norm = MaskedBatchNorm(4)
+
+    def forward(self, batch: Batch) -> Loss:
+        frames = self.norm(batch.audio[:, None], torch.ones(len(batch.audio)))
+        return super().forward(replace(batch, audio=frames[:, 0]))
 
 
 class Counted(DataModule):
@@ -149,10 +162,11 @@ class Rig:
         stop_in_validation: bool = False,
         alarms: list[int] | None = None,
         fails: dict[str, Exception] | None = None,
+        line: type[Line] = Line,
         **limits: Any,
     ) -> None:
         run_dir.mkdir(exist_ok=True)
-        self.task = Line(poison, alarms)
+        self.task = line(poison, alarms)
         self.data = Counted(fails)
         self.recorder = Recorder()
         settings = replace(TrainerConfig(log_every=1, validate_every=1000, ema=0.9), **limits)

@@ -21,7 +21,7 @@ from speechtrain.precision import FP16, FP32
 from speechtrain.trainer_config import TrainerConfig, planned_steps
 from speechtrain.training.run_state import Progress
 from speechtrain.training.trainer import Trainer
-from tests.support.small_trainer import Counted, Line, Recorder, Rig
+from tests.support.small_trainer import Counted, Line, NormalisedLine, Recorder, Rig
 
 
 def test_draws_on_the_host_have_an_address_of_their_own(tmp_path: Path) -> None:
@@ -308,10 +308,12 @@ def test_a_validation_that_was_left_is_made_up_for(tmp_path: Path) -> None:
     assert not list((tmp_path / "b" / "checkpoints").glob(".*"))
 
 
+@pytest.mark.parametrize("line", [Line, NormalisedLine])
 @pytest.mark.parametrize("place", ["valid", "9", "11"])
-def test_an_error_of_data_loses_no_update(tmp_path: Path, place: str) -> None:
+def test_an_error_of_data_loses_no_update(tmp_path: Path, place: str, line: type[Line]) -> None:
     """In a validation, at the first or at a later micro-batch of an update: a run goes on there."""
-    settings = {"max_steps": 8, "validate_every": 4, "save_every": 100, "accumulate": 2}
+    settings: dict[str, Any] = {"max_steps": 8, "validate_every": 4, "save_every": 100, "accumulate": 2}
+    settings["line"] = line
     whole = Rig(tmp_path / "whole", **settings)
     with pytest.raises(DataError, match="the file vanished"):
         Rig(tmp_path / "run", fails={place: DataError("the file vanished")}, **settings)
@@ -320,6 +322,7 @@ def test_an_error_of_data_loses_no_update(tmp_path: Path, place: str) -> None:
     again = Rig(tmp_path / "run", **settings)
     assert again.recorder.of("resume") == [{"step": done}]
     assert again.losses == {step: loss for step, loss in whole.losses.items() if step > done}
+    torch.testing.assert_close(again.task.state_dict(), whole.task.state_dict(), rtol=0, atol=0)
     assert [row["step"] for row in again.recorder.of("valid")] == ([4, 8] if place == "valid" else [8])
 
 
