@@ -34,7 +34,7 @@ class ShardedCheckpointer(Checkpointer):
         is_rank0 = self.group.world.rank == 0
         state, shards = _split(states)
         whole_weights = self._gather(weights)
-        folder, temporary = self._folder_and_temporary(step)
+        folder, temporary = self.folder(step), self._temporary(step)
         # Each context is a point at which the ranks wait for each other.
         with self._raise_on_all_ranks(step, temporary):
             if is_rank0:

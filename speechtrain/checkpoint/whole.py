@@ -226,7 +226,7 @@ class Checkpointer:
         ``states`` are the parts of the run by name, and ``weights`` are the weights that are evaluated.
         Raises OSError if the checkpoint cannot be written. Earlier checkpoints then stay intact.
         """
-        folder, temporary = self._folder_and_temporary(step)
+        folder, temporary = self.folder(step), self._temporary(step)
         self._begin(temporary)
         try:
             state = {name: copy_to_host(part.state_dict()) for name, part in states.items()}
@@ -246,7 +246,7 @@ class Checkpointer:
         ``score`` is the value of the task's metric, and ``metrics`` are all metrics. If the checkpoint of
         ``step`` does not exist, because it could not be written, this does nothing. Raises OSError.
         """
-        folder, _ = self._folder_and_temporary(step)
+        folder = self.folder(step)
         manifest = read_manifest(folder)
         if manifest is None:
             return
@@ -262,7 +262,7 @@ class Checkpointer:
 
     def read_validation(self, step: int) -> dict[str, Any]:
         """Return what ``add_validation`` stored, as fields of ``Progress``, or {} without a validation."""
-        folder, _ = self._folder_and_temporary(step)
+        folder = self.folder(step)
         manifest = read_manifest(folder)
         if manifest is None or manifest.metrics is None:
             return {}
@@ -274,10 +274,13 @@ class Checkpointer:
         problem = f"checkpoint of step {step} could not be written to {self.root}"
         return OSError(f"{problem}: {cause} ({free_mib} MiB free)")
 
-    def _folder_and_temporary(self, step: int) -> tuple[Path, Path]:
-        """Return the final folder of the checkpoint of ``step``, and the folder in which it is written."""
-        folder = self.root / f"step-{step:08d}"
-        return folder, self.root / f".writing-{folder.name}"
+    def folder(self, step: int) -> Path:
+        """Return the folder of the checkpoint of ``step``."""
+        return self.root / f"step-{step:08d}"
+
+    def _temporary(self, step: int) -> Path:
+        """Return the folder in which the checkpoint of ``step`` is written."""
+        return self.root / f".writing-{self.folder(step).name}"
 
     def _begin(self, temporary: Path) -> None:
         """Make the folder in which a checkpoint is written. Raises OSError if the run directory was moved."""
@@ -403,30 +406,31 @@ class Checkpointer:
                 raise RunError(f"{folder / name} does not match its sha256")
         return manifest
 
-    def restore(self, states: Mapping[str, Stateful]) -> int | None:
-        """Load the newest undamaged checkpoint into ``states`` and return its step.
+    def newest(self) -> int | None:
+        """Return the step of the newest undamaged checkpoint, or None. Damaged checkpoints are set aside.
 
-        Return None if no checkpoint is undamaged. Raises RunError if the checkpoint does not fit the run, or
-        has another format.
+        Raises OtherFormat for a checkpoint in another format.
         """
         self._clear()
         folders = self.folders()
         while folders:
             folder = folders.pop()
             try:
-                manifest = self.verify(folder)
+                return self.verify(folder).step
             except OtherFormat:
                 raise
             except RunError as error:
                 self._set_aside(folder, error, earlier=folders)
-                continue
-            saved = read_state(folder)
-            if set(saved) != set(states):
-                names = one_line(str([*saved]), 200)
-                raise RunError(f"{folder} holds {names}, but this run needs {sorted(states)}")
-            self._load(folder, saved, states)
-            return manifest.step
         return None
+
+    def restore(self, step: int, states: Mapping[str, Stateful]) -> None:
+        """Load the checkpoint of ``step`` into ``states``. Raises RunError if it does not fit the run."""
+        folder = self.folder(step)
+        saved = read_state(folder)
+        if set(saved) != set(states):
+            names = one_line(str([*saved]), 200)
+            raise RunError(f"{folder} holds {names}, but this run needs {sorted(states)}")
+        self._load(folder, saved, states)
 
     @staticmethod
     def _set_aside(folder: Path, error: RunError, earlier: list[Path]) -> None:

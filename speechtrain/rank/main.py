@@ -74,6 +74,7 @@ from speechtrain.tracking.base import Tracker
 from speechtrain.tracking.group import is_hanging
 from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training.autotune import resolve_policy
+from speechtrain.training.saving import choose_checkpoint
 from speechtrain.training.trainer import Trainer
 
 
@@ -101,6 +102,7 @@ class _Parts:
     task: Task
     tokenizer: Tokenizer
     data: DataModule
+    checkpoint: int | None  # the step of the checkpoint from which the run continues
     policy: ComputePolicy
     policy_record: dict[str, Any]  # entries of the event ``device`` of the log
     facts: dict[str, Any]  # entries of the event ``start`` of the log
@@ -142,7 +144,7 @@ def _fit(rank: _Rank, parts: _Parts, stop: StopRequest, attempt: Attempt, early_
     with contextlib.closing(data), _explained_memory_errors(rank.device, trainer, parts.tokenizer.size):
         average = _average_of(task, settings.ema)
         attempt.status = trainer.fit(
-            module, data, optimizer, schedule=schedule, average=average, resume=config.resume
+            module, data, optimizer, schedule=schedule, average=average, checkpoint=parts.checkpoint
         )
 
 
@@ -158,7 +160,7 @@ def _open_rank(config: DictConfig, world: World, settings: TrainerConfig) -> _Ra
 
 
 def _build_parts(rank: _Rank) -> _Parts:
-    """Build the task and the data, and load the initial weights of a new run."""
+    """Build the task and the data, choose the checkpoint, and load the initial weights of a new run."""
     config, device = rank.config, rank.device
     task, tokenizer = build_task(config)
     # The memory of a batch depends on the policy, so the device's default policy is applied first. The final
@@ -171,7 +173,8 @@ def _build_parts(rank: _Rank) -> _Parts:
     with rank.group.main_process_first():
         data.check()
     device.validate_shapes(data.shapes())
-    if not rank.checkpointer.folders():
+    checkpoint = choose_checkpoint(rank.group, rank.checkpointer, config.resume)
+    if checkpoint is None:
         facts |= load_initial_weights(config, task, tokenizer)
     task.to(
         device.tensor(torch.zeros(())).device
@@ -179,7 +182,7 @@ def _build_parts(rank: _Rank) -> _Parts:
     policy, policy_record = resolve_policy(
         device, rank.precision, rank.group, run_dir=rank.run_dir, task=task, data=data
     )
-    return _Parts(task, tokenizer, data, policy=policy, policy_record=policy_record, facts=facts)
+    return _Parts(task, tokenizer, data, checkpoint, policy=policy, policy_record=policy_record, facts=facts)
 
 
 def _prepare_module(rank: _Rank, task: Task, policy: ComputePolicy) -> tuple[Task, Optimizer]:
@@ -206,7 +209,7 @@ def _log_start(
     log_environment(rank.run_dir, world, rank.device, tracker)
     tracker.log("device", parts.policy_record)
     facts = dict(parts.facts)
-    if not rank.checkpointer.folders():
+    if parts.checkpoint is None:
         facts |= new_run_facts(config, schedule)
     facts |= {"ranks": world.size, "accumulate": rank.settings.accumulate, "steps": planned_updates}
     facts["target"] = rank.settings.target

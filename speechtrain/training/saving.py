@@ -18,6 +18,23 @@ from speechtrain.tracking.base import Tracker
 from speechtrain.training.run_state import Parts
 
 
+def choose_checkpoint(group: Group, checkpointer: Checkpointer, resume: str = "auto") -> int | None:
+    """Return the step of the checkpoint from which a run continues, or None if it starts at step 0.
+
+    Rank 0 chooses for all ranks, because a network file system may show other files to other hosts. Damaged
+    checkpoints are set aside. ``resume`` is ``auto`` (continue if a usable checkpoint exists), ``never`` or
+    ``must``. Raises RunError if it is ``must`` and no usable checkpoint exists.
+    """
+    step = 0  # The other ranks add zeros, so the sum is the step of rank 0, or -1 without a checkpoint.
+    if group.world.rank == 0:
+        newest = None if resume == "never" else checkpointer.newest()
+        if newest is None and resume == "must":
+            raise RunError(f"resume=must, but {checkpointer.root} holds no usable checkpoint")
+        step = -1 if newest is None else newest
+    step = int(group.sum(torch.tensor(step)))
+    return None if step < 0 else step
+
+
 @dataclass
 class Saving:
     """Restores and saves the parts of a run. All ranks must call its methods in the same order.
@@ -39,25 +56,25 @@ class Saving:
     # During an update, these buffers with their values before it, because its forward passes change them.
     _earlier_buffers: list[tuple[Tensor, Tensor]] = field(init=False, default_factory=list)
 
-    def restore(self, parts: Parts, resume: str) -> None:
-        """Continue from the newest usable checkpoint, unless ``resume`` is ``never``.
+    def restore(self, parts: Parts, step: int) -> None:
+        """Continue from the checkpoint of ``step``, which ``choose_checkpoint`` has returned.
 
-        Raises RunError if ``resume`` is ``must`` and no usable checkpoint exists.
+        Raises RunError if the checkpoint does not fit the run, or if this rank cannot read it.
         """
-        step = None
-        if resume != "never":
-            # The main process is first, because it renames damaged checkpoints. The others then skip these.
-            with self.group.main_process_first():
-                step = self.checkpointer.restore(parts.states)
-        if step is not None:
-            self._attempted_step = self._saved_step = step
-            # The validation of a checkpoint comes after the save. So it has a file of its own.
-            validation = self.checkpointer.read_validation(step)
-            if validation:
-                parts.progress.load_state_dict({**validation, "validated": step})
-            self.tracker.log("resume", {"step": step})
-        elif resume == "must":
-            raise RunError(f"resume=must, but {self.checkpointer.root} holds no usable checkpoint")
+        rank = self.group.world.rank
+        if rank:  # Rank 0 has verified the checkpoint already.
+            try:
+                self.checkpointer.verify(self.checkpointer.folder(step))
+            except RunError as error:
+                problem = f"rank {rank} cannot continue from the checkpoint of rank 0: {error}"
+                raise RunError(f"{problem}. All hosts must see the same run_dir") from error
+        self.checkpointer.restore(step, parts.states)
+        self._attempted_step = self._saved_step = step
+        # The validation of a checkpoint comes after the save. So it has a file of its own.
+        validation = self.checkpointer.read_validation(step)
+        if validation:
+            parts.progress.load_state_dict({**validation, "validated": step})
+        self.tracker.log("resume", {"step": step})
 
     def save(self, parts: Parts, is_last: bool = False) -> None:
         """Save a checkpoint of this step, unless one is saved already.

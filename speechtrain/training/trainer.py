@@ -117,11 +117,12 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
         average: Average,
-        resume: str = "auto",
+        checkpoint: int | None = None,
     ) -> str:
         """Train and return how the run ended: ``finished``, ``target``, ``time`` or ``preempted``.
 
-        ``resume`` is ``auto`` (continue if a usable checkpoint exists), ``never`` or ``must``.
+        ``checkpoint`` is the step of the checkpoint from which the run continues. ``choose_checkpoint``
+        returns it. None starts at step 0.
 
         - A stop request takes effect after the present update. During a validation it takes effect before the
           next batch, and the continued run repeats that validation.
@@ -130,13 +131,14 @@ class Trainer:
         Raises:
         - Diverged: ``max_bad_updates`` updates in a row were not finite, no update was ever finite, or
           training collapsed and ``on_collapse`` is ``stop``.
-        - RunError: ``resume`` is ``must``, and no usable checkpoint exists.
+        - RunError: the checkpoint does not fit the run, or a rank cannot read it.
         - ConfigError: ``config.profile`` is ill-formed.
         - Preempted: a stop request came while one of several ranks waited for a data worker.
         """
         self.parts = self.collect(task, data, optimizer, schedule, average)
         self.group.rank_status.begin_phase(0, "resume")
-        self.saving.restore(self.parts, resume)
+        if checkpoint is not None:
+            self.saving.restore(self.parts, checkpoint)
         self.parts.wrapped = self.group.wrap(task)
         self._start_clock = time.perf_counter() - self.progress.wall_s
         try:

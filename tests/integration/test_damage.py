@@ -73,6 +73,22 @@ def test_each_damage_is_named_and_training_goes_on_from_the_one_before(
         assert not list((run.run_dir / "checkpoints").glob(".*"))
 
 
+def test_a_run_whose_only_checkpoint_is_damaged_begins_with_its_initial_weights(
+    command: Callable[..., Command], forks: Forks
+) -> None:
+    settings = ["trainer.max_steps=2", "trainer.save_every=2", "trainer.validate_every=100"]
+    earlier = command("earlier", *settings)
+    assert forks.run(earlier.write()) == [0], earlier.result()
+    run = command("run", *settings, "seed=5", f"init_from={earlier.run_dir}")
+    config = run.write()
+    assert forks.run(config) == [0], run.result()
+    flip(run.checkpoints()[-1])
+    assert forks.run(config) == [0], run.result()
+    assert len(run.events("train")) == 4
+    assert sorted(run.losses()) == [1, 2]
+    assert [event["fresh"] for event in run.events("start")] == [0, 0]
+
+
 @pytest.mark.parametrize("policy", ["continue", "stop"])
 def test_a_disk_that_is_full_during_a_save(
     command: Callable[..., Command], forks: Forks, policy: str

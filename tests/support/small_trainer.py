@@ -22,6 +22,7 @@ from speechtrain.precision import FP32, Precision
 from speechtrain.task import Alarm, Evaluation, Loss, Task
 from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig
+from speechtrain.training.saving import choose_checkpoint
 from speechtrain.training.trainer import Trainer
 
 MICRO_BATCHES = 7  # of an epoch; a number that no accumulation divides
@@ -162,11 +163,11 @@ class Rig:
         stop_in_validation: bool = False,
         alarms: list[int] | None = None,
         fails: dict[str, Exception] | None = None,
-        line: type[Line] = Line,
+        line: type[Line] | None = None,
         **limits: Any,
     ) -> None:
         run_dir.mkdir(exist_ok=True)
-        self.task = line(poison, alarms)
+        self.task = (line or Line)(poison, alarms)
         self.data = Counted(fails)
         self.recorder = Recorder()
         settings = replace(TrainerConfig(log_every=1, validate_every=1000, ema=0.9), **limits)
@@ -182,8 +183,9 @@ class Rig:
         )  # fmt: skip
         self.optimizer = torch.optim.AdamW(self.task.parameters(), lr=1.0)
         average = EMA(self.task, settings.ema) if settings.ema else NoEMA()
+        checkpoint = choose_checkpoint(SingleProcess(), self.trainer.checkpointer, resume)
         self.status = self.trainer.fit(
-            self.task, self.data, self.optimizer, Constant(peak=0.05), average, resume
+            self.task, self.data, self.optimizer, Constant(peak=0.05), average, checkpoint
         )
 
     @property

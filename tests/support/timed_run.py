@@ -21,6 +21,7 @@ from speechtrain.precision import FP32
 from speechtrain.task import Evaluation, Loss
 from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training import trainer as trainer_module
+from speechtrain.training.saving import choose_checkpoint
 from speechtrain.training.trainer import Trainer
 from tests.support.small_trainer import Counted, Line, Recorder
 
@@ -97,6 +98,7 @@ class Run:
             optimizer,
             schedule or Cosine(1e-3, warmup_steps=None, planned_steps=1),
             NoEMA(),
+            choose_checkpoint(SingleProcess(), trainer.checkpointer),
         )
         self.progress = trainer.progress
 

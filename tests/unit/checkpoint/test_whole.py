@@ -18,6 +18,7 @@ from speechtrain.checkpoint.whole import SHARDED, Checkpointer, validation_metri
 from speechtrain.errors import RunError
 from speechtrain.files import read_json
 from speechtrain.run_directory import read_manifest, write_manifest
+from tests.support.checkpoints import restore
 
 from ...conftest import Disk
 
@@ -54,12 +55,12 @@ def save_checkpoints(
 def test_restore_loads_the_newest_checkpoint(tmp_path: Path) -> None:
     save_checkpoints(tmp_path, (10, 20))
     value = Value(torch.zeros(100))
-    assert Checkpointer(tmp_path).restore({"value": value}) == 20
+    assert restore(Checkpointer(tmp_path), {"value": value}) == 20
     assert torch.equal(value.tensor, torch.full((100,), 20.0))
 
 
 def test_an_empty_run_restores_nothing(tmp_path: Path) -> None:
-    assert Checkpointer(tmp_path).restore({"value": Value(torch.zeros(1))}) is None
+    assert restore(Checkpointer(tmp_path), {"value": Value(torch.zeros(1))}) is None
 
 
 def truncate(folder: Path) -> None:
@@ -116,13 +117,13 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_loaded(
     save_checkpoints(tmp_path, (10, 20))
     damage(tmp_path / "checkpoints" / "step-00000020")
     value = Value(torch.zeros(100))
-    assert Checkpointer(tmp_path).restore({"value": value}) == 10
+    assert restore(Checkpointer(tmp_path), {"value": value}) == 10
     assert torch.equal(value.tensor, torch.full((100,), 10.0))
     assert "checkpoint not loaded" in caplog.messages[-1]
     assert all("step-00000020" in message for message in caplog.messages)
     count = len(caplog.messages)
     # A second start does not load the damaged checkpoint, and does not report it again.
-    assert Checkpointer(tmp_path).restore({"value": value}) == 10
+    assert restore(Checkpointer(tmp_path), {"value": value}) == 10
     assert len(caplog.messages) == count
 
 
@@ -132,7 +133,7 @@ def test_restore_returns_none_if_all_checkpoints_are_damaged(
     save_checkpoints(tmp_path, (10, 20))
     for folder in (tmp_path / "checkpoints").glob("step-*"):
         truncate(folder)
-    assert Checkpointer(tmp_path).restore({"value": Value(torch.zeros(1))}) is None
+    assert restore(Checkpointer(tmp_path), {"value": Value(torch.zeros(1))}) is None
     assert len(caplog.messages) == 2
 
 
@@ -140,7 +141,7 @@ def test_an_incomplete_checkpoint_is_not_loaded_and_is_removed(tmp_path: Path) -
     save_checkpoints(tmp_path, (10,))
     incomplete = tmp_path / "checkpoints" / ".writing-step-00000020"
     shutil.copytree(tmp_path / "checkpoints" / "step-00000010", incomplete)
-    assert Checkpointer(tmp_path).restore({"value": Value(torch.zeros(1))}) == 10
+    assert restore(Checkpointer(tmp_path), {"value": Value(torch.zeros(1))}) == 10
     assert not incomplete.exists()
     incomplete.mkdir()
     save_checkpoints(tmp_path, (30,))
@@ -157,7 +158,7 @@ def test_restore_removes_the_incomplete_files_of_a_killed_process(tmp_path: Path
         root / "step-00000010/.checkpoint.json.0123456789abcdef",
     ):
         path.touch()
-    assert Checkpointer(tmp_path).restore({"value": Value(torch.zeros(1))}) == 10
+    assert restore(Checkpointer(tmp_path), {"value": Value(torch.zeros(1))}) == 10
     assert sorted(root.rglob("*")) == before
 
 
@@ -179,7 +180,7 @@ def test_verify_refuses_another_format(tmp_path: Path) -> None:
 def test_restore_refuses_a_checkpoint_with_other_parts(tmp_path: Path) -> None:
     save_checkpoints(tmp_path, (10,))
     with pytest.raises(RunError, match="other"):
-        Checkpointer(tmp_path).restore({"other": Value(torch.zeros(1))})
+        restore(Checkpointer(tmp_path), {"other": Value(torch.zeros(1))})
 
 
 def test_pickled_code_is_not_executed(tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def test_pickled_code_is_not_executed(tmp_path: Path) -> None:
     value.state_dict = lambda: {"tensor": Evil()}  # type: ignore[method-assign]
     checkpointer.save(1, {"value": value}, {})
     with pytest.raises(Exception, match=r"state\.pt cannot be read"):
-        checkpointer.restore({"value": Value(torch.zeros(1))})
+        restore(checkpointer, {"value": Value(torch.zeros(1))})
 
 
 def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
@@ -273,7 +274,7 @@ def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
     value = Value(torch.zeros(100))
-    assert Checkpointer(tmp_path).restore({"value": value}) == 10
+    assert restore(Checkpointer(tmp_path), {"value": value}) == 10
 
 
 def test_a_disk_that_is_full_at_the_weights_raises_the_same_error(tmp_path: Path) -> None:
@@ -391,7 +392,7 @@ def test_a_validation_is_stored_only_if_its_checkpoint_exists(tmp_path: Path) ->
     checkpointer.add_validation(7, 0.1, {})  # its checkpoint could not be written
     assert [folder.name for folder in checkpointer.folders()] == ["step-00000002"]
     assert checkpointer.read_validation(7) == {}
-    assert checkpointer.restore({"value": Value(torch.zeros(100))}) == 2
+    assert restore(checkpointer, {"value": Value(torch.zeros(100))}) == 2
 
 
 def test_a_kill_during_the_removal_of_an_old_checkpoint_leaves_nothing(
@@ -427,7 +428,7 @@ def test_a_checkpoint_of_another_format_is_not_renamed(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints" / "step-00000020" / "checkpoint.json"
     set_next_format(path.parent)
     with pytest.raises(RunError, match=f"format {SHARDED + 1}"):
-        Checkpointer(tmp_path).restore({"value": Value(torch.zeros(100))})
+        restore(Checkpointer(tmp_path), {"value": Value(torch.zeros(100))})
     assert path.exists()
 
 
@@ -440,5 +441,5 @@ def test_a_wrong_manifest_is_reported_as_damage(
 ) -> None:
     save_checkpoints(tmp_path, (10,))
     (tmp_path / "checkpoints" / "step-00000010" / "checkpoint.json").write_text(content)
-    assert Checkpointer(tmp_path).restore({"value": Value(torch.zeros(100))}) is None
+    assert restore(Checkpointer(tmp_path), {"value": Value(torch.zeros(100))}) is None
     assert "training starts at step 0" in caplog.text

@@ -17,6 +17,7 @@ from speechtrain.config.migrations import FORMAT, migrate
 from speechtrain.config.resolved import load
 from speechtrain.errors import ConfigError, RunError
 from speechtrain.runs.stored_config import config_at
+from tests.support.checkpoints import restore
 
 OLD_RUN = Path(__file__).resolve().parents[2] / "golden" / "old_runs" / "0.1.0" / "run"
 
@@ -108,5 +109,5 @@ def test_a_checkpoint_with_old_names_is_restored(tmp_path: Path, renamed: None) 
     old = torch.nn.ModuleDict({"old": torch.nn.Linear(2, 3)})
     new = torch.nn.ModuleDict({"new": torch.nn.Linear(2, 3)})
     Checkpointer(tmp_path).save(1, {"task": old}, old.state_dict())
-    assert Checkpointer(tmp_path).restore({"task": new}) == 1
+    assert restore(Checkpointer(tmp_path), {"task": new}) == 1
     assert torch.equal(new["new"].weight, old["old"].weight)

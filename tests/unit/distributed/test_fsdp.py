@@ -31,6 +31,7 @@ from speechtrain.optim.novograd import NovoGrad
 from speechtrain.precision import FP16, FP32, Precision
 from speechtrain.training.optimizer_step import HostCheckedUpdate, StepOutcome, Trained
 from speechtrain.training.recompute import checkpoint_layers
+from tests.support.checkpoints import restore
 
 NEEDS_TORCH_2_8 = pytest.mark.skipif(TorchVersion(torch.__version__) < "2.8", reason="sharding needs 2.8")
 pytestmark = [pytest.mark.slow, NEEDS_TORCH_2_8]
@@ -238,7 +239,7 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
         sharded.barrier()
         for kind in ("sharded", "whole"):
             again = Run(sharded, name)
-            told[f"found, {name}, {kind}"] = Checkpointer(folder / name / kind).restore(again.states())
+            told[f"found, {name}, {kind}"] = restore(Checkpointer(folder / name / kind), again.states())
             again.step = 5
             told[f"again, {name}, {kind}"] = again.train(10), again.weights()
 
@@ -249,7 +250,7 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
     failing = ShardedCheckpointer(folder / "failing", 3, sharded)
     failing.save(4, run.states(), {})
     if rank:
-        failing._folder_and_temporary = lambda step: (folder / "file" / "a", folder / "file" / "b")  # type: ignore[method-assign]
+        failing._temporary = lambda step: folder / "file" / "b"  # type: ignore[method-assign]
     try:
         failing.save(5, run.states(), {})
     except OSError as error:
@@ -397,7 +398,7 @@ def test_one_process_continues_what_several_have_shared(
     """As a run that shares nothing: two ranks of two micro-batches are four micro-batches here."""
     run = Run(SingleProcess(), name)
     checkpointer = Checkpointer(folder / name / "sharded")
-    assert checkpointer.restore(run.states()) == 5
+    assert restore(checkpointer, run.states()) == 5
     run.step = 5
     figures, weights = run.train(10), run.weights()
     others, theirs = told[0][f"rest, {name}"]
@@ -444,7 +445,7 @@ def test_a_damaged_share_is_named(
         (step / "checkpoint.json").write_text(manifest.replace("shards/shard-00002", "../shard-00002"))
     with pytest.raises(RunError, match="checkpoint.json" if damage == "misnamed" else share.name):
         checkpointer.verify(step)
-    assert checkpointer.restore(Run(SingleProcess(), "lamb").states()) is None
+    assert restore(checkpointer, Run(SingleProcess(), "lamb").states()) is None
 
 
 def test_what_one_rank_cannot_write_all_leave_unwritten(told: list[dict[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from speechtrain.optim import adamw8bit
 from speechtrain.optim.adamw import AdamW
 from speechtrain.optim.adamw8bit import AdamW8bit
 from speechtrain.runs.compose import compose
+from tests.support.checkpoints import restore
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_a_run_continues_bit_equally(tmp_path: Path) -> None:
     again = Net()
     other = AdamW8bit(again.parameters())
     train(again, other, range(1))  # what is loaded replaces it
-    assert Checkpointer(tmp_path).restore({"task": again, "optimizer": other}) == 5
+    assert restore(Checkpointer(tmp_path), {"task": again, "optimizer": other}) == 5
     train(again, other, range(5, 12))
     for name, value in net.state_dict().items():
         assert torch.equal(again.state_dict()[name], value)
@@ -101,7 +102,7 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path, damage: str) -> No
     with pytest.raises(
         RunError, match=r"does not fit this run \(ValueError: the state of a parameter of shape"
     ):
-        Checkpointer(tmp_path).restore({"optimizer": AdamW8bit(net.parameters())})
+        restore(Checkpointer(tmp_path), {"optimizer": AdamW8bit(net.parameters())})
 
 
 @pytest.mark.usefixtures("library")

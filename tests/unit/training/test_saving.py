@@ -1,0 +1,56 @@
+"""The checkpoint from which several ranks continue: rank 0 chooses it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from speechtrain.distributed.group import SingleProcess
+from speechtrain.errors import RunError
+from speechtrain.launcher import World
+from speechtrain.training.saving import Saving, choose_checkpoint
+from tests.support.small_trainer import Recorder, Rig
+
+
+class SecondRank(SingleProcess):
+    """Rank 1 of two ranks, whose rank 0 adds ``number`` to each sum."""
+
+    world = World(1, 2, 1, 2)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor + self.number
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    """A run with the checkpoints of steps 2, 4 and 6."""
+    return Rig(tmp_path / "run", max_steps=6, save_every=2)
+
+
+def test_a_rank_continues_from_the_checkpoint_of_rank_0(rig: Rig) -> None:
+    """A network file system may show other files to its host."""
+    checkpointer = rig.trainer.checkpointer
+    checkpointer.folder(6).joinpath("state.pt").write_bytes(b"torn")
+    assert choose_checkpoint(SecondRank(4), checkpointer) == 4
+    assert choose_checkpoint(SecondRank(-1), checkpointer) is None
+    assert [folder.name[-1] for folder in checkpointer.folders()] == ["2", "4", "6"], "only rank 0 renames"
+    assert choose_checkpoint(SingleProcess(), checkpointer) == 4
+    assert choose_checkpoint(SingleProcess(), checkpointer, "never") is None
+
+
+@pytest.mark.parametrize("step", [6, 8])
+def test_a_rank_that_cannot_read_the_checkpoint_of_rank_0_ends(rig: Rig, step: int) -> None:
+    checkpointer, parts = rig.trainer.checkpointer, rig.trainer.parts
+    assert parts is not None
+    checkpointer.folder(6).joinpath("state.pt").write_bytes(b"torn")
+    saving = Saving(SecondRank(step), checkpointer, Recorder(), "stop")
+    message = rf"rank 1 cannot continue from the checkpoint of rank 0: .*step-0000000{step}.* same run_dir"
+    with pytest.raises(RunError, match=message):
+        saving.restore(parts, step)
+    saving.restore(parts, 4)
+    assert parts.progress.step == 4
