@@ -10,8 +10,7 @@ import gc
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -81,13 +80,6 @@ class Group(ABC):
     def barrier(self) -> None:
         """Wait until every process has called this method."""
         self.any(False)  # The flag is reduced in host memory. NCCL's own barrier allocates device memory.
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context whose body rank 0 runs before the other ranks.
-
-        The other ranks then see the files that rank 0 wrote.
-        """
-        return nullcontext()
 
     @abstractmethod
     def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> Status:
@@ -199,15 +191,6 @@ class TorchGroup(Group):
         total = tensor.detach().clone()
         dist.all_reduce(total, group=self._host_group)
         return total
-
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        is_main = self.world.rank == 0
-        if not is_main:
-            self.barrier()
-        yield
-        if is_main:
-            self.barrier()
 
     @collective
     def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> Status:

@@ -26,7 +26,7 @@ from speechtrain.counter_rng import RunStream, seed_at
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group, open_group
-from speechtrain.distributed.watchdog import MARGIN_SECONDS
+from speechtrain.distributed.watchdog import MARGIN_SECONDS, START_SECONDS
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.files import absolute_path
 from speechtrain.launcher import World
@@ -159,7 +159,8 @@ def open_ranks(
     If ``trainer.shard`` is set and there are several ranks, both are for sharded parameters. Raises
     ConfigError if the device cannot shard.
     """
-    timeout = settings.timeout_seconds + MARGIN_SECONDS
+    # Before the first step, a rank may wait for START_SECONDS.
+    timeout = max(settings.timeout_seconds, START_SECONDS) + MARGIN_SECONDS
     if settings.shard == "none" or world.size == 1:
         return open_group(world, device.facts, timeout), Checkpointer(run_dir, settings.keep)
     if not device.facts.fsdp:

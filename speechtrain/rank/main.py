@@ -169,9 +169,7 @@ def _build_parts(rank: _Rank) -> _Parts:
     facts = _restart_fact() | choose_batch_memory(config, device, rank.group, task=task)
     fill_decoded_memory(config)
     data = build_data(config, tokenizer, task)
-    # Rank 0 indexes a large set first. The other ranks then read the index from the cache.
-    with rank.group.main_process_first():
-        data.check()
+    data.check()
     device.validate_shapes(data.shapes())
     checkpoint = choose_checkpoint(rank.group, rank.checkpointer, config.resume)
     if checkpoint is None:

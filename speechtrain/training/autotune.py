@@ -108,13 +108,13 @@ def resolve_policy(
 
     Rank 0 chooses and writes ``device.json``. Then the other ranks read that file.
     """
-    with group.main_process_first():
-        record = read_device(run_dir)
-        if group.world.rank == 0:
-            stored_record = record
-            record = choose_policy(stored_record, device, precision, task=task, data=data)
-            if record != stored_record:
-                write_json(run_dir / DEVICE, asdict(record))
+    if group.world.rank == 0:
+        stored_record = read_device(run_dir)
+        chosen_record = choose_policy(stored_record, device, precision, task=task, data=data)
+        if chosen_record != stored_record:
+            write_json(run_dir / DEVICE, asdict(chosen_record))
+    group.barrier()
+    record = read_device(run_dir)
     assert record is not None
     policy = ComputePolicy.from_record(record.policy)
     assert policy is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -41,6 +43,19 @@ class RecordingData(SpeechData):
             for batch in batches:
                 file.write(json.dumps([name for name in batch.ids if name]) + "\n")
                 yield batch
+
+
+class MeetingData(RecordingData):
+    """The check of each rank waits until the check of the other rank has begun."""
+
+    def check(self) -> None:
+        (self._folder() / f"checking-{os.environ['RANK']}.txt").touch()
+        deadline = time.monotonic() + 60
+        while len(list(self._folder().glob("checking-*"))) < 2:
+            if time.monotonic() > deadline:
+                raise DataError("the other rank does not check its data")
+            time.sleep(0.01)
+        super().check()
 
 
 class FailingData(SpeechData):

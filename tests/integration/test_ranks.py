@@ -115,6 +115,13 @@ def test_the_rank_that_failed_is_the_one_that_is_heard(command: Callable[..., Co
     assert "ChildFailedError" in (run.run_dir / "agent.log").read_text()
 
 
+def test_no_rank_waits_for_the_data_check_of_another(command: Callable[..., Command], forks: Forks) -> None:
+    """The index of a large set may take longer than a rank may wait for its peers."""
+    meeting = ["data._target_=recording.MeetingData", "allow_targets=recording"]
+    run = command("run", *EXTRA, *meeting, "trainer.max_steps=1", "world_size=2")
+    assert forks.run(run.write(), ranks=2) == [0, 0], run.result()
+
+
 ONE_UPDATE = """
 import os, torch
 from speechtrain.distributed.group import open_group

@@ -91,10 +91,6 @@ def member(rank: int) -> dict[str, Any]:
             torch.tensor(16777217.0), stop=False, late=rank == 0, skip=torch.tensor(rank == 1)
         ),
     ]
-    order = Path(os.environ["ORDER"])
-    with group.main_process_first():
-        told["found"] = order.exists()
-        order.touch()
 
     net = Net(seed=rank)  # rank 0's state must reach all
     wrapped = group.wrap(net)
@@ -147,7 +143,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("group")
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = str(found.getsockname()[1])
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ORDER": str(folder / "o")}
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     code = (
         "import importlib.util, sys, torch\n"
         f"spec = importlib.util.spec_from_file_location('members', {str(Path(__file__))!r})\n"
@@ -191,10 +187,6 @@ def test_all_agree(told: list[dict[str, Any]], rank: int) -> None:
     assert flags == [True, False, torch.tensor(False)]
     assert second.item() == 33554432.0  # 2 × 16777216, what float32 makes of the summand
     assert others == [False, True, torch.tensor(True)]
-
-
-def test_rank_0_goes_first(told: list[dict[str, Any]]) -> None:
-    assert [mine["found"] for mine in told] == [False, True]
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
@@ -246,7 +238,7 @@ def test_one_process_is_a_group_of_its_own() -> None:
     assert isinstance(group, SingleProcess)
     net = Net(0)
     assert group.wrap(net) is net
-    with group.main_process_first(), group.no_sync(net):
+    with group.no_sync(net):
         group.barrier()
     answer = group.all_reduce_status(torch.tensor(2.5), stop=True, late=False, skip=torch.tensor(False))
     assert answer == (torch.tensor(2.5), True, False, torch.tensor(False))

@@ -10,9 +10,11 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from speechtrain.config.build import build_data, build_tokenizer
+from speechtrain.devices.cpu import CPU
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.launcher import World
 from speechtrain.optim.schedules import Schedule
+from speechtrain.rank import build
 from speechtrain.rank.build import build_task, load_initial_weights, plan_updates, trainer_config_for
 from speechtrain.runs.compose import compose
 from speechtrain.tracking.console import start_line
@@ -85,3 +87,14 @@ def test_a_plan_that_cannot_do_its_work_is_warned_of_once(caplog: pytest.LogCapt
     assert nothing.startswith("data.valid is empty: nothing chooses the best checkpoint")
     assert warmup.startswith("the warm-up takes 20 of 20 updates")
     assert end.startswith("schedule.steps=15: the last 5 of 20 updates have the learning rate of its end")
+
+
+@pytest.mark.parametrize(("limit", "timeout"), [(60.0, 1860.0), (7200.0, 7260.0)])
+def test_a_rank_may_wait_for_half_an_hour_before_the_first_step(
+    limit: float, timeout: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank may read data or compile for longer than a step may take."""
+    timeouts: list[float] = []
+    monkeypatch.setattr(build, "open_group", lambda world, facts, timeout: timeouts.append(timeout))
+    build.open_ranks(TrainerConfig(timeout_seconds=limit), World(0, 2, 0, 2), CPU(), tmp_path)
+    assert timeouts == [timeout]
