@@ -34,6 +34,7 @@ SMALL = (
     ),
     *("trainer.log_every=1", "tracking=jsonl"),
 )
+INLINE = ("launcher=local", "launcher.inline=true")
 OWN_MODEL = '''
 from dataclasses import replace
 
@@ -225,7 +226,7 @@ def test_study_runs_from_the_wheel(site: Path, tmp_path: Path) -> None:
     program = "import hydra_plugins.speechtrain_study as plugin; print(plugin.__file__)"
     assert str(site) in _call([sys.executable, "-c", program], tmp_path, environment).stdout
     study = ["-m", "hydra/sweeper=study", "hydra.sweeper.n_trials=1", "optimizer.lr=interval(1e-3,2e-3)"]
-    command = _speechtrain(site, tmp_path, "speechtrain-train", *study, *SMALL, "run_dir=study")
+    command = _speechtrain(site, tmp_path, "speechtrain-train", *study, *SMALL, *INLINE, "run_dir=study")
     assert command.returncode == 0, command.stderr
     assert (tmp_path / "study" / "trial-000" / "result.json").exists()
 
@@ -243,12 +244,6 @@ def test_the_program_and_a_second_name_of_each_command(site: Path, tmp_path: Pat
     assert outcome.returncode == 0, outcome.stderr
     for name in COMMANDS:
         assert f"\n  {name} " in outcome.stdout
-
-
-def test_cfg_job(site: Path, tmp_path: Path) -> None:
-    done = _speechtrain(site, tmp_path, "speechtrain-train", "--cfg", "job", "recipe=demo")
-    assert done.returncode == 0, done.stderr
-    assert "_target_: speechtrain.models.rnnt.RNNT" in done.stdout
 
 
 def test_a_real_run_and_a_model_of_ones_own(site: Path, tmp_path: Path) -> None:
@@ -270,9 +265,8 @@ def test_a_real_run_and_a_model_of_ones_own(site: Path, tmp_path: Path) -> None:
     refused = _speechtrain(site, tmp_path, "speechtrain-train", *arguments, path=(own,))
     assert refused.returncode == 2
     assert "allow_targets=shouting" in refused.stderr
-    done = _speechtrain(
-        site, tmp_path, "speechtrain-train", *arguments, "allow_targets=shouting", path=(own,)
-    )
+    arguments += [*INLINE, "allow_targets=shouting"]
+    done = _speechtrain(site, tmp_path, "speechtrain-train", *arguments, path=(own,))
     assert done.returncode == 0, done.stderr
     assert "shouting.Shouting" in (tmp_path / "mine" / "config.yaml").read_text()
     listed = _speechtrain(site, tmp_path, "speechtrain-train", "--help", "--config-dir", "own/conf")
