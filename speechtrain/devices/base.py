@@ -113,7 +113,7 @@ class Device(ABC):
     """Whether the device computes on the host's cores, in the host's memory."""
 
     static_shapes: bool = False
-    """Whether every tensor shape of a step must come from a fixed set, which the start line prints."""
+    """Whether every tensor shape of a step must come from a fixed set, which the log of the start has."""
 
     compile: bool = False
     """Whether ``torch.compile`` compiles the model, for each shape (``compute_policy.compile_module``)."""

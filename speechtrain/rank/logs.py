@@ -56,7 +56,7 @@ def log_environment(run_dir: Path, world: World, device: Device, tracker: Tracke
 
 
 def log_start(config: DictConfig, task: Task, data: DataModule, tracker: Tracker, facts: Any) -> None:
-    """Log two events: ``data``, with the size of the data and its preparation, and ``start``.
+    """Log two events: ``data``, with the size of the data, its report and its preparation, and ``start``.
 
     ``facts`` are entries of the event ``start``. They must contain ``ranks`` and ``accumulate``.
     """
@@ -67,10 +67,13 @@ def log_start(config: DictConfig, task: Task, data: DataModule, tracker: Tracker
     # The nodes also have the class of the features and of the augmentation, which are not settings.
     del preparation["_target_"]
     updates_per_epoch = data.micro_batches_per_epoch / (facts["ranks"] * facts["accumulate"])
-    counts = {**data.counts(), "updates_per_epoch": max(1, round(updates_per_epoch))}
-    tracker.log("data", counts | preparation)
-    model_facts = {"parameters": sum(p.numel() for p in task.parameters()), "shapes": data.shapes()}
-    tracker.log("start", facts | model_facts | data.report())
+    content = data.content()
+    facts_of_data = {name: content[name] for name in ("hours", "speakers") if name in content}
+    facts_of_data |= {**data.counts(), "updates_per_epoch": max(1, round(updates_per_epoch))}
+    tracker.log("data", {**facts_of_data, "report": data.report(), **preparation})
+    parameters = sum(p.numel() for p in task.parameters())
+    network_facts = {"model": type(task).__name__, "parameters": parameters, "shapes": data.shapes()}
+    tracker.log("start", facts | network_facts)
 
 
 def buffer_log_lines() -> MemoryHandler:

@@ -210,6 +210,8 @@ def _log_start(
     if parts.checkpoint is None:
         facts |= new_run_facts(config, schedule)
     facts |= {"ranks": world.size, "accumulate": rank.settings.accumulate, "steps": planned_updates}
+    if rank.settings.max_hours:
+        facts["hours"] = rank.settings.max_hours
     facts["target"] = rank.settings.target
     log_start(config, parts.task, parts.data, tracker, facts)
 

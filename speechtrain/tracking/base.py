@@ -52,13 +52,15 @@ class Tracker(ABC):
     ``environment``
         first, once per process, as texts: ``host``, variables, ``threads`` and ``cpus`` (their number).
     ``data``
-        before ``start``: ``train_samples`` and ``eval_samples`` (recordings), ``updates_per_epoch``, and the
-        parameters of the front end and the augmentation under their names in the config.
+        before ``start``: ``train_samples`` and ``eval_samples`` (recordings), ``hours``, ``speakers`` if all
+        are known, ``updates_per_epoch``, ``report`` (``DataModule.report``), and the parameters of the front
+        end and the augmentation under their names in the config.
     ``start``
-        once per process: ``parameters``, ``steps`` (planned in all), and other facts about the run.
+        once per process: ``model`` (the class), ``parameters``, ``steps`` (planned in all), and other facts
+        about the run.
     ``device``
-        once per process: ``device``, ``chip``, ``precision``, ``policy``, and the ``milliseconds`` of each
-        policy that was timed.
+        once per process: ``device``, ``chip``, ``precision``, ``policy``, ``computes`` (the precision that is
+        computed), and the ``milliseconds`` of each policy that was timed.
     ``warm_up``
         on a device that compiles graphs, before the first update: their counts, ``seconds``.
     ``plan``

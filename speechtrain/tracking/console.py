@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 
+_OF_NETWORK = ("parameters", "tensors taken over", "fresh", "fresh for another vocabulary")
+"""The entries of the event ``start`` that are about the network. The others are about the plan."""
+
+
 @final
 class Console(Tracker):
     """Prints a run's progress to stdout. Warnings go to stderr, or above the live display.
@@ -42,18 +46,20 @@ class Console(Tracker):
     ) -> None:
         """``mode`` is live, plain, or auto (live on a terminal).
 
-        The ``examples`` worst transcripts are shown per set. With the ``form`` dll, the console is plain, and
-        events that ``DLLines`` formats, in the form of NVIDIA's DLLogger, are printed as its lines.
+        The ``examples`` worst transcripts are shown per set. With the ``form`` full, the events of a start
+        have all their values. With the ``form`` dll, the console is plain, and events that ``DLLines``
+        formats, in the form of NVIDIA's DLLogger, are printed as its lines.
         """
         if mode not in ("auto", "live", "plain"):
             raise ConfigError(f"mode is {mode!r}, but it must be auto, live or plain")
-        if form not in ("speechtrain", "dll"):
-            raise ConfigError(f"form is {form!r}, but it must be speechtrain or dll")
+        if form not in ("speechtrain", "full", "dll"):
+            raise ConfigError(f"form is {form!r}, but it must be speechtrain, full or dll")
         self.mode = "plain" if form == "dll" else mode
         self.examples = examples
         self.enabled = enabled
         self._display: _Display | None = None
         self._dll = DLLines() if form == "dll" else None
+        self._lines_of = full_lines_of if form == "full" else lines_of
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
         line = self._dll.line(event, values) if self._dll else ""
@@ -67,7 +73,7 @@ class Console(Tracker):
         # The display shows the values of ``train`` in place of a line.
         is_line = event != "train" or self._display is None
         if is_line:
-            for line in lines_of(event, values, self.examples):
+            for line in self._lines_of(event, values, self.examples):
                 self._print(line, is_warning=event == "warning")
         if self._display is not None:
             self._display.show(event, values)
@@ -93,7 +99,7 @@ class Console(Tracker):
 
 @final
 class TextLog(Tracker):
-    """Appends the plain lines of a console to ``<run_dir>/output.log``, each with its time (UTC)."""
+    """Appends the lines of a full console to ``<run_dir>/output.log``, each with its time (UTC)."""
 
     background = False
 
@@ -103,7 +109,7 @@ class TextLog(Tracker):
     def log(self, event: str, values: Mapping[str, Any]) -> None:
         """Append an event's lines. Raises ``OSError`` if the file cannot be written."""
         date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        for line in lines_of(event, values, examples=2):
+        for line in full_lines_of(event, values, examples=2):
             append_line(self.path, f"{date} {_printable(line, None)}".encode())
 
 
@@ -191,26 +197,84 @@ class _Display:
 
 
 def lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:
-    """Return an event as plain lines. An event that is not shown has no lines.
+    """Return an event as plain lines for a person. An event that is not shown has no lines.
 
     At most ``examples`` pairs of a reference and its hypothesis are shown.
     """
-    if event in ("device", "plan"):
-        return [f"{event:<8} {_facts_text(values)}"]  # in the column of the lines of ``step`` and ``valid``
-    if event in ("environment", "data"):
-        return [f"{event}: {_facts_text(values)}"]  # Such a line is long and has no columns.
     if event == "resume":
         return [f"resume   after step {values['step']}"]
     if event == "examples":
         return _example_lines(values["rows"], examples)
     if event == "warning":
         return [f"warning  {values['message']}"]
-    forms = {"start": start_line, "train": train_line, "valid": valid_line, "end": end_line}
+    if event == "start":
+        return start_lines(values)
+    forms = {
+        "device": device_line, "data": data_line, "plan": plan_line,
+        "train": train_line, "valid": valid_line, "end": end_line,
+    }  # fmt: skip
     return [forms[event](values)] if event in forms else []
 
 
+def full_lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:
+    """Return an event as plain lines. The events of a start have all their values."""
+    if event in ("environment", "device", "data", "start", "plan"):
+        return [f"{event}: {_facts_text(values)}"]
+    return lines_of(event, values, examples)
+
+
 def _facts_text(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in values.items() if value is not None)
+    facts = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            facts.append(f"{name} ({_facts_text(value)})")
+        elif value is not None:
+            facts.append(f"{name} {value}")
+    return ", ".join(facts)
+
+
+def device_line(values: Mapping[str, Any]) -> str:
+    """Return ``device   cpu (AMD EPYC), computes in fp32``."""
+    line = f"device   {values.get('device')} ({values.get('chip')}), computes in {values.get('computes')}"
+    if values.get("precision") != values.get("computes"):
+        line += f", because precision={values.get('precision')} is not faster here"
+    return line
+
+
+def data_line(values: Mapping[str, Any]) -> str:
+    """Return ``data     1,900 recordings, 1.18 h, 57 speakers, 238 updates an epoch, left out 12 too_long``.
+
+    The recordings and hours are those that are trained on.
+    """
+    facts = []
+    forms = {"train_samples": "{:,} recordings", "hours": "{:,.2f} h", "speakers": "{:,} speakers"}
+    forms |= {"eval_samples": "validation on {:,}", "updates_per_epoch": "{:,} updates an epoch"}
+    for name, form in forms.items():
+        if values.get(name) is not None:
+            facts.append(form.format(values[name]))
+    left_out, sets = [], []
+    for name, value in values.get("report", {}).items():
+        if isinstance(value, int):
+            left_out.append(f"{value:,} {name}")
+        elif name.endswith("_share"):
+            facts.append(f"{100 * value:.1f} % {name.removesuffix('_share')}")
+        elif name.startswith("set "):
+            sets.append(name.removeprefix("set "))
+    if left_out:
+        facts.append(f"left out {' and '.join(left_out)}")
+    if sets:
+        facts.append(f"sets {' '.join(sets)}")
+    return f"data     {', '.join(facts)}"
+
+
+def plan_line(values: Mapping[str, Any]) -> str:
+    """Return ``plan     1,204 steps in 0.5 h, 0.31 s a step, a validation of 3.2 s every 200 steps``."""
+    line = f"plan     {values.get('steps'):,} steps in {values.get('hours'):g} h"
+    line += f", {values.get('s_per_update'):.3g} s a step"
+    validation = (
+        f"a validation of {values.get('s_per_validation'):.3g} s every {values.get('validate_every')} steps"
+    )
+    return f"{line}, {validation}"
 
 
 def _example_lines(rows: Iterable[Mapping[str, Any]], examples: int) -> list[str]:
@@ -227,27 +291,27 @@ def _example_lines(rows: Iterable[Mapping[str, Any]], examples: int) -> list[str
     return list(chain.from_iterable(pairs[:examples]))
 
 
-def start_line(values: Mapping[str, Any]) -> str:
-    """Return ``start    480,029 parameters, 3,000 steps``, other facts, and the shapes if they are fixed."""
-    facts = []
-    if values.get("parameters") is not None:
-        facts.append(f"{values['parameters']:,} parameters")
+def start_lines(values: Mapping[str, Any]) -> list[str]:
+    """Return ``network  RNNT, 480,029 parameters`` and ``plan     3,000 steps, 30 warm-up steps``.
+
+    A line without facts is left out.
+    """
+    network, plan = [], []
+    if values.get("model"):
+        network.append(values["model"])
     if values.get("steps"):
-        facts.append(f"{values['steps']:,} steps")
+        plan.append(f"{values['steps']:,} steps")
     ranks, accumulate = values.get("ranks", 1), values.get("accumulate", 1)
     if ranks * accumulate > 1:
-        facts.append(f"{ranks} x {accumulate} micro-batches a step")
-    for name, value in values.items():
-        if name.endswith("_share"):
-            facts.append(f"{100 * value:.1f} % {name.removesuffix('_share')}")
-        elif name not in ("parameters", "steps", "ranks", "accumulate", "target", "shapes"):
-            fact = f"{name} {value}" if isinstance(value, str) else f"{value:,} {name}"
-            facts.append(fact)
-    line = f"start    {', '.join(facts)}".rstrip()
+        plan.append(f"{ranks} x {accumulate} micro-batches a step")
     if values.get("shapes"):
-        shapes = ", ".join("x".join(map(str, shape)) for shape in values["shapes"])
-        line += f"\n         shapes (rows x samples x labels): {shapes}"
-    return line
+        plan.append(f"{len(values['shapes'])} fixed shapes")
+    for name, value in values.items():
+        if name not in ("model", "steps", "ranks", "accumulate", "target", "shapes"):
+            fact = f"{name} {value}" if isinstance(value, str) else f"{value:,} {name}"
+            (network if name in _OF_NETWORK else plan).append(fact)
+    lines = {"network": network, "plan": plan}
+    return [f"{title:<8} {', '.join(facts)}" for title, facts in lines.items() if facts]
 
 
 def train_line(values: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
 from speechtrain.files import write_json
-from speechtrain.precision import Precision
+from speechtrain.precision import NAMES, Precision
 from speechtrain.run_directory import DEVICE, DeviceRecord, read_device
 from speechtrain.task import Task
 
@@ -121,7 +121,8 @@ def resolve_policy(
     policy = device.attach(policy)
     apply_policy(task, policy)
     compile_module(task, policy, len(data.shapes()))
-    return policy, {**asdict(record), "policy": policy.describe()}
+    computes = NAMES[policy.autocast_dtype or torch.float32]
+    return policy, {**asdict(record), "policy": policy.describe(), "computes": computes}
 
 
 def _timer(

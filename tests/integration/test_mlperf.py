@@ -59,7 +59,10 @@ def reference_run(
     tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
 ) -> tuple[Command, str]:
     """A run and its output. No test changes either."""
-    run = as_reference(Command(tmp_path_factory.mktemp("mlperf") / "whole", environment, []))
+    run = as_reference(
+        Command(tmp_path_factory.mktemp("mlperf") / "whole", environment, []),
+        "tracking.trackers.console.form=full",
+    )
     return run, succeed(run, *INLINE)
 
 

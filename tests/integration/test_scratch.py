@@ -55,8 +55,9 @@ def test_one_line_trains_on_a_folder(scratch: Command, folder: Path) -> None:
     assert config.tokenizer.alphabet == "adntéñú"
     assert (config.data.batch.count, config.data.hold_out) == (4, 0.1)
     (start,) = scratch.events("start")
+    (data,) = scratch.events("data")
     assert "encoder.subsampling=" in start["from data"]
-    assert start["held out"].startswith("1 recordings")
+    assert data["report"]["held out"].startswith("1 recordings")
     assert start["untranscribed"] == 1
     plan = json.loads((scratch.run_dir / "plan.json").read_text())
     assert plan["updates"] >= scratch.result()["steps"]
@@ -109,8 +110,8 @@ def test_two_cores_have_two_ranks(scratch: Command, folder: Path, tmp_path: Path
     assert (config.world_size, config.data.batch.ranks, config.data.batch.count) == (2, 2, 8)
     finished = scratch.run("world_size=1", "trainer.max_steps=6")
     assert finished.returncode == 0, finished.stderr
-    for start in scratch.events("start"):
-        assert start["decoded audio"] == "kept in memory"
+    for data in scratch.events("data"):
+        assert data["report"]["decoded audio"] == "kept in memory"
     assert scratch.result()["steps"] == 6
 
 
@@ -145,6 +146,6 @@ def test_sets_with_facts_of_their_own(scratch: Command, folder: Path, tmp_path: 
     assert whole.returncode == 0, whole.stderr
     config = OmegaConf.load(scratch.run_dir / "config.yaml")
     assert set("(ÑÚ é") <= set(config.tokenizer.alphabet)  # each set's transcripts by its normaliser
-    (start,) = scratch.events("start")
-    assert start["set b"] == "4 recordings, 0.00 h, 33.3% of an epoch, none, es"
+    (data,) = scratch.events("data")
+    assert data["report"]["set b"] == "4 recordings, 0.00 h, 33.3% of an epoch, none, es"
     assert {"a/wer", "b/wer"} <= set(scratch.result()["metrics"])

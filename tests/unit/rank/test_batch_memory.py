@@ -17,7 +17,7 @@ from speechtrain.launcher import World
 from speechtrain.rank.batch_memory import choose_batch_memory, free_batch_memory
 from speechtrain.rank.build import build_task
 from speechtrain.runs.compose import compose
-from speechtrain.tracking.console import start_line
+from speechtrain.tracking.console import start_lines
 from tests.support.composed import composed
 
 
@@ -58,7 +58,7 @@ def test_rank_0_divides_the_free_memory_once_for_all_ranks_and_starts(tmp_path: 
     half = (10 * 2**30 - 5 * 4 * values) / 2 / 2**30  # weights, gradients, two moments, average
     chosen = config.data.batch.memory_gib
     assert chosen == pytest.approx(half, abs=1e-3)
-    assert start_line(note) == f"start    memory of a batch {chosen} GiB"
+    assert start_lines(note) == [f"plan     memory of a batch {chosen} GiB"]
     assert load(path) == config
     assert build_data(config, tokenizer, task).stream.size.limits.bytes == chosen * 2**30
     assert config.data.valid_batch.memory_gib == chosen

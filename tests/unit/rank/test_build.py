@@ -17,7 +17,7 @@ from speechtrain.optim.schedules import Schedule
 from speechtrain.rank import build
 from speechtrain.rank.build import build_task, load_initial_weights, plan_updates, trainer_config_for
 from speechtrain.runs.compose import compose
-from speechtrain.tracking.console import start_line
+from speechtrain.tracking.console import start_lines
 from speechtrain.trainer_config import TrainerConfig
 from tests.support.composed import composed
 from tests.support.tiny_run import TINY, untrained
@@ -48,7 +48,7 @@ def test_weights_of_another_vocabulary_are_not_taken_over(tmp_path: Path, part: 
     config = compose([*TINY, BACKWARD, f"init_from={run / part}"])
     task, tokenizer = build_task(config)
     fresh = {name: value.clone() for name, value in task.state_dict().items()}
-    line = start_line(load_initial_weights(config, task, tokenizer))
+    (line,) = start_lines(load_initial_weights(config, task, tokenizer))
     assert all(name in line for name in OF_THE_VOCABULARY), line
     for name, value in task.state_dict().items():
         assert value.equal(fresh[name] if name in OF_THE_VOCABULARY else before[name]), name

@@ -16,7 +16,7 @@ from speechtrain.rank.main import _restart_fact
 from speechtrain.run_directory import RunLock
 from speechtrain.runs.compose import compose
 from speechtrain.runs.start import _run_result
-from speechtrain.tracking.console import start_line
+from speechtrain.tracking.console import start_lines
 
 from ...conftest import Disk
 
@@ -68,7 +68,7 @@ def test_a_failure_under_torchrun_says_which_restart_follows(
     assert errors[0] == f"{errors[2]} (restart 1 of 2 follows)"
     assert errors[1] == f"{errors[2]} (restart 2 of 2 follows)"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert start_line(_restart_fact()) == "start    restart 1 of 2"
+    assert start_lines(_restart_fact()) == ["plan     restart 1 of 2"]
 
 
 @pytest.mark.slow

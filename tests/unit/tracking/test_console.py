@@ -14,7 +14,7 @@ import pytest
 
 from speechtrain.errors import ConfigError
 from speechtrain.run_directory import metric_text
-from speechtrain.tracking.console import Console, TextLog, duration, start_line
+from speechtrain.tracking.console import Console, TextLog, duration, start_lines
 
 START = {"steps": 5000, "parameters": 480029}
 TRAIN = {
@@ -36,7 +36,7 @@ ROWS = [{"id": str(i), "reference": f"ref {i}", "hypothesis": f"hyp {i}"} for i 
 
 def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console()
-    console.log("device", {"chip": "Xeon", "matmul": "medium", "speedup": 2.1})
+    console.log("device", {"device": "cpu", "chip": "Xeon", "precision": "bf16", "computes": "fp32"})
     console.log("start", START)
     console.log("train", TRAIN)
     console.log("valid", VALID)
@@ -55,8 +55,9 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     console.close()
     out, err = capsys.readouterr()
     assert out.splitlines() == [
-        "device   chip Xeon, matmul medium, speedup 2.1",
-        "start    480,029 parameters, 5,000 steps",
+        "device   cpu (Xeon), computes in fp32, because precision=bf16 is not faster here",
+        "network  480,029 parameters",
+        "plan     5,000 steps",
         "step       50/5000  epoch   3.25  loss    12.35  lr 1.00e-03  grad     3.21   512.3 utt/s"
         "  1024.0 audio-s/s  wait   3%  mem  1,812 MiB  eta 0:12:34",
         "valid    50  test  wer 3.21 %  loss 4.56  3.2 s",
@@ -78,7 +79,7 @@ def test_worst_utterances_have_errors_and_appear_once(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.splitlines() == wrong
 
 
-def test_the_log_of_a_run_has_the_lines_of_a_plain_console(tmp_path: Path) -> None:
+def test_the_log_of_a_run_has_the_lines_of_a_console(tmp_path: Path) -> None:
     log = TextLog(tmp_path)
     for event, values in {"valid": VALID, "warning": {"message": "slow\x1b disk"}, "checkpoint": {}}.items():
         log.log(event, values)
@@ -99,7 +100,7 @@ def test_plain_lines_keep_their_columns(capsys: pytest.CaptureFixture[str]) -> N
     console.log(
         "train", {**TRAIN, "step": 4999, "loss": 0.001234, "grad_norm": float("inf"), "utterances_per_s": 7}
     )
-    first, second = capsys.readouterr().out.splitlines()[1:]
+    first, second = capsys.readouterr().out.splitlines()[2:]
     assert [first.index(c) for c in ("loss", "grad", "utt/s", "wait")] == [
         second.index(c) for c in ("loss", "grad", "utt/s", "wait")
     ]
@@ -114,7 +115,6 @@ def test_missing_and_non_finite_values_are_no_error(capsys: pytest.CaptureFixtur
     console.log("end", {"status": "preempted"})
     console.log("unknown", {})
     assert capsys.readouterr().out.splitlines() == [
-        "start",
         "resume   after step 7",
         "step          8  loss      nan  ppl -",
         "valid    8  a  wer nan %",
@@ -227,28 +227,52 @@ def test_rich_is_imported_only_for_a_live_display() -> None:
     subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True)
 
 
-def test_the_start_tells_what_is_left_out_and_which_shapes_there_are() -> None:
-    values = {"parameters": 10, "ranks": 2, "accumulate": 4, "steps": 5, "too_long": 1200}
-    values |= {"padding_share": 0.0694, "shapes": [(8, 48000, 0), (4, 96000, 0)]}
-    assert start_line(values).splitlines() == [
-        "start    10 parameters, 5 steps, 2 x 4 micro-batches a step, 1,200 too_long, 6.9 % padding",
-        "         shapes (rows x samples x labels): 8x48000x0, 4x96000x0",
-    ]
-    assert (
-        start_line({"parameters": 10, "ranks": 1, "accumulate": 1, "shapes": []}) == "start    10 parameters"
-    )
-
-
-def test_the_lines_of_the_start_name_the_environment_and_the_data(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_start_has_a_line_for_data_network_and_plan(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(mode="plain")
-    console.log("environment", {"host": "node-7", "OMP_NUM_THREADS": "2", "threads": "2", "cpus": "4"})
-    console.log("data", {"train_samples": 48, "sample_rate": 16000, "dither": 1e-5, "speed": [0.9, 1.1]})
-    assert capsys.readouterr().out.splitlines() == [
-        "environment: host node-7, OMP_NUM_THREADS 2, threads 2, cpus 4",
-        "data: train_samples 48, sample_rate 16000, dither 1e-05, speed [0.9, 1.1]",
+    console.log("environment", {"host": "node-7", "OMP_NUM_THREADS": "2"})
+    data = {"hours": 1.1849, "speakers": 57, "train_samples": 1900, "eval_samples": 100, "mels": 40}
+    report = {
+        "too_long": 1200,
+        "padding_share": 0.0694,
+        "held out": "100 recordings",
+        "set cv": "9 recordings",
+    }
+    console.log("data", {**data, "updates_per_epoch": 238, "report": report})
+    start = {"model": "RNNT", "parameters": 10, "ranks": 2, "accumulate": 4, "steps": 5, "warm-up steps": 2}
+    console.log("start", {**start, "shapes": [(8, 48000, 0), (4, 96000, 0)], "target": None})
+    plan = {"step": 9, "steps": 1204, "hours": 0.5, "validate_every": 200}
+    console.log("plan", {**plan, "s_per_update": 0.31234, "s_per_validation": 3.21})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "data     1,900 recordings, 1.18 h, 57 speakers, validation on 100, 238 updates an epoch"
+        ", 6.9 % padding, left out 1,200 too_long, sets cv",
+        "network  RNNT, 10 parameters",
+        "plan     5 steps, 2 x 4 micro-batches a step, 2 fixed shapes, 2 warm-up steps",
+        "plan     1,204 steps in 0.5 h, 0.312 s a step, a validation of 3.21 s every 200 steps",
     ]
+    assert start_lines({"ranks": 1, "accumulate": 1, "shapes": []}) == []
+
+
+def test_the_full_form_has_all_values_of_the_start(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    events = {
+        "environment": {"host": "node-7", "OMP_NUM_THREADS": "2", "threads": "2", "cpus": "4"},
+        "device": {"device": "cpu", "milliseconds": {"plain": 98.0, "lstm=loop": 77.0}},
+        "data": {"train_samples": 48, "sample_rate": 16000, "speed": [0.9, 1.1], "f_max": None},
+    }
+    expected = [
+        "environment: host node-7, OMP_NUM_THREADS 2, threads 2, cpus 4",
+        "device: device cpu, milliseconds (plain 98.0, lstm=loop 77.0)",
+        "data: train_samples 48, sample_rate 16000, speed [0.9, 1.1]",
+    ]
+    console, log = Console(mode="plain", form="full"), TextLog(tmp_path)
+    for event, values in events.items():
+        console.log(event, values)
+        log.log(event, values)
+    assert capsys.readouterr().out.splitlines() == expected
+    lines = log.path.read_text().splitlines()
+    assert [line.partition(" ")[2] for line in lines] == expected
 
 
 def test_the_form_of_dll_has_three_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,8 +284,8 @@ def test_the_form_of_dll_has_three_lines(capsys: pytest.CaptureFixture[str]) -> 
     for name in ("test", "other", "test"):
         console.log("valid", {**VALID, "step": 80, "set": name})
     console.log("valid", {"step": 80, "set": "other", "seconds": 1.0, "loss": 2.0})
-    _, start, *lines = capsys.readouterr().out.splitlines()
-    assert start.startswith("start")
+    _, network, _, *lines = capsys.readouterr().out.splitlines()
+    assert network.startswith("network")
     for line in lines:
         assert re.match(r"DLL \d{4}-\d\d-\d\d \d\d:\d\d:\d\d - epoch    2 \| ", line)
     assert [line.partition(" | ")[2] for line in lines] == [
@@ -275,7 +299,7 @@ def test_the_form_of_dll_has_three_lines(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_another_form_is_refused() -> None:
-    with pytest.raises(ConfigError, match="form is 'csv', but it must be speechtrain or dll"):
+    with pytest.raises(ConfigError, match="form is 'csv', but it must be speechtrain, full or dll"):
         Console(form="csv")
 
 
