@@ -57,10 +57,13 @@ def test_a_run_that_ends_early_continues_as_if_it_had_not(
     assert run.result()["metrics"] == trained.result()["metrics"]
 
 
-def test_a_sweep_trains_each_job(tmp_path: Path, environment: dict[str, str]) -> None:
-    arguments = ["-m", *KEYS, "trainer.max_steps=1", "optimizer.lr=1e-3,2e-3", *INLINE]
+def test_a_sweep_trains_each_job_and_names_those_that_fail(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    arguments = ["-m", *KEYS, "trainer.max_steps=1", "optimizer.lr=-1,1e-3,2e-3", *INLINE]
     command = finish(STARTER.start(arguments, {**environment, "OUTPUT_DIR": str(tmp_path)}))
-    assert command.returncode == 0, command.stderr
+    assert command.returncode == 2, command.stderr
+    assert "1 of 3 jobs failed, first: optimizer.lr is -1" in command.stderr
     results = [json.loads(path.read_text()) for path in tmp_path.glob("*/result.json")]
     assert [result["steps"] for result in results] == [1, 1]
     assert "(best)" in command.stdout
