@@ -66,6 +66,7 @@ def rows(folder: Path) -> list[tuple]:
     return [(trial.number, trial.state, trial.params, trial.values) for trial in Study(folder).trials()]
 
 
+@pytest.mark.slow
 def test_study_killed_at_any_record_equals_the_undisturbed_one(tmp_path: Path) -> None:
     assert work(tmp_path / "whole") == 0
     expected = rows(tmp_path / "whole")
@@ -79,6 +80,7 @@ def test_study_killed_at_any_record_equals_the_undisturbed_one(tmp_path: Path) -
         assert rows(folder) == expected, (kill_at, part)
 
 
+@pytest.mark.slow
 def test_study_shared_by_processes_loses_and_doubles_no_trial(tmp_path: Path) -> None:
     Study(tmp_path, spec(n_trials=14))
     command = [sys.executable, "-c", WORKER, str(tmp_path), "0", ""]

@@ -45,6 +45,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(usable_cpus()) < 2, reason="two trials need two cores")
 def test_cores_of_two_trials_differ_and_a_third_waits_for_a_killed_one(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
