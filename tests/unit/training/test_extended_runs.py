@@ -103,3 +103,16 @@ def test_a_finished_run_has_the_rates_of_the_longer_plan(
     expected = [plan.rate(step) for step in range(first.steps + 1, second.steps + 1)]
     assert rates == pytest.approx(expected, abs=0.03 * PEAK)
     check_added_updates(first, second, name)
+
+
+@pytest.mark.parametrize("stop_at", [None, STOP])
+@pytest.mark.parametrize("name", ["constant", "mlperf", "cosine"])
+def test_a_schedule_without_the_plan_of_the_run_keeps_its_rates(
+    extended: Callable[..., tuple[Run, Run]], name: str, stop_at: int | None
+) -> None:
+    settings = ["schedule.steps=45", "schedule.warmup_steps=4"] if name == "cosine" else []
+    first, second = extended(name, "max_steps", *settings, stop_at=stop_at)
+    schedule = schedule_of(name, STEPS, *settings)
+    for step, rate in {**first.rates, **second.rates}.items():
+        assert rate == schedule.rate(step)
+    assert not torch.equal(first.task.linear.weight, second.task.linear.weight)
