@@ -125,6 +125,10 @@ _PATH_ERRORS = {
 def explain_disk_error(error: Exception) -> Exception:
     """Return a MachineError with a fix if ``error`` is about a disk or a path, otherwise ``error`` itself."""
     if isinstance(error, OSError):
+        if error.errno == errno.ENOLCK:  # The error of a lock has no path.
+            return MachineError(
+                "the disk of the run or of the study has no locks. Set run_dir to another disk"
+            )
         path = error.filename2 or error.filename
         if error.errno in DISK:
             cause = f"{path or 'a file'}: {error.strerror}"

@@ -434,10 +434,12 @@ class RunLock:
             raise RunError(f"{self.path}: {error.strerror}. Remove it or set another run_dir") from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
             file.seek(0)
             holder = one_line(file.read(300).decode(errors="replace")) or "another process"
             file.close()
+            if not isinstance(error, BlockingIOError):  # The disk has no locks.
+                raise
             use = f"{self.path.parent} is in use by {holder}"
             raise RunError(f"{use}. Wait for it, stop it, or set another run_dir") from None
         file.truncate(0)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import subprocess
 import sys
 import threading
@@ -9,7 +12,10 @@ import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState
 
-from speechtrain.errors import ConfigError, RunError
+from speechtrain.commands import study
+from speechtrain.commands._cli import exit_code_of
+from speechtrain.errors import ConfigError, MachineError, RunError
+from speechtrain.run_directory import RunLock
 from speechtrain.study.journal import JOURNAL, Claims
 from speechtrain.study.objectives import Objective
 from speechtrain.study.store import Outcome, Study, StudySpec, outcome_of
@@ -208,3 +214,19 @@ def test_journal_file_is_one_record_a_line(tmp_path: Path) -> None:
     lines = (tmp_path / JOURNAL).read_text().count("\n")
     study.claim(1)
     assert (tmp_path / JOURNAL).read_text().count("\n") == lines + 1
+
+
+def test_a_disk_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Study(tmp_path, spec())
+
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)  # The disks of this machine have locks.
+    commands = [lambda: study.run(["status", str(tmp_path)]), lambda: RunLock(tmp_path).acquire()]
+    for command in commands:
+        assert exit_code_of(command) == MachineError.exit_code
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith("the disk of the run or of the study has no locks. Set run_dir to another disk")
