@@ -40,6 +40,7 @@ from speechtrain.files import (
     open_append,
     open_regular,
     parse_json,
+    print_line,
     read_text,
     remove_temporaries,
     write_json,
@@ -448,6 +449,20 @@ class RunLock:
         self._file = file
         remove_temporaries(self.path.parent)
         return self
+
+    def wait(self) -> bool:
+        """Wait until no other process has the lock. Return whether another process had it."""
+        with contextlib.suppress(OSError):  # ``acquire`` reports it.
+            if not self.path.is_file():
+                return False
+            with open_append(self.path) as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    print_line(f"waiting for another process that trains {self.path.parent}")
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                    return True
+        return False
 
     def release(self) -> None:
         """Release the lock. Its file stays, because another process may have opened it already."""

@@ -31,6 +31,7 @@ class Attempt:
     watch: Watch | None = None  # the watchdog
     peak_memory: Callable[[], int] | None = None  # returns the highest memory of the device in bytes
     content: Mapping[str, str | float] = field(default_factory=dict)  # DataModule.content of the training set
+    limits: Any = None  # the ``trainer`` node of the config
 
     def result(self) -> dict[str, Any]:
         """Return the content of ``result.json``.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 
 from speechtrain.batch import Footprint
@@ -121,6 +121,7 @@ def train(
     early_lines = buffer_log_lines()
     rank = _open_rank(config, world, settings)
     attempt.group, attempt.checkpointer = rank.group, rank.checkpointer
+    attempt.limits = OmegaConf.to_container(config.trainer)
     attempt.peak_memory = rank.device.memory
     if is_watched:
         attempt.watch = watch(attempt, rank.run_dir, settings.timeout_seconds)
@@ -331,7 +332,7 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
         with contextlib.suppress(OSError):  # A full disk must not hide the cause of the failure.
             write_text(folder / ERROR, traceback.format_exc(), durable=False)
     try:
-        write_result(folder, result)
+        write_result(folder, {**result, "limits": attempt.limits})
     except OSError as error:
         print_notice(f"error: {folder / RESULT} cannot be written: {error}")
         exit_code = exit_code or MachineError.exit_code

@@ -10,6 +10,7 @@ import io
 import logging
 import math
 import os
+import platform
 import re
 import secrets
 import shutil
@@ -54,6 +55,8 @@ from speechtrain.runs.start import start_run
 from speechtrain.runs.started_runs import require_started
 from speechtrain.runs.study_jobs import conclude_study, is_study, job_name, register_study, run_job, trial_of
 from speechtrain.runs.user_yaml import user_yaml_files
+from speechtrain.supervision.supervise import stop_signals
+from speechtrain.supervision.sweep import ending_with, stop_ranks
 
 _CONFIG_PATH = "pkg://speechtrain.conf"
 
@@ -71,7 +74,10 @@ def start_jobs(command: Command, names: RunNames) -> None:
     jobs = _Jobs(command)
     _register_resolvers(command, names, folders, jobs)
     try:
-        with _process_of(command):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_process_of(command))
+            if command.is_sweep:
+                stack.enter_context(stop_signals(jobs.stop))
             register_study(command.overrides)
             offer_choices(command.overrides, command.config_dir)
             main = hydra.main(version_base="1.3", config_path=_CONFIG_PATH, config_name="config")
@@ -285,6 +291,11 @@ class _Outcome:
     speed: str = ""  # the speed with units
 
 
+def _session() -> tuple[str, int]:
+    """Return the host and the session of this process."""
+    return platform.node(), os.getsid(0)
+
+
 def _metric_text(result: RunResult) -> str:
     """Return the metric that chose the checkpoint, with its name and unit, such as ``wer 3.21 %``."""
     if result.metric is None:
@@ -306,6 +317,7 @@ class _Jobs:
     def __init__(self, command: Command) -> None:
         self.command = command
         self.command_pid = os.getpid()
+        self.command_session = _session()
         self.auto_device = auto_device().name if command.is_sweep else ""
         self.inherited_variables = {name: text for name, text in os.environ.items() if name == ALLOW_TARGETS}
         self.error: Exception | None = None  # the error that ends the command
@@ -315,6 +327,13 @@ class _Jobs:
 
     def __call__(self, config: DictConfig) -> float | None:
         """Start the run of a job and return its metric, which an optimizing sweeper of Hydra reads."""
+        # Jobs of a batch system have another session, and outlive the command.
+        if self._is_in_command() or self.command_session != _session():
+            return self._start_run(config)
+        with ending_with(self.command_pid):
+            return self._start_run(config)
+
+    def _start_run(self, config: DictConfig) -> float | None:
         os.environ |= self.inherited_variables  # The job may run in another process.
         settings = HydraConfig.get()
         job = replace(self.command, overrides=_overrides(settings), swept=_swept_keys(self.command, settings))
@@ -338,6 +357,17 @@ class _Jobs:
     def _is_in_command(self) -> bool:
         """Return whether this process is the command itself and not a process of Hydra's launcher."""
         return os.getpid() == self.command_pid
+
+    def stop(self) -> None:
+        """Handle a stop signal to the command of a sweep: wait until the ranks have saved, and end Hydra.
+
+        While a run trains in this process, its launcher handles the signals. A second signal does not wait.
+        """
+        if self.error is not None:
+            raise KeyboardInterrupt
+        self.error = Preempted("stopped by a signal. The same command continues")
+        stop_ranks()
+        raise _Stop
 
     def _handle_error(self, error: Exception, swept_overrides: str, settings: Any) -> float:
         """Store the error of a job. Return NaN as its metric if the sweep continues, otherwise end Hydra."""

@@ -107,8 +107,6 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
     result = _launch(job, launcher, is_new=is_new)
     if result.status == "submitted":
         return result
-    result = replace(result, limits=values["trainer"])
-    run_directory.write_result(run_dir, asdict(result))
     if result.status == "preempted":
         raise Preempted(f"saved at step {result.steps} in {run_dir}. The same command continues")
     print_line(f"{run_dir}: {_describe(result)}")

@@ -221,11 +221,14 @@ class Study:
         return study.ask(dict(self.spec.space)).params
 
     def _open_trial(self, number: int) -> optuna.trial.Trial:
-        """Return optuna's object of an unfinished trial.
+        """Return optuna's object of an unfinished trial. Raises RunError for any other number.
 
         Its methods that write are called under the lock of the journal. optuna acquires its own lock first,
         so another thread that has the lock of the journal would wait forever.
         """
+        trials = self.trials()
+        if not 0 <= number < len(trials) or trials[number].state.is_finished():
+            raise RunError(f"trial {number} is finished or does not exist")
         study_id = self._storage.get_study_id_from_name(_NAME)
         trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
         return optuna.trial.Trial(self.optuna, trial_id)
@@ -264,9 +267,6 @@ class Study:
         Raises RunError if the trial does not exist or is finished.
         """
         with self._lock:
-            trials = self.trials()
-            if not 0 <= number < len(trials) or trials[number].state.is_finished():
-                raise RunError(f"trial {number} is finished or does not exist")
             trial = self._open_trial(number)
             trial.set_user_attr(_OUTCOME, asdict(outcome))
             if values is not None:

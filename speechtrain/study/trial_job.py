@@ -21,9 +21,17 @@ from optuna.trial import TrialState
 
 from speechtrain import run_directory
 from speechtrain.compute_policy import usable_cpus
-from speechtrain.errors import ConfigError, DataError, Diverged, MachineError, Preempted, SpeechtrainError
+from speechtrain.errors import (
+    ConfigError,
+    DataError,
+    Diverged,
+    MachineError,
+    Preempted,
+    RunError,
+    SpeechtrainError,
+)
 from speechtrain.files import print_line
-from speechtrain.run_directory import RunResult, Validations
+from speechtrain.run_directory import RunLock, RunResult, Validations
 from speechtrain.study.objectives import numbers_of, values_of
 from speechtrain.study.store import Outcome, Study
 
@@ -32,6 +40,9 @@ UNMEASURED = "unmeasured"
 
 PRUNED = "pruned"
 """The status of a trial that the median rule stopped."""
+
+_UNLESS_STORED = contextlib.suppress(RunError)
+"""A context to store the end of a trial, which does nothing if another process has stored it."""
 
 _POLL_SECONDS = 1.0  # between two checks of a run's validations, or for free cores
 
@@ -79,21 +90,31 @@ class TrialJob:
         """Call ``start``, which trains the trial, and store the outcome. Return the result of ``start``.
 
         Errors of ``start`` are raised again. A trial that a signal interrupts stays unfinished, and so does a
-        trial that will run again.
+        trial that will run again. If a process of an earlier command still trains the trial, wait for its
+        end, after which ``start`` continues the run or returns its result.
         """
+        RunLock(self._run_dir).wait()
         with _cores(self._settings.cores):
-            try:
-                with self._pruning():
-                    result = start()
-            except Preempted:
-                if not self._is_pruned:
-                    raise
-                result = RunResult(PRUNED)
-            except SpeechtrainError as error:
-                self._store_failure(error)
-                raise
-        self._store(result)
+            result = self._train(start)
+        with _UNLESS_STORED:
+            self._store(result)
         return result
+
+    def _train(self, start: Callable[[], RunResult]) -> RunResult:
+        """Call ``start``, store its failure, and return its result."""
+        try:
+            with self._pruning():
+                return start()
+        except Preempted:
+            if not self._is_pruned:
+                raise
+            return RunResult(PRUNED)
+        except SpeechtrainError as error:
+            if RunLock(self._run_dir).wait():  # Another process began with the run at the same time.
+                return self._train(start)
+            with _UNLESS_STORED:
+                self._store_failure(error)
+            raise
 
     def _store(self, result: RunResult) -> None:
         """Store the outcome of a run that has ended without an error."""

@@ -103,6 +103,7 @@ class Starter:
 
 def _command(asked: dict[str, Any]) -> NoReturn:
     """In the child: what a shell would set up, then the command."""
+    os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, name in ((0, os.devnull), (1, asked["out"]), (2, asked["base"] + ".err")):

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from optuna.trial import TrialState
 
@@ -122,6 +123,27 @@ def test_study_continues_after_kills(start: Start, tmp_path: Path) -> None:
     assert finish(start(*options)).returncode == 0
     assert rows(study) == interrupted
     assert [state for _, state, _, _ in interrupted] == [TrialState.COMPLETE] * 3
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
+def test_study_under_joblib_leaves_no_process_and_loses_no_trial(
+    start: Start, tmp_path: Path, number: int, code: int
+) -> None:
+    study = tmp_path / "study"
+    options = [*SPACE, "hydra.sweeper.n_trials=2", "hydra.sweeper.objectives=[loss]", "hydra.sweeper.cores=1"]
+    options += ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "trainer.max_steps=12"]
+    command = start(*options)
+    wait_for(lambda: list(study.glob("trial-*/checkpoints/step-*")), command, "a checkpoint")
+    workers = psutil.Process(command.pid).children(recursive=True)
+    command.send_signal(number)
+    assert finish(command).returncode == code
+    wait_for(lambda: not any(worker.is_running() for worker in workers), goal="the end of the workers")
+    command = finish(start(*options))
+    assert command.returncode == 0, command.stderr
+    assert [state for _, state, _, _ in rows(study)] == [TrialState.COMPLETE] * 2
+    for path in study.glob("trial-*/metrics.jsonl"):
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [event["status"] for event in events if event["event"] == "end"].count("finished") == 1
 
 
 def test_two_commands_under_joblib_share_a_study(start: Start, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -14,8 +15,8 @@ import pytest
 from optuna.distributions import FloatDistribution
 
 from speechtrain.compute_policy import usable_cpus
-from speechtrain.errors import ConfigError, MachineError
-from speechtrain.run_directory import RunResult
+from speechtrain.errors import ConfigError, MachineError, RunError
+from speechtrain.run_directory import RunLock, RunResult
 from speechtrain.study.objectives import Objective
 from speechtrain.study.store import Outcome, Study, StudySpec
 from speechtrain.study.trial_job import TrialJob, TrialSettings, _cores
@@ -116,6 +117,58 @@ def test_median_rule_does_not_end_the_command_if_the_run_has_just_ended(tmp_path
     assert job.run(end_after_the_signal).status == "finished"
     assert signal.getsignal(signal.SIGTERM) is handler
     assert study.trials()[5].values == [0.9]
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Study:
+    """A study with a claimed trial, whose run is in ``tmp_path / "run"``."""
+    study = Study(tmp_path, StudySpec({"lr": FloatDistribution(1e-3, 1e-2)}, (Objective("wer"),), n_trials=1))
+    study.claim(1)
+    (tmp_path / "run").mkdir()
+    return study
+
+
+def test_a_run_that_another_process_trains_is_no_failure(
+    tmp_path: Path, study: Study, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = RunLock(tmp_path / "run").acquire()  # a process that an earlier command has left
+    timer = threading.Timer(0.5, other.release)
+    timer.start()
+    starts = []
+
+    def start() -> RunResult:
+        starts.append(timer.is_alive())
+        if len(starts) == 1:  # Another process begins with the same run at this moment.
+            other.acquire()
+            threading.Timer(0.5, other.release).start()
+            raise RunError("the run is in use")
+        return RunResult("finished", metrics={"wer": 0.5})
+
+    TrialJob(tmp_path, tmp_path / "run", settings_of(0, None)).run(start)
+    assert starts == [False, False]
+    assert capsys.readouterr().out.count(f"waiting for another process that trains {tmp_path / 'run'}") == 2
+    (trial,) = study.trials()
+    assert trial.values == [0.5]
+    assert trial.user_attrs["attempts"] == 0
+
+
+@pytest.mark.parametrize("error", [None, RunError("the host was lost")])
+def test_an_outcome_that_another_process_has_stored_stays(
+    tmp_path: Path, study: Study, error: RunError | None
+) -> None:
+    def start() -> RunResult:
+        study.finish(0, Outcome("finished"), [0.5])
+        if error is not None:
+            raise error
+        return RunResult("finished", metrics={"wer": 0.9})
+
+    job = TrialJob(tmp_path, tmp_path / "run", settings_of(0, None))
+    if error is None:
+        job.run(start)
+    else:
+        with pytest.raises(RunError, match="the host was lost"):
+            job.run(start)
+    assert study.trials()[0].values == [0.5]
 
 
 def test_a_trial_whose_validation_is_not_a_number_is_pruned(tmp_path: Path) -> None:
