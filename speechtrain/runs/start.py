@@ -102,7 +102,7 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
     run_dir = job.run_dir
     is_new = not job.config.exists()
     about = _about(config, device, command, user_files)
-    _write_files(config, job, about, is_run_dir_explicit=command.run_dir is not None)
+    _write_files(config, job, about, is_new=is_new, is_run_dir_explicit=command.run_dir is not None)
     remember(run_dir)
     result = _launch(job, launcher, is_new=is_new)
     if result.status == "submitted":
@@ -372,14 +372,19 @@ def _is_complete(result: RunResult, run_dir: Path) -> bool:
     return result.metrics is not None and is_last_step_saved and result.status in _COMPLETE_STATUSES
 
 
-def _write_files(config: DictConfig, job: Job, about: About, *, is_run_dir_explicit: bool) -> None:
+def _write_files(
+    config: DictConfig, job: Job, about: About, *, is_new: bool, is_run_dir_explicit: bool
+) -> None:
     """Write the files of the run directory that the ranks read, and remove the results of earlier starts.
 
-    Raises RunError if another user owns the run directory, unless the command contains ``run_dir=``.
+    Raises RunError if another user owns the run directory, unless the command contains ``run_dir=``, and if
+    another command has started the run since this command found that it ``is_new``.
     """
     job.run_dir.mkdir(parents=True, exist_ok=True)
     lock = RunLock(job.run_dir).acquire()
     try:
+        if is_new and job.config.exists():  # The rank 0 of that command has not acquired the lock yet.
+            raise RunError(f"another command has just started {job.run_dir}. Wait for it, or set run_dir")
         owner = run_directory.other_owner(job.run_dir)
         if owner is not None:
             problem = f"{job.run_dir} belongs to user {owner}, who can change what it executes"
@@ -427,6 +432,9 @@ def _run_result(launch_result: LaunchResult, run_dir: Path) -> RunResult:
         hint = " (out of memory? dmesg shows it)" if signal_name == "SIGKILL" else ""
         continuation = f"The same command continues from {_last_saved(run_dir)}"
         raise MachineError(f"the run was ended by {signal_name}{hint}. {continuation}")
+    if exit_code == RunError.exit_code:
+        # If rank 0 was refused because another command trains the run, the lock raises the same error.
+        RunLock(run_dir).acquire().release()
     message = f"the ranks ended with code {exit_code} and wrote no {run_dir / RESULT}"
     log = run_dir / launch_result.log
     if log.exists():  # launcher=local writes no log.

@@ -15,6 +15,8 @@ import pytest
 from speechtrain.commands import train
 from speechtrain.commands._cli import exit_code_of
 from speechtrain.config.targets import ALLOW_TARGETS
+from speechtrain.errors import RunError
+from speechtrain.launcher import LaunchResult
 from speechtrain.run_directory import RunLock
 from speechtrain.runs import start as launching
 
@@ -329,6 +331,34 @@ def test_a_run_in_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     finally:
         lock.release()
     assert (code, f"pid {os.getpid()} on " in error) == (RUN, True)
+
+
+def test_a_run_that_another_command_has_just_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rank 0 has not acquired the lock yet. It must read the config of its own command."""
+    acquire = RunLock.acquire
+
+    def acquire_after_the_other(self: RunLock) -> RunLock:
+        (self.path.parent / "config.yaml").write_text("of the other command")
+        return acquire(self)
+
+    monkeypatch.setattr(RunLock, "acquire", acquire_after_the_other)
+    code, error = _error(capsys, "recipe=demo", f"run_dir={tmp_path}/run")
+    assert (code, f"another command has just started {tmp_path}/run. Wait" in error) == (RUN, True)
+    assert (tmp_path / "run" / "config.yaml").read_text() == "of the other command"
+
+
+def test_a_rank_that_was_refused_by_the_lock(tmp_path: Path) -> None:
+    """Two commands have written the files, and one of them has started its rank 0 first."""
+    lock = RunLock(tmp_path).acquire()
+    try:
+        with pytest.raises(RunError, match=rf"{tmp_path} is in use by pid {os.getpid()} on "):
+            launching._run_result(LaunchResult(RUN), tmp_path)
+    finally:
+        lock.release()
+    with pytest.raises(RunError, match=r"the ranks ended with code 5 and wrote no "):
+        launching._run_result(LaunchResult(RUN), tmp_path)
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
