@@ -334,12 +334,16 @@ class Recipe:
         parameters = sum(parameter.numel() for parameter in self.task.parameters())
         text = f"{parameters:,} parameters, {self.tokenizer.size} classes with the blank"
         yield Finding(GREEN, "model", text)
-        yield try_check("optimizer", self._optimizer_name)
+        yield try_check("optimizer", lambda: self._optimizer_text(parameters))
 
-    def _optimizer_name(self) -> str:
-        from speechtrain.config.build import build_optimizer
+    def _optimizer_text(self, parameters: int) -> str:
+        """Return the optimizer's class, and the memory of a rank that does not depend on the batch."""
+        from speechtrain.config.build import build_optimizer, rank_bytes
 
-        return type(build_optimizer(self.config, self.task.parameter_groups())).__name__
+        optimizer = build_optimizer(self.config, self.task.parameter_groups())
+        gib = rank_bytes(self.config, parameters) / 2**30
+        memory = f"weights, gradients, state and average take {gib:.2f} GiB of each rank"
+        return f"{type(optimizer).__name__}, {memory}"
 
     def _data_findings(self) -> Iterator[Finding]:
         """Yield findings on recordings, shapes, transcripts, and labels per encoder frame."""

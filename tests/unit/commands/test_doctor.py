@@ -372,7 +372,11 @@ def test_an_optimizer_with_its_library_is_green(capsys: pytest.CaptureFixture[st
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing (extra 'memory')")
     code, found = look(capsys, *TINY, "optimizer=adamw8bit")
     assert code == 0
-    assert found["optimizer"] == ("green", "AdamW8bit")
+    state, text = found["optimizer"]
+    assert state == "green"
+    assert re.fullmatch(
+        r"AdamW8bit, weights, gradients, state and average take 0\.\d\d GiB of each rank", text
+    )
     assert found["bitsandbytes"] == ("green", metadata.version("bitsandbytes"))
 
 
