@@ -190,7 +190,10 @@ def test_no_module_and_no_folder_imports_itself_in_a_circle() -> None:
 
 
 def test_nothing_imports_a_program() -> None:
-    """``commands/`` holds programs only. ``__main__`` starts the first of them."""
+    """``commands/`` holds programs, ``prepare_*`` with their subcommands, and ``_*`` with what they share.
+
+    ``__main__`` starts the first of them.
+    """
     importers = set()
     for path in SOURCES:
         if axis_of(path) in ("commands", "__main__"):

@@ -56,7 +56,7 @@ def card_options(arguments: argparse.Namespace) -> CardOptions | None:
     if arguments.source_form != "speechtrain" or arguments.form in _WITHOUT_CARD:
         if any(options):
             names = "--licence, --language, --evaluation, --push and --dry-run"
-            raise ConfigError(f"{names} need a run as SOURCE and --to huggingface")
+            raise ConfigError(f"{names} need a run as SOURCE and --to huggingface, onnx or sherpa")
         return None
     from speechtrain.checkpoint.whole import Checkpointer
     from speechtrain.interop.hub import check_upload

@@ -1,4 +1,4 @@
-"""speechtrain export: convert wav2vec 2.0 models between runs, fairseq and Hugging Face."""
+"""speechtrain export: models between runs, fairseq and Hugging Face, and graphs for runtimes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ _FIX = "name another path"  # for --out
 def parser() -> Parser:
     build = Parser(
         prog="speechtrain export",
-        description="Convert wav2vec 2.0 models: a run to fairseq or Hugging Face (--to), a checkpoint of "
-        "fairseq or Hugging Face to speechtrain (--from), or one of the two to the other (both options). "
+        description="Convert models: a run to Hugging Face (wav2vec 2.0, or FastConformer as Parakeet) or to "
+        "fairseq (wav2vec 2.0) by --to, a wav2vec 2.0 checkpoint of fairseq or Hugging Face to a run's form "
+        "by --from, or one of the two to the other by both options. "
         "Every conversion runs the model of Hugging Face and the one of speechtrain on the same audio. If "
         "they differ by more than 1e-4, it writes nothing. --to onnx writes a recogniser for ONNX Runtime, "
         "and --to sherpa for sherpa-onnx. Its texts on the evaluation sets must be the texts of the run.",

@@ -52,8 +52,8 @@ def held_out(
     ``groups`` maps each kind in GROUPS to the key of each cut's group (N,). ``share`` is the requested share
     of the ``seconds`` (N,) of all cuts. ``by`` is the kind. If it is empty, the kind is
 
-    - speaker, if each cut names a speaker, there are ten speakers or more, and the drawn speakers have about
-      the requested seconds,
+    - speaker, if each cut names a speaker, there are ten groups of speakers or more, and the drawn speakers
+      have about the requested seconds,
     - otherwise recording, if there are several recordings,
     - otherwise cut.
 

@@ -131,5 +131,5 @@ def test_card_options_need_a_token_before_anything_is_written(tmp_path: Path) ->
 @pytest.mark.parametrize("option", [["--push", "a/b"], ["--licence", "mit"], ["--dry-run"]])
 def test_card_options_need_a_run_and_a_folder(tmp_path: Path, option: list[str]) -> None:
     for form in (["--to", "fairseq"], ["--from", "fairseq", "--to", "huggingface"]):
-        with pytest.raises(ConfigError, match="need a run as SOURCE and --to huggingface"):
+        with pytest.raises(ConfigError, match="need a run as SOURCE and --to huggingface, onnx or sherpa"):
             export.run([str(tmp_path / "run"), *form, "--out", str(tmp_path / "out"), *option])
