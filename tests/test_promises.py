@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 COLUMNS = ["number", "system", "promise", "command", "test", "evidence"]
-COMMAND = re.compile(r"([A-Z_]+=\S+ )*speechtrain-|make ")
+COMMAND = re.compile(r"([A-Z_]+=\S+ )*speechtrain |make ")
 ANSWER = re.compile(r"answered: .{40}")
 ISSUE = re.compile(r"awaits issue 21")
 EVIDENCE = re.compile(r"make test(-all|-nightly)?|rehearsal only|hardware \d{4}-\d\d-\d\d")
