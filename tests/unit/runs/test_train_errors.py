@@ -22,8 +22,6 @@ from speechtrain.runs import start as launching
 
 from ...integration.conftest import INLINE, STARTER, finish
 
-pytestmark = pytest.mark.slow
-
 CONFIG, DATA, MACHINE, RUN = 2, 3, 4, 5
 DRY = "dry_run=true"
 
@@ -164,6 +162,7 @@ WRONG_COMMANDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "code", "texts"), WRONG_COMMANDS, ids=[" ".join(w[0]) or "empty" for w in WRONG_COMMANDS]
 )
@@ -226,6 +225,7 @@ def test_a_base_yaml_is_not_listed_as_a_choice(
     assert not re.search(r"(?<!\w)_(rnnt|wav2vec2)", listed)
 
 
+@pytest.mark.slow
 def test_a_sweep_over_all_choices_takes_no_base_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("-m", "augment=glob(*)", DRY) == 0
     assert capsys.readouterr().out.count("speechtrain.train_rank") == 4
@@ -289,6 +289,7 @@ def test_a_folder_with_other_files_is_refused_as_run_directory(
     assert _run("recipe=demo", DRY, "run_dir=run") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", ["recipe=demo dry_run=true", "--cfg job", "--help"])
 def test_a_full_disk_below_stdout_is_one_line(arguments: str) -> None:
     done = finish(STARTER.start(arguments.split(), os.environ, out="/dev/full"))
@@ -298,6 +299,7 @@ def test_a_full_disk_below_stdout_is_one_line(arguments: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_too_little_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -361,6 +363,7 @@ def test_a_rank_that_was_refused_by_the_lock(tmp_path: Path) -> None:
         launching._run_result(LaunchResult(RUN), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 def test_a_working_folder_that_is_gone_is_one_line(command: str) -> None:
     """The libraries of torch would abort the process."""
@@ -372,6 +375,7 @@ def test_a_working_folder_that_is_gone_is_one_line(command: str) -> None:
     assert (done.returncode, done.stderr) == (MACHINE, said)
 
 
+@pytest.mark.slow
 def test_a_command_without_standard_streams_starts_its_rank(tmp_path: Path) -> None:
     """Else the run's lock gets the number of a stream, which the rank inherits: in use by itself."""
     line = f"{sys.executable} -m speechtrain.commands.train recipe=demo data=manifest data.train=no.jsonl"
@@ -437,6 +441,7 @@ def test_a_sweep_is_two_runs(given: list[str], tmp_path: Path, capsys: pytest.Ca
     assert not base.exists()  # Hydra's multirun.yaml is removed, too
 
 
+@pytest.mark.slow
 def test_sweep_over_keys_that_may_change_has_a_run_for_each_job(capsys: pytest.CaptureFixture[str]) -> None:
     def run_dirs(*swept: str) -> list[str]:
         assert _run("-m", "recipe=demo", *swept, DRY) == 0
@@ -455,6 +460,7 @@ def test_a_dry_sweep_beside_other_runs_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["other"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["joblib", "submitit_local"])
 def test_other_schedulers_start_the_jobs_of_a_sweep_with_the_ranks_of_each(
     scheduler: str, tmp_path: Path
@@ -488,6 +494,7 @@ def test_a_failed_job_of_a_sweep_does_not_stop_the_others(capsys: pytest.Capture
     assert captured.out.splitlines()[-2].split() == ["job", "1", "-", "ConfigError", "optimizer.lr=-1"]
 
 
+@pytest.mark.slow
 def test_help_needs_neither_hydra_nor_torch() -> None:
     program = (
         "import sys; from speechtrain.commands.train import run; code = run(['--help']); "
@@ -501,6 +508,7 @@ def test_help_needs_neither_hydra_nor_torch() -> None:
         assert name in done.stdout
 
 
+@pytest.mark.slow
 def test_names_may_have_letters_of_any_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("run_dir=läufe/ü", "data=manifest", "data.train=ä, b.jsonl", "init_from=ß", DRY) == 0
     assert "/läufe/ü/config.yaml" in capsys.readouterr().out
@@ -515,6 +523,7 @@ def test_names_may_have_letters_of_any_script(capsys: pytest.CaptureFixture[str]
     assert "job 2: init_from='ö'\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_secrets_are_not_stored_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A true run that fails on its data: its config was written, its trace and code are the rank's."""
     monkeypatch.setenv("DATASET_DIR", "/secret/place")
@@ -534,6 +543,7 @@ def test_secrets_are_not_stored_in_the_run(tmp_path: Path, monkeypatch: pytest.M
     assert json.loads((run / "result.json").read_text())["exit_code"] == DATA
 
 
+@pytest.mark.slow
 def test_a_refused_run_leaves_no_folder(tmp_path: Path) -> None:
     command = ["model=rnnt_small", "data=manifest", "data.train=no.jsonl", "device.threads=1", *INLINE]
     done = finish(STARTER.start(command, os.environ))
