@@ -68,9 +68,9 @@ def log_start(config: DictConfig, task: Task, data: DataModule, tracker: Tracker
     del preparation["_target_"]
     updates_per_epoch = data.micro_batches_per_epoch / (facts["ranks"] * facts["accumulate"])
     content = data.content()
-    facts_of_data = {name: content[name] for name in ("hours", "speakers") if name in content}
-    facts_of_data |= {**data.counts(), "updates_per_epoch": max(1, round(updates_per_epoch))}
-    tracker.log("data", {**facts_of_data, "report": data.report(), **preparation})
+    sizes: dict[str, Any] = {name: content[name] for name in ("hours", "speakers") if name in content}
+    sizes |= {**data.counts(), "updates_per_epoch": max(1, round(updates_per_epoch))}
+    tracker.log("data", {**sizes, "report": data.report(), **preparation})
     parameters = sum(p.numel() for p in task.parameters())
     network_facts = {"model": type(task).__name__, "parameters": parameters, "shapes": data.shapes()}
     tracker.log("start", facts | network_facts)

@@ -294,7 +294,7 @@ def _example_lines(rows: Iterable[Mapping[str, Any]], examples: int) -> list[str
 def start_lines(values: Mapping[str, Any]) -> list[str]:
     """Return ``network  RNNT, 480,029 parameters`` and ``plan     3,000 steps, 30 warm-up steps``.
 
-    A line without facts is left out.
+    A line without facts is left out. The keys that follow from the data are in the full form only.
     """
     network, plan = [], []
     if values.get("model"):
@@ -307,7 +307,7 @@ def start_lines(values: Mapping[str, Any]) -> list[str]:
     if values.get("shapes"):
         plan.append(f"{len(values['shapes'])} fixed shapes")
     for name, value in values.items():
-        if name not in ("model", "steps", "ranks", "accumulate", "target", "shapes"):
+        if name not in ("model", "steps", "ranks", "accumulate", "target", "shapes", "from data"):
             fact = f"{name} {value}" if isinstance(value, str) else f"{value:,} {name}"
             (network if name in _OF_NETWORK else plan).append(fact)
     lines = {"network": network, "plan": plan}

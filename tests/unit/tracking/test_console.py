@@ -239,6 +239,7 @@ def test_the_start_has_a_line_for_data_network_and_plan(capsys: pytest.CaptureFi
     }
     console.log("data", {**data, "updates_per_epoch": 238, "report": report})
     start = {"model": "RNNT", "parameters": 10, "ranks": 2, "accumulate": 4, "steps": 5, "warm-up steps": 2}
+    start |= {"from data": "1,900 recordings: encoder.width=128"}
     console.log("start", {**start, "shapes": [(8, 48000, 0), (4, 96000, 0)], "target": None})
     plan = {"step": 9, "steps": 1204, "hours": 0.5, "validate_every": 200}
     console.log("plan", {**plan, "s_per_update": 0.31234, "s_per_validation": 3.21})
