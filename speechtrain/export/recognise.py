@@ -46,15 +46,22 @@ def read_recording(path, new_rate):
 
 
 def change_rate(samples, rate, new_rate):
-    """Return samples (S,) at ``new_rate``, from the part of their spectrum that both rates can have."""
+    """Return samples (S,) at ``new_rate``, interpolated by a sinc in a Kaiser window, as in training."""
     if rate == new_rate:
         return samples
-    seconds = len(samples) // rate + 2  # The silence at the end keeps the end apart from the beginning.
-    spectrum = np.fft.rfft(samples, seconds * rate)
-    share = np.arange(len(spectrum)) / seconds / (min(rate, new_rate) / 2)  # of the highest frequency of both
-    spectrum *= np.cos(np.pi / 2 * np.clip((share - 0.88) / 0.12, 0, 1)) ** 2  # a sharp edge would ring
-    new_samples = np.fft.irfft(spectrum, seconds * new_rate) * new_rate / rate
-    return new_samples[: math.ceil(len(samples) * new_rate / rate)].astype(np.float32)
+    divisor = math.gcd(rate, new_rate)
+    step, phases = rate // divisor, new_rate // divisor  # ``step`` samples become ``phases`` new ones.
+    cutoff = 0.94 * min(1, new_rate / rate)  # of the highest frequency of the samples
+    width = math.ceil(32 / cutoff)  # samples on each side, as many as reach to 32 zeros of the sinc
+    neighbours = np.lib.stride_tricks.sliding_window_view(np.pad(samples, width), 2 * width + 1)
+    new_samples = np.empty(math.ceil(len(samples) * new_rate / rate), np.float32)
+    for phase in range(min(phases, len(new_samples))):
+        first, remainder = divmod(phase * step, phases)
+        zeros = np.clip((np.arange(-width, width + 1) - remainder / phases) * cutoff, -32, 32)
+        window = np.i0(6.5 * np.sqrt(1 - (zeros / 32) ** 2)) / np.i0(6.5)
+        weights = (cutoff * np.sinc(zeros) * window).astype(np.float32)
+        new_samples[phase::phases] = np.einsum("sn,n->s", neighbours[first::step], weights)
+    return new_samples
 
 
 def transcribe(model, sessions, samples):
