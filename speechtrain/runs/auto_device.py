@@ -68,15 +68,22 @@ def first_usable(obstacles: Mapping[str, str]) -> AutoDevice:
     return AutoDevice("cpu", ", ".join(reasons))
 
 
-def offer_auto(overrides: Sequence[str], config_dir: str | None) -> None:
-    """Register the choice ``device=auto`` with Hydra, unless ``overrides`` choose another device.
-
-    Raises ConfigError if the environment variable does not name a device.
-    """
+def may_be_auto(overrides: Sequence[str]) -> bool:
+    """Return whether a run of the command with ``overrides`` may have ``device=auto``."""
     device_overrides = [text for text in overrides if key_of_override(text) == "device"]
-    if device_overrides and AUTO not in device_overrides[-1]:
-        return  # auto_device() would load the drivers of accelerators, which takes time.
-    name = auto_device().name
+    return not device_overrides or AUTO in device_overrides[-1]
+
+
+def offer_auto(overrides: Sequence[str], config_dir: str | None) -> None:
+    """Register the choice ``device=auto`` with Hydra.
+
+    If ``overrides`` choose other devices, no run has this choice. Hydra still composes it for the config of a
+    whole sweep, so it is then the CPU, which loads no driver. Raises ConfigError if the environment variable
+    does not name a device.
+    """
+    name = "cpu"
+    if may_be_auto(overrides):
+        name = auto_device().name
     names = choices(config_dir)["device"]
     if name not in names:
         raise ConfigError(f"{VARIABLE}={name}: the devices are {', '.join(names)}")
@@ -104,8 +111,10 @@ def announce_auto(
     ``external_launch`` is set if another program has started the ranks, so that ``config.launcher`` is not
     used. Otherwise this raises ConfigError as ``check_launcher`` does.
     """
+    if group_choices.get("device") != AUTO:
+        return  # auto_device() would load the drivers of accelerators, which takes time.
     device = auto_device()
-    if group_choices.get("device") != AUTO or device.is_explicit:
+    if device.is_explicit:
         return
     if external_launch is None:
         check_launcher(group_choices, config)
@@ -120,7 +129,9 @@ def check_same_device(group_choices: Mapping[str, Any], name: str) -> None:
 
     ``name`` is the device on the host where the sweep started.
     """
+    if group_choices.get("device") != AUTO:
+        return
     auto = auto_device()
-    if group_choices.get("device") == AUTO and auto.name != name:
+    if auto.name != name:
         problem = f"device=auto is {name} where the sweep started, and not on this host ({auto})"
         raise ConfigError(f"{problem}. Add device=NAME")

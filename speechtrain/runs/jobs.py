@@ -42,7 +42,7 @@ from speechtrain.errors import (
 )
 from speechtrain.files import print_line, read_json, write_json
 from speechtrain.run_directory import CONFIG, RunResult, metric_text, speed_text
-from speechtrain.runs.auto_device import announce_auto, auto_device, check_same_device
+from speechtrain.runs.auto_device import announce_auto, auto_device, check_same_device, may_be_auto
 from speechtrain.runs.command_line import Command
 from speechtrain.runs.compose import compose, explain, offer_choices
 from speechtrain.runs.external_launch import find_external_launch
@@ -318,7 +318,9 @@ class _Jobs:
         self.command = command
         self.command_pid = os.getpid()
         self.command_session = _session()
-        self.auto_device = auto_device().name if command.is_sweep else ""
+        self.auto_device = ""  # the device that ``auto`` means on the host of the command
+        if command.is_sweep and may_be_auto(command.overrides):
+            self.auto_device = auto_device().name
         self.inherited_variables = {name: text for name, text in os.environ.items() if name == ALLOW_TARGETS}
         self.error: Exception | None = None  # the error that ends the command
         self.outcomes_name = f".sweep-{secrets.token_hex(8)}"  # name of the folder of the outcomes

@@ -19,6 +19,7 @@ from speechtrain.errors import ConfigError, MachineError
 from speechtrain.inference.loaded_run import load
 from speechtrain.launcher import Job, Launcher, LaunchResult, World
 from speechtrain.run_directory import read_failure
+from speechtrain.runs import auto_device as auto_device_module
 from speechtrain.runs.auto_device import (
     VARIABLE,
     _usable_device,
@@ -38,6 +39,8 @@ from tests.support.tiny_run import TINY, untrained
 
 HOST_LINE = "device: cpu (no CUDA device, habana_frameworks is not installed)"
 """The line of ``device=auto`` on a host without accelerators."""
+NO_THREADS = [text for text in TINY if text != "device.threads=1"]
+"""Keys of a tiny run on any device."""
 REMOTE_LAUNCHERS = ("ssh", "slurm", "mpi", "kubernetes")
 
 
@@ -182,9 +185,8 @@ def test_the_command_refuses_before_it_starts_a_job(
 def test_a_run_that_continues_with_device_auto_is_checked_in_the_same_way(
     no_accelerator: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = [text for text in TINY if text != "device.threads=1"]
-    run_dir = untrained(tmp_path, *overrides, "device=lazy", "data.shapes=2")
-    (run_dir / "run.json").write_text(json.dumps({"overrides": overrides}))
+    run_dir = untrained(tmp_path, *NO_THREADS, "device=lazy", "data.shapes=2")
+    (run_dir / "run.json").write_text(json.dumps({"overrides": NO_THREADS}))
     command = read_command([f"run_dir={run_dir}", "device=auto"])
     assert config_to_continue(run_dir, command).device._target_.endswith(".CPU")
     assert capsys.readouterr().out.splitlines()[0] == HOST_LINE
@@ -270,6 +272,39 @@ def test_a_sweep_and_a_dry_run_say_the_device(
     output, log = capfd.readouterr()
     assert "job 4: device=cpu seed=2" in output.splitlines()
     assert log.splitlines() == [HOST_LINE, HOST_LINE], "two jobs have an explicit device"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("values", "variable"), [("cpu,lazy", ""), ("choice(cpu,lazy)", "lazy"), ("cpu,hpu", "lazy")]
+)
+def test_a_sweep_over_devices_starts_each_job_on_its_device(
+    values: str,
+    variable: str,
+    working_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(VARIABLE, variable)
+    monkeypatch.setattr(auto_device_module, "_usable_device", lambda: pytest.fail("it loads drivers"))
+    assert train.run([*NO_THREADS, "dry_run=true", "-m", f"device={values}"]) == 0
+    output = capfd.readouterr().out
+    assert "job 1: device=cpu" in output.splitlines()
+    assert output.count("_target_: speechtrain.devices.cpu.CPU\n") == 1
+    second = "hpu.HPU" if "hpu" in values else "lazy.Lazy"
+    assert output.count(f"_target_: speechtrain.devices.{second}\n") == 1
+
+
+@pytest.mark.slow
+def test_a_sweep_over_devices_trains_each_job(
+    working_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    own = [*NO_THREADS, "tracking=none", "launcher=local", "launcher.inline=true", "data.shapes=2"]
+    assert train.run([*own, "-m", "device=cpu,lazy"]) == 0, capfd.readouterr().err
+    devices = [json.loads(path.read_text())["device"] for path in sorted(Path("runs").glob("*/run.json"))]
+    assert sorted(devices) == ["cpu", "lazy"]
+    steps = [json.loads(path.read_text())["steps"] for path in Path("runs").glob("*/result.json")]
+    assert steps == [2, 2]
 
 
 def test_a_job_of_a_sweep_on_a_host_with_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
