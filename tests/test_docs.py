@@ -191,7 +191,7 @@ def start(words: list[str], is_partial: bool) -> None:
 
 def new_config(command: Command) -> DictConfig:
     """Compose the config of a new run, with the keys that its data decides."""
-    config, group_choices = compose_with_choices(command.overrides, command.config_dir)
+    config, group_choices, _ = compose_with_choices(command.overrides, command.config_dir)
     check_device(group_choices, config)
     config.run_dir = str(command.run_dir or Path("new").resolve())
     with_absolute_paths(config)

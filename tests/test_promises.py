@@ -139,7 +139,7 @@ def fault_of(example: Example, folder: Path) -> str:
         if example.program == "train":
             command = read_command(words)
             overrides = first_job(command.overrides)
-            config, group_choices = compose_with_choices(overrides, command.config_dir)
+            config, group_choices, _ = compose_with_choices(overrides, command.config_dir)
             check_device(group_choices, config)
             config.run_dir = str(folder / "new")
             check(config)

@@ -289,9 +289,8 @@ class Recipe:
         from speechtrain.runs.from_data import explicit_keys, follow_data
         from speechtrain.runs.recipe_needs import needs_of
 
-        self.config, group_choices = compose_with_choices(
-            translate_arguments(self.overrides), self.config_dir
-        )
+        overrides = translate_arguments(self.overrides)
+        self.config, group_choices, notices = compose_with_choices(overrides, self.config_dir)
         check_launcher(group_choices, self.config)
         self.config.run_dir = self.run_dir
         needs = needs_of(self.config)
@@ -300,7 +299,8 @@ class Recipe:
         check(self.config)
         follow_data(self.config, explicit_keys(self.overrides, {}))
         self._sample_rate = int(self.config.data.get("sample_rate") or 16_000)
-        yield Finding(GREEN, "recipe", f"{' '.join(self.overrides) or 'the defaults'}: every key is valid")
+        lines = [f"{' '.join(self.overrides) or 'the defaults'}: every key is valid", *notices]
+        yield Finding(GREEN, "recipe", ". ".join(lines))
 
     def _device_findings(self) -> Iterator[Finding]:
         from speechtrain.config.build import build_device

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from speechtrain.trainer_config import TrainerConfig
@@ -71,5 +70,3 @@ NESTED_GROUPS = {"prediction": "model.prediction"}
 
 BORROWED_GROUPS = {"final_decoder": "decoder@final_decoder"}
 """Groups without choices of their own, with the group whose choices they use, in Hydra's syntax."""
-
-ConfigStore.instance().store(name="schema", node=Config)

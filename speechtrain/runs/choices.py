@@ -16,11 +16,16 @@ CORPUS = "corpus"
 
 def config_dir(argv: Sequence[str]) -> str | None:
     """Return the folder of the last ``--config-dir`` or ``-cd``, or None without such an option."""
+    return option_value(argv, "--config-dir", "-cd")
+
+
+def option_value(argv: Sequence[str], *names: str) -> str | None:
+    """Return the value of the last option with one of ``names``, or None without such an option."""
     # The option and its value are one argument with "=", or two arguments. A null character separates the
     # arguments, because it cannot occur in an argument.
     line = "\0".join(["", *argv])
-    folders = re.findall(r"(?<=\0)(?:--config-dir|-cd)[=\0]([^\0]*)", line)
-    return folders[-1] if folders else None
+    values = re.findall(rf"(?<=\0)(?:{'|'.join(names)})[=\0]([^\0]*)", line)
+    return values[-1] if values else None
 
 
 def choices(folder: str | None) -> dict[str, list[str]]:

@@ -110,7 +110,7 @@ def translate_arguments(argv: Sequence[str]) -> list[str]:
 
     - ``data.train=a.jsonl,b.jsonl`` becomes a list, because Hydra would read it as a sweep. So do
       ``augment.noise`` and ``augment.rooms``.
-    - ``data.valid.NAME=…`` and ``data.valid={NAME: …}`` may add names. ``data.valid=FILE`` replaces all sets.
+    - ``data.valid.NAME=…`` and ``data.valid={NAME: …}`` get ``++``, which defines sets (``replaced_values``).
     - A value with letters beyond ASCII is quoted, because Hydra cannot read them otherwise.
     - ``glob(*)``, which sweeps all choices of a group, excludes base YAMLs.
     - ``final_decoder=`` chooses from the group of decoders.

@@ -2,65 +2,121 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException, OverrideParseException
+from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from speechtrain.config import schema  # noqa: F401 - registers the typed root with Hydra
 from speechtrain.config.resume_fields import flat, key_of_override
+from speechtrain.config.schema import Config
 from speechtrain.errors import ConfigError, first_line, nearest, one_line
 from speechtrain.runs.auto_device import offer_auto
 from speechtrain.runs.choices import choices, refuse_bases
 from speechtrain.runs.finetuned import offer_finetuned
+from speechtrain.runs.replaced_values import replace_choices, replace_sets
 
 _CONVERSION_ERROR = r"Value (.*) of type '\w+' could not be converted to (Integer|Float)\b"
+_HYDRAS_CONFIGS = ("hydra", "_dummy_empty_config_.yaml")
+"""Hydra's own entries of its global store of configs."""
 _TYPE_TEXTS = {"Integer": "an integer", "Float": "a number"}
+
+
+class Composed(NamedTuple):
+    """A composed config."""
+
+    config: DictConfig
+    choices: dict[str, Any]  # the choice of each group by its name
+    notices: list[str]  # what the command has replaced in the recipe, a line for each group
 
 
 def compose(overrides: list[str], config_dir: str | None = None) -> DictConfig:
     """Compose one job's config from the package's groups and ``config_dir``. Raises ConfigError."""
-    return compose_with_choices(overrides, config_dir)[0]
+    return compose_with_choices(overrides, config_dir).config
 
 
-def compose_with_choices(
-    overrides: list[str], config_dir: str | None = None
-) -> tuple[DictConfig, dict[str, Any]]:
-    """Compose one job's config. Return the config, and the choice of each group by its name.
-
-    Raises ConfigError.
-    """
+def compose_with_choices(overrides: list[str], config_dir: str | None = None) -> Composed:
+    """Compose one job's config, and return it with the choices of its groups. Raises ConfigError."""
     try:
-        return _compose(overrides, config_dir)
+        config, group_choices = _compose(overrides, config_dir)
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, overrides, config_dir) from None
+    return Composed(config, group_choices, settle(config, group_choices, overrides, config_dir))
 
 
-def _compose(overrides: list[str], config_dir: str | None) -> tuple[DictConfig, dict[str, Any]]:
-    """Return the same as ``compose_with_choices``, but raise the errors of Hydra and OmegaConf."""
-    offer_choices(overrides, config_dir)
-    GlobalHydra.instance().clear()  # Hydra refuses a second initialization in one process.
+def settle(
+    config: DictConfig, group_choices: dict[str, Any], overrides: Sequence[str], config_dir: str | None
+) -> list[str]:
+    """Remove the values of a recipe that ``overrides`` replace from ``config``, which Hydra has composed.
+
+    ``group_choices`` has the choice of each group. Returns a line for each group that changes. Raises
+    ConfigError.
+    """
+
+    def compose_again(texts: list[str]) -> tuple[DictConfig, dict[str, Any]]:
+        return _compose(texts, config_dir, overrides)
+
+    try:
+        lines = replace_choices(config, group_choices, overrides, compose_again)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, overrides, config_dir) from None
+    return lines + replace_sets(config, overrides)
+
+
+def _compose(
+    overrides: Sequence[str], config_dir: str | None, command_overrides: Sequence[str] = ()
+) -> tuple[DictConfig, dict[str, Any]]:
+    """Return the config and the choices as Hydra composes them. Raises the errors of Hydra and OmegaConf.
+
+    ``command_overrides`` decide the computed choices ``finetuned`` and ``auto``, by default ``overrides``.
+    """
     search_path = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
-    with hydra.initialize_config_module("speechtrain.conf", version_base="1.3"):
-        config = hydra.compose("config", [*search_path, *overrides], return_hydra_config=True)
+    with _separate_hydra():
+        offer_choices(command_overrides or overrides, config_dir)
+        with hydra.initialize_config_module("speechtrain.conf", version_base="1.3"):
+            config = hydra.compose("config", [*search_path, *overrides], return_hydra_config=True)
     with open_dict(config):
         hydra_settings = config.pop("hydra")
     return config, dict(hydra_settings.runtime.choices)
 
 
+@contextlib.contextmanager
+def _separate_hydra() -> Iterator[None]:
+    """Return a context with global objects of Hydra for this package. Its end restores those of the process.
+
+    The process may be a program that uses Hydra itself.
+    """
+    main = GlobalHydra.instance()
+    store, runtime, version = ConfigStore.instance(), JobRuntime.instance(), VersionBase.instance()
+    originals = (main.hydra, store.repo, runtime.conf, version.version_base)
+    main.clear()  # Hydra refuses a second initialization in one process.
+    store.repo = {name: node for name, node in store.repo.items() if name in _HYDRAS_CONFIGS}
+    runtime.conf = copy.copy(runtime.conf)
+    try:
+        yield
+    finally:
+        GlobalHydra.set_instance(main)
+        main.hydra, store.repo, runtime.conf, version.version_base = originals
+
+
 def offer_choices(overrides: Sequence[str], config_dir: str | None) -> None:
-    """Add the choices ``finetuned`` and ``auto`` to the groups that Hydra reads.
+    """Register the typed root with Hydra, and the choices ``finetuned`` and ``auto`` of its groups.
 
     Raises ConfigError if an override chooses a YAML that is only the base of other choices.
     """
+    ConfigStore.instance().store(name="schema", node=Config)
     refuse_bases(overrides, config_dir)
     offer_finetuned(overrides)
     offer_auto(overrides, config_dir)

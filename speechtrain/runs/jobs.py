@@ -43,8 +43,9 @@ from speechtrain.errors import (
 from speechtrain.files import print_line, read_json, write_json
 from speechtrain.run_directory import CONFIG, RunResult, metric_text, speed_text
 from speechtrain.runs.auto_device import announce_auto, auto_device, check_same_device, may_be_auto
+from speechtrain.runs.choices import option_value
 from speechtrain.runs.command_line import Command
-from speechtrain.runs.compose import compose, explain, offer_choices
+from speechtrain.runs.compose import compose, compose_with_choices, explain, offer_choices, settle
 from speechtrain.runs.external_launch import find_external_launch
 from speechtrain.runs.finetuned import FINETUNED
 from speechtrain.runs.from_data import explicit_keys, follow_data
@@ -79,6 +80,9 @@ def start_jobs(command: Command, names: RunNames) -> None:
             if command.is_sweep:
                 stack.enter_context(stop_signals(jobs.stop))
             register_study(command.overrides)
+            if option_value(command.flags, "--cfg", "-c") == "job":
+                _print_config(command)
+                return
             offer_choices(command.overrides, command.config_dir)
             main = hydra.main(version_base="1.3", config_path=_CONFIG_PATH, config_name="config")
             app = main(lambda config: jobs(config))  # Hydra needs a function, and not a callable object.
@@ -97,6 +101,21 @@ def start_jobs(command: Command, names: RunNames) -> None:
         jobs.read_outcomes()
         folders.remove_empty()
     jobs.conclude()
+
+
+def _print_config(command: Command) -> None:
+    """Print the config of a job as YAML. Hydra would print it with the values that ``settle`` removes."""
+    config, _, notices = compose_with_choices(command.overrides, command.config_dir)
+    for notice in notices:
+        print_notice(notice)
+    if "--resolve" in command.flags:
+        OmegaConf.resolve(config)
+    package = option_value(command.flags, "--package", "-p")
+    node: Any = OmegaConf.select(config, package) if package else config
+    if not OmegaConf.is_config(node):
+        raise ConfigError(f"--package {package}: the config has no such group")
+    heading = f"# @package {package}\n" if package else ""
+    print(heading + OmegaConf.to_yaml(node), end="")
 
 
 def _register_resolvers(command: Command, names: RunNames, folders: _Folders, jobs: _Jobs) -> None:
@@ -216,12 +235,17 @@ def _start(job: Command, config: DictConfig, settings: Any) -> RunResult:
 
 def _new_config(job: Command, config: DictConfig, settings: Any, run_dir: Path) -> DictConfig:
     """Return the config of a new run in ``run_dir``. ``follow_data`` sets the keys that its data decides."""
-    announce_auto(settings.runtime.choices, config, job.external_launch)
-    if job.is_sweep and FINETUNED in settings.runtime.choices.values():
+    choices = dict(settings.runtime.choices)
+    announce_auto(choices, config, job.external_launch)
+    if job.is_sweep and FINETUNED in choices.values():
         # Hydra has composed with the first init_from of the sweep. Compose again with this job's init_from.
-        config = compose(job.overrides, job.config_dir)
+        config, _, notices = compose_with_choices(job.overrides, job.config_dir)
+    else:
+        notices = settle(config, choices, job.overrides, job.config_dir)
+    for notice in notices:
+        print_notice(notice)
     config.run_dir = str(run_dir)
-    _refuse_other_validation(job, config, str(settings.runtime.choices.get("data")))
+    _refuse_other_validation(job, config, str(choices.get("data")))
     with_absolute_paths(config)
     if str(config.init_from).startswith("hf:"):
         from speechtrain.interop.hub import pinned

@@ -114,10 +114,10 @@ def test_a_device_of_a_package_is_chosen_as_before(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_recipe_sets_the_device_of_a_run(no_accelerator: None) -> None:
-    config, group_choices = compose_with_choices(["recipe=nemo_quartznet"])
+    config, group_choices, _ = compose_with_choices(["recipe=nemo_quartznet"])
     assert config.device._target_.endswith(".CUDA")
     assert group_choices["device"] == "cuda"
-    config, group_choices = compose_with_choices(["recipe=nemo_quartznet", "device=auto"])
+    config, group_choices, _ = compose_with_choices(["recipe=nemo_quartznet", "device=auto"])
     assert config.device._target_.endswith(".CPU")
     assert group_choices["device"] == "auto"
 
@@ -127,7 +127,7 @@ def test_a_recipe_sets_the_device_of_a_run(no_accelerator: None) -> None:
 
 def error_text(*overrides: str) -> str:
     """Return the error of ``check_launcher`` for a command on two ranks, or an empty text."""
-    config, group_choices = compose_with_choices([*overrides, "world_size=2"])
+    config, group_choices, _ = compose_with_choices([*overrides, "world_size=2"])
     try:
         check_launcher(group_choices, config)
     except ConfigError as error:
@@ -164,7 +164,7 @@ def test_a_launcher_of_a_package_is_remote_unless_is_here_says_otherwise(
     no_accelerator: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPEECHTRAIN_ALLOW_TARGETS", __name__)
-    config, group_choices = compose_with_choices([])
+    config, group_choices, _ = compose_with_choices([])
     config.launcher = OmegaConf.create({"_target_": f"{__name__}.Plugin"})
     with pytest.raises(ConfigError, match="launcher=plugin may start ranks on other hosts"):
         check_launcher(group_choices, config)
@@ -200,7 +200,7 @@ def test_a_run_that_continues_with_device_auto_is_checked_in_the_same_way(
 def test_externally_launched_ranks_get_the_device_of_rank_0(
     no_accelerator: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, group_choices = compose_with_choices(["launcher=slurm", "world_size=2"])
+    config, group_choices, _ = compose_with_choices(["launcher=slurm", "world_size=2"])
     announce_auto(group_choices, config, ExternalLaunch(World(0, 2, 0, 1), tmp_path))
     assert capsys.readouterr().out == f"{HOST_LINE}\n"
 
