@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 
@@ -37,6 +38,8 @@ def run(argv: list[str]) -> int:
     if not name:
         print(_help(), file=sys.stderr)
         return ConfigError.exit_code
+    if name in ("-sc", "--shell-completion"):
+        return _complete(argv)
     if name not in COMMANDS:
         kind = "option" if name[0] == "-" else "command"
         hint = nearest(name, (*COMMANDS, "--help", "--version"))
@@ -45,6 +48,17 @@ def run(argv: list[str]) -> int:
     if sys.argv[1:] == argv:
         sys.argv = [f"speechtrain-{name}", *argv[1:]]
     return int(import_module(f"speechtrain.commands.{name}").run(argv[1:]))
+
+
+def _complete(argv: list[str]) -> int:
+    """Print the completions of the shell's line. Hydra completes the arguments of ``speechtrain train``."""
+    words = os.environ.get("COMP_LINE", "").split(" ")
+    if "train" in words[1:-1] or "query=bash" not in argv:
+        sys.argv = ["speechtrain-train", *argv]  # the program for which Hydra installs the completion
+        return int(import_module("speechtrain.commands.train").run(argv))
+    if len(words) < 3:
+        print(" ".join(name for name in COMMANDS if name.startswith(words[-1])))
+    return 0
 
 
 def _help() -> str:

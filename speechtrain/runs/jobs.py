@@ -6,16 +6,14 @@ A command has one job. With ``-m`` it is a sweep, which has several jobs.
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import math
 import os
 import platform
-import re
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +43,7 @@ from speechtrain.run_directory import CONFIG, RunResult, metric_text, speed_text
 from speechtrain.runs.auto_device import announce_auto, auto_device, check_same_device, may_be_auto
 from speechtrain.runs.choices import option_value
 from speechtrain.runs.command_line import Command
+from speechtrain.runs.completion import print_completions
 from speechtrain.runs.compose import compose, compose_with_choices, explain, offer_choices, settle
 from speechtrain.runs.external_launch import find_external_launch
 from speechtrain.runs.finetuned import FINETUNED
@@ -83,10 +82,16 @@ def start_jobs(command: Command, names: RunNames) -> None:
             if option_value(command.flags, "--cfg", "-c") == "job":
                 _print_config(command)
                 return
-            offer_choices(command.overrides, command.config_dir)
+            is_completion = bool({"--shell-completion", "-sc"} & {*command.flags})
+            # A completion reads no device, so it does not load the drivers of accelerators.
+            offer_choices(["device=cpu"] if is_completion else command.overrides, command.config_dir)
             main = hydra.main(version_base="1.3", config_path=_CONFIG_PATH, config_name="config")
             app = main(lambda config: jobs(config))  # Hydra needs a function, and not a callable object.
-            _run(app, command.flags)
+            if is_completion:
+                print_completions(app)
+                return
+            with contextlib.suppress(_Stop):
+                app()
     except SpeechtrainError:
         raise
     except Exception as error:  # Hydra raised it while composing. ``jobs`` catches the errors of jobs.
@@ -172,19 +177,6 @@ def _process_of(command: Command) -> Iterator[None]:
         sys.argv = original_argv
         for name in new_names:
             os.environ.pop(name, None)
-
-
-def _run(app: Callable[[], object], flags: Sequence[str]) -> None:
-    """Run Hydra's ``app``. Shell completions are printed without base YAMLs, whose names start with ``_``."""
-    prints_completions = bool({"--shell-completion", "-sc"} & {*flags})
-    if not prints_completions:
-        with contextlib.suppress(_Stop):
-            app()
-        return
-    with contextlib.redirect_stdout(io.StringIO()) as completions:
-        app()
-    # Completions are separated by white space. A choice has its group before it: GROUP=_NAME.
-    print(re.sub(r"(?<!\S)(\S*=)?_\w+\s?", "", completions.getvalue()), end="")
 
 
 def _overrides(settings: Any) -> list[str]:

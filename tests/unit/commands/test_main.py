@@ -114,7 +114,44 @@ def test_python_runs_the_package() -> None:
 def test_shell_completion_is_installed_for_a_program_that_exists() -> None:
     line = [SCRIPTS / "speechtrain", "train", "-sc", "install=bash"]
     text = subprocess.check_output(line, text=True)
-    assert text.rstrip().endswith("-F hydra_bash_completion speechtrain-train")
+    assert text.rstrip().endswith("-F hydra_bash_completion speechtrain-train speechtrain")
+
+
+@pytest.mark.parametrize("argv", [["-sc", "query=bash"], ["train", "-sc", "query=bash"]])
+@pytest.mark.parametrize(
+    ("line", "completions"),
+    [
+        ("speechtrain train device=cpu model=rnnt_a", "model=rnnt_aidk"),
+        ("speechtrain train final_decoder=", "final_decoder=ctc_beam"),
+        (
+            "speechtrain train recipe=nemo_quartznet data.train=a.json,b.json trainer.max_s",
+            "trainer.max_steps=",
+        ),
+        ("speechtrain train final_", "final_decoder="),
+        ("speechtrain train --config-dir CONFIG optimizer=m", "optimizer=mine"),
+    ],
+)
+def test_the_arguments_of_train_are_completed(
+    argv: list[str],
+    line: str,
+    completions: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "mine.yaml").write_text("_target_: torch.optim.SGD\n")
+    monkeypatch.setenv("COMP_LINE", line.replace("CONFIG", str(tmp_path)))
+    monkeypatch.setattr(sys, "argv", ["speechtrain", *argv])
+    assert run(argv) == 0
+    assert completions in capsys.readouterr().out.split()
+
+
+def test_commands_are_completed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for line, completions in (("speechtrain tr", "train transcribe\n"), ("speechtrain report RUN ", "")):
+        monkeypatch.setenv("COMP_LINE", line)
+        assert run(["-sc", "query=bash"]) == 0
+        assert capsys.readouterr().out == completions
 
 
 @pytest.mark.parametrize("argv", [["RUN"], ["run_dir=RUN"]])
