@@ -1,7 +1,8 @@
 """speechtrain: train speech models on whatever hardware a team owns, from one command.
 
-From Python, ``load`` opens a trained run, and ``transducer_loss`` is a loss for any transducer model. They
-are imported at their first use, so ``import speechtrain`` does not import torch.
+From Python, ``load`` opens a trained run, ``compose`` returns the config of a new run, and
+``transducer_loss`` is a loss for any transducer model. They are imported at their first use, so ``import
+speechtrain`` does not import torch.
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from speechtrain.inference.loaded_run import load
     from speechtrain.losses.transducer import transducer_loss
+    from speechtrain.runs.job_config import compose
 
 __version__ = "0.1.0"
-__all__ = ("__version__", "load", "transducer_loss")
+__all__ = ("__version__", "compose", "load", "transducer_loss")
 
-_MODULES = {"load": "speechtrain.inference.loaded_run", "transducer_loss": "speechtrain.losses.transducer"}
+_MODULES = {
+    "compose": "speechtrain.runs.job_config",
+    "load": "speechtrain.inference.loaded_run",
+    "transducer_loss": "speechtrain.losses.transducer",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from importlib import import_module
 from speechtrain import __version__
 from speechtrain.commands._cli import console
 from speechtrain.errors import ConfigError, nearest
+from speechtrain.runs.command_line import without_local_rank
 
 COMMANDS = {
     "train": "train a model, continue a run, or run a sweep",
@@ -28,6 +29,8 @@ def run(argv: list[str]) -> int:
 
     Raises ConfigError for an unknown name.
     """
+    # torch.distributed.launch adds its option before the name of the command.
+    argv = without_local_rank(argv)
     name = argv[0] if argv else ""
     if name in ("-h", "--help"):
         print(_help())
@@ -45,7 +48,7 @@ def run(argv: list[str]) -> int:
         hint = nearest(name, (*COMMANDS, "--help", "--version"))
         raise ConfigError(f"unknown {kind} {name}{hint}; speechtrain --help shows the usage")
     # Hydra installs its shell completion for the name of the process, so the name must include the command.
-    if sys.argv[1:] == argv:
+    if without_local_rank(sys.argv[1:]) == argv:
         sys.argv = [f"speechtrain-{name}", *argv[1:]]
     return int(import_module(f"speechtrain.commands.{name}").run(argv[1:]))
 

@@ -26,6 +26,13 @@ _FLAGS: dict[str, tuple[str, ...] | None] = {
     ),
 }
 
+_RECIPE = "write a recipe, DIR/recipe/NAME.yaml: --config-dir DIR recipe=NAME"
+_SUBSTITUTES = {
+    **dict.fromkeys(("--config-name", "-cn", "--config-path", "-cp"), _RECIPE),
+    "--experimental-rerun": "speechtrain train RUN continues a run, and RUN/config.yaml has its config",
+    "--hydra-help": "speechtrain train --help shows the usage, --cfg hydra the settings of Hydra",
+}
+"""Options of Hydra that are refused, with what serves their purpose."""
 
 _OPENING = ("[", "{", "'", '"')
 """First characters of lists, mappings and quoted texts in Hydra's syntax. Such values are not rewritten."""
@@ -67,6 +74,7 @@ def read_command(argv: Sequence[str]) -> Command:
     The rank of this process comes from the environment. ``allow_targets=`` becomes an environment variable.
     Raises ConfigError if another program has started several ranks and ``argv`` has no ``run_dir=``.
     """
+    argv = without_local_rank(argv)
     flags, texts = split_options(translate_arguments(argv))
     overrides = [_with_run_dir(text) for text in texts]
     is_sweep = bool({"-m", "--multirun"} & {*flags})
@@ -80,6 +88,19 @@ def read_command(argv: Sequence[str]) -> Command:
         run_dir=run_dir,
         external_launch=find_external_launch(run_dir),
     )
+
+
+def without_local_rank(argv: Sequence[str]) -> list[str]:
+    """Return the arguments without the option ``--local-rank=N``, which ``torch.distributed.launch`` adds.
+
+    It repeats the variable ``LOCAL_RANK``. Without this variable, the arguments stay as they are.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        return list(argv)
+    # A null character ends each argument. The value is part of the argument, or the next argument.
+    line = "".join(f"{argument}\0" for argument in argv)
+    line = re.sub(r"(?<![^\0])--local[-_]rank[=\0]\d+\0", "", line)
+    return line.split("\0")[:-1]
 
 
 def _with_run_dir(text: str) -> str:
@@ -195,8 +216,8 @@ def check_flags(flags: Sequence[str]) -> None:
     remaining = iter(flags)
     for flag in remaining:
         name, equals, value = flag.partition("=")
-        if name in ("--config-name", "-cn", "--config-path", "-cp"):
-            raise ConfigError(f"{name}: write a recipe, DIR/recipe/NAME.yaml: --config-dir DIR recipe=NAME")
+        if name in _SUBSTITUTES:
+            raise ConfigError(f"{name}: {_SUBSTITUTES[name]}")
         if name not in _FLAGS:
             raise _unknown_option(name, value)
         allowed_values = _FLAGS[name]

@@ -152,3 +152,17 @@ def test_processes_end_cleanly_each_time(tmp_path: Path) -> None:
     for member in members:
         _, complaint = member.communicate(timeout=240)
         assert (member.returncode, complaint) == (0, "")
+
+
+def test_torch_distributed_launch_trains_two_ranks(command: Callable[..., Command], tmp_path: Path) -> None:
+    """It adds ``--local-rank=N`` to the arguments of each process."""
+    run = command("run", "trainer.simulate_world=2", "trainer.max_steps=3", "data.batch.count=2")
+    launch = ["-m", "torch.distributed.launch", "--standalone", "--nproc_per_node=2"]
+    script = str(Path(sys.executable).with_name("speechtrain-train"))
+    line = [sys.executable, *launch, script, *run.arguments]
+    environment = {**run.environment, "TMPDIR": str(tmp_path)}  # It leaves an empty folder there.
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [*run.losses()] == [1, 2, 3]
+    assert "world_size: 2\n" in (run.run_dir / "config.yaml").read_text()
+    assert json.loads((run.run_dir / "run.json").read_text())["argv"] == run.arguments

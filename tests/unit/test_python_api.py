@@ -12,7 +12,7 @@ import speechtrain
 LAZY = """
 import sys
 import speechtrain
-assert {"load", "transducer_loss"} <= set(dir(speechtrain)), dir(speechtrain)
+assert {"compose", "load", "transducer_loss"} <= set(dir(speechtrain)), dir(speechtrain)
 heavy = {"torch", "numpy", "lhotse", "hydra", "omegaconf"} & set(sys.modules)
 assert not heavy, heavy
 speechtrain.transducer_loss
@@ -31,7 +31,7 @@ def test_both_names_are_what_they_say() -> None:
 
     assert speechtrain.load is load
     assert speechtrain.transducer_loss is transducer_loss
-    assert set(speechtrain.__all__) == {"load", "transducer_loss", "__version__"}
+    assert set(speechtrain.__all__) == {"compose", "load", "transducer_loss", "__version__"}
     name = "transducer_lost"
     with pytest.raises(AttributeError, match="transducer_lost"):
         getattr(speechtrain, name)

@@ -148,3 +148,19 @@ def test_compose_and_check_do_not_hide_programming_errors(monkeypatch: pytest.Mo
         _compose_and_check(["seed=1"])
     with pytest.raises(ConfigError):
         _compose_and_check(["sed=1"])
+
+
+@pytest.mark.parametrize("option", [["--local-rank", "1"], ["--local-rank=1"], ["--local_rank=1"]])
+def test_the_option_of_torchs_older_launcher_is_ignored(
+    option: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(ConfigError, match=r"^unknown option --local.rank"):
+        check_flags(read_command([*option, "recipe=demo"]).flags)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    command = read_command([*option, "recipe=demo", "-m"])
+    assert (command.argv, command.flags, command.overrides) == (
+        ["recipe=demo", "-m"],
+        ["-m"],
+        ["recipe=demo"],
+    )
