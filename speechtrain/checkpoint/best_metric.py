@@ -28,16 +28,20 @@ def reaches_target(task: Task, metrics: Mapping[str, float], target: float | Non
 
 
 def selection_key(folder: Path) -> tuple[float, float, float]:
-    """Return a sort key for the checkpoint in ``folder``. The best checkpoint has the smallest key.
-
-    Checkpoints are compared by the task's metric, then by the loss. If the metric is a WER above 90 %, they
-    are compared by the CER, then by the loss. A checkpoint without a validation is the worst.
-    """
+    """Return the sort key of the checkpoint in ``folder``. One without a validation is the worst."""
     manifest = read_manifest(folder)
     if manifest is None:
         return math.inf, math.inf, math.inf
-    metrics = manifest.metrics or {}
-    value, loss = _or_infinite(manifest.metric), _or_infinite(metrics.get("loss"))
+    return sort_key(manifest.metric, manifest.metrics or {})
+
+
+def sort_key(metric: float | None, metrics: Mapping[str, float | None]) -> tuple[float, float, float]:
+    """Return a sort key for the ``metrics`` of a validation. The best validation has the smallest key.
+
+    ``metric`` is the value of the task's metric. Validations are compared by this metric, then by the loss.
+    If the metric is a WER above 90 %, they are compared by the CER, then by the loss.
+    """
+    value, loss = _or_infinite(metric), _or_infinite(metrics.get("loss"))
     if value > _HIGH_WER and value == metrics.get("wer"):
         return _HIGH_WER, _or_infinite(metrics.get("cer")), loss
     return value, -math.inf, loss  # Without a comparison by CER, -inf is a constant in its position.

@@ -49,6 +49,11 @@ def corpora(folder: str | None) -> dict[str, Path]:
     return paths
 
 
+def is_shipped(name: str) -> bool:
+    """Return whether the package has the YAML file ``group/choice``."""
+    return Path(str(resources.files("speechtrain.conf")), f"{name}.yaml").is_file()
+
+
 def _config_folders(folder: str | None) -> list[Path]:
     """Return the config folder of the package, and ``folder`` if it is set."""
     folders = [Path(str(resources.files("speechtrain.conf")))]

@@ -27,6 +27,7 @@ from speechtrain.runs.auto_device import offer_auto
 from speechtrain.runs.choices import choices, refuse_bases
 from speechtrain.runs.finetuned import offer_finetuned
 from speechtrain.runs.replaced_values import replace_choices, replace_sets
+from speechtrain.runs.user_yaml import unused_files
 
 _CONVERSION_ERROR = r"Value (.*) of type '\w+' could not be converted to (Integer|Float)\b"
 _HYDRAS_CONFIGS = ("hydra", "_dummy_empty_config_.yaml")
@@ -39,7 +40,7 @@ class Composed(NamedTuple):
 
     config: DictConfig
     choices: dict[str, Any]  # the choice of each group by its name
-    notices: list[str]  # what the command has replaced in the recipe, a line for each group
+    notices: list[str]  # the lines of ``settle``
 
 
 def compose(overrides: list[str], config_dir: str | None = None) -> DictConfig:
@@ -61,8 +62,8 @@ def settle(
 ) -> list[str]:
     """Remove the values of a recipe that ``overrides`` replace from ``config``, which Hydra has composed.
 
-    ``group_choices`` has the choice of each group. Returns a line for each group that changes. Raises
-    ConfigError.
+    ``group_choices`` has the choice of each group. Returns a line for each group that changes, and for each
+    file in ``config_dir`` that is not used. Raises ConfigError.
     """
 
     def compose_again(texts: list[str]) -> tuple[DictConfig, dict[str, Any]]:
@@ -72,7 +73,7 @@ def settle(
         lines = replace_choices(config, group_choices, overrides, compose_again)
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, overrides, config_dir) from None
-    return lines + replace_sets(config, overrides)
+    return lines + replace_sets(config, overrides) + unused_files(group_choices, config_dir)
 
 
 def _compose(

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from speechtrain.checkpoint.best_metric import sort_key
 from speechtrain.config.resolved import with_absolute_paths
 from speechtrain.config.resume_fields import key_of_override
 from speechtrain.config.targets import ALLOW_TARGETS
@@ -79,6 +80,10 @@ def start_jobs(command: Command, names: RunNames) -> None:
             if command.is_sweep:
                 stack.enter_context(stop_signals(jobs.stop))
             register_study(command.overrides)
+            if "hydra.verbose" in map(key_of_override, command.overrides):
+                raise ConfigError(
+                    "hydra.verbose: Hydra prints no log here. --info=all prints how it composes"
+                )
             if option_value(command.flags, "--cfg", "-c") == "job":
                 _print_config(command)
                 return
@@ -146,6 +151,9 @@ def _register_resolvers(command: Command, names: RunNames, folders: _Folders, jo
         folder = str(_root_.run_dir or base_folder())
         if is_study(_root_.hydra) and not _root_.run_dir:
             folder = f"{folder}/study-{run_name(_root_=_root_)}"
+        launcher = str(_root_.hydra.runtime.choices["hydra/launcher"])
+        if jobs.sweep_dir is None and launcher.startswith("submitit"):
+            print_line(f"hydra/launcher={launcher}: the logs of the jobs are in {folder}/.submitit")
         jobs.sweep_dir = folder
         if _root_.dry_run:
             # Hydra writes this file in a dry run also, which must leave no files.
@@ -301,6 +309,7 @@ class _Outcome:
     overrides: str  # the overrides that the sweep varies, separated by blanks
     status: str  # RunResult.status, or the class name of the error
     metric: float | None = None  # the metric of the best checkpoint, lower is better
+    metrics: dict[str, float | None] = field(default_factory=dict)  # all metrics of this checkpoint
     metric_text: str = "-"  # the metric with name and unit
     error: str = ""  # the message of the error
     exit_code: int = 0  # the exit code of a failure, 0 for success and for a preempted job
@@ -368,8 +377,15 @@ class _Jobs:
         finally:
             with contextlib.suppress(OSError):  # rmdir removes an empty folder only.
                 Path(settings.runtime.output_dir).rmdir()
-        outcome = _Outcome(swept_overrides, result.status, result.metric, _metric_text(result))
-        self._write_outcome(replace(outcome, speed=speed_text(result.speed)), settings)
+        outcome = _Outcome(
+            swept_overrides,
+            result.status,
+            result.metric,
+            result.metrics or {},
+            _metric_text(result),
+            speed=speed_text(result.speed),
+        )
+        self._write_outcome(outcome, settings)
         return result.metric
 
     def _is_in_command(self) -> bool:
@@ -441,14 +457,18 @@ class _Jobs:
             raise class_of(failures[0].exit_code)(message)
 
     def _print_table(self) -> None:
-        """Print one line per job. The column of speeds is omitted if no job has a speed."""
-        metrics = [outcome.metric for outcome in self.outcomes if outcome.metric is not None]
-        best_metric = min(metrics, default=None)
-        speed_width = max(len(outcome.speed) for outcome in self.outcomes)
-        speed_heading = "speed".ljust(speed_width + 1) if speed_width else ""
-        print_line(f"job      {'metric':>20}  {'status':<12} {speed_heading}overrides")
-        for number, outcome in enumerate(self.outcomes, 1):
-            mark = "  (best)" if metrics and outcome.metric == best_metric else ""
-            speed = outcome.speed.ljust(len(speed_heading))
-            columns = f"{outcome.metric_text:>20}  {outcome.status:<12} {speed}"
-            print_line(f"job {number:>3}  {columns}{outcome.overrides}{mark}")
+        """Print one line per job. The column of speeds is omitted if no job has a speed.
+
+        The job that is better than all others is marked.
+        """
+        keys = [sort_key(outcome.metric, outcome.metrics) for outcome in self.outcomes]
+        has_speeds = any(outcome.speed for outcome in self.outcomes)
+        rows = [["job", "metric", "status", "speed" if has_speeds else "", "overrides"]]
+        for number, (outcome, key) in enumerate(zip(self.outcomes, keys, strict=True), 1):
+            is_best = outcome.metric is not None and key == min(keys) and keys.count(key) == 1
+            overrides = f"{outcome.overrides}  (best)" if is_best else outcome.overrides
+            rows.append([f"job {number}", outcome.metric_text, outcome.status, outcome.speed, overrides])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width]
+            print_line("  ".join(cells).rstrip())

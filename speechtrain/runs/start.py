@@ -182,11 +182,13 @@ def _launch(job: Job, launcher: Launcher, *, is_new: bool) -> RunResult:
 
 
 def _print_start(config: DictConfig, job: Job, launcher: Launcher) -> None:
-    """Print the shell lines that start a run.
+    """Print the shell lines that start a run, and the number of accumulated micro-batches on stderr.
 
     If the data can be read on this host, also print a warning about recordings that have fewer encoder frames
     than their labels need.
     """
+    if config.trainer.simulate_world:
+        errors.print_notice(_factors_line(config))
     with contextlib.suppress(SpeechtrainError, RuntimeError):
         with torch.device("meta"):  # The number of frames follows from the settings, without weights.
             encoder = build_encoder(config)
@@ -405,10 +407,15 @@ def _write_files(
         run_directory.remove_results(job.run_dir)
     finally:
         lock.release()  # Rank 0 acquires the lock next.
-    simulate_world = config.trainer.simulate_world
-    if simulate_world:
-        factors = f"world_size {job.world_size} × accumulate {simulate_world // job.world_size}"
-        print_line(f"trainer.simulate_world={simulate_world}: {factors}")
+    if config.trainer.simulate_world:
+        print_line(_factors_line(config))
+
+
+def _factors_line(config: DictConfig) -> str:
+    """Return the factors of ``trainer.simulate_world``, the number of micro-batches per update, as a line."""
+    simulate_world, world_size = config.trainer.simulate_world, config.world_size
+    factors = f"world_size {world_size} × accumulate {simulate_world // world_size}"
+    return f"trainer.simulate_world={simulate_world}: {factors}"
 
 
 def _run_result(launch_result: LaunchResult, run_dir: Path) -> RunResult:

@@ -13,6 +13,7 @@ from yaml import YAMLError
 from speechtrain.config.resume_fields import flat
 from speechtrain.errors import first_line
 from speechtrain.files import small_yaml
+from speechtrain.runs.choices import is_shipped
 
 
 def user_yaml_files(choices: Mapping[str, Any], folder: str | None) -> dict[str, str]:
@@ -20,13 +21,30 @@ def user_yaml_files(choices: Mapping[str, Any], folder: str | None) -> dict[str,
 
     ``choices`` has the choice of each group.
     """
-    names = [f"{group}/{choice}" for group, choice in choices.items()]
     texts = {}
-    for name in sorted(names):
+    for name in _names(choices):
         text = text_of(folder, name)
-        if text:
+        if text and not is_shipped(name):
             texts[name] = text
     return texts
+
+
+def unused_files(choices: Mapping[str, Any], folder: str | None) -> list[str]:
+    """Return a line for each chosen YAML file in ``folder`` that has the name of a file of the package.
+
+    Hydra uses the file of the package.
+    """
+    lines = []
+    for name in _names(choices):
+        if text_of(folder, name) and is_shipped(name):
+            rule = f"{name.replace('/', '=')} is the choice of speechtrain"
+            lines.append(f"{folder}/{name}.yaml is not used, because {rule}. Rename the file")
+    return lines
+
+
+def _names(choices: Mapping[str, Any]) -> list[str]:
+    """Return ``group/choice`` of each choice, sorted, without Hydra's package ``@NAME`` of the group."""
+    return sorted({f"{group.partition('@')[0]}/{choice}" for group, choice in choices.items()})
 
 
 def text_of(folder: str | None, name: str) -> str:

@@ -15,6 +15,7 @@ from optuna.trial import FrozenTrial
 from speechtrain.compute_policy import usable_cpus
 from speechtrain.config.resume_fields import key_of_override
 from speechtrain.errors import ConfigError, RunError
+from speechtrain.files import print_line
 from speechtrain.study.objectives import read_objectives
 from speechtrain.study.output import write_page, write_recipe
 from speechtrain.study.space import first_assignments, override_texts, split_overrides
@@ -37,12 +38,19 @@ _FIRST_TRIALS = 3
 def run_study(config: DictConfig, parser: OverridesParser, arguments: Sequence[str], launch: Launch) -> None:
     """Run the trials of the study that ``config.hydra.sweeper`` and the overrides ``arguments`` define.
 
-    If the sweep's folder already has this study, continue it. Raises ConfigError for a wrong definition, and
-    RunError for a trial that is started too often.
+    If the sweep's folder already has this study, continue it. A dry run only prints what the study searches.
+    Raises ConfigError for a wrong definition, and RunError for a trial that is started too often.
     """
     settings: Any = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
     spec = _spec(settings, parser, arguments)
     _check_settings(settings, spec)
+    if config.dry_run:
+        folder = Path(config.hydra.sweep.dir).resolve()
+        print_line(f"study {folder}: {spec.n_trials} trials, sampler={spec.sampler}, it searches")
+        for text in arguments:
+            if key_of_override(text) in spec.space:
+                print_line(text)
+        return
     study = Study(Path(config.hydra.sweep.dir).resolve(), spec)
     parallel = _parallel(config)
     cores = settings["cores"] or max(1, len(usable_cpus()) // parallel)
@@ -65,8 +73,6 @@ def run_study(config: DictConfig, parser: OverridesParser, arguments: Sequence[s
 def _spec(settings: dict[str, Any], parser: OverridesParser, arguments: Sequence[str]) -> StudySpec:
     """Return the definition of the study. Raises ConfigError if it is wrong."""
     fixed, space = split_overrides(parser.parse_overrides(list(arguments)))
-    if any(key_of_override(text) == "dry_run" for text in fixed):
-        raise ConfigError("dry_run: a study trains its trials. Try one value without -m")
     return StudySpec(
         space=space,
         objectives=read_objectives(settings["objectives"]),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from speechtrain.runs.user_yaml import text_of, values_of
+from speechtrain.runs.compose import compose_with_choices
+from speechtrain.runs.user_yaml import text_of, user_yaml_files, values_of
 
 LAUGHS = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"a{level}: &a{level} [{','.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 10)
@@ -30,3 +33,17 @@ def test_values_of_keeps_references_as_they_are_written() -> None:
 
 def test_text_of_is_empty_for_a_name_that_no_file_has(tmp_path: object) -> None:
     assert text_of(str(tmp_path), "model/\0x") == ""
+
+
+def test_a_file_with_the_name_of_a_shipped_one_is_not_used_and_a_line_says_so(tmp_path: Path) -> None:
+    for group, name in (("optimizer", "adamw"), ("decoder", "mine")):
+        (tmp_path / group).mkdir()
+        (tmp_path / group / f"{name}.yaml").write_text("_target_: speechtrain.decoding.greedy.Greedy\n")
+    overrides = ["optimizer=adamw", "decoder@final_decoder=mine"]
+    config, choices, notices = compose_with_choices(overrides, str(tmp_path))
+    assert config.optimizer._target_.endswith("AdamW")
+    assert notices == [
+        f"{tmp_path}/optimizer/adamw.yaml is not used, because optimizer=adamw is the choice of speechtrain. "
+        "Rename the file"
+    ]
+    assert [*user_yaml_files(choices, str(tmp_path))] == ["decoder/mine"], "the run stores what it uses"
