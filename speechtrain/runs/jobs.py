@@ -242,10 +242,10 @@ def _new_config(job: Command, config: DictConfig, settings: Any, run_dir: Path) 
         config, _, notices = compose_with_choices(job.overrides, job.config_dir)
     else:
         notices = settle(config, choices, job.overrides, job.config_dir)
-    for notice in notices:
-        print_notice(notice)
     config.run_dir = str(run_dir)
     _refuse_other_validation(job, config, str(choices.get("data")))
+    for notice in notices:
+        print_notice(notice)
     with_absolute_paths(config)
     if str(config.init_from).startswith("hf:"):
         from speechtrain.interop.hub import pinned
