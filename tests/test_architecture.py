@@ -36,7 +36,7 @@ CONTRACTS = {
 
 MOST_ROOT_MODULES = 15
 
-PYTHON = {"inference.loaded_run", "losses.transducer"}
+PYTHON = {"inference.loaded_run", "losses.transducer", "runs.job_config"}
 """What `import speechtrain` offers; it is imported at first use."""
 
 # a folder, or the program of a rank: what it may import of speechtrain besides itself and the contracts

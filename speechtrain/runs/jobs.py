@@ -151,9 +151,9 @@ def _register_resolvers(command: Command, names: RunNames, folders: _Folders, jo
         folder = str(_root_.run_dir or base_folder())
         if is_study(_root_.hydra) and not _root_.run_dir:
             folder = f"{folder}/study-{run_name(_root_=_root_)}"
-        launcher = str(_root_.hydra.runtime.choices["hydra/launcher"])
-        if jobs.sweep_dir is None and launcher.startswith("submitit"):
-            print_line(f"hydra/launcher={launcher}: the logs of the jobs are in {folder}/.submitit")
+        scheduler = str(_root_.hydra.runtime.choices["hydra/launcher"])
+        if jobs.sweep_dir is None and scheduler.startswith("submitit"):
+            print_line(f"hydra/launcher={scheduler}: the logs of the jobs are in {folder}/.submitit")
         jobs.sweep_dir = folder
         if _root_.dry_run:
             # Hydra writes this file in a dry run also, which must leave no files.

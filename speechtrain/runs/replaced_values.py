@@ -37,13 +37,13 @@ def replace_choices(
     typed_keys = {*map(key_of_override, overrides)} - {"recipe"}
     if recipe in (None, "none") or not typed_keys & {*INTERFACES, *NESTED_GROUPS}:
         return []
-    recipe_config, recipe_choices = compose([f"recipe={recipe}"])
+    _, recipe_choices = compose([f"recipe={recipe}"])
     groups = []
     for group in _NODES:
         if choices.get(group) not in (None, recipe_choices.get(group)):
             groups.append(group)
     nodes = {group: [_NODES[group]] for group in groups}
-    if "data" in nodes and config.data.get("_target_") == recipe_config.data.get("_target_"):
+    if "data" in nodes:
         nodes["data"] = [*_SOURCES]
     plain_overrides = ["recipe=none"]
     plain_overrides += [f"{group}={choices[group]}" for group in _NODES if choices.get(group)]
@@ -96,10 +96,11 @@ def replace_sets(config: DictConfig, overrides: Sequence[str]) -> list[str]:
         if keys[:2] != ["data", "valid"]:
             continue
         is_definition = override.is_force_add() and len(keys) < 4  # ++ is in read_command's translation
+        value: Any = override.value()
         if len(keys) > 2:
             names.add(keys[2])
-        elif isinstance(override.value(), dict):
-            names |= override.value().keys()
+        elif isinstance(value, dict):
+            names |= value.keys()
         is_replacing |= is_definition
     if not is_replacing or not isinstance(sets, DictConfig):
         return []
