@@ -58,7 +58,7 @@ def test_one_line_trains_on_a_folder(scratch: Command, folder: Path) -> None:
     (data,) = scratch.events("data")
     assert "encoder.subsampling=" in start["from data"]
     assert data["report"]["held out"].startswith("1 recordings")
-    assert start["untranscribed"] == 1
+    assert data["report"]["untranscribed"] == 1
     plan = json.loads((scratch.run_dir / "plan.json").read_text())
     assert plan["updates"] >= scratch.result()["steps"]
     last = max(scratch.events("valid"), key=lambda event: event["step"])
