@@ -46,6 +46,18 @@ def test_the_policy_is_timed_once_kept_in_the_run_and_taken_up_again(
     assert json.loads(file.read_text())["policy"] != kept["policy"]
 
 
+def test_the_first_command_of_the_readme_trains_in_its_precision(command: Callable[..., Command]) -> None:
+    run = command("run")
+    sizes = [key for key in run.arguments if key.startswith(("data.", "encoder.", "model.", "run_dir="))]
+    run.arguments = ["model=rnnt", "device=cpu", "precision=bf16", "trainer.max_steps=2", *sizes]
+    run.arguments.append("device.autotune=false")
+    done = run.run_inline()
+    assert done.returncode == 0, done.stderr
+    assert run.result()["steps"] == 2
+    (device,) = run.events("device")
+    assert device["precision"] == _precision()
+
+
 def test_bf16_is_fp32_with_one_warning_where_the_chip_has_none(
     command: Callable[..., Command], forks: Forks
 ) -> None:
