@@ -96,14 +96,17 @@ def is_whole(line: str) -> bool:
 
 
 def documented() -> list[Example]:
-    """Return the commands of all pages that have arguments. A repeated command is one, with all places."""
+    """Return the commands of all pages that have arguments. A repeated command is one, with all places.
+
+    The line of the shell's completion (``-sc``) starts no run, so tests/unit/commands/test_main.py has its test.
+    """
     places: dict[Example, str] = {}
     for pattern in PAGES:
         for path in sorted(ROOT.glob(pattern)):
             if path.name == "tutorial.md":  # test_tutorial.py runs its commands.
                 continue
             for example in examples_of(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")):
-                if example.words:
+                if example.words and "-sc" not in example.words:
                     key = replace(example, source="")
                     before = f"{places[key]}, " if key in places else ""
                     places[key] = before + example.source

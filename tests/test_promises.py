@@ -52,7 +52,7 @@ def functions_of(path: Path) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def tests_of(target: str, paths: list[str]) -> set[str]:
+def names_of_tests_in(target: str, paths: list[str]) -> set[str]:
     """Return the tests in these files that a target of the Makefile runs, at least in part."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     match = re.search(rf"^{target}: .*\n\t.* -m '(.*)'$", makefile, flags=re.MULTILINE)
@@ -98,7 +98,7 @@ def test_the_target_of_a_row_runs_its_test() -> None:
     paths = sorted({test.partition("::")[0] for test in targets_of_rows})
     targets = dict.fromkeys(targets_of_rows, "make test-nightly")
     for target in ("test-all", "test"):
-        for test in tests_of(target, paths) & targets_of_rows.keys():
+        for test in names_of_tests_in(target, paths) & targets_of_rows.keys():
             targets[test] = f"make {target}"
     assert targets_of_rows == targets
 

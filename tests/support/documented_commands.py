@@ -49,8 +49,8 @@ class Example:
 
 
 def commands_of(source: str, line: str, is_sentence: bool) -> Iterator[Example]:
-    """Yield the command of a line, without brackets around optional arguments."""
-    match = COMMAND.search(line)
+    """Yield the command of a line, without ``"$()"`` around it and brackets around optional arguments."""
+    match = COMMAND.search(re.sub(r'"\$\((.*)\)"', r"\1", line))
     if match is not None:
         words = shlex.split(_OPTIONAL.sub(r"\1", match["rest"]), comments=True)
         arguments = tuple(word for word in words if word not in _ELLIPSES)
