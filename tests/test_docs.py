@@ -98,7 +98,7 @@ def is_whole(line: str) -> bool:
 def documented() -> list[Example]:
     """Return the commands of all pages that have arguments. A repeated command is one, with all places.
 
-    The line of the shell's completion (``-sc``) starts no run, so tests/unit/commands/test_main.py has its test.
+    The line of the shell's completion (``-sc``) starts no run. tests/unit/commands/test_main.py has its test.
     """
     places: dict[Example, str] = {}
     for pattern in PAGES:
