@@ -7,6 +7,7 @@ manifest says costs neither time nor memory.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
@@ -29,9 +30,8 @@ _ROLLOFF = 0.94  # cutoff frequency of a steep filter, relative to the lower Nyq
 _BETA = 6.5  # shape parameter of the Kaiser window
 _BLOCK_VALUES = 2**24  # float32 values that one matmul of the resampler reads: 64 MiB
 _HIGHEST_PEAK = 1e4  # the largest absolute sample of a float file that is accepted. Full scale is 1.
+_SETTINGS_LOCK = threading.Lock()
 _EPSILON = 1e-5  # added to the variance, as in the layer norm that wav2vec 2.0 applies to the samples
-_TRIM_FRAME, _TRIM_HOP = 2048, 512  # samples of a frame, and from one frame to the next
-_LEAST_POWER = 1e-10  # a lower power of a frame counts as this one
 
 DECODED_SECONDS = 3600.0
 """Default of ``data.max_decoded_seconds``."""
@@ -147,16 +147,19 @@ def _reproducible_matmul() -> Iterator[None]:
 
     - One thread computes. With several threads, sums may be rounded differently.
     - oneDNN is off. ``device.matmul=medium`` passes matmuls to oneDNN, but only in the process of the run.
+
+    Both are settings of the process. So the threads of a program take turns.
     """
     onednn = torch.backends.mkldnn
-    thread_count, was_enabled = torch.get_num_threads(), onednn.enabled
-    torch.set_num_threads(1)
-    onednn.enabled = False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.set_num_threads(thread_count)
-        onednn.enabled = was_enabled
+    with _SETTINGS_LOCK:
+        thread_count, was_enabled = torch.get_num_threads(), onednn.enabled
+        torch.set_num_threads(1)
+        onednn.enabled = False  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.set_num_threads(thread_count)
+            onednn.enabled = was_enabled
 
 
 @_reproducible_matmul()
@@ -197,24 +200,6 @@ def check_seconds(seconds: float, max_seconds: float, path: str) -> None:
     """Raise Unusable if ``seconds``, the duration of the recording ``path``, is above ``max_seconds``."""
     if seconds > max_seconds:
         raise Unusable("too_long", f"{path}: {seconds:.0f} s, data.max_decoded_seconds={max_seconds:g}")
-
-
-def trim_silence(samples: Samples, decibels: float) -> Samples:
-    """Return samples (S,) without the silence at both ends.
-
-    Frames of 2048 samples are centred at every 512th sample. A frame is silent if its power is at least
-    ``decibels`` below the power of the loudest frame. Powers below 1e-10 count as 1e-10, so a recording of
-    silence stays as it is. At the ends, frames continue into the mirrored signal, as in
-    ``librosa.effects.trim`` of librosa 0.7 (McFee et al., 2015), which NeMo calls.
-    """
-    mirrored = np.pad(samples, _TRIM_FRAME // 2, mode="reflect")
-    frames = np.lib.stride_tricks.sliding_window_view(mirrored, _TRIM_FRAME)[::_TRIM_HOP]
-    energy = np.einsum("ij,ij->i", frames, frames, dtype=np.float64)
-    power = np.maximum(energy / _TRIM_FRAME, _LEAST_POWER)
-    loud_frames = np.flatnonzero(power > power.max() * 10 ** (-decibels / 10))
-    start = loud_frames[0] * _TRIM_HOP
-    end = (loud_frames[-1] + 1) * _TRIM_HOP
-    return samples[start:end]
 
 
 def standardise(samples: Samples) -> Samples:
