@@ -15,7 +15,7 @@ from torch import Tensor
 from speechtrain.batch import Batch, Skip
 from speechtrain.counter_rng import RunStream, bits_at, dither_offset, uniform_at
 from speechtrain.data.acoustics import Acoustics
-from speechtrain.data.audio import DECODED_SECONDS, files_of, first_file, read_cut, standardise, trim_silence
+from speechtrain.data.audio import DECODED_SECONDS, files_of, first_file, read_cut, standardise
 from speechtrain.data.decoded_audio import DecodedAudio
 from speechtrain.data.formats.lhotse_cuts import Samples
 from speechtrain.data.formats.manifests import Record, seconds_of, text_of
@@ -85,9 +85,6 @@ class BatchLoader:
     ``crop_seconds``. Another batch is cropped to its shortest row if that is shorter than ``crop_seconds``,
     so that it needs no padding (as in fairseq's collater without padding).
 
-    ``trim_silence_db`` trims the silence at both ends of a training recording (see ``trim_silence``). None
-    trims nothing.
-
     If the folder ``stage`` has a copy of a recording, the copy is read. After the speed change, ``acoustics``
     adds rooms and noise to a training recording, which are drawn from (``seed``, pass, cut). If one of them
     cannot be read, the recording is used without it, and the batch has a ``Skip``. ``decoded`` keeps decoded
@@ -102,7 +99,6 @@ class BatchLoader:
     is_evaluation: bool = False
     normalise: bool = False
     crop_seconds: float | None = None
-    trim_silence_db: float | None = None
     seed: int = 0
     max_decoded_seconds: float = DECODED_SECONDS
     is_strict: bool = True
@@ -194,7 +190,7 @@ class BatchLoader:
         else:
             # The labels are checked first. If they are unusable, the audio need not be decoded.
             labels = self._training_labels(cut, text, shape)
-            samples = self.decoded.get(index_row, lambda: self._training_samples(cut))
+            samples = self.decoded.get(index_row, lambda: read_cut(cut, self.sample_rate))
             if text and not samples.any():
                 raise Unusable("silent", first_file(cut, default=cut["id"]))
             samples = change_speed(samples, percent, self.sample_rate)
@@ -204,11 +200,6 @@ class BatchLoader:
         weight = 0.0 if labels is None else 1.0
         seconds = len(samples) / self.sample_rate
         return _Row(cut["id"], samples, labels or [], text, weight=weight, seconds=seconds, skips=skips)
-
-    def _training_samples(self, cut: Record) -> Samples:
-        """Return the samples (S,) of a training recording, trimmed. Raises Unusable."""
-        samples = read_cut(cut, self.sample_rate)
-        return samples if self.trim_silence_db is None else trim_silence(samples, self.trim_silence_db)
 
     def _crop(self, rows: Sequence[_Row], micro_batch: MicroBatch, crop_seconds: float) -> None:
         """Crop the rows of a batch in place, each at a random start (see the class)."""

@@ -50,8 +50,6 @@ class SpeechData(DataModule):
     - ``shapes`` is the largest number of fixed tensor shapes. 0 means that shapes vary.
     - ``crop_seconds`` crops training recordings at random, to the shortest of their batch or, with
       ``shapes``, to ``crop_seconds``. Null means no crop. Evaluation is not cropped.
-    - ``trim_silence_db`` trims the silence at both ends of training recordings: what is more than this number
-      of decibels below the loudest part. Null means no trimming. Lengths are planned before it.
     - ``workers`` is the number of processes that load batches ahead. -1 is one fewer than the cores of this
       rank, but at most 8. With 0, this process loads.
     - ``timeout_seconds``: a worker that has not answered for this time is an error.
@@ -89,7 +87,6 @@ class SpeechData(DataModule):
         hold_out: float = 0.0,
         shapes: int = 0,
         crop_seconds: float | None = None,
-        trim_silence_db: float | None = None,
         workers: int = -1,
         timeout_seconds: float = 600.0,
         decoded_gib: float | str = "auto",
@@ -102,10 +99,6 @@ class SpeechData(DataModule):
         normalise: bool = False,
     ) -> None:
         check_audio(sample_rate, crop_seconds, tokenizer)
-        if trim_silence_db is not None and trim_silence_db <= 0:
-            raise ValueError(
-                f"trim_silence_db is {trim_silence_db}. It must be above 0, or null for no trimming"
-            )
         footprint = footprint or Footprint(0.0)
         # The functions that make a loader get the index later, because sets are opened at first use.
         new_loader = partial(
@@ -119,7 +112,6 @@ class SpeechData(DataModule):
             max_labels_per_second=max_labels_per_second,
             allow_empty=allow_empty,
             crop_seconds=crop_seconds,
-            trim_silence_db=trim_silence_db,
             seed=seed,
             acoustics=acoustics or Acoustics(),
         )

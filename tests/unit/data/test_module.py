@@ -11,9 +11,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-import numpy as np
 import pytest
-import soundfile
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -51,32 +49,6 @@ def assert_same(ours: Batch, theirs: Batch) -> None:
     assert (ours.ids, ours.epoch, ours.index) == (theirs.ids, theirs.epoch, theirs.index)
     assert torch.equal(ours.audio, theirs.audio)
     assert torch.equal(ours.labels, theirs.labels)
-
-
-# --- audio --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("decoded_gib", [0.0, 1.0])
-def test_silent_ends_are_trimmed_in_training_only(cache: Path, recordings: Any, decoded_gib: float) -> None:
-    records = []
-    for name in ("a", "b"):
-        path = recordings.tone(f"{name}.wav", 0.5)
-        speech, rate = soundfile.read(path)
-        silence = np.zeros(8_000)
-        soundfile.write(path, np.concatenate([silence, speech, silence]), rate)
-        records.append({"audio_filepath": str(path), "duration": 1.5, "text": "one"})
-    manifest = recordings.nemo("m.jsonl", records)
-    valid = {"dev": manifest}
-    options: dict[str, Any] = {"train": manifest, "valid": valid, "speed": None, "decoded_gib": decoded_gib}
-    data = make_data(cache, trim_silence_db=60.0, **options)
-    for batch in islice(data.train(), 2):
-        # Frames of 2048 samples are centred 512 samples apart, so some silence stays at both ends.
-        assert 8_000 <= batch.audio.shape[1] <= 8_000 + 2 * 1_024 + 512
-        assert batch.audio_lengths.tolist() == [batch.audio.shape[1]] * 2
-    assert next(iter(data.valid()["dev"])).audio.shape[1] == 24_000
-    assert next(make_data(cache, **options).train()).audio.shape[1] == 24_000
-    with pytest.raises(ValueError, match="trim_silence_db is 0"):
-        make_data(cache, trim_silence_db=0.0, **options)
 
 
 # --- resume -------------------------------------------------------------------------------------
