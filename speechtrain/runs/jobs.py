@@ -49,6 +49,7 @@ from speechtrain.runs.compose import compose, compose_with_choices, explain, off
 from speechtrain.runs.external_launch import find_external_launch
 from speechtrain.runs.finetuned import FINETUNED
 from speechtrain.runs.from_data import explicit_keys, follow_data
+from speechtrain.runs.on_host import raise_or_warn
 from speechtrain.runs.recipe_needs import settle_needs
 from speechtrain.runs.resume import config_to_continue
 from speechtrain.runs.run_name import RunNames, base_folder
@@ -250,8 +251,10 @@ def _new_config(job: Command, config: DictConfig, settings: Any, run_dir: Path) 
     if str(config.init_from).startswith("hf:"):
         from speechtrain.interop.hub import pinned
 
-        with contextlib.suppress(MissingPackage):  # Without the library, offer_finetuned has warned.
+        try:
             config.init_from = pinned(config.init_from)
+        except MissingPackage as error:
+            raise_or_warn(str(error), is_warning=config.dry_run)
     if job.external_launch and config.world_size == 1:
         config.world_size = job.external_launch.world.size
     return config

@@ -52,7 +52,7 @@ class Saving:
     _data_state: dict[str, Any] | None = field(init=False, default=None)
     # The task's buffers that a checkpoint contains, such as BatchNorm's statistics. If this rank cannot save
     # after an error, the list is empty.
-    _buffers: list[Tensor] = field(init=False, default_factory=list)
+    _stored_buffers: list[Tensor] = field(init=False, default_factory=list)
     # During an update, these buffers with their values before it, because its forward passes change them.
     _earlier_buffers: list[tuple[Tensor, Tensor]] = field(init=False, default_factory=list)
 
@@ -108,7 +108,8 @@ class Saving:
         can_save = self.group.world.rank == 0 and not self.checkpointer.needs_all_ranks
         if can_save:
             stored_names = parts.task.state_dict().keys()
-            self._buffers = [buffer for name, buffer in parts.task.named_buffers() if name in stored_names]
+            buffers = parts.task.named_buffers()
+            self._stored_buffers = [buffer for name, buffer in buffers if name in stored_names]
         try:
             yield
         except Diverged:
@@ -121,7 +122,7 @@ class Saving:
 
     def begin_update(self) -> None:
         """Copy the buffers that the forward passes of an update change."""
-        self._earlier_buffers = [(buffer, buffer.clone()) for buffer in self._buffers]
+        self._earlier_buffers = [(buffer, buffer.clone()) for buffer in self._stored_buffers]
 
     @contextlib.contextmanager
     def prevent_save_after_error(self, parts: Parts) -> Iterator[None]:
