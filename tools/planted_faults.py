@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ def main() -> int:
     options = parser.parse_args()
     if subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT).returncode:
         sys.exit("planted_faults: the checkout has uncommitted changes. Commit them, or use a clone")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # The fault is then removed.
     by_name = {fault.name: fault for fault in FAULTS}
     tests = [word for word in options.words if word not in by_name]
     unknown = [word for word in tests if not (ROOT / word.partition("::")[0]).exists()]
