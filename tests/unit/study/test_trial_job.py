@@ -128,24 +128,37 @@ def study(tmp_path: Path) -> Study:
     return study
 
 
+def _lock_for_half_a_second(run_dir: Path) -> None:
+    threading.Timer(0.5, RunLock(run_dir).acquire().release).start()
+
+
+def _is_free(run_dir: Path) -> bool:
+    """Return whether no process has the lock of the run."""
+    lock = RunLock(run_dir)
+    try:
+        lock.acquire()
+    except RunError:
+        return False
+    lock.release()
+    return True
+
+
 def test_a_run_that_another_process_trains_is_no_failure(
     tmp_path: Path, study: Study, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = RunLock(tmp_path / "run").acquire()  # a process that an earlier command has left
-    timer = threading.Timer(0.5, other.release)
-    timer.start()
+    run_dir = tmp_path / "run"
+    _lock_for_half_a_second(run_dir)  # a process that an earlier command has left
     starts = []
 
     def start() -> RunResult:
-        starts.append(timer.is_alive())
+        starts.append(_is_free(run_dir))
         if len(starts) == 1:  # Another process begins with the same run at this moment.
-            other.acquire()
-            threading.Timer(0.5, other.release).start()
+            _lock_for_half_a_second(run_dir)
             raise RunError("the run is in use")
         return RunResult("finished", metrics={"wer": 0.5})
 
-    TrialJob(tmp_path, tmp_path / "run", settings_of(0, None)).run(start)
-    assert starts == [False, False]
+    TrialJob(tmp_path, run_dir, settings_of(0, None)).run(start)
+    assert starts == [True, True]
     assert capsys.readouterr().out.count(f"waiting for another process that trains {tmp_path / 'run'}") == 2
     (trial,) = study.trials()
     assert trial.values == [0.5]
