@@ -15,7 +15,7 @@ from torch import Tensor
 from speechtrain.batch import Batch, Skip
 from speechtrain.counter_rng import RunStream, bits_at, dither_offset, uniform_at
 from speechtrain.data.acoustics import Acoustics
-from speechtrain.data.audio import DECODED_SECONDS, files_of, first_file, read_cut, standardise
+from speechtrain.data.audio import DECODED_SECONDS, files_of, first_file, is_silent, read_cut, standardise
 from speechtrain.data.decoded_audio import DecodedAudio
 from speechtrain.data.formats.lhotse_cuts import Samples
 from speechtrain.data.formats.manifests import Record, seconds_of, text_of
@@ -36,7 +36,7 @@ REASONS = {
     "no_samples": "the file has a header but no samples",
     "wrong_length": "its length differs from the manifest",
     "not_finite": "samples are NaN, infinite or far beyond full scale",
-    "silent": "every sample is zero, but the transcript is not empty",
+    "silent": "no sample reaches −60 dBFS, but the transcript is not empty",
     "too_short": "shorter than data.min_seconds",
     "too_long": "longer than data.max_seconds, or in evaluation data.max_decoded_seconds",
     "empty_transcript": "the transcript is empty, and data.allow_empty is false",
@@ -191,7 +191,7 @@ class BatchLoader:
             # The labels are checked first. If they are unusable, the audio need not be decoded.
             labels = self._training_labels(cut, text, shape)
             samples = self.decoded.get(index_row, lambda: read_cut(cut, self.sample_rate))
-            if text and not samples.any():
+            if text and is_silent(samples):
                 raise Unusable("silent", first_file(cut, default=cut["id"]))
             samples = change_speed(samples, percent, self.sample_rate)
             samples, skips = self.acoustics.apply(samples, self.sample_rate, seed)

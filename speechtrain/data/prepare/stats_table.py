@@ -18,7 +18,6 @@ LONG = 20.0  # seconds, the default of data.max_seconds
 # A recording is too fast or too slow at this multiple of the median of characters per second. The rate of
 # reading aloud varies only by a quarter between speakers.
 _FAST, _SLOW = 2.0, 0.2
-_SILENT_PEAK = 2e-3  # A recording with a lower peak is silent. Full scale is 1, so this is 65 of 16 bits.
 _CLIPPED_SHARE = 5e-4  # A recording with a larger share of samples at full scale is clipped.
 _PERCENTILES = {"shortest": 0, "5 %": 5, "median": 50, "95 %": 95, "longest": 100}
 _MOST_CHARACTERS = 200  # the most characters in the text table
@@ -33,16 +32,17 @@ class AudioCheck(NamedTuple):
 
 def check_audio_of(cut: Record) -> AudioCheck:
     """Return the result of decoding a cut at the rate of its recording. Raises Unusable."""
-    from speechtrain.data.audio import read_cut
+    from speechtrain.data.audio import is_silent, read_cut
 
     rate = int((cut.get("recording") or {}).get("sampling_rate", 16_000))
-    samples = np.abs(read_cut(cut, rate))
+    samples = read_cut(cut, rate)
+    magnitudes = np.abs(samples)
     fault = ""
-    if float(samples.max()) < _SILENT_PEAK:
+    if is_silent(samples):
         fault = "silent"
-    elif float((samples >= 0.999).mean()) > _CLIPPED_SHARE:
+    elif float((magnitudes >= 0.999).mean()) > _CLIPPED_SHARE:
         fault = "clipped"
-    return AudioCheck(hashlib.blake2b(samples.tobytes(), digest_size=16).digest(), fault)
+    return AudioCheck(hashlib.blake2b(magnitudes.tobytes(), digest_size=16).digest(), fault)
 
 
 class Statistics:

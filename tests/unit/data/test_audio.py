@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from speechtrain.data.audio import change_rate
+from speechtrain.data.audio import change_rate, is_silent
 from speechtrain.data.speed import change_speed
 
 
@@ -83,3 +83,17 @@ def test_change_rate_of_a_rate_without_a_common_divisor() -> None:
     assert resampled.shape == expected.shape
     middle = slice(100, -100)
     np.testing.assert_allclose(resampled[middle], expected[middle], atol=5e-3)
+
+
+def test_silence_is_what_no_voice_reaches() -> None:
+    """Zeros, dither, an offset and the rest of opposed channels are silent. Quiet speech is not."""
+    generator = np.random.default_rng(0)
+    noise = generator.normal(size=16_000).astype(np.float32)
+    speech = noise * np.hanning(16_000).astype(np.float32)
+    quiet_speech = speech / np.sqrt(np.square(speech).mean()) * 10 ** (-50 / 20)
+    silent = [np.zeros(0), np.zeros(16_000), np.full(16_000, 0.1), noise * 2**-15, noise * 1.5e-5 + 0.1]
+    assert all(is_silent(samples.astype(np.float32)) for samples in silent)
+    one_word_in_an_hour = np.zeros(1_600_000, np.float32)
+    one_word_in_an_hour[:16_000] = quiet_speech
+    for samples in (quiet_speech, -quiet_speech, quiet_speech + 0.1, one_word_in_an_hour):
+        assert not is_silent(samples)

@@ -107,6 +107,11 @@ BAD_AUDIO: dict[str, Bad] = {
     "header-only": (header_only, {}, "no_samples"),
     "half-a-header": (lambda path: path.write_bytes(b"RIFF\0\0\0\0WAVE") and None, {}, "unreadable"),
     "zeros": (lambda path: soundfile.write(path, np.zeros(RATE), RATE), {}, "silent"),
+    "opposed-channels": (
+        lambda path: soundfile.write(path, np.stack([tone(), -tone() + 2e-5], 1), RATE, subtype="FLOAT"),
+        {},
+        "silent",
+    ),
     "nan": (nan, {}, "not_finite"),
     "infinite": (infinite, {}, "not_finite"),
     "shorter-than-said": (partial(plain, seconds=0.5), {}, "wrong_length"),
@@ -213,7 +218,7 @@ def test_every_kind_of_bad_recording_is_skipped_counted_and_listed(cache: Path, 
     assert found == {kind: reason for kind, (_, _, reason) in BAD_LENGTH.items()}
 
 
-@pytest.mark.parametrize("kind", sorted(BAD_AUDIO.keys() - {"zeros"}))
+@pytest.mark.parametrize("kind", sorted(BAD_AUDIO.keys() - {"zeros", "opposed-channels"}))
 def test_an_evaluation_set_refuses_what_cannot_be_read(cache: Path, tmp_path: Path, kind: str) -> None:
     path = manifest(tmp_path / "d", {"plain": FINE["plain"], kind: BAD_AUDIO[kind]})
     data = make_data("unused", {"dev": path})
