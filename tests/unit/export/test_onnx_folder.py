@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 import subprocess
@@ -129,6 +130,12 @@ def test_recognise_names_a_missing_package(folder: Path, monkeypatch: pytest.Mon
     error = str(end_of_program(folder / "recognise.py", "a.wav"))
     assert error.startswith("recognise.py: ")
     assert error.endswith("Install it: pip install numpy onnxruntime soundfile")
+
+
+@pytest.mark.parametrize("name", ["recognise.py", "recognise_sherpa.py"])
+def test_recognise_checks_without_assertions_which_python_optimises_away(name: str) -> None:
+    program = ast.parse(Path(recognise.__file__).with_name(name).read_text())
+    assert not [node.lineno for node in ast.walk(program) if isinstance(node, ast.Assert)]
 
 
 def test_recognise_needs_three_packages() -> None:
