@@ -14,6 +14,7 @@ _POOR_WER = 0.5  # A run with at least this WER gets advice.
 _SILENT_CER = 0.9  # With at least this CER, the hypotheses have almost nothing of the references.
 _RISE = 1.1  # The loss has risen if the last one is above this multiple of the lowest one.
 _FALL = 0.99  # The loss still falls if the last one is below this multiple of the one before it.
+_FEWEST_LOSSES = 3  # Two losses may differ by chance.
 
 Event = Mapping[str, Any]
 
@@ -78,8 +79,10 @@ def _time_advice(limit: str, events: Sequence[Event]) -> str:
     validations = [
         event for event in events if event.get("event") == "valid" and finite_number(event.get("loss"))
     ]
-    losses = [event["loss"] for event in validations if event.get("set") == validations[0].get("set")]
-    if len(losses) < 2:
+    first_set = [event for event in validations if event.get("set") == validations[0].get("set")]
+    # A run that was started again may have evaluated the same step twice.
+    losses = list({event.get("step"): event["loss"] for event in first_set}.values())
+    if len(losses) < _FEWEST_LOSSES:
         return f"It ended with {limit}. Raise it"
     last_loss, lowest_loss = losses[-1], min(losses)
     course = f"The loss of {validations[0].get('set')} was {lowest_loss:.4g} and ended at {last_loss:.4g}"

@@ -28,8 +28,8 @@ def test_a_good_result_gets_no_advice() -> None:
 
 def test_the_limit_is_the_one_that_the_run_had() -> None:
     """U9a: a run of four updates was advised to raise a time that did not limit it."""
-    assert "raise trainer.max_steps=4" in lines_of(1.0, 0.97, 9.0, 8.0, max_steps=4)
-    assert "raise trainer.max_hours=0.5" in lines_of(1.0, 0.97, 9.0, 8.0)
+    assert "raise trainer.max_steps=4" in lines_of(1.0, 0.97, 10.0, 9.0, 8.0, max_steps=4)
+    assert "raise trainer.max_hours=0.5" in lines_of(1.0, 0.97, 10.0, 9.0, 8.0)
     ended = {"status": "finished", "limits": {**LIMITS, "max_epochs": 2.0, "max_steps": 99}, "steps": 4}
     assert limit_of(RunResult(**ended)) == "trainer.max_epochs=2.0"
     assert limit_of(RunResult("time", limits={**LIMITS, "max_steps": 9}, steps=4)) == "trainer.max_hours=0.5"
@@ -43,8 +43,22 @@ def test_a_held_out_loss_that_rises_speaks_against_more_time() -> None:
     assert "The loss of held_out was 140.7 and ended at 302.2, so more time would not help" in lines
     assert "raise" not in lines
     assert "more time would give little (it ended with trainer.max_hours=0.5)" in lines_of(
-        1.0, 0.97, 9.0, 9.0
+        1.0, 0.97, 9.0, 9.0, 9.0
     )
+
+
+@pytest.mark.parametrize("losses", [(101.1,), (101.1, 101.1), (101.1, 150.0), (101.1, 90.0)])
+def test_fewer_than_three_losses_are_no_trend(losses: tuple[float, ...]) -> None:
+    lines = lines_of(1.0, 0.97, *losses)
+    assert "It ended with trainer.max_hours=0.5. Raise it" in lines
+    assert "The loss" not in lines
+
+
+def test_a_step_that_was_evaluated_twice_counts_once() -> None:
+    event = {"event": "valid", "set": "held_out", "loss": 101.1}
+    events = [{**event, "step": step} for step in (1, 1, 2)]
+    result = RunResult("finished", 1.0, {"wer": 1.0}, None, {"wer": 1.0}, steps=2, limits=LIMITS)
+    assert "The loss" not in "\n".join(advice(result, events))
 
 
 @pytest.mark.parametrize(
