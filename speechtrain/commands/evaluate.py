@@ -195,7 +195,12 @@ def _warnings(
     outcomes: Mapping[str, Outcome], loaded: LoadedRun, arguments: argparse.Namespace
 ) -> Iterator[str]:
     """Yield warnings about each set, and about a decoder with more errors than the decoder of training."""
+    fusion = getattr(loaded.opened.task.decoder, "fusion", None)  # Only a beam search has it.
     for name, outcome in outcomes.items():
+        references = [example.reference for example in outcome.examples]
+        missing_words = fusion.missing_words(references) if fusion else ""
+        if missing_words:
+            yield f"{name}: {missing_words}"
         if outcome.contradiction:
             yield f"{name}: {outcome.contradiction}"
         all_unknown = set[str]()  # symbols that the tokenizer has no label for

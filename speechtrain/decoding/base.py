@@ -191,6 +191,9 @@ class Decoder(ABC):
         ``decoder=NAME``, the name of the decoder in ``conf/decoder``, and a space.
         """
 
+    def check(self, tokenizer: Tokenizer) -> None:  # noqa: B027 - empty by default
+        """Raise ConfigError for settings that need symbols which ``tokenizer`` lacks."""
+
 
 class NoDecoder(Decoder):
     """Returns empty texts. It is for models that write no text, and for evaluations without a search."""

@@ -22,6 +22,7 @@ from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
 from speechtrain.files import FilePath
 from speechtrain.text.ngram import read_ngram
+from speechtrain.text.vocabulary import Tokenizer
 
 IMPOSSIBLE = -torch.inf  # the score of a path that cannot occur
 _SPARE = 2  # A transducer's beam is wider than ``width`` by this number (NeMo's expansion_beta).
@@ -212,6 +213,9 @@ class BeamSearch(Decoder):
         model = read_ngram(self.lm) if self.lm else None
         phrases = self.hotwords or ()
         self.fusion = Fusion(model, self.lm_weight, self.word_bonus, phrases, self.hotword_bonus)
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        self.fusion.start_search(tokenizer)
 
     @abstractmethod
     def search(self, scorer: Any, frames: Tensor, lengths: Tensor) -> tuple[list[list[TimedLabels]], Tensor]:

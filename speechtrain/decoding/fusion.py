@@ -5,6 +5,8 @@ Legend: B rows, W hypotheses of a row, V classes with the blank last, so V − 1
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +18,9 @@ from speechtrain.errors import ConfigError
 from speechtrain.text.ngram import BEGIN, END, KenLM, NGram
 from speechtrain.text.vocabulary import Tokenizer
 
+_LOG = logging.getLogger(__name__)
+_MOST_CHECKED_WORDS = 10_000  # A tokenizer of Hugging Face needs 0.3 s for them.
+_MOST_SHOWN_PHRASES = 10
 Prefixes = tuple[str, ...]
 """The beginnings of phrases with which a text ends. One is the empty string if a word begins there."""
 
@@ -63,6 +68,7 @@ class Fusion:
         spelling = tokenizer.spelling()
         if spelling != self._spelling:
             self._read_phrases(tokenizer)
+            self._check_words(tokenizer)
             self._spelling = spelling
             begins_word = [text.startswith(" ") for text in spelling]
             self._begins_word = torch.tensor(begins_word, dtype=torch.float32)  # (V − 1) 1 or 0
@@ -118,17 +124,59 @@ class Fusion:
     def _read_phrases(self, tokenizer: Tokenizer) -> None:
         self._fractions, self._phrase_gains = {}, {}
         phrases = set()
+        refused = []
         for phrase in self.phrases:
             text = tokenizer.normalise(phrase).strip()
-            if not text or tokenizer.unknown(text):
-                raise ConfigError(f"decoder.hotwords: {phrase!r} has symbols that the tokenizer lacks")
+            unknown = _quoted(tokenizer.unknown(text))
+            if not text or unknown:
+                refused.append(f"{phrase!r} ({unknown or 'no symbol'})")
             phrases.add(text)
             for length in range(1, len(text) + 1):
                 prefix = text[:length]
                 # Phrases may share a prefix. It has the largest of their fractions.
                 fraction = self._fractions.get(prefix, 0.0)
                 self._fractions[prefix] = max(length / len(text), fraction)
+        if refused:
+            count = f"{len(refused)} of {len(self.phrases)} have symbols that the run's labels lack"
+            shown = ", ".join(refused[:_MOST_SHOWN_PHRASES])
+            raise ConfigError(f"decoder.hotwords: {count}: {shown}. Remove them")
         self._normalised_phrases = frozenset(phrases)
+
+    def _check_words(self, tokenizer: Tokenizer) -> None:
+        """Log a warning if the run cannot write half of the likeliest words of the language model."""
+        words = self.model.likeliest_words(_MOST_CHECKED_WORDS) if self.model else []
+        name = tokenizer.state().get("normaliser", "none")
+        self._advice = (
+            "Train it on texts of the run's language, as the run writes them: "
+            f"speechtrain prepare lm --normaliser {name}"
+        )
+        problems = []
+        for word in words:
+            text = tokenizer.normalise(word).strip()
+            unknown = tokenizer.unknown(text)
+            if unknown:
+                problems.append(f"its labels lack {_quoted(unknown)} of {word!r}")
+            elif text != word:
+                problems.append(f"it writes {word!r} as {text!r}")
+        self._can_write_model = 2 * len(problems) <= len(words)
+        if self.model and not self._can_write_model:
+            count = f"{len(words) - len(problems)} of the {len(words)} likeliest words of {self.model.path}"
+            _LOG.warning(f"decoder.lm: {count} can be written by this run: {problems[0]}. {self._advice}")
+
+    def missing_words(self, texts: Sequence[str]) -> str:
+        """Return a warning if the language model lacks more than half of the words of normalised ``texts``.
+
+        The warning is empty if the model's words have had a warning of ``start_search``.
+        """
+        words = Counter(" ".join(texts).split())
+        if not self.model or not self._can_write_model:
+            return ""
+        missing = Counter({word: count for word, count in words.items() if word not in self.model})
+        if 2 * missing.total() <= words.total():
+            return ""
+        known = f"{words.total() - missing.total()} of {words.total()} words of the transcripts"
+        (example, _), *_ = missing.most_common(1)
+        return f"{known} are in the model of decoder.lm, which lacks {example!r}. {self._advice}"
 
     def _next_index(self, index: int, label: int) -> int:
         """Return the index of the state after one more label. A new state is added to the states."""
@@ -197,3 +245,7 @@ class Fusion:
     def _count_complete(self, prefixes: Prefixes) -> int:
         """Return the number of prefixes that are whole phrases. They are complete if the word ends here."""
         return sum(prefix in self._normalised_phrases for prefix in prefixes)
+
+
+def _quoted(symbols: set[str]) -> str:
+    return " ".join(repr(symbol) for symbol in sorted(symbols))

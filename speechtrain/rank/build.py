@@ -63,10 +63,16 @@ def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]
 
 
 def build_task(config: DictConfig) -> tuple[Task, Tokenizer]:
-    """Return the task, whose weights are initialised with the run's seed, and its tokenizer."""
+    """Return the task, whose weights are initialised with the run's seed, and its tokenizer.
+
+    Raises ConfigError for words of a decoder that the tokenizer cannot write.
+    """
     tokenizer = build_tokenizer(config)
     torch.manual_seed(seed_at(config.seed, RunStream.INITIAL_WEIGHTS))
     task = build_model(config, tokenizer, build_encoder(config))
+    if task.writes_text:
+        task.decoder.check(tokenizer)
+        task.final_decoder.check(tokenizer)
     if config.trainer.get("checkpoint_layers"):
         checkpoint_layers(task)
     return task, tokenizer

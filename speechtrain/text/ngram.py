@@ -107,6 +107,15 @@ class NGram:
         if log_backoff:
             self._log_backoffs[gram] = log_backoff
 
+    def __contains__(self, word: str) -> bool:
+        return word in self._log_probabilities
+
+    def likeliest_words(self, count: int) -> list[str]:
+        """Return at most ``count`` words, the likeliest first."""
+        words = [gram for gram in self._log_probabilities if " " not in gram]
+        words = [word for word in words if word not in (BEGIN, END, UNKNOWN)]
+        return sorted(words, key=self._log_probabilities.__getitem__, reverse=True)[:count]
+
     def score(self, context: tuple[str, ...], word: str) -> float:
         """Return the natural logarithm of the probability of ``word`` after ``context``."""
         if word not in self._log_probabilities:
@@ -153,7 +162,15 @@ class KenLM:
             ) from None
         except OSError as error:
             raise DataError(f"decoder.lm: {path}: {one_line(str(error), 200)}. Give another file") from None
+        self.path = path
         self.order = int(self._model.order)
+
+    def __contains__(self, word: str) -> bool:
+        return word in self._model
+
+    def likeliest_words(self, count: int) -> list[str]:
+        """Return no words, because the library does not list them."""
+        return []
 
     def score(self, context: tuple[str, ...], word: str) -> float:
         """Return the natural logarithm of the probability of ``word`` after ``context``."""

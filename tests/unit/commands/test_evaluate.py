@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from speechtrain.errors import ConfigError, DataError, MachineError, RunError
 from speechtrain.inference.loaded_run import LoadedRun, load
 from speechtrain.run_directory import RunLock, read_manifest, write_manifest
 from speechtrain.task import Example
+from speechtrain.text.ngram import write_ngram
 from speechtrain.training.evaluation import Outcome
 from tests.support.digits import write_digits
 from tests.support.tiny_run import untrained
@@ -215,6 +218,11 @@ def test_the_precision_may_change(run_dir: Path, capsys: pytest.CaptureFixture[s
         (["device"], ConfigError, "not KEY=VALUE"),
         (["decoder=beam", "decoder.hotwords=[yes,12]"], ConfigError, "item 2: 12 is not a string, quote it"),
         (["decoder=beam", "decoder.hotwords=a,b"], ConfigError, r"write a list as decoder.hotwords=\[…\]"),
+        (
+            ["decoder=beam", "decoder.hotwords=[one,well_known,Q9]"],
+            ConfigError,
+            r"decoder.hotwords: 2 of 3 have .*: 'well_known' \('_' 'k' 'l'\), 'Q9' \('9' 'q'\). Remove them",
+        ),
         (["device=_cpu"], ConfigError, "device=_cpu: a base YAML is not a choice, choose cpu, "),
         (["precision=fp16"], MachineError, "precision=bf16"),
         (["normaliser=whisper"], ConfigError, "normaliser: 'whisper' is unknown; did you mean 'whisper_eng"),
@@ -233,6 +241,30 @@ def test_errors_are_told_in_one_line(
         evaluate.run([str(run_dir), *argv])
     assert exit_code_of(lambda: evaluate.run([str(run_dir), *argv])) == error.exit_code  # type: ignore[attr-defined]
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "warning"),
+    [
+        ("ONE TWO SEVEN", r"decoder.lm: 0 of the 3 likeliest words of .* it writes '[A-Z]+' as '[a-z]+'. Tr"),
+        ("eins zwei drei", r"unheard: 0 of \d+ words of the transcripts are in the model of decoder.lm"),
+    ],
+)
+def test_a_language_model_of_other_words_is_named_once(
+    run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], words: str, warning: str
+) -> None:
+    """A normal warning of the logging module goes to the standard error."""
+    write_ngram([words], tmp_path / "lm.arpa", 2)
+    lm = ["decoder=beam", f"decoder.lm={tmp_path / 'lm.arpa'}"]
+    process = subprocess.run(
+        [sys.executable, "-m", "speechtrain.commands.evaluate", str(run_dir), ONE, *lm],
+        capture_output=True,
+        text=True,
+    )
+    lines = [line for line in process.stderr.splitlines() if "decoder.lm" in line]
+    assert process.returncode == 0
+    assert len(lines) == 1
+    assert re.search(warning, lines[0])
 
 
 @pytest.mark.parametrize("data", ["[1]", "-1"])

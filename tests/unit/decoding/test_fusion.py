@@ -173,12 +173,58 @@ def assert_no_lower_score_than_greedy(
         assert beam_results[row].score >= greedy_score - 1e-4
 
 
-@pytest.mark.parametrize("phrase", ["zebra", ""])
-def test_ctc_beam_refuses_a_phrase_that_the_tokenizer_cannot_write(phrase: str) -> None:
-    beam = CTCBeam(hotwords=[phrase])
-    log_probabilities = torch.zeros(1, 2, 4).log_softmax(-1)
-    with pytest.raises(ConfigError, match=r"decoder.hotwords: '.*' has symbols that"):
-        beam.decode(CTCScorer(LETTERS, 0.1), log_probabilities, torch.tensor([2]))
+def test_start_search_names_each_phrase_that_the_tokenizer_cannot_write() -> None:
+    fusion = Fusion(phrases=["ab", "zebra", "!", "Ba", ""], phrase_bonus=2.0)
+    with pytest.raises(ConfigError) as error:
+        fusion.start_search(LETTERS)
+    assert str(error.value) == (
+        "decoder.hotwords: 3 of 5 have symbols that the run's labels lack: 'zebra' ('e' 'r' 'z'), '!' ('!'), "
+        "'' (no symbol). Remove them"
+    )
+    allowed = CTCBeam(hotwords=["ab", "Ba"])
+    allowed.decode(CTCScorer(LETTERS, 0.1), torch.zeros(1, 2, 4).log_softmax(-1), torch.tensor([2]))
+
+
+@pytest.mark.parametrize(
+    ("texts", "line"),
+    [
+        (["AB AB B"], "0 of the 2 likeliest words of LM can be written by this run: it writes 'AB' as 'ab'"),
+        (
+            ["fü"],
+            "0 of the 1 likeliest words of LM can be written by this run: its labels lack 'f' 'ü' of 'fü'",
+        ),
+        (
+            ["cc cc a dd"],
+            "1 of the 3 likeliest words of LM can be written by this run: its labels lack 'c' of 'cc'",
+        ),
+    ],
+)
+def test_start_search_warns_once_of_a_language_model_whose_words_the_run_cannot_write(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, texts: list[str], line: str
+) -> None:
+    lm = tmp_path / "lm.arpa"
+    write_ngram(texts, lm, 2)
+    fusion = Fusion(NGram(str(lm)), 0.8)
+    fusion.start_search(LETTERS)
+    fusion.start_search(LETTERS)
+    (message,) = caplog.messages
+    assert message.startswith("decoder.lm: " + line.replace("LM", str(lm)))
+    assert message.endswith("speechtrain prepare lm --normaliser lower")
+    assert fusion.missing_words(["ab b"]) == ""  # A second warning would say the same.
+
+
+def test_a_language_model_that_has_the_words_of_the_run_is_not_warned_of(
+    lm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fusion = Fusion(NGram(lm), 0.8)
+    fusion.start_search(LETTERS)
+    assert fusion.missing_words(["ab a", "bbb b"]) == ""
+    assert fusion.missing_words(["bbb aa", "bbb b"]) == (
+        "1 of 4 words of the transcripts are in the model of decoder.lm, which lacks 'bbb'. "
+        "Train it on texts of the run's language, as the run writes them: "
+        "speechtrain prepare lm --normaliser lower"
+    )
+    assert not caplog.messages
 
 
 def test_transducer_beam_refuses_a_missing_language_model(tmp_path: Path) -> None:
