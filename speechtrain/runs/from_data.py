@@ -301,7 +301,7 @@ def _train_pieces(texts: Sequence[str], size: int, normaliser: str) -> DictConfi
     """
     stride = len(texts) // _MAX_PIECE_TEXTS + 1
     texts = texts[::stride]
-    path = cache_folder() / "tokenizers" / f"{digest(size, normaliser, *texts)}.model"
+    path = cache_folder() / "tokenizers" / f"{digest('identity', size, normaliser, *texts)}.model"
     if not path.exists():
         with writing(path, "set SPEECHTRAIN_CACHE to another folder"):
             path.parent.mkdir(parents=True, exist_ok=True)

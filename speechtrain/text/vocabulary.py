@@ -17,6 +17,8 @@ from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.files import MOST_LOG_BYTES, FilePath, atomic, read_bytes
 from speechtrain.text.normalise import normaliser as normaliser_of
 
+_SPACE = "▁"  # the space in the pieces of SentencePiece
+
 
 class Tokenizer(ABC):
     """Normalises transcripts, and converts normalised text to label ids and back."""
@@ -37,7 +39,7 @@ class Tokenizer(ABC):
 
     def spelling(self) -> list[str]:
         """Return the text that each label adds, with a space before a label that begins a word."""
-        return [label.replace("▁", " ") for label in self.labels]
+        return [label.replace(_SPACE, " ") for label in self.labels]
 
     @property
     def blank(self) -> int:
@@ -200,7 +202,8 @@ class SentencePiece(FileTokenizer):
     """A subword tokenizer: a trained SentencePiece model (unigram or BPE), read from the file ``model``.
 
     Label ids are the ids of the model's pieces. One piece is the unknown piece, which ``encode`` never
-    returns. Raises DataError if the file is missing or is not a SentencePiece model.
+    returns. The sign ``▁`` is unknown, too, because pieces have it in place of a space. Raises DataError if
+    the file is missing or is not a SentencePiece model.
     """
 
     saved_name = "tokenizer.model"
@@ -219,7 +222,7 @@ class SentencePiece(FileTokenizer):
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._pieces.EncodeAsIds(text)
-        if self.unknown_id in ids:
+        if self.unknown_id in ids or _SPACE in text:
             raise cannot_spell(self.unknown(text))
         return ids
 
@@ -229,7 +232,7 @@ class SentencePiece(FileTokenizer):
         return text
 
     def unknown(self, text: str) -> set[str]:
-        symbols = set[str]()
+        symbols = {_SPACE} & set(text)
         for piece in self._pieces.EncodeAsPieces(text):
             if self._pieces.PieceToId(piece) == self.unknown_id:
                 symbols.update(piece)
@@ -280,6 +283,9 @@ def train_sentencepiece(
             bos_id=-1,
             eos_id=-1,
             unk_id=0,
+            # The default rule changes the text, such as № to No, and a zero-width non-joiner to a space.
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
             # SentencePiece omits longer lines without an error. Its limit is in bytes.
             max_sentence_length=max(10, *(len(line.encode()) + 1 for line in lines)),
             num_threads=1,  # With more threads, sums depend on the order in which the threads end.
