@@ -12,9 +12,10 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -48,6 +49,9 @@ _LARGEST_NUMBER = 1e6  # seconds (11 days) or hertz
 TEXT_SUFFIXES = (".txt", ".text", ".lab", ".trn")  # the allowed suffixes of NeMo's transcript files
 MOST_TEXT_BYTES = 2**20  # the most bytes of a transcript file. Ten hours of speech have fewer.
 _UNKNOWN_SECONDS = 1.0  # the assumed length of a recording whose header cannot be read
+# The folders to which a data set links its files, each with the folder beside it by which it is known: the
+# cache of Hugging Face, git-annex and DVC.
+_STORES = {"blobs": "snapshots", ".git/annex/objects": "", ".dvc/cache": ""}
 _CUT_TYPES = ("MonoCut", "MultiCut", "MixedCut", "PaddingCut")
 
 
@@ -186,21 +190,48 @@ class Manifest(Source):
         return [os.path.join(folder, "") for folder in folders]
 
     def refuse_outside(self, path: Path) -> None:
-        """Raise DataError for a text file that is hidden or outside of the source.
+        """Raise DataError for a text file that is hidden or outside of the source and of its store.
 
-        Such a file may be private, and a run publishes its transcripts.
+        Such a file may be private, and a run publishes its transcripts. The store counts for a link that the
+        source itself has, not for a link in a folder outside to which the source links.
         """
         target = os.path.realpath(path)
-        parents = [folder for folder in self._text_folders if target.startswith(folder)]
-        name = target.removeprefix(max(parents, key=len, default=""))  # relative to the innermost folder
-        if not parents or name.startswith(".") or "/." in name:
-            folder = self._text_folders[0]
-            raise DataError(f"{path} lies in {target}: transcripts are read below {folder}, unless hidden")
+        if _is_visible_below(target, self._text_folders):
+            return
+        link_folder = os.path.join(os.path.realpath(path.parent), "")
+        is_own_link = link_folder.startswith(tuple(self._text_folders))
+        if is_own_link and _is_visible_below(target, _stores_of(Path(link_folder))):
+            return
+        folder = str(self.path) if self.path.is_dir() else self._folder
+        fix = "Copy this file there and name the copy"
+        if _is_visible_below(os.path.normpath(path), [os.path.join(folder, "")]):
+            fix = f"To read a copy without links, run cp -rL {shlex.quote(folder)} COPY"
+        reason = f"transcripts are read below {folder}, unless hidden"
+        raise DataError(f"{path} lies in {target}: {reason}. {fix}")
 
     def read_transcript(self, path: Path, max_bytes: int = MOST_TEXT_BYTES) -> str:
         """Return the text of a file of at most ``max_bytes``. Raises DataError, OSError, ValueError."""
         self.refuse_outside(path)
         return read_bytes(path, max_bytes, follow=True).decode("utf-8-sig")
+
+
+def _is_visible_below(path: str, folders: Sequence[str]) -> bool:
+    """Return whether a file is below one of the folders and not hidden. Folders end in a slash."""
+    parents = [folder for folder in folders if path.startswith(folder)]
+    name = path.removeprefix(max(parents, key=len, default=""))  # relative to the innermost folder
+    return bool(parents) and not name.startswith(".") and "/." not in name
+
+
+def _stores_of(folder: Path) -> list[str]:
+    """Return the stores of the nearest folder that has one, from ``folder`` upwards, each with a slash."""
+    for parent in (folder, *folder.parents):
+        stores = []
+        for store, sibling in _STORES.items():
+            if (parent / store).is_dir() and (parent / sibling).is_dir():
+                stores.append(os.path.join(parent, store, ""))
+        if stores:
+            return stores
+    return []
 
 
 class JsonLines(Manifest):

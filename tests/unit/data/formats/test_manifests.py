@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
+import shlex
+import shutil
 import struct
+import subprocess
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -331,3 +335,108 @@ def test_no_normaliser_is_quadratic(name: str, part: str) -> None:
     """2^16 parts between what begins and ends a pattern take a second; quadratic, they take minutes."""
     for text in (part * 2**16, f"a{part * 2**16}b", f"1{part * 2**16}5", f"[{part * 2**16}"):
         NORMALISERS[name](text)
+
+
+STORES = ["huggingface", "annex", "annex below", "dvc", "in a set of several"]
+
+
+def linked(root: Path, store: str, files: dict[str, bytes]) -> Path:
+    """A data set whose files are links into its store, as the tool of the store makes them."""
+    folder, blobs = {
+        "huggingface": (root / "datasets--a--b/snapshots/0f1e", root / "datasets--a--b/blobs"),
+        "annex": (root / "set", root / "set/.git/annex/objects/F7/wx"),
+        "annex below": (root / "set/train", root / "set/.git/annex/objects/F7/wx"),
+        "dvc": (root / "set", root / "set/.dvc/cache/files/md5/3a"),
+        "in a set of several": (root / "all/set", root / "all/set/.git/annex/objects/F7/wx"),
+    }[store]
+    blobs.mkdir(parents=True)
+    for number, (name, content) in enumerate(files.items()):
+        (blobs / f"3aa9{number}").write_bytes(content)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(os.path.relpath(blobs / f"3aa9{number}", (folder / name).parent))
+    return root / "all" if store == "in a set of several" else folder
+
+
+def wav() -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(8_000, np.float32), 16_000, format="WAV")
+    return file.getvalue()
+
+
+def texts(source: Path) -> list[str]:
+    return [manifests.text_of(cut.to_dict()) for cut in open_source(str(source)).cuts()]
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_links_into_the_store_of_a_data_set_are_followed(tmp_path: Path, store: str) -> None:
+    assert texts(linked(tmp_path / "1", store, {"a/b.wav": wav(), "a/b.txt": b"one two"})) == ["one two"]
+    lists = {"x.flac": wav(), "c.trans.txt": b"x three\n"}
+    assert texts(linked(tmp_path / "2", store, lists)) == ["three"]
+
+
+@pytest.mark.parametrize("store", [store for store in STORES if store != "in a set of several"])
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"metadata.csv": b"file_name,text\na.wav,one\n"},
+        {"metadata.jsonl": b'{"file_name": "a.wav", "text": "one"}\n'},
+        {"wav.scp": b"u a.wav\n", "text": b"u one\n"},
+        {"m.jsonl": b'{"audio_filepath": "a.wav", "text_filepath": "t.txt"}\n', "t.txt": b"one"},
+        {"m.tsv": b".\na.wav\t8000\n", "m.wrd": b"one\n"},
+    ],
+)
+def test_lists_in_the_store_of_a_data_set_are_read(
+    tmp_path: Path, store: str, files: dict[str, bytes]
+) -> None:
+    folder = linked(tmp_path, store, {"a.wav": wav(), **files})
+    (manifest,) = [*folder.glob("m.*l"), *folder.glob("m.tsv")] or [folder]
+    assert texts(manifest) == ["one"]
+
+
+def test_a_store_is_no_way_to_other_files(tmp_path: Path) -> None:
+    """The folders above a store, a store that is a link, and a linked folder with a store of its own."""
+    home = linked(tmp_path / "home", "annex", {"note.txt": b"hunter2"})
+    (home / ".git/config").write_text("hunter2")
+    folder = linked(tmp_path / "corpus", "annex below", {"a.wav": wav()})
+    attacks = [home / "note.txt", folder.parent / ".git/config"]
+    (folder / "in").symlink_to(home)
+    for target in attacks:
+        (folder / "a.txt").unlink(missing_ok=True)
+        (folder / "a.txt").symlink_to(target)
+        target.exists() or (folder.parent / ".git/config").write_text("hunter2")
+        with pytest.raises(DataError, match="transcripts are read below") as caught:
+            texts(folder)
+        assert "hunter2" not in str(caught.value)
+    (folder / "a.txt").unlink()
+    (folder / "in/note.wav").write_bytes(wav())
+    with pytest.raises(DataError, match=r"in/note\.txt lies in"):
+        texts(folder)
+
+
+@pytest.mark.parametrize("kind", ["a.txt", "metadata.csv", ".hidden"])
+def test_the_copy_that_a_refused_link_asks_for_is_read(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "my corpus"
+    folder.mkdir()
+    (folder / "a.wav").write_bytes(wav())
+    (tmp_path / "far").write_text("file_name,text\na.wav,one\n" if kind == "metadata.csv" else "one")
+    (folder / ".hidden").write_text("one")
+    (folder / kind.replace(".hidden", "a.txt")).symlink_to(".hidden" if kind == ".hidden" else "../far")
+    with pytest.raises(DataError) as caught:
+        texts(folder)
+    command = str(caught.value).partition(", run ")[2]
+    assert command == f"cp -rL '{folder}' COPY"
+    subprocess.run(shlex.split(command), cwd=tmp_path, check=True)
+    assert texts(tmp_path / "COPY") == ["one"]
+
+
+def test_a_text_that_a_manifest_names_elsewhere_is_read_from_its_copy(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.wav").write_bytes(wav())
+    (tmp_path / "a.txt").write_text("one")
+    manifest = tmp_path / "in/m.jsonl"
+    manifest.write_text('{"audio_filepath": "a.wav", "text_filepath": "../a.txt"}\n')
+    with pytest.raises(DataError, match=r"Copy this file there and name the copy$"):
+        texts(manifest)
+    shutil.copy(tmp_path / "a.txt", tmp_path / "in")
+    manifest.write_text(manifest.read_text().replace("../", ""))
+    assert texts(manifest) == ["one"]
