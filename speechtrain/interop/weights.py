@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,14 +148,12 @@ class Initialised:
     """The names of a module's tensors after ``initialise``, divided by the source of their values."""
 
     loaded: list[str]  # tensors with the values of the file
-    fresh: list[str]  # unchanged tensors, because the file lacks them or they were skipped
+    fresh: list[str]  # unchanged tensors, because the file lacks them
 
 
 @torch.no_grad()
-def initialise(
-    module: nn.Module, weights: Mapping[str, Tensor], path: str, skip: Container[str] = ()
-) -> Initialised:
-    """Copy ``weights`` to the parameters and buffers of ``module`` with the same names, except ``skip``.
+def initialise(module: nn.Module, weights: Mapping[str, Tensor], path: str) -> Initialised:
+    """Copy ``weights`` to the parameters and buffers of ``module`` with the same names.
 
     The weights must contain all tensors of the module's ``encoder``. Other tensors may be missing. ``path``
     is for messages.
@@ -164,8 +162,7 @@ def initialise(
     the encoder, and if no tensor would be loaded.
     """
     targets = module.state_dict()
-    renamed = migrate_names(weights, targets)
-    stored = {name: tensor for name, tensor in renamed.items() if name not in skip}
+    stored = migrate_names(weights, targets)
     for name, target in targets.items():
         is_in_encoder = name.startswith("encoder.")
         if is_in_encoder and name not in stored:

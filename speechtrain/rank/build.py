@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import logging
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from omegaconf import DictConfig
+from torch import Tensor
 
+from speechtrain.checkpoint.migrations import migrate_names
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.config.build import (
     build_device,
@@ -39,6 +42,7 @@ from speechtrain.trainer_config import TrainerConfig, is_planned_by_time, planne
 from speechtrain.training.recompute import checkpoint_layers
 
 _LOG = logging.getLogger(__name__)
+_MOST_SHOWN_LABELS = 10
 
 
 def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]:
@@ -81,26 +85,61 @@ def build_task(config: DictConfig) -> tuple[Task, Tokenizer]:
 def load_initial_weights(config: DictConfig, task: Task, tokenizer: Tokenizer) -> dict[str, Any]:
     """Load the weights at ``init_from`` into the task of a new run.
 
-    Return entries for the start line of the log: the numbers of loaded and of newly initialised tensors. A
-    tensor whose shape depends on the vocabulary is loaded only if both runs have the same labels.
+    Return entries for the start line of the log: the numbers of loaded and of newly initialised tensors. If
+    the two runs have different labels, the rows of the labels that both have are loaded, and the rows of the
+    other labels are newly initialised.
     """
     path = config.init_from
     if not path:
         return {}
     from speechtrain.interop.weights import initialise, read_weights
 
-    weights = read_weights(path)
-    labels = _labels_of_weights(path)
-    vocabulary_tensors: set[str] = set()
-    # A model without text, such as a pre-trained encoder, has the labels [] and no such tensors.
-    if labels != [] and labels != tokenizer.labels:
-        vocabulary_tensors = _vocabulary_tensors(config, task, tokenizer)
-    report = initialise(task, weights, path, vocabulary_tensors)
-    facts: dict[str, Any] = {"tensors taken over": len(report.loaded), "fresh": len(report.fresh)}
-    skipped = ", ".join(sorted(vocabulary_tensors & weights.keys()))
-    if skipped:
-        facts["fresh for another vocabulary"] = skipped
-    return facts
+    weights = migrate_names(read_weights(path), task.state_dict())
+    labels, old_labels = tokenizer.labels, _labels_of_weights(path)
+    facts = {}
+    # A model without text, such as a pre-trained encoder, has the labels [] and no rows of labels.
+    if old_labels not in ([], labels):
+        axes = _label_axes(config, task, tokenizer)
+        stored = {name: weights.pop(name) for name in axes if name in weights}
+        if stored and old_labels is None:
+            facts["labels kept"] = f"0 of {len(labels)} (the labels of {path} are unknown)"
+        elif stored and old_labels is not None:
+            facts["labels kept"] = _labels_kept(labels, old_labels)
+            for name, tensor in stored.items():
+                fresh = task.state_dict()[name]
+                weights[name] = _with_kept_rows(fresh, tensor, axes[name], labels, old_labels)
+    report = initialise(task, weights, path)
+    return {"tensors taken over": len(report.loaded), "fresh": len(report.fresh), **facts}
+
+
+def _labels_kept(labels: Sequence[str], old_labels: Sequence[str]) -> str:
+    """Return how many of ``labels`` are among ``old_labels``, and the first of the others."""
+    fresh_labels = [repr(label) for label in labels if label not in old_labels]
+    count = f"{len(labels) - len(fresh_labels)} of {len(labels)}"
+    if len(fresh_labels) > _MOST_SHOWN_LABELS:
+        fresh_labels[_MOST_SHOWN_LABELS:] = ["…"]
+    return f"{count} (fresh: {' '.join(fresh_labels)})" if fresh_labels else count
+
+
+def _with_kept_rows(
+    fresh: Tensor, stored: Tensor, axis: int, labels: Sequence[str], old_labels: Sequence[str]
+) -> Tensor:
+    """Return ``fresh`` with the rows of ``stored`` for the labels that both have, and for the blank.
+
+    The rows lie along ``axis``. If ``stored`` has another shape beside that axis, it is returned, and
+    ``initialise`` refuses it.
+    """
+    old_rows = {label: row for row, label in enumerate(old_labels)}
+    pairs = [(row, old_rows[label]) for row, label in enumerate(labels) if label in old_rows]
+    # The rows of the blank and of a TDT joint's durations follow those of the labels.
+    rest, old_rest = fresh.shape[axis] - len(labels), stored.shape[axis] - len(old_labels)
+    kept_rest = rest if rest == old_rest else min(rest, old_rest, 1)
+    pairs += [(len(labels) + row, len(old_labels) + row) for row in range(kept_rest)]
+    target, source = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(1)
+    try:
+        return fresh.index_copy(axis, target, stored.index_select(axis, source).to(fresh.dtype))
+    except (IndexError, RuntimeError):
+        return stored
 
 
 def _labels_of_weights(path: str) -> list[str] | None:
@@ -118,20 +157,20 @@ def _labels_of_weights(path: str) -> list[str] | None:
     return build_tokenizer(read_config(run_dir)).labels
 
 
-def _vocabulary_tensors(config: DictConfig, task: Task, tokenizer: Tokenizer) -> set[str]:
-    """Return the names of the tensors whose shape depends on the number of labels.
+def _label_axes(config: DictConfig, task: Task, tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the axis along which a tensor has a row for each label, by the name of the tensor.
 
-    They are found by a comparison with a second model, which is built for twice as many labels.
+    The axes are found by a comparison with a second model, which is built for twice as many labels.
     """
     longer_tokenizer = copy.copy(tokenizer)
     longer_tokenizer.labels = tokenizer.labels * 2
-    longer_model = build_model(config, longer_tokenizer, build_encoder(config))
-    longer_tensors = longer_model.state_dict()
-    names = set()
+    longer_tensors = build_model(config, longer_tokenizer, build_encoder(config)).state_dict()
+    axes = {}
     for name, tensor in task.state_dict().items():
-        if tensor.shape != longer_tensors[name].shape:
-            names.add(name)
-    return names
+        for axis, size in enumerate(tensor.shape):
+            if size != longer_tensors[name].shape[axis]:
+                axes[name] = axis
+    return axes
 
 
 def seed_everything(seed: int) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 
-_OF_NETWORK = ("parameters", "tensors taken over", "fresh", "fresh for another vocabulary")
+_OF_NETWORK = ("parameters", "tensors taken over", "fresh", "labels kept")
 """The entries of the event ``start`` that are about the network. The others are about the plan."""
 
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
@@ -17,12 +18,12 @@ from speechtrain.optim.schedules import Schedule
 from speechtrain.rank import build
 from speechtrain.rank.build import build_task, load_initial_weights, plan_updates, trainer_config_for
 from speechtrain.runs.compose import compose
+from speechtrain.text.vocabulary import SentencePiece, train_sentencepiece
 from speechtrain.tracking.console import start_lines
 from speechtrain.trainer_config import TrainerConfig
 from tests.support.composed import composed
 from tests.support.tiny_run import TINY, untrained
 
-FORWARD, BACKWARD = (f"tokenizer.alphabet='{letters}'" for letters in ("abcdefgh ", " hgfedcba"))
 OF_THE_VOCABULARY = {"prediction.embedding.weight"} | {
     f"{layer}.{kind}" for layer in ("joint.output", "ctc") for kind in ("weight", "bias")
 }
@@ -38,35 +39,125 @@ def test_a_world_that_the_run_does_not_have_is_refused() -> None:
         trainer_config_for(config, World(0, 4))
 
 
+ALPHABET = "tokenizer.alphabet=' abcdefgh'"
+TDT = ("model.joint.durations=[0,1,2]", "decoder@final_decoder=none")
+
+
 @pytest.mark.parametrize(
     "part", [".", "checkpoints/step-00000001", "checkpoints/step-00000001/model.safetensors"]
 )
-def test_weights_of_another_vocabulary_are_not_taken_over(tmp_path: Path, part: str) -> None:
-    run = untrained(tmp_path / "run", *TINY, FORWARD, "seed=7")
+def test_an_alphabet_within_the_old_one_keeps_its_rows(tmp_path: Path, part: str) -> None:
+    run = untrained(tmp_path / "run", *TINY, ALPHABET, "seed=7")
     (run / "checkpoints/step-00000001/state.pt").unlink()  # it holds nothing that init_from reads
     before = load_file(run / "checkpoints/step-00000001/model.safetensors")
-    config = compose([*TINY, BACKWARD, f"init_from={run / part}"])
+    config = compose([*TINY, "tokenizer.alphabet='hca '", f"init_from={run / part}"])
+    task, tokenizer = build_task(config)
+    (line,) = start_lines(load_initial_weights(config, task, tokenizer))
+    assert line.endswith("labels kept 4 of 4")
+    rows = [8, 3, 1, 0, 9]  # of h, c, a, the space and the blank
+    for name, value in task.state_dict().items():
+        if name == "prediction.embedding.weight":  # The blank has no embedding here.
+            assert value.equal(before[name][rows[:-1]])
+        elif name in OF_THE_VOCABULARY:
+            assert value.equal(before[name][rows]), name
+        else:
+            assert value.equal(before[name]), name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rest"),
+    [
+        (("model.prediction.start=blank",), {"ctc": 1, "joint.output": 1, "prediction.embedding": 1}),
+        (("model=ctc",), {"output": 1}),
+        (TDT, {"ctc": 1, "joint.output": 4, "prediction.embedding": 0}),
+        (("prediction=stateless", *TDT), {"ctc": 1, "joint.output": 4, "prediction.embedding": 0}),
+    ],
+    ids=["rnnt", "ctc", "tdt", "stateless"],
+)
+def test_a_new_label_gets_fresh_rows_beside_those_that_stay(
+    tmp_path: Path, overrides: tuple[str, ...], rest: dict[str, int]
+) -> None:
+    """``rest`` is the number of rows that follow those of the labels: the blank and the durations."""
+    keys = [key for key in TINY if "model=ctc" not in overrides or not key.startswith("model.")]
+    run = untrained(tmp_path / "run", *keys, *overrides, ALPHABET, "seed=7")
+    before = load_file(run / "checkpoints/step-00000001/model.safetensors")
+    config = compose([*keys, *overrides, "tokenizer.alphabet='xhaä '", f"init_from={run}"])
     task, tokenizer = build_task(config)
     fresh = {name: value.clone() for name, value in task.state_dict().items()}
-    (line,) = start_lines(load_initial_weights(config, task, tokenizer))
-    assert all(name in line for name in OF_THE_VOCABULARY), line
-    for name, value in task.state_dict().items():
-        assert value.equal(fresh[name] if name in OF_THE_VOCABULARY else before[name]), name
+    facts = load_initial_weights(config, task, tokenizer)
+    assert facts["labels kept"] == "3 of 5 (fresh: 'x' 'ä')"
+    assert facts["fresh"] == 0
+    for layer, count in rest.items():
+        value, old = task.state_dict()[f"{layer}.weight"], before[f"{layer}.weight"]
+        kept = old[[8, 1, 0, *range(9, 9 + count)]]
+        assert value[[1, 2, 4, *range(5, 5 + count)]].equal(kept), layer
+        assert value[[0, 3]].equal(fresh[f"{layer}.weight"][[0, 3]]), layer
+        assert len(value) == 5 + count
+
+
+def test_durations_that_the_old_model_lacks_are_fresh(tmp_path: Path) -> None:
+    run = untrained(tmp_path / "run", *TINY, ALPHABET, "seed=7")
+    before = load_file(run / "checkpoints/step-00000001/model.safetensors")["joint.output.bias"]
+    config = compose([*TINY, *TDT, "tokenizer.alphabet='ab'", f"init_from={run}"])
+    task, tokenizer = build_task(config)
+    fresh = task.state_dict()["joint.output.bias"].clone()
+    load_initial_weights(config, task, tokenizer)
+    assert task.state_dict()["joint.output.bias"].equal(torch.cat([before[[1, 2, 9]], fresh[3:]]))
+
+
+def test_pieces_keep_their_rows_by_their_name(tmp_path: Path) -> None:
+    texts = {"old": ["one two three four"] * 3, "new": ["one two ten six"] * 3}
+    labels, keys = {}, {}
+    for name, lines in texts.items():
+        train_sentencepiece(lines, tmp_path / f"{name}.model", "bpe", size=16)
+        labels[name] = SentencePiece(tmp_path / f"{name}.model").labels
+        keys[name] = [*TINY, "tokenizer=sentencepiece", f"tokenizer.model={tmp_path / name}.model"]
+    run = untrained(tmp_path / "run", *keys["old"], "seed=7")
+    before = load_file(run / "checkpoints/step-00000001/model.safetensors")["ctc.weight"]
+    config = compose([*keys["new"], f"init_from={run}"])
+    task, tokenizer = build_task(config)
+    facts = load_initial_weights(config, task, tokenizer)
+    shared = [label for label in labels["new"] if label in labels["old"]]
+    assert "<unk>" in shared
+    assert 2 < len(shared) < len(labels["new"])
+    assert facts["labels kept"].startswith(f"{len(shared)} of {len(labels['new'])} (fresh: ")
+    for label in shared:
+        row = task.state_dict()["ctc.weight"][labels["new"].index(label)]
+        assert row.equal(before[labels["old"].index(label)]), label
+
+
+def test_the_scores_of_shared_labels_stay_until_the_first_update(tmp_path: Path) -> None:
+    run = untrained(tmp_path / "run", *TINY, ALPHABET, "seed=7")
+    encoded = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(0))
+    scores = []
+    for alphabet, text in ((" abcdefgh", "cab"), ("cbaü", "cab")):
+        config = compose([*TINY, f"tokenizer.alphabet='{alphabet}'", f"init_from={run}"])
+        task, tokenizer = build_task(config)
+        load_initial_weights(config, task, tokenizer)
+        task.eval()
+        predicted = task.joint.prediction(task.prediction(torch.tensor([tokenizer.encode(text)])))
+        logits = task.joint(task.joint.encoder(encoded)[:, :, None], predicted[:, None])
+        shared = [*tokenizer.encode("abc"), tokenizer.blank]
+        scores.append((logits[..., shared], task.ctc(encoded)[..., shared]))
+    (old_joint, old_ctc), (new_joint, new_ctc) = scores
+    torch.testing.assert_close(new_joint, old_joint, rtol=0, atol=0)
+    torch.testing.assert_close(new_ctc, old_ctc, rtol=0, atol=0)
 
 
 def test_weights_of_the_same_vocabulary_are_taken_over_and_not_of_one_that_is_unknown(tmp_path: Path) -> None:
-    run = untrained(tmp_path / "run", *TINY, FORWARD, "seed=7")
+    run = untrained(tmp_path / "run", *TINY, ALPHABET, "seed=7")
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.yaml").write_text("another: program's")
     bare = tmp_path / "checkpoints/bare.safetensors"
     shutil.copy(run / "checkpoints/step-00000001/model.safetensors", bare)
     before = load_file(bare)
     for start, lost in ((run, set[str]()), (bare, OF_THE_VOCABULARY)):
-        config = compose([*TINY, FORWARD, "tokenizer.normaliser=none", f"init_from={start}"])
+        config = compose([*TINY, ALPHABET, "tokenizer.normaliser=none", f"init_from={start}"])
         task, tokenizer = build_task(config)
-        told = load_initial_weights(config, task, tokenizer)
-        assert (told["tensors taken over"], told["fresh"]) == (len(before) - len(lost), len(lost))
-        assert set(told.get("fresh for another vocabulary", "").split(", ")) - {""} == lost
+        facts = load_initial_weights(config, task, tokenizer)
+        assert (facts["tensors taken over"], facts["fresh"]) == (len(before) - len(lost), len(lost))
+        expected = f"0 of 9 (the labels of {bare} are unknown)" if lost else None
+        assert facts.get("labels kept") == expected
         kept = {name: value for name, value in task.state_dict().items() if name not in lost}
         assert all(value.equal(before[name]) for name, value in kept.items())
 

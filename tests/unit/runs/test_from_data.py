@@ -169,24 +169,23 @@ def test_finetuned_copies_the_encoder_of_an_imported_model(tmp_path: Path) -> No
         compose(["recipe=finetune", f"init_from={tmp_path}"])
 
 
-def test_vocabulary_tensors_are_loaded_only_for_equal_labels(tmp_path: Path) -> None:
+def test_labels_of_the_same_name_are_kept(tmp_path: Path) -> None:
     run = untrained(tmp_path / "run", *RECOGNISER)
     weights = next((run / "checkpoints").glob("step-*/model.safetensors"))
     without_run = tmp_path / "alone.safetensors"
     without_run.write_bytes(weights.read_bytes())
 
-    def fresh_tensors(source: Path, *overrides: str) -> set[str]:
-        """Return the tensors that are not loaded from ``source`` because of the vocabulary."""
+    def labels_kept(source: Path, *overrides: str) -> str | None:
         config = compose([*RECOGNISER, f"init_from={source}", *overrides])
-        facts = load_initial_weights(config, *build_task(config))
-        return set(facts.get("fresh for another vocabulary", "").split(", ")) - {""}
+        return load_initial_weights(config, *build_task(config)).get("labels kept")
 
-    assert not fresh_tensors(run)
-    vocabulary_tensors = fresh_tensors(run, "tokenizer.alphabet=' ghijkl'")  # the same number of labels
-    assert {"joint.output.weight", "prediction.embedding.weight"} <= vocabulary_tensors
-    assert fresh_tensors(without_run) == vocabulary_tensors  # The labels of a file without a run are unknown.
+    assert labels_kept(run) is None
+    assert labels_kept(run, "tokenizer.alphabet=' abcdü'") == "5 of 6 (fresh: 'ü')"
+    assert labels_kept(without_run) == f"0 of 7 (the labels of {without_run} are unknown)"
     with pytest.raises(ConfigError, match=r"joint\.\S+ is \(20.*here \(set the keys below model\."):
-        fresh_tensors(run, "model.joint.hidden=24")
+        labels_kept(run, "model.joint.hidden=24")
+    with pytest.raises(ConfigError, match=r"joint\.\S+ is \(20.*here \(set the keys below model\."):
+        labels_kept(run, "model.joint.hidden=24", "tokenizer.alphabet=' abcdü'")
 
 
 @pytest.mark.parametrize(
