@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -57,29 +57,94 @@ def _unicode_form(form: Literal["NFC", "NFKD"], text: str) -> str:
     return unicodedata.normalize(form, text)
 
 
-_APOSTROPHES = str.maketrans(dict.fromkeys("‘’‛ʼ＇", "'") | dict.fromkeys("‐‑", "-"))
+# The tatweel (U+0640) only makes an Arabic word longer on paper, so it is removed.
+_SPELLINGS = str.maketrans(
+    dict.fromkeys("‘’‛ʼ＇`´", "'") | dict.fromkeys("‐‑", "-") | {"ŀ": "l·", "Ŀ": "L·", "ـ": None}
+)
+_JOINERS = "\u200c\u200d"  # They choose the shapes of letters, and so the word, in Persian and Indic scripts.
+_LETTERS = "LMN"  # the first letters of the categories of letters, their marks, and numbers
+
+# Signs within words, by the table of Unicode's word rules (UAX 29, section 4.1). MidLetter, MidNumLet and
+# ExtendNumLet join letters, MidNum joins digits, and marks that are ALetter follow a letter. The hyphen is
+# added. Full-width forms are left out, because they are Chinese and Japanese punctuation.
+_JOINTS = "-:·‧.․՟״_‿⁀⁔֊"
+_DIGIT_JOINTS = ",;،؍٫٬"
+_LETTER_MARKS = "՚՛՜՞׳"
+# The rules join no letters of scripts without spaces between words: Thai, Lao, Burmese, Khmer, kana, Han.
+_UNSPACED = "\u0e01-\u0e4e\u0e81-\u0ecd\u1000-\u103f\u1050-\u109f\u1780-\u17d3\u3040-\u30ff\u3400-\u9fff"
+_UNSPACED_STOP = re.compile(f"(?<=[{_UNSPACED}])[:·.]")
+_SOFT_DOT = re.compile("(?<=[ijį])\u0307+")  # İ in lower case is i and this dot, which i has already.
+_HEBREW_QUOTE = re.compile("(?<=[\u0591-\u05f2])['\"”](?=[\u05d0-\u05f2])")  # typed for geresh or gershayim
+_TO_HEBREW = str.maketrans("'\"”", "׳״״")
+
+
+def invisible(text: str) -> list[str]:
+    """Return the control and format characters of a text, except white space and joiners after a letter.
+
+    Khmer's zero-width space (U+200B) is one of them, because it shows no space and writers often omit it.
+    """
+    neighbours = zip(" " + text, text, strict=False)
+    return [character for before, character in neighbours if _is_invisible(character, before)]
+
+
+def _is_invisible(character: str, before: str) -> bool:
+    if character in _JOINERS:
+        return unicodedata.category(before)[0] not in "LM"
+    return unicodedata.category(character) in ("Cc", "Cf") and not character.isspace()
 
 
 def unicode(text: str) -> str:
     """Return text of any language in NFC and lower case, with spaces instead of punctuation.
 
-    An apostrophe after a letter, a hyphen between two letters, and symbols such as € do not change.
+    Signs within a word stay, as in ``col·legi``, ``dit-il`` and ``1.5``, and symbols such as € stay. An
+    apostrophe beside a letter is a letter, but a pair around words is a quotation. Invisible characters are
+    removed. Other signs for the apostrophe, geresh and gershayim get one spelling, and so does ``եւ``.
     """
-    text = _unicode_form("NFC", text.translate(_APOSTROPHES).lower())
+    text = text.translate(_SPELLINGS)
+    neighbours = zip(" " + text, text, strict=False)
+    text = "".join(character for before, character in neighbours if not _is_invisible(character, before))
+    text = _unicode_form("NFC", _SOFT_DOT.sub("", text.lower())).replace("եւ", "և")
+    text = _HEBREW_QUOTE.sub(lambda quote: quote[0].translate(_TO_HEBREW), text)
+    text = text.replace("''", " ")  # as in ''quoted''
+    text = _squeeze(_UNSPACED_STOP.sub(" ", text))
     # The first letters of Unicode's categories: letters, marks, numbers, punctuation and so on. A separator Z
     # is added at the end as the neighbour of the last character. It is also the neighbour of the first
     # character, because the index -1 means the last element.
     categories = [unicodedata.category(character)[0] for character in text] + ["Z"]
-    characters = []
+    characters = list(text)
     for position, character in enumerate(text):
-        if categories[position] == "P":
-            follows_letter = categories[position - 1] in "LMN"
-            precedes_letter = categories[position + 1] in "LMN"
-            is_joint = character == "'" or (character == "-" and precedes_letter)
-            if not (follows_letter and is_joint):
-                character = " "
-        characters.append(character)
+        before, after = categories[position - 1], categories[position + 1]
+        if categories[position] == "P" and not _is_in_word(character, before, after):
+            characters[position] = " "
+    for position in _quotation_marks(text, categories):
+        characters[position] = " "
     return _squeeze("".join(characters))
+
+
+def _is_in_word(sign: str, before: str, after: str) -> bool:
+    """Return whether a punctuation sign belongs to a word. Its neighbours have these categories."""
+    follows_letter, precedes_letter = before in _LETTERS, after in _LETTERS
+    if sign == "'":
+        return follows_letter or precedes_letter
+    if sign in _LETTER_MARKS:
+        return follows_letter
+    if sign in _DIGIT_JOINTS:
+        return before == after == "N"
+    return sign in _JOINTS and follows_letter and precedes_letter
+
+
+def _quotation_marks(text: str, categories: Sequence[str]) -> Iterator[int]:
+    """Yield the positions of the apostrophes that are a pair around words."""
+    openings: list[int] = []
+    for position, character in enumerate(text):
+        if character != "'":
+            continue
+        before, after = categories[position - 1], categories[position + 1]
+        if after not in _LETTERS and before != "Z" and openings:
+            yield openings.pop()
+            yield position
+        elif after in _LETTERS and before not in _LETTERS:
+            openings.append(position)
 
 
 # Letters and signs that NFKD does not decompose. Other Latin letters only lose their diacritics.

@@ -20,6 +20,7 @@ from speechtrain.text.normalise import (
     NORMALISERS,
     common_voice,
     english,
+    invisible,
     lower,
     none,
     normaliser,
@@ -45,15 +46,124 @@ def test_lower_collapses_spaces() -> None:
     [
         ("«E\u0301tait-ce», dit-il… l’été, aujourd’hui!", "était-ce dit-il l'été aujourd'hui"),
         ("Yaá  bísí la akíti", "yaá bísí la akíti"),
-        ("- po' - 'n boek", "po' n boek"),
+        ("- po' - 'n boek", "po' 'n boek"),
         ("क्या हाल है?", "क्या हाल है"),
-        ("5 € (2.5 %)", "5 € 2 5"),
+        ("5 € (2.5 %)", "5 € 2.5"),
         ("", ""),
     ],
 )
 def test_unicode_keeps_the_letters_of_any_language(text: str, said: str) -> None:
     assert unicode(text) == said
     assert unicode(said) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Col·legi, il·lusió, coŀlegi.", "col·legi il·lusió col·legi"),
+        ("EU:n, USA:ssa: joo", "eu:n usa:ssa joo"),
+        ("Dù:ni:ye:li:sv̌, sà:gwű:", "dù:ni:ye:li:sv̌ sà:gwű"),  # 6 of 3,769 words of a corpus end in a colon
+        ("Wa'ká:raton", "wa'ká:raton"),
+        ("दु:ख", "दु:ख"),
+        ("U.S.A. z.B. snake_case a..b", "u.s.a z.b snake_case a b"),
+        ("Ինչո՞ւ, ո՞վ, այո՛։ իսկ՝ նա", "ինչո՞ւ ո՞վ այո՛ իսկ նա"),
+        ("3:15, 1.5; 1,000 ١٫٥ or 1, 2 and a,b", "3:15 1.5 1,000 ١٫٥ or 1 2 and a b"),
+        # Han, kana, Thai and Khmer have no signs within words.
+        ("史蒂夫·乔布斯:他.我", "史蒂夫 乔布斯 他 我"),
+        ("พ.ศ. ๑.๕ ១.៥", "พ ศ ๑.๕ ១.៥"),
+    ],
+)
+def test_unicode_keeps_the_signs_that_join_letters(text: str, said: str) -> None:
+    assert unicode(text) == said
+    assert unicode(said) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("צה״ל, ג׳ירפה", "צה״ל ג׳ירפה"),
+        ("צה\"ל, צה”ל, ג'ירפה", "צה״ל צה״ל ג׳ירפה"),
+        ('צַהַ"ל', "צַהַ״ל"),
+        ('הוא אמר "שלום" לה', "הוא אמר שלום לה"),
+    ],
+)
+def test_unicode_has_one_spelling_of_geresh_and_gershayim(text: str, said: str) -> None:
+    assert unicode(text) == said
+    assert unicode(said) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("'Yan ƙasa, 'ya'ya", "'yan ƙasa 'ya'ya"),
+        ("'n Boek van 's morgens", "'n boek van 's morgens"),
+        ("'A'ole ‘a‘ole ʻaʻole", "'a'ole 'a'ole ʻaʻole"),
+        ("don`t don´t dogs'", "don't don't dogs'"),
+        # A pair around words is a quotation.
+        ("He said 'yes', ‘no way.’ and 'it's'", "he said yes no way and it's"),
+        ("`quoted' ``doubled'' ''twice'' rock 'n' roll", "quoted doubled twice rock n roll"),
+        ("the 'big 'n' small' ones'", "the big n small ones'"),
+        ("rock ' n ' roll '", "rock n roll"),
+        ("('n boek)", "'n boek"),
+    ],
+)
+def test_unicode_tells_apostrophes_from_quotation_marks(text: str, said: str) -> None:
+    assert unicode(text) == said
+    assert unicode(said) == said
+
+
+WORDS = {
+    "catalan": "col·legi il·lusió",
+    "hebrew": "צה״ל ג׳ירפה",
+    "finnish": "EU:n",
+    "cherokee": "dù:ni:ye:li:sv̌",
+    "mohawk": "wa'ká:raton",
+    "armenian": "Ինչո՞ւ",
+    "hausa": "'yan",
+    "afrikaans": "'n",
+    "hawaiian": "'a'ole",
+    "dutch": "'s",
+    "persian": "می\u200cروم به خانه",
+    "sinhala": "ශ්\u200dරී ලංකා",
+}
+
+
+@pytest.mark.parametrize("language", WORDS)
+def test_unicode_keeps_the_words_and_their_signs(language: str) -> None:
+    assert unicode(WORDS[language]) == WORDS[language].lower()
+
+
+INVISIBLE = "\u200f\u200e\u200b\ufeff\u00ad\u202a\u2066\u061c\u2060\0\a"
+
+
+def test_unicode_drops_invisible_characters() -> None:
+    for character in INVISIBLE:
+        assert unicode(f"{character}wo{character}rd{character} two") == "word two"
+        assert invisible(f"wo{character}rd") == [character]
+    assert unicode("a\tb\r\nc\u00a0d\u3000e\u2028f\x85g\x1fh") == "a b c d e f g h"
+    assert invisible("a\tb\r\nc\u00a0d\u3000e\u200cf\u200dg") == []
+    assert unicode("ខ្ញុំ\u200bស្រឡាញ់") == "ខ្ញុំស្រឡាញ់"
+    assert unicode("كـتـاب") == "كتاب"  # the tatweel is no letter
+    assert unicode("\u200cمی\u200c\u200cروم \u200d'a") == "می\u200cروم 'a"  # joiners follow a letter
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("İstanbul I\u0307zmir", "istanbul izmir"),
+        ("i̇̀ j̇ į̇̃ Ė", "ì j į̃ ė"),  # the dots of Lithuanian dictionaries
+        ("ΟΔΥΣΣΕΥΣ, ΣΑΣ", "οδυσσευς σας"),
+        ("Արև, արեւ ԵՎ", "արև արև եվ"),
+    ],
+)
+def test_unicode_has_one_lower_case_of_each_letter(text: str, said: str) -> None:
+    assert unicode(text) == said
+    assert unicode(said) == said
+
+
+@given(st.text(alphabet="aΣéİն1  '\"`-:.,·_՞׳\u200c\u200d\u200b\u0307א語\t", max_size=30))
+def test_unicode_is_stable(text: str) -> None:
+    assert unicode(unicode(text)) == unicode(text)
 
 
 @pytest.mark.parametrize(
