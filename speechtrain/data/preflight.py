@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 
@@ -21,6 +22,7 @@ from speechtrain.data.training_set import FILTERS, TrainingSet, hours, where_tra
 from speechtrain.data.training_stream import TrainingStream
 from speechtrain.errors import DataError, one_line
 
+_LOG = logging.getLogger(__name__)
 _SAMPLED_RECORDINGS = 1_000  # recordings of each set whose files must exist
 _SAMPLED_ACOUSTICS = 200  # noises and room responses that are read. The noises of MUSAN take 2 s.
 _ALL_TRANSCRIPTS = 100_000  # All transcripts of a set of up to this size are checked, which takes 2 s.
@@ -103,13 +105,20 @@ def _check_transcripts(stream: TrainingStream) -> None:
             f"{len(empty_ids)} of {len(rows)} recordings of data.train have no transcript, such as "
             f"{empty_ids[0]!r}: {where_transcripts_are(stream.training_set.source)}"
         )
+    if not unencodable_ids:
+        return
+    listed_symbols = one_line(" ".join(map(repr, sorted(unknown_symbols))), 80)
     if _is_too_many(stream, len(unencodable_ids), len(rows)):
-        listed_symbols = one_line(" ".join(map(repr, sorted(unknown_symbols))), 80)
         raise DataError(
             f"the tokenizer cannot encode {len(unencodable_ids)} of {len(rows)} transcripts of data.train, "
             f"such as {unencodable_ids[0]!r}: unknown symbols {listed_symbols}. Set tokenizer=auto, or its "
             "normaliser or alphabet"
         )
+    _LOG.warning(
+        f"data.train: {len(unencodable_ids)} of {len(rows)} transcripts are skipped, such as "
+        f"{unencodable_ids[0]!r}: the tokenizer has no labels for {listed_symbols}. If these symbols are not "
+        "rare, set tokenizer=auto, or its normaliser or alphabet"
+    )
 
 
 def _check_acoustics(stream: TrainingStream) -> None:

@@ -402,3 +402,15 @@ def test_a_tokenizer_that_cannot_spell_the_transcripts_is_refused(cache: Path, r
         make_data(path, max_bad=10).check()
     assert "\n" not in str(caught.value)
     make_data(recordings.corpus("good", 2), {"dev": path}).check()
+
+
+def test_transcripts_that_the_labels_cannot_write_are_counted_before_the_run(
+    cache: Path, recordings: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, other = recordings.corpus("good", 9), recordings.corpus("other", 3, text="Straße 5")
+    make_data(f"{good},{other}", max_bad=10).check()
+    (line,) = caplog.messages
+    assert line.startswith(
+        "data.train: 3 of 12 transcripts are skipped, such as 'other:1:000': the tokenizer"
+    )
+    assert "no labels for '5' 'ß'. If these symbols are not rare, set tokenizer=auto" in line
