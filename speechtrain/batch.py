@@ -11,10 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
+FAULTS = frozenset({"other_length"})
+"""The reasons of a ``Skip`` whose recording is used nevertheless."""
+
 
 @dataclass(frozen=True)
 class Skip:
-    """A recording that the data layer cannot use, of a set or of ``augment.noise`` and ``augment.rooms``."""
+    """A recording that the data layer cannot use, of a set or of ``augment.noise`` and ``augment.rooms``.
+
+    A recording that is used although it has one of FAULTS is also listed.
+    """
 
     id: str
     reason: str  # a key of ``data.loader.REASONS``
@@ -43,7 +49,7 @@ class Batch:
     epoch: int = 0  # counted from 0
     index: int = 0  # number of the micro-batch among all ranks' micro-batches of the epoch, from 0
     seconds: float = 0.0  # audio in the rows that are not padding
-    # unusable cuts, which padding rows replace, and unusable noises and rooms, which rows lack
+    # unusable cuts, which padding rows replace, cuts with FAULTS, and unusable noises and rooms
     skipped: tuple[Skip, ...] = field(default=())
     extra: dict[str, Tensor] = field(default_factory=dict)  # tensors that ``Task.prepare`` adds on the host
     # the encoder's frames and the labels of each row as numbers of the host, if ``Task.prepare`` knows them
@@ -53,6 +59,11 @@ class Batch:
     def utterances(self) -> int:
         """Return the number of rows that are not padding. No tensor is read, so the device is not awaited."""
         return sum(1 for name in self.ids if name)
+
+    @property
+    def unusable(self) -> list[Skip]:
+        """Return the skipped recordings without those that have only FAULTS."""
+        return [skip for skip in self.skipped if skip.reason not in FAULTS]
 
     def to(self, move: Callable[[Tensor], Tensor]) -> Batch:
         """Return a copy of the batch in which ``move`` has been applied to every tensor."""

@@ -201,8 +201,8 @@ def _warnings(
         missing_words = fusion.missing_words(references) if fusion else ""
         if missing_words:
             yield f"{name}: {missing_words}"
-        if outcome.contradiction:
-            yield f"{name}: {outcome.contradiction}"
+        for warning in outcome.warnings.values():
+            yield f"{name}: {warning}"
         all_unknown = set[str]()  # symbols that the tokenizer has no label for
         unspellable = 0  # transcripts with such a symbol
         for example in outcome.examples:

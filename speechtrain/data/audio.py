@@ -12,14 +12,25 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, Samples, is_simple
 from speechtrain.data.formats.manifests import SEGMENT, seconds_of
-from speechtrain.data.recordings import Unusable, open_recording, or_unusable
+from speechtrain.data.recordings import (
+    LEAST_SHARE,
+    Fault,
+    Unusable,
+    header_faults,
+    open_recording,
+    or_unusable,
+    tolerated_seconds,
+)
+
+if TYPE_CHECKING:
+    from soundfile import SoundFile
 
 # The most float32 coefficients of a filter bank: 4 MiB. The bank for 11,025 to 16,000 Hz has 282,240
 # coefficients. The bank for 16,001 to 16,000 Hz would need a gigabyte.
@@ -42,22 +53,37 @@ DECODED_SECONDS = 3600.0
 
 
 def read_cut(cut: Mapping[str, Any], sample_rate: int, max_seconds: float = math.inf) -> Samples:
-    """Return a cut's audio (S,): mono, float32, at ``sample_rate``, with the cut's duration.
+    """Return the samples (S,) of ``read_with_faults``, without the faults."""
+    samples, _ = read_with_faults(cut, sample_rate, max_seconds)
+    return samples
+
+
+def read_with_faults(
+    cut: Mapping[str, Any], sample_rate: int, max_seconds: float = math.inf
+) -> tuple[Samples, list[Fault]]:
+    """Return a cut's audio (S,): mono, float32, at ``sample_rate``. Return its faults, too.
 
     ``cut`` is in lhotse's JSON format. The channels of the cut are averaged. If the manifest does not list
-    all channels of the file, all channels of the file are averaged.
+    all channels of the file, all channels of the file are averaged. If the duration of a whole file is a
+    little different from the manifest's, the file's duration counts.
+
+    The reason of a Fault is ``other_length``: the duration differs from the manifest by more than 0.1 s and
+    more than 1 %, or the file has at least 90 % of the audio that its header promises.
 
     Raises Unusable with one of these reasons:
 
     - ``missing``, ``empty_file``, ``unreadable``, ``no_samples``,
-    - ``wrong_length``: the duration differs from the manifest by more than 0.1 s and more than 1 %,
+    - ``wrong_length``: the duration differs from the manifest by 0.5 s or half of it, and by 10 %, or the
+      file has less than 90 % of the audio that its header promises,
     - ``not_finite``: a sample is NaN, infinite or far beyond full scale,
     - ``too_long``: the cut has more than ``max_seconds``. Such a cut is not decoded.
     """
     path = first_file(cut)
     with or_unusable(path):
         check_seconds(seconds_of(cut), max_seconds, path)
-        return _read_simple(cut, sample_rate) if is_simple(cut) else _read_mixed(cut, sample_rate)
+        if is_simple(cut):
+            return _read_simple(cut, sample_rate)
+        return _read_mixed(cut, sample_rate), []
 
 
 def read_file(path: str, sample_rate: int, start: float = 0.0, seconds: float | None = None) -> Samples:
@@ -66,8 +92,8 @@ def read_file(path: str, sample_rate: int, start: float = 0.0, seconds: float | 
     The samples begin at ``start`` seconds and last ``seconds``, or to the end of the file if this is None.
     Raises Unusable, as ``read_cut`` does.
     """
-    samples, rate = _decode(path, start, seconds)
-    return _check_and_resample(_average(samples), rate, sample_rate, path=path)
+    decoded = _decode(path, start, seconds)
+    return _check_and_resample(_average(decoded.samples), decoded.rate, sample_rate, path=path)
 
 
 def change_rate(samples: Samples, rate: int, new_rate: int) -> Samples:
@@ -250,28 +276,39 @@ def recording_of(cut: Mapping[str, Any]) -> str:
     return "/".join(path.split("/")[-2:])
 
 
-def _read_simple(cut: Mapping[str, Any], sample_rate: int) -> Samples:
+class _Decoded(NamedTuple):
+    """The decoded audio of a file."""
+
+    samples: Samples  # (C, S)
+    rate: int  # in Hz
+    faults: list[Fault]
+
+
+def _read_simple(cut: Mapping[str, Any], sample_rate: int) -> tuple[Samples, list[Fault]]:
     """Read a cut of one file without transforms (see ``is_simple``)."""
     source = cut["recording"]["sources"][0]
     path = source["source"]
     start, seconds = float(cut["start"]), seconds_of(cut)
     if not 0 < seconds < math.inf or not 0 <= start < math.inf:
         raise _wrong_length(path, f"{cut['duration']} s from {cut['start']} s in the manifest")
-    tolerance = max(0.1, 0.01 * seconds)
+    tolerance = tolerated_seconds(seconds)
     max_decoded_seconds = seconds
     if _is_whole_file(cut):
         # This detects a file that is longer than in the manifest.
         max_decoded_seconds += 2 * tolerance
-    samples, rate = _decode(path, start, max_decoded_seconds)
+    samples, rate, faults = _decode(path, start, max_decoded_seconds)
     decoded_seconds = samples.shape[1] / rate
-    if not seconds - tolerance <= decoded_seconds <= seconds + tolerance:
+    difference = abs(decoded_seconds - seconds)
+    lengths = f"{decoded_seconds:.2f} s from {start:.2f} s, {seconds:.2f} s in the manifest"
+    if difference >= tolerance:
         # A file that is too long is not decoded to its end, so only a lower bound of its length is known.
         bound = "more than " if decoded_seconds > seconds else ""
-        lengths = f"{decoded_seconds:.2f} s from {start:.2f} s, {seconds:.2f} s in the manifest"
-        raise _wrong_length(path, bound + lengths)
-    length = max(1, round(seconds * rate))
-    mono = _average_channels(samples[:, :length], source.get("channels"), cut.get("channel"))
-    return _check_and_resample(mono, rate, sample_rate, path=path)
+        fix = "Correct the duration in the manifest, or remove it, so that the file's duration counts"
+        raise _wrong_length(path, f"{bound}{lengths}. {fix}")
+    if not faults and difference > max(0.1, 0.01 * seconds):
+        faults.append(Fault("other_length", f"{path}: {lengths}"))
+    mono = _average_channels(samples, source.get("channels"), cut.get("channel"))
+    return _check_and_resample(mono, rate, sample_rate, path=path), faults
 
 
 def _is_whole_file(cut: Mapping[str, Any]) -> bool:
@@ -286,8 +323,8 @@ def _wrong_length(path: str, detail: str) -> Unusable:
     return Unusable("wrong_length", f"{path}: {detail}")
 
 
-def _decode(path: str, start: float, seconds: float | None) -> tuple[Samples, int]:
-    """Return samples (C, S) of a file and their rate, ``seconds`` from ``start`` on (None: to the end).
+def _decode(path: str, start: float, seconds: float | None) -> _Decoded:
+    """Decode ``seconds`` of a file from ``start`` on (None: to the end).
 
     Raises Unusable. More than MOST_SAMPLES are not decoded, because they could fill the memory.
     """
@@ -307,10 +344,35 @@ def _decode(path: str, start: float, seconds: float | None) -> tuple[Samples, in
             raise _wrong_length(path, detail)
         if first_sample:
             recording.seek(first_sample)
-        samples = recording.read(max(0, count), dtype="float32", always_2d=True).T
+        samples = _read_or_shorten(recording, max(0, count)).T
+        faults = header_faults(recording, path)
     if samples.shape[1] == 0:
         raise Unusable("no_samples", path)
-    return samples, int(rate)
+    decoded_share = samples.shape[1] / count
+    if decoded_share < 0.99:
+        lengths = f"{samples.shape[1] / rate:.2f} of {count / rate:.2f} s can be decoded. Copy it again"
+        if decoded_share < LEAST_SHARE:
+            raise _wrong_length(path, lengths)
+        faults.append(Fault("other_length", f"{path}: {lengths}"))
+    return _Decoded(samples, int(rate), faults)
+
+
+def _read_or_shorten(recording: SoundFile, count: int) -> Samples:
+    """Return ``count`` samples (S, C) from the position of a file on. An error at the end shortens them.
+
+    A FLAC file that is cut off causes such an error. Raises it if less than LEAST_SHARE can be decoded.
+    """
+    from soundfile import LibsndfileError
+
+    first_sample = recording.tell()
+    samples = np.zeros((count, recording.channels), np.float32)
+    try:
+        return cast("Samples", recording.read(out=samples))
+    except LibsndfileError:
+        decoded_count = recording.tell() - first_sample
+        if decoded_count < LEAST_SHARE * count:
+            raise
+        return samples[:decoded_count]
 
 
 def _average_channels(samples: Samples, file_channels: Any, cut_channels: Any) -> Samples:
@@ -340,7 +402,11 @@ def _read_mixed(cut: Mapping[str, Any], sample_rate: int) -> Samples:
     from speechtrain.data.lhotse_audio import load_audio
 
     _check_file_lengths(cut)
-    samples, rate = load_audio(cut, _decode, _change_rate_fast)
+
+    def decode(path: str, start: float, seconds: float | None) -> Samples:
+        return _decode(path, start, seconds).samples
+
+    samples, rate = load_audio(cut, decode, _change_rate_fast)
     path = first_file(cut, default=str(cut["id"]))
     if samples.shape[1] == 0:
         raise Unusable("no_samples", path)

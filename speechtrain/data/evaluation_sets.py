@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from speechtrain.batch import Batch
+from speechtrain.batch import Batch, Skip
 from speechtrain.data.index import open_index
-from speechtrain.data.loader import BatchLoader, collate
+from speechtrain.data.loader import REASONS, BatchLoader, collate
 from speechtrain.data.sampler import BatchSize, Plan, evaluation_plan
 from speechtrain.data.skips import SkipLog
 from speechtrain.data.source import Source
@@ -21,6 +21,7 @@ from speechtrain.data.stage import PathFinder
 from speechtrain.data.static_shapes import Shape
 from speechtrain.data.training_set import TrainingSet, check_source
 from speechtrain.data.workers import InProcess, Workers
+from speechtrain.errors import DataError
 
 _HELD_OUT = "held_out"  # the name of the set that is held out of the training recordings
 _SMALL_SECONDS = 600  # Less audio is loaded in this process, because workers would take longer to start.
@@ -72,7 +73,7 @@ class EvaluationSets:
                 rows = np.arange(len(index), dtype=np.int32)
             else:
                 index, rows = training_set.index, training_set.held_out
-            loader = self.new_loader(index, is_strict=bool(self.specs))
+            loader = self.new_loader(index)
             plan = evaluation_plan(loader.lengths(rows, self.size.depends_on_labels), self.size)
             # The plan numbers the cuts by their positions in ``rows``. The loader needs rows of the index.
             self._sets[name] = EvaluationSet(loader, replace(plan, rows=rows[plan.rows]))
@@ -83,7 +84,7 @@ class EvaluationSets:
         batches: dict[str, Iterable[Batch]] = {}
         for name in self.names:
             loader, plan = self[name]
-            batches[name] = EvaluationBatches(loader, plan, self.workers, self.skips, rank, world_size)
+            batches[name] = EvaluationBatches(name, loader, plan, self.workers, self.skips, rank, world_size)
         return batches
 
     def shapes(self) -> list[tuple[int, int, int]]:
@@ -110,12 +111,15 @@ class EvaluationSets:
 
 @dataclass
 class EvaluationBatches(Iterable[Batch]):
-    """A rank's batches of an evaluation set. They can be iterated several times.
+    """A rank's batches of the evaluation set ``name``. They can be iterated several times.
+
+    The iteration raises DataError if more of the rank's recordings are unusable than ``skips`` allows.
 
     Rank ``i % world_size`` gets batch i of the plan. A rank with one batch fewer than other ranks also gets a
     batch of padding rows, because all ranks must take part in the same collectives.
     """
 
+    name: str
     loader: BatchLoader
     plan: Plan
     workers: Workers
@@ -135,9 +139,16 @@ class EvaluationBatches(Iterable[Batch]):
         plan, loader = self.plan, self.loader
         workers = InProcess() if self.seconds < _SMALL_SECONDS else self.workers
         numbers = range(self.rank, len(plan), self.world_size)
+        unusable: list[Skip] = []
         for batch in workers.map(loader, (plan[number] for number in numbers)):
-            for skip in batch.skipped:  # A strict loader raises instead.
-                self.skips.add(skip, len(loader.index))
+            unusable += batch.unusable
+            if not self.skips.allows(len(unusable), len(plan.rows)):
+                latest = unusable[-1]
+                raise DataError(
+                    f"{latest.detail}: {REASONS[latest.reason]} (cut {latest.id!r}). {len(unusable)} of "
+                    f"{len(plan.rows)} recordings of the set {self.name} are unusable. Repair or remove "
+                    f"them, or raise data.max_bad={self.skips.max_bad}"
+                )
             yield batch
         if len(numbers) < len(self):
             shape = plan[len(plan) - 1].shape

@@ -18,10 +18,10 @@ from scipy.signal import resample_poly
 
 from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, Samples, UnknownPart, known_cut, largest_growth
 
-Decode = Callable[[str, float, float | None], tuple[Samples, int]]
+Decode = Callable[[str, float, float | None], Samples]
 """A function of a path, a start and a duration, both in seconds (duration None: to the end of the file).
 
-It returns samples (C, S) and their rate.
+It returns samples (C, S).
 """
 
 ChangeRate = Callable[[Samples, int, int], Samples]
@@ -55,7 +55,7 @@ def load_audio(cut: Mapping[str, Any], decode: Decode, change_rate: ChangeRate) 
 
 
 def _limit_samples(decode: Decode, growth: float) -> Callable[..., Samples]:
-    """Return a function that calls ``decode`` and returns only the samples.
+    """Return ``decode`` with a limit.
 
     The function raises UnknownPart when its calls have returned more than MOST_SAMPLES in total. Each sample
     counts ``growth`` times, because the transforms may lengthen the audio by this factor.
@@ -64,7 +64,7 @@ def _limit_samples(decode: Decode, growth: float) -> Callable[..., Samples]:
 
     def read(*arguments: Any) -> Samples:
         nonlocal total
-        samples = decode(*arguments)[0]
+        samples = decode(*arguments)
         total += samples.size * growth
         if total > MOST_SAMPLES:
             raise UnknownPart(f"its audio has {total:.0f} samples, the most are {MOST_SAMPLES}")

@@ -15,7 +15,14 @@ from torch import Tensor
 from speechtrain.batch import Batch, Skip
 from speechtrain.counter_rng import RunStream, bits_at, dither_offset, uniform_at
 from speechtrain.data.acoustics import Acoustics
-from speechtrain.data.audio import DECODED_SECONDS, files_of, first_file, is_silent, read_cut, standardise
+from speechtrain.data.audio import (
+    DECODED_SECONDS,
+    files_of,
+    first_file,
+    is_silent,
+    read_with_faults,
+    standardise,
+)
 from speechtrain.data.decoded_audio import DecodedAudio
 from speechtrain.data.formats.lhotse_cuts import Samples
 from speechtrain.data.formats.manifests import Record, seconds_of, text_of
@@ -26,7 +33,7 @@ from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.speed import change_speed
 from speechtrain.data.stage import use_stage
 from speechtrain.data.static_shapes import Shape
-from speechtrain.errors import DataError, one_line
+from speechtrain.errors import one_line
 from speechtrain.text.vocabulary import Tokenizer
 
 REASONS = {
@@ -34,7 +41,8 @@ REASONS = {
     "empty_file": "the file is empty",
     "unreadable": "the file cannot be decoded",
     "no_samples": "the file has a header but no samples",
-    "wrong_length": "its length differs from the manifest",
+    "wrong_length": "its length differs too much from its header or from the manifest",
+    "other_length": "its length differs a little from its header or from the manifest, so it is used",
     "not_finite": "samples are NaN, infinite or far beyond full scale",
     "silent": "no sample reaches −60 dBFS, but the transcript is not empty",
     "too_short": "shorter than data.min_seconds",
@@ -61,7 +69,7 @@ class _Row:
     text: str = ""
     weight: float = 0.0  # the weight of the row in the loss
     seconds: float = 0.0  # the duration of the audio, 0 for a padding row
-    # The unusable cut that this padding row replaces, or the noise and the room that this row lacks
+    # The unusable cut that this padding row replaces, or the faults of this row's cut, noise and room
     skips: Sequence[Skip] = ()
 
 
@@ -69,14 +77,10 @@ class _Row:
 class BatchLoader:
     """Converts planned micro-batches of one set to batches. Data workers receive it pickled.
 
-    In training, an unusable cut becomes a padding row and a ``Skip``. An evaluation set (``is_evaluation``)
-    has two other rules:
-
-    - Unreadable audio raises a DataError that names the file. If ``is_strict`` is false, the cut becomes a
-      padding row and a ``Skip``, as in training.
-    - Every cut with readable audio is used. If its transcript cannot be encoded, or exceeds both
-      ``max_labels_per_second`` and 10,000 labels, the row has no labels and weight 0. Such a cut counts in
-      the error rates but not in the loss.
+    An unusable cut becomes a padding row and a ``Skip``. In an evaluation set (``is_evaluation``), every cut
+    with readable audio is used. If its transcript cannot be encoded, or exceeds both
+    ``max_labels_per_second`` and 10,000 labels, the row has no labels and weight 0. Such a cut counts in the
+    error rates but not in the loss.
 
     If the tokenizer reads no text, transcripts are not checked.
 
@@ -101,16 +105,12 @@ class BatchLoader:
     crop_seconds: float | None = None
     seed: int = 0
     max_decoded_seconds: float = DECODED_SECONDS
-    is_strict: bool = True
     stage: str = ""
     acoustics: Acoustics = field(default_factory=Acoustics)
     decoded: DecodedAudio = field(default_factory=DecodedAudio)
 
     def __call__(self, micro_batch: MicroBatch) -> Batch:
-        """Return the batch of a planned micro-batch.
-
-        Raises DataError for unreadable audio of a strict evaluation set, or if a manifest has changed.
-        """
+        """Return the batch of a planned micro-batch. Raises DataError if a manifest has changed."""
         with use_stage(self.stage):
             return self._load(micro_batch)
 
@@ -124,6 +124,9 @@ class BatchLoader:
         Label counts are included only if ``with_labels`` is true and the tokenizer reads text.
         """
         seconds = self.index.seconds[rows]
+        if self.is_evaluation:
+            # A recording that claims more is not decoded, and must not widen a shape.
+            seconds = np.minimum(seconds, self.max_decoded_seconds)
         labels = None
         if with_labels and self.tokenizer.reads_text:
             labels = self.index.labels(self.tokenizer)[rows]
@@ -161,19 +164,18 @@ class BatchLoader:
     def _row_or_padding(
         self, index_row: int, percent: int, planned_length: int, shape: Shape | None, seed: int
     ) -> _Row:
-        """Return the row of a cut. A row of ``planned_length`` zeros replaces an unusable cut."""
+        """Return the row of a cut. Zeros replace an unusable cut: ``planned_length`` of them in training.
+
+        In evaluation, the lengths of other rows do not depend on them, and a manifest may name any duration.
+        """
         cut = self.index.cut(index_row)
         try:
             text = self.index.text(index_row, self.tokenizer.normalise, cut)
             return self._row(index_row, cut, text, percent, shape, seed)
         except Unusable as problem:
-            if self.is_evaluation and self.is_strict:
-                raise DataError(
-                    f"{problem.detail}: {REASONS[problem.reason]} (cut {cut['id']!r} of an evaluation set, "
-                    "which is never filtered). Repair it or remove it from the manifest"
-                ) from None
             skip = Skip(cut["id"], problem.reason, problem.detail)
-            return _Row(samples=np.zeros(planned_length, np.float32), skips=[skip])
+            length = 0 if self.is_evaluation else planned_length
+            return _Row(samples=np.zeros(length, np.float32), skips=[skip])
 
     def _row(
         self, index_row: int, cut: Record, text: str, percent: int, shape: Shape | None, seed: int
@@ -186,20 +188,27 @@ class BatchLoader:
         skips: list[Skip] = []
         if self.is_evaluation:
             labels = self._evaluation_labels(cut, text)
-            samples = read_cut(cut, self.sample_rate, self.max_decoded_seconds)
+            samples = self._read(cut, self.max_decoded_seconds, skips)
         else:
             # The labels are checked first. If they are unusable, the audio need not be decoded.
             labels = self._training_labels(cut, text, shape)
-            samples = self.decoded.get(index_row, lambda: read_cut(cut, self.sample_rate))
+            samples = self.decoded.get(index_row, lambda: self._read(cut, math.inf, skips))
             if text and is_silent(samples):
                 raise Unusable("silent", first_file(cut, default=cut["id"]))
             samples = change_speed(samples, percent, self.sample_rate)
-            samples, skips = self.acoustics.apply(samples, self.sample_rate, seed)
+            samples, acoustic_skips = self.acoustics.apply(samples, self.sample_rate, seed)
+            skips += acoustic_skips
         if self.normalise:
             samples = standardise(samples)
         weight = 0.0 if labels is None else 1.0
         seconds = len(samples) / self.sample_rate
         return _Row(cut["id"], samples, labels or [], text, weight=weight, seconds=seconds, skips=skips)
+
+    def _read(self, cut: Record, max_seconds: float, skips: list[Skip]) -> Samples:
+        """Return the samples of a cut, and add its faults to ``skips``. Raises Unusable."""
+        samples, faults = read_with_faults(cut, self.sample_rate, max_seconds)
+        skips += [Skip(cut["id"], fault.reason, fault.detail) for fault in faults]
+        return samples
 
     def _crop(self, rows: Sequence[_Row], micro_batch: MicroBatch, crop_seconds: float) -> None:
         """Crop the rows of a batch in place, each at a random start (see the class)."""

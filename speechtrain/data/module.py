@@ -45,7 +45,7 @@ class SpeechData(DataModule):
       them. Evaluation sets are never filtered.
     - ``max_labels_per_second``: a training recording with more labels is bad (people speak 15 to 25
       characters per second, and RNN-T itself has no limit).
-    - ``max_decoded_seconds``: a longer recording of an evaluation set is an error.
+    - ``max_decoded_seconds``: a longer recording of an evaluation set is bad.
     - ``hold_out``: without ``valid``, this share of the training recordings is the set ``held_out``.
     - ``shapes`` is the largest number of fixed tensor shapes. 0 means that shapes vary.
     - ``crop_seconds`` crops training recordings at random, to the shortest of their batch or, with
@@ -57,8 +57,9 @@ class SpeechData(DataModule):
       The rank replaces ``auto`` by a share of the free memory. Otherwise ``auto`` counts as 0.
     - ``cache`` is the folder of the indices (see ``open_index``).
     - ``stage`` is a folder for copies of recordings, made before they are used (see ``data.stage``).
-    - ``max_bad`` and ``max_bad_share``: a bad recording becomes a padding row and is listed in ``run_dir``.
-      The run ends if more than ``max_bad`` recordings *and* more than the share ``max_bad_share`` are bad.
+    - ``max_bad`` and ``max_bad_share``: a bad recording becomes a padding row, and one of training is listed
+      in ``run_dir``. The run ends if more than ``max_bad`` recordings of a set *and* more than the share
+      ``max_bad_share`` are bad.
     - ``footprint`` is the memory that the model predicts for a batch.
     - ``normalise``, set by the task, gives each recording zero mean and unit variance.
 

@@ -38,12 +38,12 @@ def check(stream: TrainingStream) -> None:
     Of each set, 1,000 recordings are checked. Of a training set with more than 100,000 cuts, 10,000
     transcripts are checked, of a smaller one all. Raises DataError if
 
-    - too many training recordings are missing,
+    - too many recordings of a set are missing,
     - too many training recordings have no transcript,
     - too many training transcripts cannot be encoded,
     - the training set has at most ``max_bad`` recordings, and too many of them cannot be loaded,
     - a checked noise or room response cannot be read or is silent,
-    - a checked recording of an evaluation set is missing, or no recording of the set has a transcript.
+    - no recording of an evaluation set has a transcript.
 
     Too many means half of the checked ones, or more than ``max_bad`` and ``max_bad_share`` allow. An
     evaluation transcript may have unknown symbols.
@@ -58,7 +58,6 @@ def check(stream: TrainingStream) -> None:
     for name in sets.names:
         loader, plan = sets[name]
         index, rows = loader.index, np.sort(plan.rows)
-        # Held-out recordings are a part of data.train, and so its rule for missing files applies.
         key = f"valid.{name}" if sets.specs else "train"
         _check_files(stream, key, index, rows)
         texts = (index.text(row, tokenizer.normalise) for row in rows.tolist())
@@ -70,16 +69,14 @@ def check(stream: TrainingStream) -> None:
 
 
 def _check_files(stream: TrainingStream, key: str, index: Index, rows: Integers) -> None:
-    """Raise DataError if too many recordings of ``data.train`` are missing, or one of another key."""
+    """Raise DataError if too many recordings of the set ``key`` are missing."""
     sample = sample_rows(rows, _SAMPLED_RECORDINGS, stream.loader.seed)
     missing = []
     for row in sample.tolist():
         path = first_file(index.cut(row))
         if path and not os.path.exists(file_of(path)):
             missing.append(path)
-    if not missing:
-        return
-    if key != "train" or _is_too_many(stream, len(missing), len(sample)):
+    if _is_too_many(stream, len(missing), len(sample)):
         raise DataError(
             f"{missing[0]} does not exist: {len(missing)} of {len(sample)} checked recordings of "
             f"data.{key} are missing. Correct the paths, or mount the folder"

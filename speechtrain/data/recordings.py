@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from speechtrain.data.stage import open_staged
 from speechtrain.data.tar_members import file_of, open_member
@@ -27,12 +27,33 @@ RATES = (1_000, 768_000)
 """The lowest and the highest sampling rate in Hz. A header with another rate is damaged, and a filter for
 that rate would be too large."""
 
-_SHORT_FILE = re.compile(r"^(?:data|SSND) : (\d+) \(should be (\d+)\)", re.MULTILINE)
-"""A line of libsndfile's log. It has the bytes of audio by the header of a WAV or AIFF file, and then the
+_SHORT_FILE = re.compile(r"^ *(?:data|riff|SSND|Data Size) *: (\d+) \(should be (\d+)\)", re.MULTILINE)
+"""A line of libsndfile's log for WAV, W64, AIFF and AU. It has the bytes of audio by the header, and then the
 bytes that the file has, if these are fewer."""
 _PLACEHOLDER_BYTES = 2**31 - 2**16
 """A header with at least this number of bytes of audio has a placeholder. A program that writes to a pipe
 writes the header before it knows the length."""
+
+
+LEAST_SHARE = 0.9
+"""The least share of the audio that a header promises. With less, words of the transcript may be missing. Of
+Mboshi, 11 of 514 recordings lack 0.4 to 1.4 %."""
+
+
+def tolerated_seconds(seconds: float) -> float:
+    """Return the least difference from the ``seconds`` of a manifest at which a recording is not used.
+
+    Other tools round durations or count the padding of an MP3. lhotse, too, tolerates 0.5 s. The half of a
+    short word is not the word.
+    """
+    return max(0.1 * seconds, min(0.5, 0.5 * seconds))
+
+
+class Fault(NamedTuple):
+    """A fault of a recording that is used nevertheless."""
+
+    reason: str  # a key of ``data.loader.REASONS``
+    detail: str
 
 
 class Unusable(Exception):
@@ -97,13 +118,30 @@ def _check_header(recording: SoundFile, path: str) -> None:
     lowest_rate, highest_rate = RATES
     if not lowest_rate <= rate <= highest_rate or not 1 <= channels <= MOST_CHANNELS:
         raise Unusable("unreadable", f"{path}: its sampling rate is {rate} Hz, of {channels} channels")
+    header_bytes, file_bytes = _bytes_of_audio(recording)
+    if file_bytes < LEAST_SHARE * header_bytes:
+        raise Unusable("wrong_length", _short_file_text(path, header_bytes, file_bytes))
+
+
+def _bytes_of_audio(recording: SoundFile) -> tuple[int, int]:
+    """Return the bytes of audio by the header, and those in the file. Both are 0 if the file has them all."""
     match = _SHORT_FILE.search(recording.extra_info)
-    if match is None:
-        return
-    header_bytes, file_bytes = match.groups()
-    if int(header_bytes) < _PLACEHOLDER_BYTES:
-        lengths = f"its header promises {header_bytes} bytes of audio, and {file_bytes} are there"
-        raise Unusable("wrong_length", f"{path}: {lengths}. Copy it again")
+    if match is None or int(match[1]) >= _PLACEHOLDER_BYTES:
+        return 0, 0
+    return int(match[1]), int(match[2])
+
+
+def _short_file_text(path: str, header_bytes: int, file_bytes: int) -> str:
+    lengths = f"its header promises {header_bytes} bytes of audio, and {file_bytes} are there"
+    return f"{path}: {lengths}. Copy it again"
+
+
+def header_faults(recording: SoundFile, path: str) -> list[Fault]:
+    """Return the fault of a file that has a little less audio than its header promises, or []."""
+    header_bytes, file_bytes = _bytes_of_audio(recording)
+    if file_bytes == header_bytes:
+        return []
+    return [Fault("other_length", _short_file_text(path, header_bytes, file_bytes))]
 
 
 @dataclass(frozen=True)

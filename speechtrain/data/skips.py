@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from speechtrain.batch import Skip
+from speechtrain.batch import FAULTS, Skip
 from speechtrain.errors import DataError
 from speechtrain.files import MOST_LOG_BYTES, append_line, atomic, json_lines, open_regular
 
@@ -23,7 +23,7 @@ ACOUSTIC_REASONS = {"noise": "bad_noise", "rooms": "bad_room"}
 
 
 class SkipLog:
-    """The recordings that a run has skipped, over all its ranks and starts.
+    """The recordings that a run has skipped or that have FAULTS, over all its ranks and starts.
 
     Each recording is a line of ``<run_dir>/skipped.jsonl`` with ``id``, ``reason`` and ``detail``. All ranks
     append to the file and read it, so each rank knows the count over all ranks. If ``run_dir`` is empty,
@@ -82,12 +82,15 @@ class SkipLog:
         self.refresh()
         if skip.id not in self.reasons:
             if skip.reason not in self.reasons.values():
-                _log.warning("skipped %s: %s (%s)", skip.id, skip.reason, skip.detail)
+                verb = "used" if skip.reason in FAULTS else "skipped"
+                _log.warning("%s %s: %s (%s)", verb, skip.id, skip.reason, skip.detail)
             self.reasons[skip.id] = skip.reason
             self._append(skip)
-        counts = self.counts
+        if skip.reason in FAULTS:
+            return
+        counts = Counter(reason for reason in self.reasons.values() if reason not in FAULTS)
         acoustic_counts = {reason: counts.pop(reason, 0) for reason in ACOUSTIC_REASONS.values()}
-        bad = acoustic_counts.get(skip.reason, sum(counts.values()))
+        bad = acoustic_counts.get(skip.reason, counts.total())
         latest = f"the latest {skip.id!r} ({skip.reason}: {skip.detail})"
         list_hint = f"{self.path} lists all" if self.path else "Set run_dir to list them"
         fix = f"{list_hint}. Repair or remove them"
@@ -116,10 +119,13 @@ class SkipLog:
             _log.warning("%s cannot be written (%s). Filtered recordings are only counted", path, error)
 
     def warn(self) -> None:
-        """Log the number of skipped recordings by reason as a warning, unless there are none."""
-        counts = ", ".join(f"{count} {reason}" for reason, count in self.counts.items())
-        if counts:
-            _log.warning("skipped recordings: %s. %s lists them", counts, self.path)
+        """Log the number of recordings by reason as a warning, unless there are none."""
+        counts = dict(self.counts)
+        faults = {reason: counts.pop(reason) for reason in FAULTS & counts.keys()}
+        for verb, numbers in (("skipped", counts), ("used", faults)):
+            text = ", ".join(f"{count} {reason}" for reason, count in numbers.items())
+            if text:
+                _log.warning("%s recordings: %s. %s lists them", verb, text, self.path)
 
     def _append(self, skip: Skip) -> None:
         if self.path is None:

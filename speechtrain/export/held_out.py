@@ -88,7 +88,7 @@ def text_of(loaded: LoadedRun, samples: np.ndarray) -> str:
 
 
 def utterances(loaded: LoadedRun) -> Iterator[Utterance]:
-    """Yield the recordings of the run's evaluation sets. Raises DataError for one that cannot be read."""
+    """Yield the recordings of the run's evaluation sets. Those that cannot be read are left out."""
     opened = loaded.opened
     data = build(
         opened.config,

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from speechtrain.batch import Batch
+from speechtrain.batch import FAULTS, Batch, Skip
 from speechtrain.compute_policy import ComputePolicy
 from speechtrain.counter_rng import seed_at
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
+from speechtrain.errors import DataError
 from speechtrain.metrics import MetricSums, error_rates
 from speechtrain.task import Evaluation, Example, Sums, Task, worst_examples
 
@@ -30,12 +31,15 @@ Totals = Mapping[str, tuple[float, float]]
 class Outcome:
     """The evaluation of one set."""
 
-    metrics: dict[str, float]  # the metrics of all ranks by name. Error rates are fractions.
+    # The metrics of all ranks by name. Error rates are fractions. ``dropped`` is the number of recordings
+    # that cannot be used, if there are any.
+    metrics: dict[str, float]
     totals: Totals  # the totals of all ranks
     examples: tuple[Example, ...]  # the worst utterances of this rank, or all of them
     seconds: float  # the time of this rank's evaluation, with reading, loss and search
     audio_seconds: float  # the audio of all ranks
-    contradiction: str = ""  # a warning if the loss is low, but the texts are too short, with a remedy
+    # Warnings by kind: ``dropped``, each of FAULTS, and ``contradiction``: a low loss, but texts too short
+    warnings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def real_time_factor(self) -> float:
@@ -80,6 +84,7 @@ def evaluate(
 
     Sums are reduced over the group before they are divided. So the metrics depend neither on the batch size
     nor on the number of ranks. Afterwards the task is in the mode, training or evaluation, that it was in.
+    Raises DataError if no recording of a set can be used.
 
     ``stop_requested`` is called before every batch and must return the same on all ranks. Raises Interrupted
     if it returns True.
@@ -125,9 +130,12 @@ def _collect(
     sums = MetricSums()  # of the metrics
     lengths = MetricSums()  # of audio and texts, which the metrics of the set do not contain
     utterances: list[Example] = []
+    skips: dict[str, Skip] = {}  # a skip of this rank for each reason
     for batch, evaluation in evaluations:
         sums.add(evaluation.metrics)
         lengths.add({"audio": (torch.tensor(batch.seconds, dtype=torch.float64), torch.tensor(1.0))})
+        lengths.add(_counts(batch))
+        skips |= {_kind(skip): skip for skip in batch.skipped}
         utterances += evaluation.examples
         if task.writes_text:
             lengths.add(_lengths(batch, evaluation.examples))
@@ -137,10 +145,52 @@ def _collect(
     lengths.reduce(group.sum)
     totals = sums.totals()
     length_totals = lengths.totals()
+    warnings = _warnings(length_totals, skips)
     contradiction = _contradiction(task, totals, length_totals)
+    if contradiction:
+        warnings["contradiction"] = contradiction
+    metrics = sums.means()
+    dropped, recordings = length_totals.get("dropped", (0.0, 0.0))
+    if dropped:
+        metrics["dropped"] = dropped
+    if dropped == recordings > 0:
+        raise DataError(f"no recording of the set can be used: {warnings['dropped']}")
     audio_seconds, _ = length_totals.get("audio", (0.0, 0.0))
     seconds = time.perf_counter() - start
-    return Outcome(sums.means(), totals, tuple(utterances), seconds, audio_seconds, contradiction)
+    return Outcome(metrics, totals, tuple(utterances), seconds, audio_seconds, warnings)
+
+
+def _kind(skip: Skip) -> str:
+    """Return the fault of a recording that is used, or ``dropped``."""
+    return skip.reason if skip.reason in FAULTS else "dropped"
+
+
+def _counts(batch: Batch) -> Sums:
+    """Return the number of dropped recordings of a batch, and of those with each of FAULTS.
+
+    The count of each pair is the number of all recordings.
+    """
+    kinds = [_kind(skip) for skip in batch.skipped]
+    recordings = torch.tensor(batch.utterances + kinds.count("dropped"), dtype=torch.float64)
+    counts = {}
+    for kind in ("dropped", *FAULTS):
+        counts[kind] = (torch.tensor(kinds.count(kind), dtype=torch.float64), recordings)
+    return counts
+
+
+def _warnings(totals: Totals, skips: Mapping[str, Skip]) -> dict[str, str]:
+    """Return a warning for each kind of ``_counts`` that occurs, with this rank's example from ``skips``."""
+    warnings = {}
+    for kind in ("dropped", *sorted(FAULTS)):
+        count, recordings = totals.get(kind, (0.0, 0.0))
+        if count:
+            text = f"{count:.0f} of {recordings:.0f} recordings have the fault {kind}, and are used"
+            if kind == "dropped":
+                text = f"{count:.0f} of {recordings:.0f} recordings are unusable, and are in no figure"
+            if kind in skips:
+                text += f", such as {skips[kind].id!r} ({skips[kind].reason}: {skips[kind].detail})"
+            warnings[kind] = text
+    return warnings
 
 
 # Loss and hypotheses contradict each other if the loss is at most 0.35 nats per label of the references, and

@@ -29,7 +29,7 @@ class Validation:
     tracker: Tracker
     target: float | None  # ``trainer.target``, a value of the task's best metric, or None
     stop_requested: Callable[[], bool]
-    _warned_sets: set[str] = field(default_factory=set)  # the sets with a warning of a contradiction
+    _warned: set[tuple[str, str]] = field(default_factory=set)  # names of sets, and kinds of warnings
 
     def is_due(self, parts: Parts, status: str, is_validation_step: bool) -> bool:
         """Return whether the present weights must be evaluated before training goes on or ends.
@@ -121,15 +121,16 @@ class Validation:
             )
 
     def _report(self, outcomes: dict[str, Outcome], step: int) -> None:
-        """Log the metrics and examples of each set, and a contradiction once for each set."""
+        """Log the metrics and examples of each set, and a warning of each kind once for each set."""
         for name, outcome in outcomes.items():
             values = {"step": step, "set": name, "seconds": outcome.seconds, **outcome.metrics}
             self.tracker.log("valid", values)
             rows = [example.row() for example in outcome.examples]
             self.tracker.log("examples", {"step": step, "set": name, "rows": rows})
-            if outcome.contradiction and name not in self._warned_sets:
-                self._warned_sets.add(name)
-                self.tracker.log("warning", {"step": step, "message": f"{name}: {outcome.contradiction}"})
+            for kind, warning in outcome.warnings.items():
+                if (name, kind) not in self._warned:
+                    self._warned.add((name, kind))
+                    self.tracker.log("warning", {"step": step, "message": f"{name}: {warning}"})
 
 
 def _record_metrics(outcomes: dict[str, Outcome], parts: Parts) -> None:

@@ -16,7 +16,7 @@ from typing import IO, TypeVar, cast
 
 from speechtrain.counter_rng import key_of
 from speechtrain.data.formats.manifests import Manifest, Record, seconds_of, text_of
-from speechtrain.data.recordings import Unusable, header_or_none
+from speechtrain.data.recordings import Unusable, header_or_none, tolerated_seconds
 from speechtrain.data.source import Facts, Source
 from speechtrain.data.sources import parts_of
 from speechtrain.errors import DataError, MachineError, escape_controls, shorten
@@ -73,8 +73,8 @@ def with_measured_length(cut: Record, counts_samples: bool = False) -> Record:
 
     - ``counts_samples`` says that the manifest has the number of samples of the recording. If it is the
       number in the header, the cut gets the header's duration.
-    - Durations in other manifests are rounded. A cut that ends after the recording, by at most 0.1 s or 1 %
-      of its duration, is shortened to the end of the recording.
+    - Durations in other manifests are rounded. A cut that ends after the recording, by less than
+      ``tolerated_seconds``, is shortened to the end of the recording.
     - A cut whose header cannot be read does not change, so that it is reported like other bad recordings.
     """
     recording = cut["recording"]
@@ -92,7 +92,7 @@ def with_measured_length(cut: Record, counts_samples: bool = False) -> Record:
     if len(channels) > 1:  # Training and transcription average all channels.
         cut |= {"type": "MultiCut", "channel": channels}
     seconds_beyond_end = cut["start"] + cut["duration"] - header.duration
-    if 0 < seconds_beyond_end <= max(0.1, 0.01 * cut["duration"]):
+    if 0 < seconds_beyond_end < tolerated_seconds(cut["duration"]):
         cut["duration"] = header.duration - cut["start"]
     for supervision in cut["supervisions"]:
         supervision["duration"] = cut["duration"]

@@ -157,7 +157,7 @@ def test_a_model_without_text_has_no_normaliser(cache: Path, tmp_path: Path) -> 
 def test_a_contradiction_is_a_warning(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcome = Outcome({"wer": 0.5}, {}, (), 1.0, 4.0, contradiction="too short; try decoder=beam")
+    outcome = Outcome({"wer": 0.5}, {}, (), 1.0, 4.0, {"contradiction": "too short; try decoder=beam"})
     monkeypatch.setattr(LoadedRun, "evaluate", lambda run, sets: {"de\x1bv": outcome})
     assert evaluate.run([str(run_dir), ONE, "--json"]) == 0
     out, err = capsys.readouterr()
@@ -184,6 +184,40 @@ def test_a_moved_run_in_use_scores_other_sets(
     assert [line["set"] for line in written] == ["dev"] * 4 + ["both"] * 7
     assert set(written[0]) == {"set", "id", "reference", "hypothesis", "errors"}
     assert {path: path.read_bytes() for path in moved.rglob("*") if path.is_file()} == before
+
+
+def cut_off(dev: Path, folder: Path, shares: dict[int, float]) -> str:
+    """A manifest of the four recordings, each cut off at a share of its bytes if it is named."""
+    shutil.copytree(dev, folder)
+    lines = (folder / "valid.jsonl").read_text().splitlines()
+    for number, share in shares.items():
+        (source,) = json.loads(lines[number])["recording"]["sources"]
+        path = folder / source["source"].removeprefix(f"{dev}/")
+        path.write_bytes(path.read_bytes()[: round(share * path.stat().st_size)])
+    (folder / "valid.jsonl").write_text("\n".join(lines).replace(str(dev), str(folder)))
+    return f"cut={folder / 'valid.jsonl'}"
+
+
+def test_short_recordings_are_read_and_half_a_recording_is_dropped(
+    run_dir: Path, dev: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some = cut_off(dev, tmp_path / "some", {0: 0.99, 1: 0.95, 2: 0.5})
+    argv = [str(run_dir), ONE, "--set"]
+    assert evaluate.run([*argv, some]) == 0
+    captured = capsys.readouterr()
+    assert "words in 3 utterances" in captured.out
+    assert ", dropped 1, real-time factor" in captured.out
+    dropped, used = captured.err.splitlines()
+    assert "cut: 1 of 4 recordings are unusable, and are in no figure, such as" in dropped
+    assert "bytes of audio, and" in dropped
+    assert "cut: 2 of 4 recordings have the fault other_length, and are used, such as" in used
+    assert evaluate.run([*argv, some, "--json"]) == 0
+    assert printed(capsys)["metrics"]["cut"]["dropped"] == 1
+    with pytest.raises(DataError, match=r"1 of 4 recordings of the set cut are unusable.*data\.max_bad=0"):
+        evaluate.run([*argv, some, "data.max_bad=0"])
+    none = cut_off(dev, tmp_path / "none", dict.fromkeys(range(4), 0.5))
+    with pytest.raises(DataError, match="4 of 4 recordings of the set cut are unusable"):
+        evaluate.run([*argv, none])
 
 
 def test_training_data_is_not_looked_for(run_dir: Path, dev: Path, tmp_path: Path) -> None:

@@ -219,12 +219,93 @@ def test_every_kind_of_bad_recording_is_skipped_counted_and_listed(cache: Path, 
 
 
 @pytest.mark.parametrize("kind", sorted(BAD_AUDIO.keys() - {"zeros", "opposed-channels"}))
-def test_an_evaluation_set_refuses_what_cannot_be_read(cache: Path, tmp_path: Path, kind: str) -> None:
+def test_an_evaluation_set_drops_what_cannot_be_read(cache: Path, tmp_path: Path, kind: str) -> None:
     path = manifest(tmp_path / "d", {"plain": FINE["plain"], kind: BAD_AUDIO[kind]})
-    data = make_data("unused", {"dev": path})
-    with pytest.raises(DataError, match=rf"{kind}\.wav.*of an evaluation set") as caught:
-        list(data.valid()["dev"])
+    (batch,) = make_data("unused", {"dev": path}, max_bad=1).valid()["dev"]
+    assert [kind_of(name) for name in batch.ids if name] == ["plain"]
+    (skip,) = batch.unusable
+    assert (kind_of(skip.id), skip.reason) == (kind, BAD_AUDIO[kind][2])
+    with pytest.raises(DataError, match=rf"{kind}\.wav.*1 of 2 recordings.*data\.max_bad=0") as caught:
+        list(make_data("unused", {"dev": path}, max_bad=0).valid()["dev"])
     assert "\n" not in str(caught.value)
+
+
+def test_an_evaluation_set_without_a_usable_recording_is_an_error(cache: Path, tmp_path: Path) -> None:
+    path = manifest(tmp_path / "d", {kind: BAD_AUDIO[kind] for kind in ("nan", "text")})
+    with pytest.raises(DataError, match="2 of 2 recordings of the set dev are unusable"):
+        list(make_data("unused", {"dev": path}).valid()["dev"])
+
+
+def test_a_claim_of_days_costs_an_evaluation_nothing(cache: Path, tmp_path: Path) -> None:
+    kinds = {"days": (plain, {"duration": 9e5}, "too_long"), "plain": FINE["plain"]}
+    for shapes in (0, 1):
+        data = make_data(
+            "unused", {"dev": manifest(tmp_path / "d", kinds)}, max_decoded_seconds=10, shapes=shapes
+        )
+        batches = list(data.valid()["dev"])
+        assert [skip.reason for batch in batches for skip in batch.unusable] == ["too_long"]
+        assert max(batch.audio.shape[1] for batch in batches) <= (12 * RATE if shapes else RATE)
+
+
+# --- recordings with a little less or more audio than promised -----------------------------------
+
+
+def cut_off(path: Path, share: float, seconds: float = 4.0, form: str = "WAV") -> None:
+    """A recording whose file was cut off at this share of its bytes."""
+    soundfile.write(path, np.random.default_rng(0).normal(size=round(seconds * RATE)) / 10, RATE, format=form)
+    path.write_bytes(path.read_bytes()[: round(share * path.stat().st_size)])
+
+
+NEARLY: dict[str, Bad] = {
+    "wav-of-99-%": (partial(cut_off, share=0.99), {"duration": 4.0}, "other_length"),
+    "wav-of-91-%": (partial(cut_off, share=0.91), {"duration": 4.0}, "other_length"),
+    "aiff-of-95-%": (partial(cut_off, share=0.95, form="AIFF"), {"duration": 4.0}, "other_length"),
+    "flac-of-98-%": (
+        partial(cut_off, share=0.98, seconds=20, form="FLAC"),
+        {"duration": 20.0},
+        "other_length",
+    ),
+    "mp3-of-95-%": (partial(cut_off, share=0.95, form="MP3"), {"duration": 4.0}, "other_length"),
+    "said-to-be-longer": (partial(plain, seconds=1.85), {"duration": 2.15}, "other_length"),
+    "said-to-be-shorter": (partial(plain, seconds=2.15), {"duration": 1.85}, "other_length"),
+    "ends-behind-its-end": (partial(plain, seconds=1.85), {"offset": 1.0, "duration": 1.15}, "other_length"),
+}
+
+
+def test_a_recording_of_nearly_the_promised_length_is_read_and_counted(
+    cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = manifest(tmp_path / "d", {**NEARLY, "plain": FINE["plain"]})
+    data = make_data(path, {"dev": path}, max_bad=0, run_dir=str(tmp_path / "run"))
+    for batches in (data.valid()["dev"], islice(data.train(), data.micro_batches_per_epoch)):
+        batches = list(batches)
+        assert {kind_of(name) for batch in batches for name in batch.ids} == {*NEARLY, "plain"}
+        skips = [skip for batch in batches for skip in batch.skipped]
+        assert {kind_of(skip.id): skip.reason for skip in skips} == dict.fromkeys(NEARLY, "other_length")
+    assert data.report() == {"other_length": len(NEARLY)}
+    data.close()
+    assert sum("used" in record.message for record in caplog.records) == 2  # the first one, and the count
+    assert f"{len(NEARLY)} other_length" in caplog.text
+
+
+def test_the_duration_of_the_file_counts(tmp_path: Path) -> None:
+    path = tmp_path / "a.wav"
+    for seconds, duration in ((1.85, 2.15), (2.15, 1.85), (1.0, 1.005)):
+        plain(path, seconds=seconds)
+        samples = read_cut(simple_cut("a", str(path), 0.0, duration, ""), RATE)
+        assert len(samples) == round(seconds * RATE)
+    with pytest.raises(Unusable, match=r"1\.00 s from 0\.00 s, 1\.50 s in the manifest.*or remove it"):
+        read_cut(simple_cut("a", str(path), 0.0, 1.5, ""), RATE)
+
+
+def test_a_manifest_without_durations_is_the_way_out(cache: Path, tmp_path: Path) -> None:
+    path = manifest(tmp_path / "d", {"a": (plain, {"duration": 3.0}), "b": (plain, {"duration": 9.0})})
+    with pytest.raises(DataError, match="or remove it"):
+        make_data(path).check()
+    Path(path).write_text(
+        Path(path).read_text().replace('"duration": 3.0, ', "").replace('"duration": 9.0, ', "")
+    )
+    assert next(make_data(path).train()).utterances == 2
 
 
 def test_an_evaluation_set_keeps_everything_else(cache: Path, tmp_path: Path) -> None:
@@ -357,15 +438,13 @@ def test_recordings_that_are_not_there_are_named_before_training(cache: Path, re
     make_data(good, {"dev": good}).check()
 
 
-def test_a_few_missing_recordings_are_left_to_the_budget_in_training_only(
-    cache: Path, recordings: Any
-) -> None:
-    recordings.corpus("good", 30)
-    lines = [json.loads(line) for line in (recordings.folder / "good.jsonl").read_text().splitlines()]
+def test_a_few_missing_recordings_are_left_to_the_budget(cache: Path, recordings: Any) -> None:
+    good = recordings.corpus("good", 30)
+    lines = [json.loads(line) for line in Path(good).read_text().splitlines()]
     path = recordings.nemo("m.jsonl", [*lines, {"audio_filepath": "gone.wav", "duration": 1.0, "text": "a"}])
-    make_data(path, max_bad=10).check()
-    with pytest.raises(DataError, match=r"gone\.wav does not exist: 1 of 31"):
-        make_data(path, {"dev": path}, max_bad=10).check()
+    make_data(path, {"dev": path}, max_bad=10).check()
+    with pytest.raises(DataError, match=r"gone\.wav does not exist: 1 of 31.*data\.valid\.dev"):
+        make_data(good, {"dev": path}, max_bad=0).check()
 
 
 def test_a_small_set_without_a_usable_recording_is_refused_before_training(
