@@ -14,13 +14,13 @@ from functools import partial
 import numpy as np
 
 from speechtrain.data.audio import check_seconds, first_file, read_cut, read_file
-from speechtrain.data.formats.folder import AUDIO_SUFFIXES
+from speechtrain.data.formats.folder import AUDIO_SUFFIXES, AudioFolder, Folder
 from speechtrain.data.formats.lhotse_cuts import Samples, is_simple
 from speechtrain.data.formats.manifests import SEGMENT, Record, seconds_of
 from speechtrain.data.loader import REASONS
 from speechtrain.data.prepare.cut_files import cuts_of
 from speechtrain.data.recordings import Unusable, header_or_none, read_header
-from speechtrain.data.sources import open_source
+from speechtrain.data.sources import NotManifest, open_source
 from speechtrain.errors import DataError
 
 _HOP_SECONDS = 0.01
@@ -92,10 +92,14 @@ def recordings(name: str, sample_rate: int, max_seconds: float) -> Iterator[Reco
         return
     try:
         source = open_source(name)
+        if isinstance(source, Folder):
+            source = AudioFolder(source.path)  # A text that cannot be read is no reason to stop.
         for cut in cuts_of(source):
             yield _cut_recording(cut, sample_rate, max_seconds, in_folder=is_folder)
         for warning in source.warnings():
             yield DataError(warning)
+    except NotManifest:
+        yield _file_recording(name, sample_rate, max_seconds)
     except DataError as error:
         yield error
 
@@ -135,4 +139,7 @@ def _cut_recording(
 
 
 def _data_error(problem: Unusable) -> DataError:
+    # The detail of an unreadable file has the reason.
+    if problem.reason == "unreadable":
+        return DataError(problem.detail)
     return DataError(f"{problem.detail}: {REASONS[problem.reason]}")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from soundfile import SoundFile
 
 _START_BYTES = 1024  # the bytes at the start of a file that show compression by Shorten
+_UNKNOWN_FORMAT = 1  # libsndfile's SF_ERR_UNRECOGNISED_FORMAT
 MOST_CHANNELS = 1_024
 RATES = (1_000, 768_000)
 """The lowest and the highest sampling rate in Hz. A header with another rate is damaged, and a filter for
@@ -97,19 +98,39 @@ def open_recording(path: str) -> Iterator[SoundFile]:
         try:
             recording = SoundFile(sndfile_input, closefd=False)
         except LibsndfileError as error:
-            raise Unusable("unreadable", f"{path}: {error.error_string}") from None
+            problem = error.error_string
+            if error.code == _UNKNOWN_FORMAT:
+                command = f"ffmpeg -i {shlex.quote(file_of(path))} OUT.wav"
+                problem = f"its format is not read. Convert a recording to WAV or FLAC, as with {command}"
+            raise Unusable("unreadable", f"{path}: {problem}") from None
         with or_unusable(path), recording:
             _check_header(recording, path)
             yield recording
 
 
 def _check_start(start: bytes, path: str) -> None:
-    """Raise Unusable for an empty file, and for NIST audio compressed by Shorten, which libsndfile lacks."""
+    """Raise Unusable for an empty file, a stand-in (see ``stand_in_of``) and NIST audio in Shorten.
+
+    libsndfile does not read Shorten.
+    """
     if not start:
         raise Unusable("empty_file", path)
+    stand_in = stand_in_of(start)
+    if stand_in:
+        raise Unusable("unreadable", f"{path}: {stand_in}")
     if start.startswith(b"NIST_1A") and b"embedded-shorten" in start:
         remedy = f"Convert it (sph2pipe -f wav {shlex.quote(path)} OUT.wav)"
         raise Unusable("unreadable", f"{path}: compressed by Shorten. {remedy}")
+
+
+def stand_in_of(start: bytes) -> str:
+    """Return what a file is that begins with ``start``, if a download left it in place of the file, or ""."""
+    text = start.lstrip().lower()
+    if text.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer. Run git lfs pull"
+    if text.startswith((b"<!doctype html", b"<html")):
+        return "is a web page. Download the file again"
+    return ""
 
 
 def _check_header(recording: SoundFile, path: str) -> None:

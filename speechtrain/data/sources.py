@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from speechtrain.data.formats.fairseq import Fairseq, looks_like_fairseq
-from speechtrain.data.formats.folder import Folder
+from speechtrain.data.formats.folder import AudioFolder, Folder
 from speechtrain.data.formats.kaldi import LIST, Kaldi
 from speechtrain.data.formats.manifests import (
     LhotseCuts,
@@ -36,6 +36,7 @@ from speechtrain.data.formats.manifests import (
 )
 from speechtrain.data.formats.shar import Shar, looks_like_shar
 from speechtrain.data.formats.tables import COLUMNS, Table
+from speechtrain.data.recordings import stand_in_of
 from speechtrain.data.source import Facts, Source
 from speechtrain.errors import ConfigError, DataError, nearest
 from speechtrain.files import absolute_path, small_yaml
@@ -54,12 +55,17 @@ COLUMNS, for the columns of a table, and the names in ``_FACTS``. A mapping of n
 """
 
 _FORMATS: dict[str, type[Manifest]] = {
-    reader.kind: reader for reader in (Folder, Kaldi, LhotseCuts, LhotseRecordings, Nemo, Mlperf, Fairseq)
+    reader.kind: reader
+    for reader in (Folder, AudioFolder, Kaldi, LhotseCuts, LhotseRecordings, Nemo, Mlperf, Fairseq)
 }
 _FACTS = ("normaliser", "weight", "language")  # the fields of Facts that a mapping with a path can set
 _TABLES = ("metadata.csv", "metadata.jsonl")  # the table of a folder, as in LJSpeech and in Hugging Face
 _MOST_MANIFESTS = 10_000  # the most files of one source. A shard pattern can name this number of files.
 _SHARD_PATTERN = re.compile(r"_OP_(\d{1,4})\.\.(\d{1,4})_CL_")  # NeMo's range of the first and last shard
+
+
+class NotManifest(DataError):
+    """A file is no manifest. It may be a recording."""
 
 
 class Union(Source):
@@ -303,6 +309,9 @@ def _detect_format(source_path: _SourcePath) -> str:
     if not path.is_file():
         raise DataError(f"{path} is neither a file nor a folder")
     line_number, line = first_line(path)
+    stand_in = stand_in_of(line)
+    if stand_in:
+        raise NotManifest(f"{path}: {stand_in}")
     if columns:
         return Table.kind
     if line.startswith((b"[", b"{", b"-")):  # JSON or YAML
@@ -315,7 +324,7 @@ def _detect_format(source_path: _SourcePath) -> str:
         return Fairseq.kind
     if column_names:
         return Table.kind
-    raise DataError(
+    raise NotManifest(
         f"{path}:{line_number}: not a manifest. Use lhotse cuts, NeMo JSON lines, MLPerf JSON, "
         "fairseq TSV, or a CSV or TSV with a header. Of recordings, give the folder"
     )
@@ -328,13 +337,17 @@ def _format_of_folder(path: Path, columns: Mapping[str, str]) -> str:
     table_folders = [str(folder) for folder in sorted(path.glob("*/")) if _table_in(folder)]
     if table_folders:
         raise DataError(f"{path} has a {_TABLES[0]} in several folders. Give {', '.join(table_folders)}")
-    is_shar = looks_like_shar(path)
-    allowed_columns = {"audio"} if is_shar else set()
+    kind = Folder.kind
+    if looks_like_shar(path):
+        kind = Shar.kind
+    elif (path / LIST).is_file():
+        kind = Kaldi.kind
+    elif columns == {"text": ""}:
+        return AudioFolder.kind
+    allowed_columns = {"audio"} if kind == Shar.kind else set()
     if columns.keys() - allowed_columns:
         raise DataError(f"{path} has no table, so it has no column {next(iter(columns.values()))!r}")
-    if is_shar:
-        return Shar.kind
-    return Kaldi.kind if (path / LIST).is_file() else Folder.kind
+    return kind
 
 
 def _format_of_objects(path: Path, line: int) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 from speechtrain.data.formats.manifests import (
     MOST_TEXT_BYTES,
@@ -16,23 +18,48 @@ from speechtrain.data.formats.manifests import (
     measure,
     simple_cut,
 )
+from speechtrain.data.recordings import header_or_none
 from speechtrain.errors import DataError
 
-AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".sph", ".aiff", ".aif")
-"""The suffixes of the recordings that are read."""
+AUDIO_SUFFIXES = (
+    *(".wav", ".wave", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".sph", ".aiff", ".aif", ".aifc"),
+    *(".au", ".snd", ".caf", ".w64", ".rf64"),
+)
+"""The suffixes of recordings. A file with another suffix is opened to find out if it is a recording."""
 
-# the suffixes of recordings that are not read, which a warning lists
-_OTHER_SUFFIXES = (".m4a", ".mp4", ".aac", ".wma", ".amr", ".3gp", ".webm", ".caf", ".au", ".mov", ".mkv")
+# The suffixes of recordings that libsndfile does not read
+_OTHER_SUFFIXES = (".m4a", ".mp4", ".aac", ".wma", ".amr", ".3gp", ".webm", ".mov", ".mkv")
+# Files with these suffixes are never opened as recordings. To open one takes 0.4 ms.
+_NO_AUDIO_SUFFIXES = (
+    *(
+        ".txt",
+        ".csv",
+        ".tsv",
+        ".json",
+        ".jsonl",
+        ".xml",
+        ".html",
+        ".yaml",
+        ".yml",
+        ".md",
+        ".pdf",
+        ".gz",
+        ".zip",
+    ),
+    *(".lab", ".trn", ".text", ".textgrid", ".eaf", ".ctm", ".stm", ".srt", ".vtt", ".png", ".jpg"),
+    *(".npy", ".npz", ".pt", ".h5", ".ark", ".scp", ".tar", ".py", ".sh", ".log"),
+)
 # The most bytes of a *.trans.txt: about 300,000 transcripts. The largest one of LibriSpeech has 0.03 MB.
 _MAX_LIST_BYTES = 2**25
-_LAYOUTS = 3  # the number of layouts that are read. It is in the fingerprint, so a new one needs a new index.
+_LIST_SUFFIX = ".trans.txt"
+_LAYOUTS = 4  # the number of layouts that are read. It is in the fingerprint, so a new one needs a new index.
 _MAX_VISITS = 100  # the most times that one folder is read if several links lead to it
 
 
 class Folder(Manifest):
     """Every recording below a folder, in three layouts that may be mixed:
 
-    - ``x.wav`` (or flac, ogg, opus, mp3, sph, aiff) with its transcript in ``x.txt`` next to it.
+    - ``x.wav`` (or another file that libsndfile reads) with its transcript in ``x.txt`` next to it.
     - A folder ``wav`` with a folder ``txt`` next to it: ``wav/x.wav`` and ``txt/x.txt``.
     - As in LibriSpeech: each line of ``*.trans.txt`` is an id, a space and the transcript of ``<id>.flac`` in
       the same folder. An id begins with the speaker.
@@ -49,35 +76,87 @@ class Folder(Manifest):
         return digest(self.kind, _LAYOUTS, str(self.path), self._files)
 
     def warnings(self) -> Iterator[str]:
-        names = []
-        for name in files_below(self.path, _OTHER_SUFFIXES):
-            if os.path.splitext(name)[0] not in self._recordings:
-                names.append(name)
-        if names:
-            suffixes = ", ".join(AUDIO_SUFFIXES)
-            yield f"{self.path}: {len(names)} files are not read, such as {names[0]}. Convert to {suffixes}"
+        facts = []
+        undecodable = [name for name in self._unused if name.lower().endswith(_OTHER_SUFFIXES)]
+        if undecodable:
+            name = undecodable[0]
+            command = f"ffmpeg -i {shlex.quote(name)} {shlex.quote(os.path.splitext(name)[0] + '.wav')}"
+            facts.append(
+                f"{_kinds(undecodable)} (cannot be decoded: convert to WAV or FLAC, as with {command})"
+            )
+        facts += self._other_facts()
+        if facts:
+            yield f"{self.path}: left out: {', '.join(facts)}"
+
+    def _other_facts(self) -> Iterator[str]:
+        """Yield the numbers of the files that are left out and have no suffix of a recording."""
+        copies = sorted(self._audio - set(self._recordings.values()))
+        if copies:
+            yield f"{_kinds(copies)} of the name of another recording"
+        used_texts = {self._text_name(stem) for stem in self._recordings}
+        texts = [
+            name for name in set(self._text_files.values()) - used_texts if not name.endswith(_LIST_SUFFIX)
+        ]
+        if texts:
+            yield f"{len(texts)} .txt without a recording"
+        others = [name for name in self._unused if not name.lower().endswith(_OTHER_SUFFIXES)]
+        if others:
+            yield f"{_kinds(others)} that are no recordings"
 
     def text_hint(self) -> str:
-        other_files = {}  # the files that are not recordings, by their names without folder and suffix
-        for name in files_below(self.path, ("",)):
-            if not name.lower().endswith(AUDIO_SUFFIXES):
-                other_files[Path(name).stem] = name
-        stems = sorted(self._recordings)
-        # The example is the first recording with such a file of the same name, if there is one.
-        example = stems[0]
-        for stem in stems:
+        recordings = f"{len(self._recordings)} recordings, for example"
+        other_files = {Path(name).stem: name for name in self._names if name not in self._audio}
+        untranscribed = []
+        for stem, recording in sorted(self._recordings.items()):
+            text_name = self._text_name(stem)
+            if text_name is None:
+                untranscribed.append(stem)
+            elif not any(map(str.isalnum, self._text(stem))):
+                fact = "has no words" if self._text(stem) else "is empty"
+                return f"{recordings} {recording}; {text_name} {fact}"
+        if not untranscribed:
+            return ""
+        # The example is the first recording with another file of the same name, if there is one.
+        example = untranscribed[0]
+        for stem in untranscribed:
             if os.path.basename(stem) in other_files:
                 example = stem
                 break
-        hint = f"{len(stems)} recordings, for example {self._recordings[example]}; no {example}.txt"
+        hint = f"{recordings} {self._recordings[example]}; no {example}.txt"
         namesake = other_files.get(os.path.basename(example))
         return f"{hint}, but {namesake} has its name" if namesake else hint
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """The path below the folder of each file that is not hidden, sorted."""
+        return files_below(self.path, ("",))
+
+    @cached_property
+    def _audio(self) -> set[str]:
+        """The paths of the files that are recordings, by their suffixes or by their contents."""
+        return {name for name in self._names if self._is_recording(name)}
+
+    def _is_recording(self, name: str) -> bool:
+        suffix = os.path.splitext(name)[1].lower()
+        if suffix in AUDIO_SUFFIXES or suffix in _NO_AUDIO_SUFFIXES:
+            return suffix in AUDIO_SUFFIXES
+        return header_or_none(str(self.path / name)) is not None
+
+    @cached_property
+    def _unused(self) -> list[str]:
+        """The paths of other files that may be recordings, unless a recording has the name of the file."""
+        unused = []
+        for name in self._names:
+            is_known = name in self._audio or name.lower().endswith(_NO_AUDIO_SUFFIXES)
+            if not is_known and os.path.splitext(name)[0] not in self._recordings:
+                unused.append(name)
+        return unused
 
     @cached_property
     def _files(self) -> list[tuple[str, int, int]]:
         """The (path below the folder, size, modification time in ns) of audio and text files, sorted."""
         files = []
-        for name in files_below(self.path, (*AUDIO_SUFFIXES, ".txt")):
+        for name in sorted({*self._audio, *self._text_files.values()}):
             try:
                 status = os.stat(self.path / name)
                 files.append((name, status.st_size, status.st_mtime_ns))
@@ -89,42 +168,50 @@ class Folder(Manifest):
     def _recordings(self) -> dict[str, str]:
         """The path of each recording by its stem, which is the path without suffix.
 
-        If recordings differ only in their suffixes, the first path in alphabetical order is used.
+        If recordings differ only in their AUDIO_SUFFIXES, the first path in alphabetical order is used. Other
+        suffixes may be numbers, so they belong to the stem if several recordings differ in them.
         """
+        counts = Counter(os.path.splitext(name)[0] for name in self._audio)
         recordings = dict[str, str]()
-        for name, _, _ in reversed(self._files):
+        for name in sorted(self._audio, reverse=True):
             stem, suffix = os.path.splitext(name)
-            if suffix.lower() != ".txt":
-                recordings[stem] = name
+            is_whole_stem = suffix.lower() not in AUDIO_SUFFIXES and counts[stem] > 1
+            recordings[name if is_whole_stem else stem] = name
         return recordings
 
     @cached_property
-    def _text_files(self) -> dict[str, str]:
+    def _text_files(self) -> Mapping[str, str]:
         """The path of each text file, by this path and by this path in lower case.
 
         The second key finds B.TXT for b.wav.
         """
         text_files = dict[str, str]()
-        for name, _, _ in self._files:
+        for name in self._names:
             if name.lower().endswith(".txt"):
                 text_files[name.lower()] = name
                 text_files[name] = name
         return text_files
 
-    def _text(self, stem: str) -> str:
-        """Return the transcript of a recording from its text file. It is empty if the file is missing."""
+    def _text_name(self, stem: str) -> str | None:
+        """Return the path of a recording's text file, or None if it has none."""
         # The slash makes ``wav/x`` match, too.
         stem_in_txt_folder = f"/{stem}".replace("/wav/", "/txt/").removeprefix("/")
         for text_stem in (stem, stem_in_txt_folder):
             name = f"{text_stem}.txt"
             path = self._text_files.get(name) or self._text_files.get(name.lower())
             if path:
-                return " ".join(self._read(path).split())
-        return ""
+                return path
+        return None
+
+    def _text(self, stem: str) -> str:
+        """Return the transcript of a recording from its text file. It is empty if the file is missing."""
+        name = self._text_name(stem)
+        return " ".join(self._read(name).split()) if name else ""
 
     def entries(self) -> Iterator[Entry]:
         if not self._recordings:
-            raise DataError(f"{self.path} contains no recordings ({', '.join(AUDIO_SUFFIXES)})")
+            left_out = " ".join(self.warnings()).removeprefix(f"{self.path}: ")
+            raise DataError(f"{self.path} contains no recordings. {left_out or 'It has no audio files'}")
         utterances = self._librispeech_utterances()
         # A listed utterance without a recording is a cut whose file is missing.
         stems = sorted({*self._recordings, *utterances})
@@ -145,10 +232,10 @@ class Folder(Manifest):
         the name of the list.
         """
         utterances = {}
-        for name, _, _ in self._files:
-            if not name.endswith(".trans.txt"):
+        for name in sorted(set(self._text_files.values())):
+            if not name.endswith(_LIST_SUFFIX):
                 continue
-            folder, list_name = os.path.split(name.removesuffix(".trans.txt"))
+            folder, list_name = os.path.split(name.removesuffix(_LIST_SUFFIX))
             for line in self._read(name, _MAX_LIST_BYTES).splitlines():
                 utterance_id, _, text = line.strip().partition(" ")
                 if not utterance_id:
@@ -164,6 +251,22 @@ class Folder(Manifest):
             return self.read_transcript(self.path / name, max_bytes)
         except (OSError, ValueError) as error:
             raise DataError(f"{self.path / name}: cannot be read as UTF-8 text ({error})") from None
+
+
+class AudioFolder(Folder):
+    """A folder of recordings, of which no transcript is read."""
+
+    kind = "audio-folder"
+    _text_files = MappingProxyType[str, str]({})
+
+    def _other_facts(self) -> Iterator[str]:
+        return iter(())
+
+
+def _kinds(names: Iterable[str]) -> str:
+    """Return the number of files of each suffix, the most frequent first, as in ``3 .m4a, 1 .webm``."""
+    counts = Counter(os.path.splitext(name)[1].lower() or "without a suffix" for name in names)
+    return ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common())
 
 
 def files_below(folder: Path, suffixes: tuple[str, ...]) -> list[str]:

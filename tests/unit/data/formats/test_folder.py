@@ -55,19 +55,132 @@ def test_texts_in_another_place_are_named(
         SpeechData(str(tmp_path / "c"), {}, Characters()).check()
 
 
-def test_recordings_of_an_unknown_suffix_are_counted(tmp_path: Path, recordings: Any) -> None:
-    for name in ("1.wav", "2.wav", "3.flac"):
-        recordings.tone(f"c/{name}", 0.2)
+@pytest.mark.parametrize(("text", "fact"), [("", "is empty"), (" \n", "is empty"), ("... !", "has no words")])
+def test_a_text_file_without_words_is_named(
+    tmp_path: Path, cache: Path, recordings: Any, text: str, fact: str
+) -> None:
+    for number in range(4):
+        recordings.tone(f"c/{number}.wav", 0.2)
+        (tmp_path / f"c/{number}.txt").write_text("one" if number == 0 else text)
+    hint = open_source(str(tmp_path / "c")).text_hint()
+    assert hint == f"4 recordings, for example 1.wav; 1.txt {fact}"
+    (tmp_path / "c/2.txt").unlink()
+    (tmp_path / "c/1.txt").write_text("one")
+    (tmp_path / "c/3.txt").write_text("one")
+    assert open_source(str(tmp_path / "c")).text_hint().endswith("2.wav; no 2.txt")
+
+
+KINDS = [
+    ("WAV", "PCM_24", "a.wav"), ("WAV", "PCM_U8", "a.WAV"), ("WAV", "FLOAT", "a.wave"),
+    ("WAV", "ULAW", "a.Wave"), ("WAV", "ALAW", "a.mp3"), ("WAV", "IMA_ADPCM", "a.m4a"),
+    ("WAV", "GSM610", "a"), ("WAVEX", "PCM_16", "a.dat"), ("RF64", "PCM_16", "a.rf64"),
+    ("W64", "PCM_16", "a.w64"), ("W64", "DOUBLE", "a.1"), ("AIFF", "PCM_16", "a.aiff"),
+    ("AIFF", "PCM_S8", "a.aifc"), ("AU", "PCM_16", "a.au"), ("AU", "ULAW", "a.snd"),
+    ("CAF", "PCM_16", "a.caf"), ("CAF", "ALAC_16", "a.CAF"), ("FLAC", "PCM_16", "a.flac"),
+    ("OGG", "VORBIS", "a.oga"), ("OGG", "OPUS", "a.opus"), ("OGG", "OPUS", "a.ogg"),
+    ("MP3", "MPEG_LAYER_III", "a.mp3"), ("NIST", "PCM_16", "a.sph"), ("VOC", "PCM_16", "a.voc"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "subtype", "name"), KINDS)
+def test_what_the_decoder_reads_is_a_recording(
+    tmp_path: Path, recordings: Any, form: str, subtype: str, name: str
+) -> None:
     folder = tmp_path / "c"
-    assert not list(open_source(str(folder)).warnings())
-    (folder / "README.txt").write_text("no transcript")
-    (folder / "2.m4a").write_bytes(b"also there as 2.wav")
-    assert not list(open_source(str(folder)).warnings())
-    (folder / "1.wav").rename(folder / "1.M4A")
-    (folder / "3.flac").rename(folder / "3.mp4")
-    (line,) = open_source([str(folder)]).warnings()
-    assert line.startswith(f"{folder}: 2 files are not read, such as 1.M4A. Convert to .wav, ")
-    *readable, error = named_recordings(str(folder), 16_000, 100.0)
-    assert [recording.name for recording in readable] == [str(folder / "2.wav")]
-    assert isinstance(error, DataError)
+    recordings.tone(f"c/{name}", 0.5, format=form, subtype=subtype)
+    (folder / "a.txt").write_text("one two")
+    source = open_source(str(folder))
+    (cut,) = source.cuts()
+    assert (cut.id, text_of(cut.to_dict())) == ("c/a", "one two")
+    assert cut.duration == pytest.approx(0.5, abs=0.1)
+    assert not list(source.warnings())
+    (recording,) = named_recordings(str(folder), 16_000, 100.0)
+    assert recording.name == str(folder / name)
+
+
+HEADERS = {
+    "a.m4a": b"\0\0\0\x20ftypM4A \0\0\0\0",
+    "a.webm": b"\x1a\x45\xdf\xa3\x01\0\0\0\0\0\0\x23",
+    "a.amr": b"#!AMR\n\x3c\xde",
+    "a.aac": b"\xff\xf1\x50\x80",
+    "a.wma": b"\x30\x26\xb2\x75\x8e\x66\xcf\x11",
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_what_the_decoder_cannot_read_is_counted_and_named(
+    tmp_path: Path, recordings: Any, name: str
+) -> None:
+    recordings.tone("c/1.wav", 0.2)
+    (tmp_path / "c" / name).write_bytes(HEADERS[name])
+    (line,) = open_source(str(tmp_path / "c")).warnings()
+    suffix = Path(name).suffix
+    fix = f"cannot be decoded: convert to WAV or FLAC, as with ffmpeg -i {name} a.wav"
+    assert line == f"{tmp_path}/c: left out: 1 {suffix} ({fix})"
+    _, error = named_recordings(str(tmp_path / "c"), 16_000, 100.0)
     assert str(error) == line
+    path = tmp_path / "c" / name
+    (error,) = named_recordings(str(path), 16_000, 100.0)
+    fix = f"Convert a recording to WAV or FLAC, as with ffmpeg -i {path} OUT.wav"
+    assert str(error) == f"{path}: its format is not read. {fix}"
+
+
+def test_what_is_left_out_is_counted_by_kind(tmp_path: Path, recordings: Any) -> None:
+    for name in ("1.wav", "2.wav", "2.flac", "u.001", "u.002"):
+        recordings.tone(f"c/{name}", 0.2, format="WAV")
+    folder = tmp_path / "c"
+    for name in (
+        "1.txt",
+        "9.txt",
+        "README.txt",
+        "Makefile",
+        "1.phn",
+        "notes.odt",
+        "list.csv",
+        ".hidden",
+        "u.001.txt",
+    ):
+        (folder / name).write_text("text")
+    for name in ("3.m4a", "my talk.M4A", "4.webm", "1.mp4"):
+        (folder / name).write_bytes(HEADERS["a.m4a"])
+    source = open_source(str(folder))
+    assert [cut.id for cut in source.cuts()] == ["c/1", "c/2", "c/u.001", "c/u.002"]
+    (line,) = source.warnings()
+    fix = "cannot be decoded: convert to WAV or FLAC, as with ffmpeg -i 3.m4a 3.wav"
+    others = "2 .txt without a recording, 1 without a suffix, 1 .odt that are no recordings"
+    copies = "1 .wav of the name of another recording"
+    assert line == f"{folder}: left out: 2 .m4a, 1 .webm ({fix}), {copies}, {others}"
+    *_, error = named_recordings(str(folder), 16_000, 100.0)
+    assert str(error) == line.partition(", 1 .wav")[0]
+
+
+def test_transcribing_reads_no_text_of_a_folder(tmp_path: Path, recordings: Any) -> None:
+    recordings.tone("c/1.wav", 0.2)
+    (tmp_path / "c/1.txt").symlink_to("../private")
+    (tmp_path / "c/2.txt").write_bytes(b"\xff\xfe\xff")
+    (recording,) = named_recordings(str(tmp_path / "c"), 16_000, 100.0)
+    assert recording.name == str(tmp_path / "c/1.wav")
+    (cut,) = open_source({"path": str(tmp_path / "c"), "text": ""}).cuts()
+    assert text_of(cut.to_dict()) == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "fact"),
+    [
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n",
+            "a Git LFS pointer. Run git lfs pull",
+        ),
+        (b"\n<!DOCTYPE html><html>, ; </html>", "a web page. Download the file again"),
+        (b"<HTML>", "a web page. Download the file again"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.wav", "a", "a.m4a", "a.csv", "a.jsonl"])
+def test_a_stand_in_of_a_file_is_named(tmp_path: Path, content: bytes, fact: str, name: str) -> None:
+    path = tmp_path / "c" / name
+    path.parent.mkdir()
+    path.write_bytes(content)
+    (error,) = named_recordings(str(path), 16_000, 100.0)
+    assert str(error) == f"{path}: is {fact}"
+    with pytest.raises(DataError, match=rf"is {fact}$"):
+        open_source(str(path))
