@@ -354,10 +354,10 @@ def _format_of_objects(path: Path, line: int) -> str:
     """Return the kind of a manifest of JSON or YAML objects. ``line`` is the number of its first line."""
     _, _, record = next(records(path), (0, 0, None))
     if record is None:
-        raise DataError(f"{path}:{line}: the array is empty")
+        raise DataError(f"{path}:{line}: the array is empty. Add an object for each recording")
     kind = _format_of_record(record)
     if not kind:
-        keys = "a lhotse cut has 'type', a NeMo line 'audio_filepath', MLPerf's 'transcript' and 'files'"
+        keys = "A lhotse cut has 'type', a NeMo line 'audio_filepath', MLPerf's 'transcript' and 'files'"
         raise DataError(f"{path}:{line}: the format is unknown. {keys}. {{path: FILE, audio: KEY}} names it")
     return kind
 

@@ -106,4 +106,4 @@ def test_finetuning_begins_with_a_run_of_either_kind(pretraining: Path, tmp_path
     assert (start["fresh"], "labels kept" in start) == (0, False)
     own.append("tokenizer=characters")
     start, _ = finetuned(tmp_path / "ctc", "other")
-    assert start["labels kept"].startswith("16 of 28 (fresh: 'b' 'c'")
+    assert start["labels kept"].startswith("16 of 28 (fresh: 'a' 'b'")

@@ -681,7 +681,8 @@ def _parse_json(content: bytes, path: Path, line: int) -> Any:
         return json.loads(decode_line(content, path, line))
     except json.JSONDecodeError as error:
         line += error.lineno - 1
-        raise DataError(f"{path}:{line}: bad JSON ({error.msg} at column {error.colno})") from None
+        problem = f"bad JSON ({error.msg} at column {error.colno})"
+        raise DataError(f"{path}:{line}: {problem}. Write one JSON object a line, or an array") from None
     except MALFORMED:
         raise DataError(f"{path}:{line}: bad JSON (nested too deeply, or a number too long)") from None
 

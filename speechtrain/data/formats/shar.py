@@ -7,6 +7,7 @@ one seek.
 from __future__ import annotations
 
 import os
+import shlex
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -82,7 +83,8 @@ class Shar(LhotseCuts):
         tars = _files(self._audio.path, "recording", ".tar")
         for tar in tars:
             if tar.suffix != ".tar":
-                raise DataError(f"{tar} is compressed, so no part of it can be read. Run gunzip {tar.name}")
+                command = f"gunzip {shlex.quote(str(tar))}"
+                raise DataError(f"{tar} is compressed, so no part of it can be read. Run {command}")
         if not tars and cuts[0].name in ("cuts.jsonl", "cuts.jsonl.gz"):  # as prepare convert writes it
             raise DataError(f"{self.path} has a manifest and no recording.*.tar. Give {cuts[0]}")
         if len(tars) != len(cuts):
@@ -124,14 +126,14 @@ class Shar(LhotseCuts):
             if extra_recording is not None:
                 raise DataError(
                     f"{shard.tar} has more recordings than {shard.cuts} has cuts, such as "
-                    f"{extra_recording.id[:200]!r}"
+                    f"{extra_recording.id[:200]!r}. Write both again"
                 )
 
     def _with_audio(self, cut: Record, recording: TarRecording, line: int) -> Record:
         """Return the known parts of a cut (see ``known_cut``), with the recording in the tar as its audio."""
         if recording.id != cut.get("id"):
             names = f"{str(cut.get('id'))[:200]!r}, its recording {recording.id[:200]!r}"
-            raise self.error_at(line, f"the cut is {names}")
+            raise self.error_at(line, f"the cut is {names}. Write both again")
         if recording.record is None or cut.get("type") not in ("MonoCut", "MultiCut"):
             raise self.error_at(
                 line, "has no audio: it needs one recording in its tar, as a MonoCut or MultiCut has"
@@ -155,7 +157,9 @@ def _recordings(tar: Path) -> Iterator[TarRecording]:
                 json_name, json_offset, json_size = next(tar_members, ("", 0, 0))
                 stem = os.path.splitext(name)[0]
                 if stem != os.path.splitext(json_name)[0] or json_size > LONGEST_LINE:
-                    raise DataError(f"{tar}:{number}: {name[:200]!r} is not followed by its .json")
+                    raise DataError(
+                        f"{tar}:{number}: {name[:200]!r} is not followed by its .json. Write it again"
+                    )
                 record = None
                 if not name.endswith(".nodata"):  # lhotse's suffix for a cut without audio
                     content = os.pread(file.fileno(), json_size, json_offset)
