@@ -30,6 +30,7 @@ from speechtrain.data.prepare.cut_files import (
     cuts_of,
     line_of,
     map_in_threads,
+    normalised_texts,
     open_output,
     refuse_empty,
     write_cuts,
@@ -67,9 +68,13 @@ def parser() -> Parser:
     _add_convert(commands)
     _add_split(commands)
     _add_stats(commands)
-    add_lm(commands, _add_sources, lambda arguments: map(text_of, cuts_of(named_source(arguments))))
+    add_lm(commands, _add_sources, _normalised_texts)
     _add_tsv(commands)
     return parser
+
+
+def _normalised_texts(arguments: argparse.Namespace) -> Iterable[str]:
+    return normalised_texts(cuts_of(named_source(arguments)), arguments.normaliser)
 
 
 def _add_tokenizer(commands: Any) -> None:

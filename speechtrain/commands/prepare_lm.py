@@ -11,7 +11,6 @@ from speechtrain.commands._cli import add_command
 from speechtrain.errors import ConfigError
 from speechtrain.files import writing
 from speechtrain.text.ngram import write_ngram
-from speechtrain.text.normalise import normaliser
 
 _MAX_ORDER = 6  # words of an n-gram
 
@@ -23,8 +22,8 @@ def add_lm(
 ) -> None:
     """Add the subcommand ``lm`` to ``commands``, the result of ``add_subparsers``.
 
-    ``add_sources`` adds the arguments for sources to a parser, and ``texts_of`` returns the transcripts of
-    the sources in parsed arguments.
+    ``add_sources`` adds the arguments for sources to a parser, and ``texts_of`` returns the normalised
+    transcripts of the sources in parsed arguments.
     """
     parser = add_command(
         commands,
@@ -45,7 +44,7 @@ def _write_model(arguments: argparse.Namespace, texts: Iterable[str]) -> int:
     if not 1 <= order <= _MAX_ORDER:
         raise ConfigError(f"--order {order}: it must be 1 to {_MAX_ORDER}")
     with writing(out, "use another --out"):
-        count, sizes = write_ngram(map(normaliser(arguments.normaliser), texts), out, order)
+        count, sizes = write_ngram(texts, out, order)
     print(f"{out}: {count} transcripts, n-grams of 1 to {len(sizes)} words: {', '.join(map(str, sizes))}")
     print(f"use it with: decoder=beam (ctc_beam for CTC) decoder.lm={out.absolute()}")
     return 0

@@ -27,13 +27,22 @@ from numpy.typing import NDArray
 from speechtrain.counter_rng import key_of
 from speechtrain.data.cache import cache_folder
 from speechtrain.data.formats import manifests
-from speechtrain.data.formats.manifests import Entry, Manifest, Record, digest, parse, seconds_of, text_of
+from speechtrain.data.formats.manifests import (
+    Entry,
+    Manifest,
+    Record,
+    digest,
+    language_of,
+    parse,
+    seconds_of,
+    text_of,
+)
 from speechtrain.data.hold_out import groups_of
 from speechtrain.data.source import Facts, Source
 from speechtrain.data.sources import parts_of
 from speechtrain.errors import MALFORMED, DataError, print_notice
 from speechtrain.files import absolute_path, atomic, flush, open_append, read_text, writing
-from speechtrain.text.normalise import Normaliser, normaliser
+from speechtrain.text.normalise import Normaliser, normalise_in, normaliser
 from speechtrain.text.vocabulary import Tokenizer
 
 FORMAT = 5  # the format of the folder. An index of another format is built again.
@@ -85,9 +94,12 @@ class Index:
         """The number of the part of the source to which each cut belongs (int16)."""
         self._offsets = self._map("offset")
         self._normalisers: dict[int, Normaliser] = {}  # by the number of the part
+        self._languages: dict[int, str] = {}  # by the number of the part
         for number, part_facts in enumerate(facts):
             if part_facts.normaliser:
                 self._normalisers[number] = normaliser(part_facts.normaliser)
+            if part_facts.language:
+                self._languages[number] = part_facts.language
 
     def __len__(self) -> int:
         return self._size
@@ -123,10 +135,13 @@ class Index:
     def text(self, row: int, normalise: Normaliser, cut: Record | None = None) -> str:
         """Return the normalised transcript of a row. If its set has a normaliser, that one is applied.
 
-        ``cut`` is the cut of this row. Without it, the cut is read.
+        ``cut`` is the cut of this row. Without it, the cut is read. The language of the set, or else of the
+        cut, has its own lower case.
         """
-        applied_normalise = self._normalisers.get(int(self.parts[row]), normalise)
-        return applied_normalise(text_of(cut or self.cut(row)))
+        part = int(self.parts[row])
+        cut = cut or self.cut(row)
+        language = self._languages.get(part) or language_of(cut)
+        return normalise_in(language, self._normalisers.get(part, normalise), text_of(cut))
 
     def labels(self, tokenizer: Tokenizer) -> NDArray[np.int32]:
         """Return the number of labels (N,) of each transcript, or -1 if the transcript cannot be encoded.
@@ -134,9 +149,9 @@ class Index:
         The first call for a tokenizer reads every transcript (20 s for a million) and stores the numbers in
         the folder. Later calls map the stored numbers.
         """
-        # The numbers depend on the tokenizer, and on the normalisers of the sets.
+        # The numbers depend on the tokenizer, and on the normalisers and languages of the sets.
         normalisers = [(part, self.facts[part].normaliser) for part in self._normalisers]
-        name = f"labels-{digest(tokenizer.state(), *normalisers)}"
+        name = f"labels-{digest(tokenizer.state(), *normalisers, *self._languages.items())}"
         path = self.folder / f"{name}.bin"
         if not path.exists():
             with _writing(self.folder), atomic(path) as temporary, temporary.open("wb") as file:

@@ -1,6 +1,7 @@
 """Transcript normalisers: functions from text to text, selected by name.
 
-``lower``, ``unicode`` and ``english`` unify the spelling of transcripts. ``common_voice``, ``tedlium`` and
+``lower``, ``unicode`` and ``english`` unify the spelling of transcripts. ``turkish`` comes before one of
+them. ``common_voice``, ``tedlium`` and
 ``switchboard`` remove the annotations of one corpus, in upper or lower case, and do not change the case and
 the punctuation of other words. Several normalisers are joined by ``+``, as in ``switchboard+english``.
 """
@@ -35,6 +36,26 @@ def none(text: str) -> str:
 def lower(text: str) -> str:
     """Return text in lower case, with single spaces between words and without spaces at its ends."""
     return _squeeze(text.lower())
+
+
+_TURKIC_LANGUAGES = ("tr", "tur", "az", "aze", "azj")  # Turkish and Azerbaijani, of ISO 639
+
+
+def turkish(text: str) -> str:
+    """Return text with ``ı`` and ``i`` for ``I`` and ``İ``, their lower case in Turkish and Azerbaijani."""
+    return _squeeze(text.replace("I\u0307", "i").replace("İ", "i").replace("I", "ı"))
+
+
+def normalise_in(language: str, normalise: Normaliser, text: str) -> str:
+    """Return the normalised text, with the lower case of its language, such as ``tr`` or ``az-AZ``.
+
+    Python lowers letters as Unicode does for no language in particular. For Lithuanian this only differs in
+    the accents of dictionaries. A normaliser that does not lower letters does not change.
+    """
+    is_turkic = re.split("[-_]", language.lower())[0] in _TURKIC_LANGUAGES
+    if is_turkic and normalise("I") == "i":
+        text = turkish(text)
+    return normalise(text)
 
 
 def _unicode_form(form: Literal["NFC", "NFKD"], text: str) -> str:
@@ -263,7 +284,7 @@ def switchboard(text: str) -> str:
 
 NORMALISERS: Mapping[str, Normaliser] = {
     function.__name__: function
-    for function in (none, lower, unicode, english, common_voice, tedlium, switchboard)
+    for function in (none, lower, unicode, english, turkish, common_voice, tedlium, switchboard)
 }
 
 

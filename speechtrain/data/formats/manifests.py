@@ -571,6 +571,13 @@ def speaker_of(cut: Mapping[str, Any]) -> str:
     return speakers.pop() if len(speakers) == 1 else ""
 
 
+def language_of(cut: Mapping[str, Any]) -> str:
+    """Return the language of the first supervision of a cut in lhotse's JSON format, or ""."""
+    for supervision in cut.get("supervisions") or ():
+        return str(supervision.get("language") or "")
+    return ""
+
+
 # --- reading ------------------------------------------------------------------------------------
 
 

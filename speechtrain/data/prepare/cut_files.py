@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import IO, TypeVar, cast
 
 from speechtrain.counter_rng import key_of
-from speechtrain.data.formats.manifests import Manifest, Record, seconds_of, text_of
+from speechtrain.data.formats.manifests import Manifest, Record, language_of, seconds_of, text_of
 from speechtrain.data.recordings import Unusable, header_or_none, tolerated_seconds
 from speechtrain.data.source import Facts, Source
 from speechtrain.data.sources import parts_of
 from speechtrain.errors import DataError, MachineError, escape_controls, shorten
 from speechtrain.files import atomic, writing
-from speechtrain.text.normalise import normaliser
+from speechtrain.text.normalise import normalise_in, normaliser
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
@@ -63,7 +63,15 @@ def _apply_facts(cut: Record, facts: Facts) -> None:
         if facts.language:
             supervision["language"] = facts.language
         if facts.normaliser and supervision.get("text"):
-            supervision["text"] = normaliser(facts.normaliser)(supervision["text"])
+            normalise = normaliser(facts.normaliser)
+            supervision["text"] = normalise_in(facts.language, normalise, supervision["text"])
+
+
+def normalised_texts(cuts: Iterable[Record], normaliser_name: str) -> Iterator[str]:
+    """Yield the normalised transcript of each cut, with the lower case of its language."""
+    normalise = normaliser(normaliser_name)
+    for cut in cuts:
+        yield normalise_in(language_of(cut), normalise, text_of(cut))
 
 
 def with_measured_length(cut: Record, counts_samples: bool = False) -> Record:

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from speechtrain.data.formats.manifests import Record, text_of
-from speechtrain.data.prepare.cut_files import FIX
+from speechtrain.data.formats.manifests import Record
+from speechtrain.data.prepare.cut_files import FIX, normalised_texts
 from speechtrain.errors import ConfigError
 from speechtrain.files import writing
-from speechtrain.text.normalise import normaliser
 from speechtrain.text.vocabulary import SentencePiece, train_sentencepiece
 
 
@@ -28,8 +27,7 @@ class Subwords:
         coverage = self.character_coverage
         if not 0 < coverage <= 1:
             raise ConfigError(f"--character-coverage {coverage}: must be above 0, at most 1")
-        normalise = normaliser(self.normaliser)
-        texts = [normalise(text_of(cut)) for cut in cuts]
+        texts = list(normalised_texts(cuts, self.normaliser))
         with writing(out, FIX):
             train_sentencepiece(texts, out, self.kind, size=self.size, character_coverage=coverage)
         tokenizer = SentencePiece(str(out), self.normaliser)

@@ -19,6 +19,7 @@ from speechtrain.data.corpora.digits import Digits
 from speechtrain.data.prepare.stats_table import LONG
 from speechtrain.errors import ConfigError, DataError, MachineError
 from speechtrain.runs.compose import compose
+from speechtrain.text.vocabulary import SentencePiece
 from tests.support.digits import write_digits
 from tests.support.recordings import json_lines, write_tone
 
@@ -58,7 +59,6 @@ def test_usage_is_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 def test_a_tokenizer_spells_its_transcripts(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from speechtrain.text.vocabulary import SentencePiece
 
     texts = ["One two three", "two two FOUR", "three four one", "five"]
     source = nemo(Path("a.jsonl"), *((f"{i}.wav", 1.0, text) for i, text in enumerate(texts)))
@@ -100,6 +100,15 @@ def test_a_language_model_reads_normalised_transcripts(capsys: pytest.CaptureFix
     (Path("folder") / "lm.arpa").mkdir(parents=True)
     with pytest.raises(MachineError, match=r"folder.*cannot be written.*use another --out"):
         prepare.run(["lm", "a.jsonl", "--out", "folder/lm.arpa"])
+
+
+def test_a_tokenizer_and_a_language_model_read_texts_in_the_lower_case_of_their_language() -> None:
+    nemo(Path("a.jsonl"), ("a.wav", 1.0, "IŞIK İyi"))
+    source = "{tr: {path: a.jsonl, language: tr}}"
+    assert prepare.run(["tokenizer", source, "--out", "t.model", "--size", "7"]) == 0
+    assert SentencePiece("t.model").unknown("ışık iyi") == set()
+    assert prepare.run(["lm", source, "--out", "lm.arpa", "--order", "1"]) == 0
+    assert "ışık" in Path("lm.arpa").read_text()
 
 
 def test_the_embedded_corpus_needs_no_manifest() -> None:

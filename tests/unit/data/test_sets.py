@@ -132,6 +132,27 @@ def test_each_set_has_its_normaliser(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert {text for _, text in data.recordings(str.upper)} == {"one two"}
 
 
+def test_each_set_has_the_lower_case_of_its_language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEECHTRAIN_CACHE", str(tmp_path / "cache"))
+    first, second = digits(tmp_path, said="IŞIK")
+    spec = {"tr": {"path": first, "language": "tr"}, "en": second}
+    tokenizer = Characters(" ışik", "unicode")
+    index = open_index(open_source(spec))
+    for one in (index, pickle.loads(pickle.dumps(index))):
+        assert {one.text(row, tokenizer.normalise) for row in range(len(one))} == {"ışık", "işik"}
+    english = Characters(" işk", "unicode")
+    assert sorted(set(index.labels(english).tolist())) == [-1, 4]
+    assert sorted(set(open_index(open_source([first, second])).labels(english).tolist())) == [4]
+    # The language of a manifest counts if the set has none.
+    spoken = tmp_path / "spoken.jsonl"
+    lines = [json.loads(line) | {"lang": "az"} for line in Path(first).read_text().splitlines()]
+    spoken.write_text("\n".join(map(json.dumps, lines)))
+    index = open_index(open_source(str(spoken)))
+    assert {index.text(row, tokenizer.normalise) for row in range(len(index))} == {"ışık"}
+    data = data_of({"path": first, "language": "tr"}, valid={"dev": {"path": second, "language": "tr"}})
+    assert {text for batch in data.valid()["dev"] for text in batch.texts if text} == {"ışık"}
+
+
 def test_a_set_without_a_recording_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPEECHTRAIN_CACHE", str(tmp_path / "cache"))
     first, second = digits(tmp_path)

@@ -23,6 +23,7 @@ from speechtrain.text.normalise import (
     invisible,
     lower,
     none,
+    normalise_in,
     normaliser,
     scoring_normaliser,
     switchboard,
@@ -159,6 +160,18 @@ def test_unicode_drops_invisible_characters() -> None:
 def test_unicode_has_one_lower_case_of_each_letter(text: str, said: str) -> None:
     assert unicode(text) == said
     assert unicode(said) == said
+
+
+def test_a_language_has_its_lower_case() -> None:
+    turkish = normaliser("turkish+unicode")
+    assert turkish("IŞIK, İstanbul I\u0307zmir KIZILIRMAK") == "ışık istanbul izmir kızılırmak"
+    for language in ("tr", "TR", "tr-TR", "az_Latn_AZ", "tur", "aze"):
+        assert normalise_in(language, unicode, "IŞIK İl") == "ışık il"
+        assert normalise_in(language, lower, "IŞIK İl") == "ışık il"
+        assert normalise_in(language, turkish, "IŞIK İl") == "ışık il"
+        assert normalise_in(language, none, "IŞIK İl") == "IŞIK İl"  # keeps capital letters
+    for language in ("", "en", "trv", "lt", "azərbaycan"):
+        assert normalise_in(language, unicode, "IŞIK İl") == "işik il"
 
 
 @given(st.text(alphabet="aΣéİն1  '\"`-:.,·_՞׳\u200c\u200d\u200b\u0307א語\t", max_size=30))
