@@ -248,9 +248,8 @@ class Table(Nemo):
                     raise self.error_at(reader.line_num, f"{counts}. {fix}")
                 yield reader.line_num, cells
         except csv.Error as error:
-            raise self.error_at(
-                reader.line_num, f"is not a row ({error}). Close its quotation marks"
-            ) from None
+            fix = "Close its quotation marks, and write those within a cell twice"
+            raise self.error_at(reader.line_num, f"is not a row of a table ({error}). {fix}") from None
 
 
 def _reader(lines: Iterable[str], delimiter: str) -> Any:
