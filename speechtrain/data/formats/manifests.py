@@ -145,7 +145,8 @@ class Manifest(Source):
             try:
                 seconds = float(seconds) if seconds.strip() else None
             except ValueError:
-                raise self.error_at(line, f"{name!r} is {seconds[:40]!r}, not a number") from None
+                fix = f". Write {seconds[:40].replace(',', '.')}" if "," in seconds else ""
+                raise self.error_at(line, f"{name!r} is {seconds[:40]!r}, not a number{fix}") from None
         return None if seconds is None else self.number_field({name: seconds}, name, line)
 
     def duration_field(

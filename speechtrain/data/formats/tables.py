@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import csv
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from speechtrain.data.formats.folder import AUDIO_SUFFIXES
 from speechtrain.data.formats.manifests import (
@@ -19,6 +23,7 @@ from speechtrain.data.formats.manifests import (
     decode_line,
     digest,
     numbered_lines,
+    open_bytes,
     records,
     stamp,
 )
@@ -37,9 +42,13 @@ COLUMNS = {
 }
 """The names, in lower case, by which the column of each key of a source is detected."""
 
+_LABELS = ("class", "label", "word", "command")  # the names of the texts in a table without another text
 _DELIMITERS = "\t,;|"
+_UNQUOTED = "\t|"  # the delimiters of tables in which a text may contain a single quotation mark
 _LONGEST_HEADER = 2**16  # bytes
-_LONGEST_ROW = 2**20  # bytes. This is more than a text of LONGEST_TRANSCRIPT.
+_LONGEST_ROW = 3 * 2**20  # bytes. A text of LONGEST_TRANSCRIPT has 2 MiB at most.
+_MOST_LINES = 100  # the most line ends in a row of an unquoted table
+_LARGEST_CONVERTED = 2**26  # bytes of a table in UTF-16, or with CR line ends, which is read at once
 _ROOT_VARIABLE = re.compile(r"[${]*data_(root|folder)}?/")  # SpeechBrain's variable for the table's folder
 _LJSPEECH_COLUMNS = ["id", "text", "normalised"]
 
@@ -61,8 +70,10 @@ class Table(Nemo):
 
     Without a column of texts, each transcript is empty. Times are in seconds. Without ``duration`` and
     ``end``, the duration is read from the recording's header. Paths are relative to the table, or in Common
-    Voice's tables to the folder ``clips`` next to the table. Cells between tabs or ``|`` are not quoted,
-    because a text may contain a single quotation mark.
+    Voice's tables to the folder ``clips`` next to the table. Missing last cells are empty.
+
+    Cells between tabs or ``|`` are not quoted, because a text may contain a single quotation mark. But a row
+    that would have a wrong number of cells is read with quotation marks, if it then has the right number.
     """
 
     kind = "table"
@@ -74,13 +85,19 @@ class Table(Nemo):
             self.name = self.path.parent.name
 
     def fingerprint(self) -> str:
-        return digest(self.kind, self.name, self.columns, self.resolve_path(""), *stamp(self.path))
+        return digest(self.kind, self.name, self._column_names, self.resolve_path(""), *stamp(self.path))
+
+    def warnings(self) -> Iterator[str]:
+        column = self._column_names.get("text", "")
+        if column.lower() in _LABELS and not self.columns.get("text"):
+            setting = f"{{path: {self.path.name}, text: COLUMN}}"
+            yield f"{self.path}: the transcripts are column {column!r}. Another one is {setting}"
 
     @cached_property
     def form(self) -> Form:
         """The form of this table, from its first line that is not blank."""
-        lines = numbered_lines(self.path, in_array=True)
-        first_line = next(content for _, content in lines if content.strip())
+        lines = self._lines(in_array=True)
+        first_line = next((content for _, content in lines if content.strip()), b"")
         header = first_line[:_LONGEST_HEADER].decode("utf-8-sig", errors="replace")
         if header.lstrip().startswith(("{", "[", "-")):
             for _, _, record in records(self.path):
@@ -132,6 +149,8 @@ class Table(Nemo):
                 candidates = [column for column in columns if column == explicit]
             else:
                 candidates = [column for column in columns if column.lower() in names]
+            if key == "text" and not explicit and not candidates:
+                candidates = [column for column in columns if column.lower() in _LABELS]
             # A wrong recording or text is an error. Of other columns, the first one is used.
             needs_one = explicit or key == "audio" or (candidates and key == "text")
             if needs_one and len(candidates) != 1:
@@ -215,54 +234,137 @@ class Table(Nemo):
         if form.has_header:
             next(rows, None)
         for line, cells in rows:
-            if form.delimiter == "\t":
-                cells = [_unquoted(cell) for cell in cells]
+            if form.has_header and [cell.strip() for cell in cells] == form.columns:
+                raise self.error_at(line, "is the header again. Delete this line")
             yield line, dict(zip(form.columns, cells, strict=True))
 
     def _delimited_rows(self) -> Iterator[tuple[int, list[str]]]:
         """Yield the line number and the cells of each row that is not blank. The header is a row.
 
-        Raises DataError for a row with another number of cells than the header, and for a row that is too
-        long.
+        Missing last cells are empty, if the table has a header. Raises DataError for a row with more cells
+        than the header, and for a row that is too long.
         """
         form = self.form
+        rows = self._unquoted_rows() if form.delimiter in _UNQUOTED else self._quoted_rows()
+        for line, cells in rows:
+            if not "".join(cells).strip():
+                continue
+            missing = len(form.columns) - len(cells)
+            if missing < 0 or (missing and not form.has_header):
+                counts = f"has {len(cells)} cells, the table has {len(form.columns)} columns"
+                fix = f"Put a cell with {form.delimiter!r} in quotation marks"
+                raise self.error_at(line, f"{counts}. {fix}")
+            yield line, cells + [""] * missing
+
+    def _quoted_rows(self) -> Iterator[tuple[int, list[str]]]:
         bytes_left = _LONGEST_ROW  # of the present row, which can have several lines
 
         def lines() -> Iterator[str]:
             nonlocal bytes_left
-            for line, content in numbered_lines(self.path):
+            for line, content in self._lines():
                 bytes_left -= len(content)
                 if bytes_left < 0:
                     raise self.error_at(line, "a row is too long to be read. Is a quotation mark not closed?")
                 yield decode_line(content, self.path, line)
 
-        reader = _reader(lines(), form.delimiter)
+        reader = csv.reader(lines(), delimiter=self.form.delimiter, skipinitialspace=True, strict=True)
         try:
-            for cells in reader:
+            while (cells := _next_row(reader)) is not None:
                 bytes_left = _LONGEST_ROW
-                if not "".join(cells).strip():
-                    continue
-                if len(cells) != len(form.columns):
-                    counts = f"has {len(cells)} cells, the table has {len(form.columns)} columns"
-                    fix = f"Put a cell with {form.delimiter!r} in quotation marks"
-                    raise self.error_at(reader.line_num, f"{counts}. {fix}")
                 yield reader.line_num, cells
         except csv.Error as error:
             fix = "Close its quotation marks, and write those within a cell twice"
             raise self.error_at(reader.line_num, f"is not a row of a table ({error}). {fix}") from None
 
+    def _unquoted_rows(self) -> Iterator[tuple[int, list[str]]]:
+        form = self.form
+        lines = self._lines()
+        ahead = deque(islice(lines, 1))  # the lines that have been read and are in no row yet
+        while ahead:
+            line, content = ahead.popleft()
+            if len(content) > _LONGEST_ROW:
+                raise self.error_at(line, "a row is too long to be read")
+            text = decode_line(content, self.path, line)
+            cells = _cells(text, form.delimiter)
+            if len(cells) != len(form.columns):
+                cells = self._quoted_row(text, ahead, lines) or cells
+            yield line, cells
+            if not ahead:
+                ahead.extend(islice(lines, 1))
 
-def _reader(lines: Iterable[str], delimiter: str) -> Any:
-    quoting: Any = csv.QUOTE_NONE if delimiter in "\t|" else csv.QUOTE_MINIMAL
-    return csv.reader(lines, delimiter=delimiter, quoting=quoting, skipinitialspace=True, strict=True)
+    def _quoted_row(
+        self, text: str, ahead: deque[tuple[int, bytes]], lines: Iterator[tuple[int, bytes]]
+    ) -> list[str]:
+        """Return the cells of a row that begins with ``text`` and has quotation marks, or an empty list.
+
+        If a quotation mark is open, the next of ``ahead`` and of ``lines`` belong to the row. They are
+        removed from ``ahead`` if the row has the right number of cells.
+        """
+        row, count = text, 0
+        while row.count('"') % 2 and count < _MOST_LINES and len(row) < _LONGEST_ROW:
+            if count == len(ahead):
+                ahead.extend(islice(lines, 1))
+            if count == len(ahead):
+                return []
+            line, content = ahead[count]
+            row += decode_line(content, self.path, line)
+            count += 1
+        try:
+            cells = _next_row(csv.reader([row], delimiter=self.form.delimiter, strict=True)) or []
+        except csv.Error:
+            return []
+        if len(cells) != len(self.form.columns):
+            return []
+        for _ in range(count):
+            ahead.popleft()
+        return cells
+
+    def _lines(self, in_array: bool = False) -> Iterator[tuple[int, bytes]]:
+        """Yield the number and the bytes of each line. UTF-16 becomes UTF-8, and CR becomes LF."""
+        content, encoding = b"", ""
+        with contextlib.suppress(OSError, EOFError, zlib.error), open_bytes(self.path) as file:
+            content = file.read(_LONGEST_HEADER)
+            if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                encoding = "utf-16"
+            elif b"\r" in content and b"\n" not in content:
+                encoding = "utf-8-sig"
+            if encoding:
+                content += file.read(_LARGEST_CONVERTED)
+        if not encoding:
+            yield from numbered_lines(self.path, in_array)
+            return
+        try:
+            text = content.decode(encoding)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.path}: not {encoding} ({error.reason}). Save it as UTF-8") from None
+        if len(content) > _LARGEST_CONVERTED:
+            limit = f"more than {_LARGEST_CONVERTED >> 20} MiB in UTF-16 or with CR line ends"
+            raise DataError(f"{self.path}: {limit}. Save it as UTF-8 with LF line ends")
+        lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        for number, line in enumerate(lines, 1):
+            yield number, f"{line}\n".encode()
+
+
+def _next_row(reader: Iterator[list[str]]) -> list[str] | None:
+    """Return the next row. A cell may be longer than the limit of the csv module, which is global."""
+    limit = csv.field_size_limit(_LONGEST_ROW)
+    try:
+        return next(reader, None)
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _cells(line: str, delimiter: str) -> list[str]:
     """Return the cells of a line, or an empty list if the line is not a row."""
+    if delimiter == "|":
+        return [cell.strip() for cell in line.split(delimiter)]
+    if delimiter == "\t":
+        return [_unquoted(cell.strip()) for cell in line.rstrip("\r\n").split(delimiter)]
     try:
-        return [cell.strip() for cell in next(_reader([line], delimiter))]
+        row = _next_row(csv.reader([line], delimiter=delimiter, skipinitialspace=True, strict=True))
     except csv.Error:
         return []
+    return [cell.strip() for cell in row or []]
 
 
 def _unquoted(cell: str) -> str:
