@@ -27,6 +27,7 @@ _SAMPLED_RECORDINGS = 1_000  # recordings of each set whose files must exist
 _SAMPLED_ACOUSTICS = 200  # noises and room responses that are read. The noises of MUSAN take 2 s.
 _ALL_TRANSCRIPTS = 100_000  # All transcripts of a set of up to this size are checked, which takes 2 s.
 _SAMPLED_TRANSCRIPTS = 10_000  # transcripts of a larger set that are checked
+_MOST_LOADED = 100  # recordings of data.train that are decoded. Each takes about 5 ms.
 _SAMPLED_HEADERS = 20  # recordings whose rate is read. A file on a slow disk takes 10 ms to open.
 _CROWDED_SHARE = 0.01  # A smaller share of transcripts with more labels than frames causes no warning.
 _MOST_COMPARED = 100_000  # A larger set is not searched for copies, because reading a cut takes 30 µs.
@@ -41,7 +42,7 @@ def check(stream: TrainingStream) -> None:
     - too many recordings of a set are missing,
     - too many training recordings have no transcript,
     - too many training transcripts cannot be encoded,
-    - the training set has at most ``max_bad`` recordings, and too many of them cannot be loaded,
+    - too many of some training recordings cannot be loaded,
     - a checked noise or room response cannot be read or is silent,
     - no recording of an evaluation set has a transcript.
 
@@ -53,7 +54,7 @@ def check(stream: TrainingStream) -> None:
     if tokenizer.reads_text:
         _check_transcripts(stream)
     _check_acoustics(stream)
-    _load_all_if_few(stream)
+    _load_some(stream)
     sets = stream.evaluation_sets
     for name in sets.names:
         loader, plan = sets[name]
@@ -131,22 +132,22 @@ def _check_acoustics(stream: TrainingStream) -> None:
                 raise DataError(f"augment.{name}: {problem}. Repair or remove it") from None
 
 
-def _load_all_if_few(stream: TrainingStream) -> None:
-    """Load every recording of a training set with at most ``max_bad`` recordings.
+def _load_some(stream: TrainingStream) -> None:
+    """Load a sample of the training recordings: ``max_bad`` of them, and at least _SAMPLED_HEADERS.
 
-    In such a set, the limit ``max_bad`` would allow every recording to be skipped. Raises DataError if too
-    many are skipped.
+    The limit ``max_bad`` would allow each of the first ones to be skipped, and so updates without a
+    recording. Raises DataError if half of the sample, or more than the whole set allows, is skipped.
     """
-    rows = stream.training_set.rows
-    if len(rows) > stream.skips.max_bad:
-        return
+    all_rows = stream.training_set.rows
+    most_loaded = min(_MOST_LOADED, max(stream.skips.max_bad, _SAMPLED_HEADERS))
+    rows = sample_rows(all_rows, most_loaded, stream.loader.seed)
     skips: list[Skip] = []
     for row in rows.reshape(-1, 1):
         single_recording = MicroBatch(row, percents=np.array([100], np.int16))
         batch = stream.loader(single_recording)
         if not batch.utterances:  # An unusable noise or room leaves the recording itself.
             skips += batch.skipped
-    if _is_too_many(stream, len(skips), len(rows)):
+    if skips and (2 * len(skips) >= len(rows) or not stream.skips.allows(len(skips), len(all_rows))):
         raise DataError(
             f"{len(skips)} of {len(rows)} recordings of data.train are unusable, such as {skips[0].id!r} "
             f"({skips[0].detail}: {REASONS[skips[0].reason]}). Repair or remove them"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from speechtrain.errors import Diverged
+from speechtrain.errors import DataError, Diverged
 from speechtrain.files import atomic
 from speechtrain.task import Alarm
 from speechtrain.tracking.base import Tracker
@@ -29,7 +29,8 @@ class Recovery:
     def count(self, outcomes: list[StepOutcome], parts: Parts) -> None:
         """Count the skipped updates in ``outcomes``, which are in the order of the updates.
 
-        Raises Diverged after ``max_bad_updates`` non-finite updates in a row.
+        Raises Diverged after ``max_bad_updates`` non-finite updates in a row, and DataError if the last one
+        had no usable recording.
         """
         for outcome in outcomes:
             if outcome is StepOutcome.APPLIED:
@@ -41,23 +42,45 @@ class Recovery:
                 self._count_bad_update(parts)
 
     def _count_bad_update(self, parts: Parts) -> None:
-        """Count a non-finite update. After too many in a row, write a replay bundle and raise Diverged."""
+        """Count a non-finite or empty update. After too many in a row, write a replay bundle and raise."""
         progress = parts.progress
         progress.bad_updates += 1
         progress.skipped_updates += 1
         ids: list[str] = []
         for batch in parts.micro_batches:
             ids += [name for name in batch.ids if name]
-        message = f"update {progress.step} skipped: non-finite loss or gradient (first cut {ids[:1]})"
+        cause = f"non-finite loss or gradient (first cut {ids[:1]})"
+        emptiness = self._emptiness(parts)
+        message = f"update {progress.step} skipped: {emptiness or cause}"
         self.tracker.log("warning", {"step": progress.step, "message": message})
         if progress.bad_updates < self.config.max_bad_updates:
             return
+        if emptiness:
+            updates = f"{progress.bad_updates} skipped updates in a row, {progress.step}"
+            raise DataError(f"the last of {updates}, had {emptiness}")
         path = self._write_replay(parts)
         clip = " or trainer.clip" if self.config.clip else ""
         raise Diverged(
             f"{progress.bad_updates} non-finite updates in a row up to step {progress.step}: "
             f"lower optimizer.lr{clip}, or look at the batches in {path}"
         )
+
+    def refuse_untrained(self, parts: Parts) -> None:
+        """Raise Diverged or DataError for a run that has ended and has skipped each of its updates."""
+        steps = parts.progress.step
+        if not 0 < steps == parts.progress.skipped_updates:
+            return
+        if emptiness := self._emptiness(parts):
+            raise DataError(f"nothing was learnt in {steps} updates. The last one had {emptiness}")
+        raise Diverged(f"none of {steps} updates had a finite loss, so nothing was learnt")
+
+    def _emptiness(self, parts: Parts) -> str:
+        """Return a text with this rank's unusable recordings if the latest update had no other, or ""."""
+        if parts.weight.cpu():
+            return ""
+        skips = [skip for batch in parts.micro_batches for skip in batch.skipped]
+        examples = "; ".join(f"{skip.id!r} ({skip.reason}: {skip.detail})" for skip in skips[:3])
+        return f"no usable recording{examples and f': {examples}'}. skipped.jsonl lists all"
 
     def _write_replay(self, parts: Parts) -> Path:
         """Write the micro-batches of the latest update. Return the path, even if the disk is full.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.fit import check_fit
@@ -29,8 +29,9 @@ class Progress:
     wall_s: float = 0.0  # the seconds of the run, with validations and checkpoints
     # Before backward, the loss is divided by this power of two. 0 means that it is not chosen yet.
     backward_divisor: float = 0.0
-    bad_updates: int = 0  # the number of latest updates in a row that were not finite
-    skipped_updates: int = 0  # the number of all updates that were not finite
+    # the number of latest updates in a row that were not finite or had no usable recording
+    bad_updates: int = 0
+    skipped_updates: int = 0  # the number of all such updates
     scale_skips: int = 0  # the number of updates that were skipped to lower fp16's loss scale
     validated: int = 0  # the step of the latest complete validation, or 0
     metrics: dict[str, float] = field(default_factory=dict)  # the metrics of the latest validation
@@ -86,6 +87,7 @@ class Parts:
     wrapped: nn.Module = field(init=False)
     latest: Batch | None = None  # the latest batch of training or evaluation, on the host
     micro_batches: list[Batch] = field(default_factory=list)  # this rank's micro-batches of the current step
+    weight: Tensor = field(default_factory=lambda: torch.ones(()))  # (), the loss weight of the latest update
 
     @property
     def trained(self) -> Trained:

@@ -28,7 +28,7 @@ from speechtrain.counter_rng import RunStream, seed_at
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
-from speechtrain.errors import Diverged, Preempted
+from speechtrain.errors import Preempted
 from speechtrain.optim.ema import Average
 from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import Precision
@@ -186,14 +186,9 @@ class Trainer:
                 status = self._save_and_validate(parts, status, due=due)
                 # The time of checkpoints and validations does not count as training time.
                 interval.start_clock = self._update_clock = time.perf_counter()
-        self._refuse_untrained(status)
+        if status != "preempted":
+            self.recovery.refuse_untrained(parts)
         return status
-
-    def _refuse_untrained(self, status: str) -> None:
-        """Raise Diverged for a run that has ended without one finite update."""
-        progress = self.progress
-        if status != "preempted" and 0 < progress.step == progress.skipped_updates:
-            raise Diverged(f"none of {progress.step} updates had a finite loss, so nothing was learnt")
 
     def _start(self, parts: Parts) -> tuple[Iterator[Batch], str]:
         """Do all work before the first update. Return the micro-batches of this rank, and the status."""
@@ -239,6 +234,7 @@ class Trainer:
         rate = parts.schedule.rate(step)
         with self.saving.prevent_save_after_error(parts):
             norm = self._step(parts, batch, rate)
+            parts.weight = batch.weight
             progress.step = step
             progress.wall_s = self._wall_seconds()
         self.planning.correct(parts)
@@ -331,12 +327,14 @@ class Trainer:
         return GlobalBatch(weight, ~skip, is_stop_requested=stop, is_late=late)
 
     def _step(self, parts: Parts, batch: GlobalBatch, rate: float, is_applied: bool = True) -> Tensor:
-        """Update by a global batch if its losses are finite. Return the norm () of its gradients.
+        """Update by a global batch if its losses are finite and it has a usable recording on any rank.
+
+        Return the norm () of its gradients.
 
         With ``is_applied`` False, as in the warm-up, the update is computed but not applied.
         """
         weight = batch.weight
-        healthy = batch.is_finite.to(weight.dtype)
+        healthy = (batch.is_finite & weight.bool()).to(weight.dtype)
         if self.device.static_shapes:
             healthy = healthy * self._flag(is_applied)
         # ``full_like`` is needed, because a Python number would turn this lazy scalar into fp64.

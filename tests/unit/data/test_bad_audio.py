@@ -236,6 +236,18 @@ def test_an_evaluation_set_without_a_usable_recording_is_an_error(cache: Path, t
         list(make_data("unused", {"dev": path}).valid()["dev"])
 
 
+def test_a_set_that_is_half_unusable_is_refused_before_training(cache: Path, recordings: Any) -> None:
+    """The limit of ten would allow updates without a recording first."""
+    lines = [json.loads(line) for line in Path(recordings.corpus("good", 30)).read_text().splitlines()]
+    doubled = [{**line, "duration": 3 * line["duration"]} for line in lines]
+    path = recordings.nemo("doubled.jsonl", doubled)
+    with pytest.raises(
+        DataError, match=r"20 of 20 recordings of data\.train are unusable, such as .*remove it"
+    ):
+        make_data(path, max_bad=10).check()
+    make_data(recordings.nemo("few.jsonl", [*doubled[:5], *lines[5:]]), max_bad=10).check()
+
+
 def test_a_claim_of_days_costs_an_evaluation_nothing(cache: Path, tmp_path: Path) -> None:
     kinds = {"days": (plain, {"duration": 9e5}, "too_long"), "plain": FINE["plain"]}
     for shapes in (0, 1):

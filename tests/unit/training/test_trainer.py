@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from speechtrain.batch import Batch, Skip
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess
@@ -193,6 +195,50 @@ def test_many_in_a_row_stop_the_run_with_a_replay_bundle(tmp_path: Path) -> None
     bundle = torch.load(tmp_path / "replay.pt", weights_only=True)
     assert bundle["step"] == 6
     assert bundle["batches"][0]["ids"][0].startswith("5-")
+
+
+def without_recordings(monkeypatch: pytest.MonkeyPatch, numbers: set[int]) -> None:
+    """Replace the rows of these micro-batches by padding rows, as for recordings that cannot be used."""
+    usual = Counted.at
+
+    def at(data: Counted, number: int) -> Batch:
+        batch = usual(data, number)
+        if number not in numbers:
+            return batch
+        skips = tuple(Skip(name, "missing", f"{name}.wav") for name in batch.ids)
+        return replace(batch, weight=0 * batch.weight, ids=("",) * len(batch.ids), skipped=skips)
+
+    monkeypatch.setattr(Counted, "at", at)
+
+
+def test_an_update_without_a_recording_changes_no_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_recordings(monkeypatch, {2, 3})
+    rig = Rig(tmp_path / "whole", max_steps=5)
+    (state, _) = rig.optimizer.state.values()
+    assert (state["step"], rig.trainer.progress.step, rig.trainer.progress.skipped_updates) == (3, 5, 2)
+    messages = [row["message"] for row in rig.recorder.of("warning")]
+    assert "update 3 skipped: no usable recording: '2-0' (missing: 2-0.wav)" in messages[0]
+    Rig(tmp_path / "parted", max_steps=5, stop_at=3)
+    rest = Rig(tmp_path / "parted", max_steps=5)
+    assert torch.equal(rest.task.linear.weight, rig.task.linear.weight)
+    part = Rig(tmp_path / "part", max_steps=2, accumulate=3)  # Other micro-batches have recordings.
+    assert part.trainer.progress.skipped_updates == 0
+    before, after = Rig(tmp_path / "two", max_steps=2), Rig(tmp_path / "three", max_steps=3)
+    assert torch.equal(before.task.linear.weight, after.task.linear.weight)
+
+
+def test_updates_without_a_recording_end_the_run_with_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_recordings(monkeypatch, set(range(100)))
+    with pytest.raises(
+        DataError, match=r"4 skipped updates in a row, 4, had no usable recording: '3-0'.*3-0\.wav"
+    ):
+        Rig(tmp_path / "many", max_steps=50, max_bad_updates=4)
+    with pytest.raises(DataError, match=r"nothing was learnt in 3 updates.*2-0\.wav"):
+        Rig(tmp_path / "few", max_steps=3)
 
 
 def test_a_clip_that_is_off_cannot_be_lowered(tmp_path: Path) -> None:
