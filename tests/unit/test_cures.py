@@ -49,6 +49,7 @@ GOOD = {"m.json": nemo()}
 GOOD_CUT = {"m.json": cut()}
 KALDI = {"in/wav.scp": "a a.wav\n", "in/text": "a one\n"}
 FAIRSEQ = {"m.tsv": ".\na.wav\t16000\n", "m.ltr": "o n e |\n"}
+WEIGHTED = "{a: {path: m.json, weight: 3}, b: t.jsonl}"
 TABLE = "path,sentence\n"
 
 JSON_ROWS: list[tuple[Any, str, Any]] = [
@@ -136,6 +137,9 @@ SPEC_ROWS: list[tuple[str, Files, str, Any]] = [
         "{path: m.json, text: x}",
     ),
     ("{text: x}", GOOD, "a source needs its path, as in {path: FILE, text: COLUMN}", "{path: m.json}"),
+    ("{path: m.json, weight: 3}", GOOD, "data.train={a: {path: FILE, weight: 3}, b: FILE}", WEIGHTED),
+    ("{a: {path: m.json, weight: x}, b: in}", GOOD, "It must be a number above 0", WEIGHTED),
+    ("{path: m.json, normaliser: lowr}", GOOD, "did you mean 'lower'", "{path: m.json, normaliser: lower}"),
     ("m.json,m.json", GOOD, "is given twice. Remove one", "m.json"),
     (",", GOOD, "no manifest is given. Set a file, a folder", "m.json"),
     (
@@ -188,7 +192,16 @@ def test_the_cure_of_a_message_works(
     cure: Files | str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write({"a.wav": ..., "b.wav": ..., "t.txt": "one", "r.json": json.dumps(RECORDING), **files})
+    write(
+        {
+            "a.wav": ...,
+            "b.wav": ...,
+            "t.txt": "one",
+            "t.jsonl": nemo(),
+            "r.json": json.dumps(RECORDING),
+            **files,
+        }
+    )
     assert exit_code_of(lambda: prepare.run(["stats", argument])) in (2, 3)
     *_, line = capsys.readouterr().err.splitlines()  # Warnings may be before it.
     found = re.search(message, line)
