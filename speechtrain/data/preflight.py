@@ -12,6 +12,7 @@ from speechtrain.batch import Skip
 from speechtrain.counter_rng import RunStream, uniform_at
 from speechtrain.data.audio import files_of, first_file, read_cut
 from speechtrain.data.equal_content import equal_files
+from speechtrain.data.formats.manifests import text_of
 from speechtrain.data.index import Index, crowded_transcripts_line, label_count
 from speechtrain.data.loader import REASONS
 from speechtrain.data.planned_lengths import Integers
@@ -21,6 +22,8 @@ from speechtrain.data.tar_members import file_of
 from speechtrain.data.training_set import FILTERS, TrainingSet, hours, where_transcripts_are
 from speechtrain.data.training_stream import TrainingStream
 from speechtrain.errors import DataError, one_line
+from speechtrain.text.normalise import DAMAGED, invisible
+from speechtrain.text.vocabulary import Tokenizer
 
 _LOG = logging.getLogger(__name__)
 _SAMPLED_RECORDINGS = 1_000  # recordings of each set whose files must exist
@@ -185,6 +188,46 @@ def warnings(stream: TrainingStream) -> Iterator[str]:
         yield from _describe_rows(f"valid.{name}", index, rows, f"{too_long}, as no training recording is")
     yield from _low_rate_warning(stream)
     yield from _copies_warning(training_set)
+    if stream.loader.tokenizer.reads_text:
+        yield from _text_warnings(stream)
+
+
+def _text_warnings(stream: TrainingStream) -> Iterator[str]:
+    """Yield lines on training transcripts with invisible or damaged characters, or that labels change."""
+    loader, tokenizer = stream.loader, stream.loader.tokenizer
+    rows = sample_rows(stream.training_set.rows, _SAMPLED_TRANSCRIPTS, loader.seed)
+    dropped_count = 0
+    dropped, damaged, changed = list[str](), list[str](), list[str]()  # an example for each transcript
+    for row in rows.tolist():
+        cut = loader.index.cut(row)
+        text = loader.index.text(row, tokenizer.normalise, cut)
+        symbols = [symbol for symbol in invisible(text_of(cut)) if symbol not in text]
+        if symbols:
+            dropped_count += len(symbols)
+            dropped.append(f"U+{ord(symbols[0]):04X} in {cut['id']!r}")
+        if DAMAGED in text:
+            damaged.append(repr(cut["id"]))
+        change = _change_of(text, tokenizer)
+        if change:
+            changed.append(f"{cut['id']!r} ({one_line(change, 200)})")
+    facts = {
+        f"{dropped_count} invisible characters were dropped from {{}}": dropped,
+        "{} have U+FFFD, which stands for damaged text": damaged,
+        "{} would not come back from their labels": changed,
+    }
+    for fact, examples in facts.items():
+        if examples:
+            share = f"{len(examples)} of {len(rows)} transcripts"
+            yield f"data.train: {fact.format(share)}, such as {examples[0]}"
+
+
+def _change_of(text: str, tokenizer: Tokenizer) -> str:
+    """Return how the labels of a normalised text change it, or "" if they give it back."""
+    try:
+        decoded_text = tokenizer.decode(tokenizer.encode(text))
+    except (KeyError, ValueError) as error:
+        return str(error)
+    return "" if decoded_text == text else f"{text!r} becomes {decoded_text!r}"
 
 
 def _describe_rows(key: str, index: Index, rows: Integers, fact: str) -> Iterator[str]:

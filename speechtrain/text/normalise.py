@@ -20,6 +20,9 @@ from speechtrain.text.whisper_english import WhisperEnglish
 
 Normaliser = Callable[[str], str]
 
+DAMAGED = "\ufffd"
+"""The character that a program writes for bytes that it cannot read."""
+
 _MOST_MARKS = 30  # combining marks in a row, the limit of Unicode's stream-safe text format (UAX 15)
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from speechtrain.data.formats.manifests import Record, seconds_of, speaker_of, text_of
 from speechtrain.data.recordings import Unusable
+from speechtrain.text.normalise import DAMAGED, invisible
 
 LONG = 20.0  # seconds, the default of data.max_seconds
 
@@ -83,6 +84,10 @@ class Statistics:
             self.errors[fault].append(name)
         if not text.strip():
             self.errors["no_transcript"].append(name)
+        if DAMAGED in text:
+            self.errors["damaged_text"].append(name)
+        if invisible(text):
+            self.errors["invisible_characters"].append(name)
 
     def long_recordings(self) -> dict[str, Any]:
         """Return the number and hours of recordings that are too long for training by default."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -170,6 +171,15 @@ def test_stats_tell_what_a_source_holds_and_what_is_likely_wrong(capsys: pytest.
     assert "silent" not in json.loads(capsys.readouterr().out)["likely_errors"]
     assert prepare.run(["stats", "t.csv", "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["likely_errors"]["empty_file"] == ["t:2:x"]
+
+
+def test_stats_name_damaged_text_and_invisible_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [("a", "wo\ufffdrd"), ("b", "\u200fword\u200b"), ("c", "می\u200cروم"), ("d", "word")]
+    nemo(Path("t.jsonl"), *((f"{name}.wav", 1.0, text) for name, text in rows))
+    assert prepare.run(["stats", "t.jsonl", "--no-audio"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^damaged text +1  \S+a$", shown, re.M)
+    assert re.search(r"^invisible characters +1  \S+b$", shown, re.M)
 
 
 def test_stats_count_recordings_that_a_run_does_not_use(capsys: pytest.CaptureFixture[str]) -> None:

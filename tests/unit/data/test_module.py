@@ -5,7 +5,7 @@ import inspect
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from textwrap import dedent
@@ -369,6 +369,42 @@ def test_recordings_without_a_transcript_are_counted_if_they_are_not_used(
     assert [line.partition(" (")[0] for line in data.warnings()] == ["data.train: 2 of 3 recordings"]
     assert data.report() == {"untranscribed": 2}
     assert not list(SpeechData(parts[0], {}, Characters(), sample_rate=8_000).warnings())
+
+
+def texts(recordings: Any, *said: str) -> str:
+    """A NeMo manifest of recordings with these transcripts at 8 kHz."""
+    lines = []
+    for number, text in enumerate(said):
+        path = recordings.tone(f"said/{number}.wav", 0.5, rate=8_000)
+        lines.append({"audio_filepath": str(path), "duration": 0.5, "text": text})
+    return str(recordings.nemo("said.jsonl", lines))
+
+
+def test_transcripts_that_training_changes_are_counted_once(cache: Path, recordings: Any) -> None:
+    train = texts(recordings, "\u200fone\u200b\u200b", "o\ufffdne", "two", "no\u200f", "eno")
+    data = SpeechData(train, {}, Characters(" eno\ufffd", "unicode"), sample_rate=8_000)
+    invisible, damaged, lost = data.warnings()
+    start = "data.train: 4 invisible characters were dropped from 2 of 5 transcripts, such as U+200F in '"
+    assert invisible.startswith(start)
+    assert damaged.startswith(
+        "data.train: 1 of 5 transcripts have U+FFFD, which stands for damaged text, such as '"
+    )
+    assert lost.startswith("data.train: 1 of 5 transcripts would not come back from their labels, such as '")
+    assert lost.endswith("(unknown symbols 't' 'w')")
+    kept = SpeechData(train, {}, Characters(" enotw\ufffd\u200b\u200f", "none"), sample_rate=8_000)
+    assert [line.partition(" have")[0] for line in kept.warnings()] == ["data.train: 1 of 5 transcripts"]
+
+
+def test_a_text_that_the_tokenizer_changes_is_shown(cache: Path, recordings: Any) -> None:
+    class Lossy(Characters):
+        def decode(self, ids: Sequence[int]) -> str:
+            return super().decode(ids).replace("n", "m")
+
+    data = SpeechData(texts(recordings, "one", "two"), {}, Lossy(), sample_rate=8_000)
+    (line,) = data.warnings()
+    assert line.endswith(
+        "1 of 2 transcripts would not come back from their labels, such as 'said:1:0' ('one' becomes 'ome')"
+    )
 
 
 # --- structure ----------------------------------------------------------------------------------
