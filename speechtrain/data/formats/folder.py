@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -53,6 +53,8 @@ _NO_AUDIO_SUFFIXES = (
 _MAX_LIST_BYTES = 2**25
 _LIST_SUFFIX = ".trans.txt"
 _LAYOUTS = 4  # the number of layouts that are read. It is in the fingerprint, so a new one needs a new index.
+_LONGEST_WORD = 3.0  # seconds. Most recordings of commands have one second.
+_PARTS = ("train", "dev", "test", "valid", "validation", "val", "eval")  # names of the parts of a corpus
 _MAX_VISITS = 100  # the most times that one folder is read if several links lead to it
 
 
@@ -63,6 +65,9 @@ class Folder(Manifest):
     - A folder ``wav`` with a folder ``txt`` next to it: ``wav/x.wav`` and ``txt/x.txt``.
     - As in LibriSpeech: each line of ``*.trans.txt`` is an id, a space and the transcript of ``<id>.flac`` in
       the same folder. An id begins with the speaker.
+
+    If no recording has a transcript, and the folders below this one seem to have the names of words, the name
+    of a folder is the transcript of the recordings in it (see ``_words``).
 
     A recording without a transcript file has an empty transcript. The id of a cut is the path of the
     recording without suffix, from the folder's name on. The length of a recording is read from its header. A
@@ -87,6 +92,10 @@ class Folder(Manifest):
         facts += self._other_facts()
         if facts:
             yield f"{self.path}: left out: {', '.join(facts)}"
+        if self._words:
+            names = f"the names of {len(self._words)} folders are used as words, such as {min(self._words)!r}"
+            setting = f"{{path: {self.path}, text: ''}}"
+            yield f"{self.path}: no transcripts, so {names}. To read none: {setting}"
 
     def _other_facts(self) -> Iterator[str]:
         """Yield the numbers of the files that are left out and have no suffix of a recording."""
@@ -192,6 +201,32 @@ class Folder(Manifest):
                 text_files[name] = name
         return text_files
 
+    @cached_property
+    def _words(self) -> Collection[str]:
+        """The folders whose names are the transcripts of their recordings.
+
+        There are none if a recording has a transcript, or is not directly in such a folder. The folders must
+        not be speakers or parts of a corpus. So there are two or more, names have a letter, no digit and are
+        not in _PARTS, and the first recording of each is not longer than a word. Folders such as
+        ``_background_noise_`` are ignored.
+        """
+        first_recordings = dict[str, str]()
+        for stem, name in sorted(self._recordings.items()):
+            first_recordings.setdefault(os.path.dirname(stem), name)
+            if self._text_name(stem):
+                return ()
+        if any(name.endswith(_LIST_SUFFIX) for name in self._text_files):
+            return ()
+        words = {folder for folder in first_recordings if not folder.startswith("_")}
+        for word in words:
+            has_letter, has_digit = any(map(str.isalpha, word)), any(map(str.isdigit, word))
+            if not has_letter or has_digit or os.sep in word or word.lower() in _PARTS:
+                return ()
+            seconds, _ = measure(str(self.path / first_recordings[word]))
+            if seconds > _LONGEST_WORD:
+                return ()
+        return words if len(words) > 1 else ()
+
     def _text_name(self, stem: str) -> str | None:
         """Return the path of a recording's text file, or None if it has none."""
         # The slash makes ``wav/x`` match, too.
@@ -219,7 +254,8 @@ class Folder(Manifest):
             name = self._recordings.get(stem, f"{stem}.flac")
             text, speaker = utterances.get(stem, (None, None))
             if text is None:
-                text = self._text(stem)
+                folder = os.path.dirname(stem)
+                text = folder if folder in self._words else self._text(stem)
             path = str(self.path / name)
             seconds, rate = measure(path)
             cut = simple_cut(f"{self.name}/{stem}", path, 0.0, seconds, text, rate=rate, speaker=speaker)
@@ -258,6 +294,7 @@ class AudioFolder(Folder):
 
     kind = "audio-folder"
     _text_files = MappingProxyType[str, str]({})
+    _words = ()
 
     def _other_facts(self) -> Iterator[str]:
         return iter(())

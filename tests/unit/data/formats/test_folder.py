@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from speechtrain.data.formats.folder import AudioFolder
 from speechtrain.data.formats.manifests import text_of
 from speechtrain.data.module import SpeechData
 from speechtrain.data.pieces import recordings as named_recordings
 from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
 from speechtrain.text.vocabulary import Characters
+
+COMMANDS = Path(__file__).resolve().parents[5] / "shared/data/arabic_commands/val"
 
 
 def texts_of(folder: Path) -> list[str]:
@@ -184,3 +187,61 @@ def test_a_stand_in_of_a_file_is_named(tmp_path: Path, content: bytes, fact: str
     assert str(error) == f"{path}: is {fact}"
     with pytest.raises(DataError, match=rf"is {fact}$"):
         open_source(str(path))
+
+
+def words_of(folder: Path) -> tuple[list[str], list[str]]:
+    """The transcripts and the warnings of a folder."""
+    source = open_source(str(folder))
+    return [text_of(cut.to_dict()) for cut in source.cuts()], list(source.warnings())
+
+
+def test_folders_without_transcripts_have_the_name_of_their_word(tmp_path: Path, recordings: Any) -> None:
+    folder = tmp_path / "c"
+    for name in ("yes/a.wav", "yes/b.wav", "हाँ/a.wav", "turn on/a.wav"):
+        recordings.tone(f"c/{name}", 0.3)
+    recordings.tone("c/_background_noise_/a.wav", 5.0)
+    (folder / "README.md").write_text("words")
+    (folder / "validation_list.txt").write_text("yes/a.wav")
+    texts, warnings = words_of(folder)
+    assert texts == ["", "turn on", "yes", "yes", "हाँ"]
+    fact = "no transcripts, so the names of 3 folders are used as words, such as 'turn on'"
+    assert f"{folder}: {fact}. To read none: {{path: {folder}, text: ''}}" in warnings
+    assert open_source(f"{{path: {folder}, text: ''}}").kind == AudioFolder.kind
+    (folder / "yes/a.txt").write_text("one")
+    texts, warnings = words_of(folder)
+    assert texts == ["", "", "one", "", ""]
+    assert "no transcripts" not in "".join(warnings)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["yes/a.wav"],
+        ["spk01/a.wav", "spk02/a.wav"],
+        ["01/a.wav", "02/a.wav"],
+        ["train/a.wav", "test/a.wav"],
+        ["yes/a.wav", "no/a.wav", "a.wav"],
+        ["en/yes/a.wav", "en/no/a.wav"],
+        ["anna/long.wav", "bob/a.wav"],
+    ],
+)
+def test_folders_that_may_be_speakers_or_parts_are_no_words(
+    tmp_path: Path, recordings: Any, names: list[str]
+) -> None:
+    for name in names:
+        recordings.tone(f"c/{name}", 4.0 if "long" in name else 0.3)
+    assert words_of(tmp_path / "c") == ([""] * len(names), [])
+
+
+def test_a_corpus_of_commands_is_read_as_folders_of_words(tmp_path: Path) -> None:
+    if not COMMANDS.is_dir():
+        pytest.skip(f"{COMMANDS} is not there")
+    expected = []
+    for path in sorted(COMMANDS.iterdir())[::60]:
+        word, _, name = path.name.partition("_")
+        (tmp_path / "dataset" / word).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "dataset" / word / name).symlink_to(path)
+        expected.append(word)
+    texts, (warning,) = words_of(tmp_path / "dataset")
+    assert texts == sorted(expected)
+    assert f"the names of {len(set(expected))} folders are used as words" in warning
