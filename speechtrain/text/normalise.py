@@ -23,6 +23,8 @@ Normaliser = Callable[[str], str]
 DAMAGED = "\ufffd"
 """The character that a program writes for bytes that it cannot read."""
 
+_SOFT_DOT = re.compile("(?<=[ijį])\u0307+")  # İ in lower case is i and this dot, which i has already.
+
 _MOST_MARKS = 30  # combining marks in a row, the limit of Unicode's stream-safe text format (UAX 15)
 
 
@@ -38,7 +40,7 @@ def none(text: str) -> str:
 
 def lower(text: str) -> str:
     """Return text in lower case, with single spaces between words and without spaces at its ends."""
-    return _squeeze(text.lower())
+    return _squeeze(_SOFT_DOT.sub("", text.lower()))
 
 
 _TURKIC_LANGUAGES = ("tr", "tur", "az", "aze", "azj")  # Turkish and Azerbaijani, of ISO 639
@@ -97,7 +99,6 @@ _LETTER_MARKS = "՚՛՜՞׳"
 # The rules join no letters of scripts without spaces between words: Thai, Lao, Burmese, Khmer, kana, Han.
 _UNSPACED = "\u0e01-\u0e4e\u0e81-\u0ecd\u1000-\u103f\u1050-\u109f\u1780-\u17d3\u3040-\u30ff\u3400-\u9fff"
 _UNSPACED_STOP = re.compile(f"(?<=[{_UNSPACED}])[:·.]")
-_SOFT_DOT = re.compile("(?<=[ijį])\u0307+")  # İ in lower case is i and this dot, which i has already.
 _HEBREW_QUOTE = re.compile("(?<=[\u0591-\u05f2])['\"”](?=[\u05d0-\u05f2])")  # typed for geresh or gershayim
 _TO_HEBREW = str.maketrans("'\"”", "׳״״")
 
@@ -127,7 +128,7 @@ def unicode(text: str) -> str:
     text = text.translate(_SPELLINGS)
     neighbours = zip(" " + text, text, strict=False)
     text = "".join(character for before, character in neighbours if not _is_invisible(character, before))
-    text = _unicode_form("NFC", _SOFT_DOT.sub("", text.lower())).replace("եւ", "և")
+    text = _unicode_form("NFC", lower(text)).replace("եւ", "և")
     text = _HEBREW_QUOTE.sub(lambda quote: quote[0].translate(_TO_HEBREW), text)
     text = text.replace("''", " ")  # as in ''quoted''
     text = _squeeze(_UNSPACED_STOP.sub(" ", text))

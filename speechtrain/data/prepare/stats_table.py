@@ -87,7 +87,7 @@ class Statistics:
         if DAMAGED in text:
             self.errors["damaged_text"].append(name)
         if invisible(text):
-            self.errors["invisible_characters"].append(name)
+            self.errors["invisible"].append(name)
 
     def long_recordings(self) -> dict[str, Any]:
         """Return the number and hours of recordings that are too long for training by default."""

@@ -179,7 +179,7 @@ def test_stats_name_damaged_text_and_invisible_characters(capsys: pytest.Capture
     assert prepare.run(["stats", "t.jsonl", "--no-audio"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^damaged text +1  \S+a$", shown, re.M)
-    assert re.search(r"^invisible characters +1  \S+b$", shown, re.M)
+    assert re.search(r"^invisible +1  \S+b$", shown, re.M)
 
 
 def test_stats_count_recordings_that_a_run_does_not_use(capsys: pytest.CaptureFixture[str]) -> None:

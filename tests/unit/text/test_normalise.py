@@ -42,6 +42,10 @@ def test_lower_collapses_spaces() -> None:
     assert lower("  Hello\t\n WORLD ") == "hello world"
 
 
+def test_lower_leaves_no_dot_of_its_own() -> None:
+    assert lower("İstanbul, Ė") == "istanbul, ė"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
