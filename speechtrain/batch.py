@@ -46,6 +46,7 @@ class Batch:
     keys: Tensor
     ids: tuple[str, ...]  # the id of each row's utterance, "" for a padding row
     texts: tuple[str, ...]  # reference transcript of each row, normalised by the tokenizer
+    unspoken: tuple[bool, ...] = ()  # whether nobody speaks in a row. () if that is not known
     epoch: int = 0  # counted from 0
     index: int = 0  # number of the micro-batch among all ranks' micro-batches of the epoch, from 0
     seconds: float = 0.0  # audio in the rows that are not padding

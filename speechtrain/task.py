@@ -56,12 +56,17 @@ def worst_examples(examples: Iterable[Example], count: int) -> list[Example]:
 def examples_of(batch: Batch, hypotheses: Sequence[Any]) -> tuple[Example, ...]:
     """Return the decoded utterances of a batch, without padding rows.
 
-    ``hypotheses`` has a ``speechtrain.decoding.base.Hypothesis`` for each row.
+    ``hypotheses`` has a ``speechtrain.decoding.base.Hypothesis`` for each row. A row in which nobody speaks
+    has no text.
     """
     examples = []
-    for utterance_id, reference, hypothesis in zip(batch.ids, batch.texts, hypotheses, strict=True):
+    unspoken = batch.unspoken or [False] * len(batch.ids)
+    for utterance_id, reference, hypothesis, is_unspoken in zip(
+        batch.ids, batch.texts, hypotheses, unspoken, strict=True
+    ):
         if utterance_id:  # A padding row has no id.
-            examples.append(Example(utterance_id, reference, hypothesis.text))
+            text = "" if is_unspoken else hypothesis.text
+            examples.append(Example(utterance_id, reference, text))
     return tuple(examples)
 
 

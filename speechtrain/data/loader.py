@@ -33,6 +33,7 @@ from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.speed import change_speed
 from speechtrain.data.stage import use_stage
 from speechtrain.data.static_shapes import Shape
+from speechtrain.data.voice_activity import shorten_pauses
 from speechtrain.errors import one_line
 from speechtrain.text.vocabulary import Tokenizer
 
@@ -44,7 +45,7 @@ REASONS = {
     "wrong_length": "its length differs too much from its header or from the manifest",
     "other_length": "its length differs a little from its header or from the manifest, so it is used",
     "not_finite": "samples are NaN, infinite or far beyond full scale",
-    "silent": "no sample reaches −60 dBFS, but the transcript is not empty",
+    "silent": "nobody speaks or no sample reaches −60 dBFS, but the transcript is not empty",
     "too_short": "shorter than data.min_seconds",
     "too_long": "longer than data.max_seconds, or in evaluation data.max_decoded_seconds",
     "empty_transcript": "the transcript is empty, and data.allow_empty is false",
@@ -69,6 +70,7 @@ class _Row:
     text: str = ""
     weight: float = 0.0  # the weight of the row in the loss
     seconds: float = 0.0  # the duration of the audio, 0 for a padding row
+    is_unspoken: bool = False  # whether nobody speaks in a recording of an evaluation set
     # The unusable cut that this padding row replaces, or the faults of this row's cut, noise and room
     skips: Sequence[Skip] = ()
 
@@ -92,7 +94,9 @@ class BatchLoader:
     If the folder ``stage`` has a copy of a recording, the copy is read. After the speed change, ``acoustics``
     adds rooms and noise to a training recording, which are drawn from (``seed``, pass, cut). If one of them
     cannot be read, the recording is used without it, and the batch has a ``Skip``. ``decoded`` keeps decoded
-    recordings of training.
+    recordings of training. Longer pauses than ``longest_pause`` seconds are shortened, unless it is None. A
+    recording of an evaluation set in which nobody speaks counts in the error rates, with an empty text, but
+    not in the loss.
     """
 
     index: Index
@@ -108,6 +112,7 @@ class BatchLoader:
     stage: str = ""
     acoustics: Acoustics = field(default_factory=Acoustics)
     decoded: DecodedAudio = field(default_factory=DecodedAudio)
+    longest_pause: float | None = None
 
     def __call__(self, micro_batch: MicroBatch) -> Batch:
         """Return the batch of a planned micro-batch. Raises DataError if a manifest has changed."""
@@ -186,9 +191,11 @@ class BatchLoader:
         """
         labels: list[int] | None
         skips: list[Skip] = []
+        is_unspoken = False
         if self.is_evaluation:
             labels = self._evaluation_labels(cut, text)
             samples = self._read(cut, self.max_decoded_seconds, skips)
+            is_unspoken = len(samples) == 0
         else:
             # The labels are checked first. If they are unusable, the audio need not be decoded.
             labels = self._training_labels(cut, text, shape)
@@ -200,15 +207,17 @@ class BatchLoader:
             skips += acoustic_skips
         if self.normalise:
             samples = standardise(samples)
-        weight = 0.0 if labels is None else 1.0
+        weight = 0.0 if labels is None or is_unspoken else 1.0
         seconds = len(samples) / self.sample_rate
-        return _Row(cut["id"], samples, labels or [], text, weight=weight, seconds=seconds, skips=skips)
+        return _Row(cut["id"], samples, labels or [], text, weight, seconds, is_unspoken, skips)
 
     def _read(self, cut: Record, max_seconds: float, skips: list[Skip]) -> Samples:
-        """Return the samples of a cut, and add its faults to ``skips``. Raises Unusable."""
+        """Return the samples of a cut with short pauses, and add its faults to ``skips``. Raises Unusable."""
         samples, faults = read_with_faults(cut, self.sample_rate, max_seconds)
         skips += [Skip(cut["id"], fault.reason, fault.detail) for fault in faults]
-        return samples
+        if self.longest_pause is None:
+            return samples
+        return shorten_pauses(samples, self.sample_rate, self.longest_pause)
 
     def _crop(self, rows: Sequence[_Row], micro_batch: MicroBatch, crop_seconds: float) -> None:
         """Crop the rows of a batch in place, each at a random start (see the class)."""
@@ -299,6 +308,7 @@ def _batch(rows: Sequence[_Row], lengths: list[int], shape: Shape) -> Batch:
         # The front end reads the dither of a row from this position of its table.
         keys=_int64([dither_offset(row.samples) for row in rows]),
         ids=tuple(row.id for row in rows),
+        unspoken=tuple(row.is_unspoken for row in rows),
         texts=tuple(row.text for row in rows),
         seconds=sum(row.seconds for row in rows),
     )

@@ -40,6 +40,8 @@ class SpeechData(DataModule):
     - ``batch`` limits the batches of training, and ``valid_batch`` the batches of evaluation.
     - ``speed`` is the lowest and highest speed factor of training recordings. Null means no change of speed.
     - ``acoustics`` adds recorded rooms and noise to training recordings. Null means none.
+    - ``longest_pause`` is the number of seconds that longer pauses are shortened to, in training and in
+      evaluation (``data.voice_activity``). Null keeps all recordings as they are.
     - ``min_seconds`` and ``max_seconds`` are the shortest and longest training recording, before the speed
       change. ``skip_empty`` filters training recordings without a transcript, and ``allow_empty`` trains on
       them. Evaluation sets are never filtered.
@@ -88,6 +90,7 @@ class SpeechData(DataModule):
         hold_out: float = 0.0,
         shapes: int = 0,
         crop_seconds: float | None = None,
+        longest_pause: float | None = None,
         workers: int = -1,
         timeout_seconds: float = 600.0,
         decoded_gib: float | str = "auto",
@@ -103,7 +106,12 @@ class SpeechData(DataModule):
         footprint = footprint or Footprint(0.0)
         # The functions that make a loader get the index later, because sets are opened at first use.
         new_loader = partial(
-            BatchLoader, tokenizer=tokenizer, sample_rate=sample_rate, normalise=normalise, stage=stage or ""
+            BatchLoader,
+            tokenizer=tokenizer,
+            sample_rate=sample_rate,
+            normalise=normalise,
+            stage=stage or "",
+            longest_pause=longest_pause,
         )
         new_evaluation_loader = partial(
             new_loader, max_decoded_seconds=max_decoded_seconds, is_evaluation=True

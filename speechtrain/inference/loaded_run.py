@@ -25,6 +25,7 @@ from speechtrain.data.formats.lhotse_cuts import Samples
 from speechtrain.data.loader import audio_row, collate
 from speechtrain.data.module import SpeechData
 from speechtrain.data.pieces import Recording, recordings
+from speechtrain.data.voice_activity import speech_spans
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.inference.open_run import OpenedRun, open_run
@@ -42,6 +43,9 @@ _HELD_OUT_WARNING = (
     "speechtrain: warning: held_out differs from the set that the run held out, so the run may have trained "
     "on some of it. data.train has changed, or another release wrote the run. Name a set by --set NAME=FILE"
 )
+
+LONGEST_PAUSE = 0.6
+"""The pauses that stay in a piece, in seconds, unless data.longest_pause is set."""
 
 PIECE_SECONDS = 20.0
 """The default maximum of a piece of a recording. Few utterances of speech corpora are longer."""
@@ -107,6 +111,7 @@ class LoadedRun:
         self.checkpoint = opened.checkpoint
         self.sample_rate = opened.task.sample_rate
         self._max_seconds = max_seconds
+        self.longest_pause = opened.config.data.get("longest_pause") or LONGEST_PAUSE
 
     def __repr__(self) -> str:
         opened = self.opened
@@ -128,8 +133,8 @@ class LoadedRun:
 
         ``decoder`` is a choice of the config group ``decoder``, and ``options`` are its keys, as in
         ``transcribe(["a.wav"], decoder="beam", width=8)``. The default is the decoder of the run.
-        Recordings are cut at pauses into pieces of at most ``piece_seconds``. Batches of ``batch`` pieces
-        are decoded together. The texts do not depend on ``batch``.
+        Recordings are cut at pauses into pieces of at most ``piece_seconds``. A piece in which nobody speaks
+        has no text. Batches of ``batch`` pieces are decoded together. The texts do not depend on ``batch``.
 
         A transcript has ``words`` with times if the decoder computes times. With ``timestamps``, a decoder
         without times raises ConfigError.
@@ -274,8 +279,8 @@ class LoadedRun:
             transcript = _PendingTranscript(recording)
             queue.append(transcript)
             try:
-                for start, samples in recording.pieces(piece_seconds):
-                    pieces.append(_Piece(transcript, start, samples))
+                for piece in self._spoken_pieces(transcript, piece_seconds):
+                    pieces.append(piece)
                     transcript.undecoded += 1
                     if len(pieces) == batch:
                         self._decode(pieces)
@@ -285,6 +290,12 @@ class LoadedRun:
             transcript.is_read = True
         self._decode(pieces)
         yield from _take_complete(queue)
+
+    def _spoken_pieces(self, transcript: _PendingTranscript, piece_seconds: float) -> Iterator[_Piece]:
+        """Yield the stretches of a recording in which somebody speaks, at most ``piece_seconds`` long."""
+        for piece_start, samples in transcript.recording.pieces(piece_seconds):
+            for start, end in speech_spans(samples, self.sample_rate, self.longest_pause):
+                yield _Piece(transcript, piece_start + start / self.sample_rate, samples[start:end])
 
     def _decode(self, pieces: list[_Piece]) -> None:
         """Decode ``pieces`` as one batch, add a segment for each to its transcript, and clear the list."""

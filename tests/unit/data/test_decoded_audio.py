@@ -28,13 +28,13 @@ def make_data(train: str, decoded_gib: float | str, **options: Any) -> SpeechDat
 def decoded_paths(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The recordings that this process has decoded."""
     paths: list[str] = []
-    read_cut = loader.read_cut
+    read_with_faults = loader.read_with_faults
 
     def recorded(cut: Any, *arguments: Any) -> Any:
         paths.append(cut["id"])
-        return read_cut(cut, *arguments)
+        return read_with_faults(cut, *arguments)
 
-    monkeypatch.setattr(loader, "read_cut", recorded)
+    monkeypatch.setattr(loader, "read_with_faults", recorded)
     return paths
 
 

@@ -48,6 +48,34 @@ def test_files_arrays_and_tensors_have_one_text(
     assert capsys.readouterr() == ("", "")
 
 
+def test_silence_has_no_text_and_does_not_change_the_text_of_speech(loaded: LoadedRun, wav: Path) -> None:
+    samples, rate = soundfile.read(wav, dtype="float32")
+    hiss = 0.01 * np.random.default_rng(0).standard_normal(30 * rate).astype(np.float32)
+    silence = np.zeros(30 * rate, np.float32)
+    for transcript in loaded.transcribe([hiss, silence, samples[:1], np.tile(silence, 10)]):
+        assert (transcript.text, transcript.words, transcript.segments) == ("", (), ())
+    alone, padded = loaded.transcribe([samples, np.concatenate([silence, samples, silence])])
+    (span,) = padded.segments
+    assert 29.6 <= span.start <= 30.0
+    assert span.end <= 30.0 + len(samples) / rate + 0.7
+    assert padded.text
+    assert alone.segments[0].start == 0.0
+
+
+def test_an_evaluation_writes_no_text_for_silence(loaded: LoadedRun, wav: Path, tmp_path: Path) -> None:
+    samples, rate = soundfile.read(wav, dtype="float32")
+    hiss = 0.01 * np.random.default_rng(0).standard_normal(3 * rate).astype(np.float32)
+    for name, audio in {"hiss": hiss, "speech": samples, "padded": np.concatenate([hiss, samples])}.items():
+        soundfile.write(tmp_path / f"{name}.wav", audio, rate)
+        (tmp_path / f"{name}.txt").write_text("one two")
+    outcome = loaded.evaluate({"dev": str(tmp_path)})["dev"]
+    texts = sorted(example.hypothesis.strip() for example in outcome.examples)
+    assert texts == sorted(transcript.text for transcript in loaded.transcribe(tmp_path))
+    assert [bool(text) for text in texts] == [False, True, True]
+    assert outcome.totals["wer"][1] == 6
+    assert outcome.totals["loss"][1] == 2  # Nobody speaks in the third one.
+
+
 def test_a_decoder_is_chosen_for_one_call(loaded: LoadedRun, wav: Path) -> None:
     (greedy,), (beam,) = loaded.transcribe(wav), loaded.transcribe(wav, decoder="beam", width=3, nbest=2)
     assert len(beam.segments[0].hypothesis.alternatives) == 1
