@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -65,7 +66,7 @@ def _rates(pairs: list[tuple[str, str]]) -> dict[str, float]:
 def _require_tie(loaded: LoadedRun, export: Export, utterance: Utterance, texts: tuple[str, str]) -> None:
     """Raise DataError unless a tie explains the ``texts`` of the export and of PyTorch, which differ."""
     text, torch_text = texts
-    reference = torch_search(loaded.opened.task)
+    reference = torch_search(loaded)
     is_same_search = reference.text(utterance.samples).strip() == torch_text.strip()
     if not is_same_search or export.margin(reference, text) >= TIE:
         pair = f"the text of the export is {text!r:.200}, and PyTorch's is {torch_text!r:.200}"
@@ -83,15 +84,16 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 def text_of(loaded: LoadedRun, samples: np.ndarray) -> str:
     """Return PyTorch's text of samples (S,), which are decoded as a single piece."""
-    transcript = loaded.transcribe(samples, batch=1, piece_seconds=LONGEST_SECONDS)[0]
-    return "".join([segment.hypothesis.text for segment in transcript.segments])
+    return loaded.transcribe(samples, batch=1, piece_seconds=LONGEST_SECONDS)[0].text
 
 
 def utterances(loaded: LoadedRun) -> Iterator[Utterance]:
     """Yield the recordings of the run's evaluation sets. Those that cannot be read are left out."""
     opened = loaded.opened
+    config = copy.deepcopy(opened.config)
+    config.data.longest_pause = None  # ``transcribe`` and the export shorten the pauses.
     data = build(
-        opened.config,
+        config,
         "data",
         tokenizer=opened.tokenizer,
         footprint=opened.task.footprint(),

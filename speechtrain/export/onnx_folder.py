@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from speechtrain.data import voice_activity
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
 from speechtrain.export import held_out
@@ -37,14 +38,22 @@ def write(loaded: LoadedRun, folder: Path, has_features: bool) -> list[str]:
     write_graphs(graphs, folder)
     if has_features and "features" in graphs:
         _merge_features(folder)
-    write_json(folder / "model.json", settings(task, graphs) | {"sha256": digests(folder)})
-    shutil.copy(Path(__file__).with_name("recognise.py"), folder / "recognise.py")
+    write_json(folder / "model.json", settings(loaded, graphs) | {"sha256": digests(folder)})
+    copy_programs(folder, "recognise.py")
     exports = {}
     for precision in PRECISIONS:
         exports[precision] = Search(*open_export(folder, precision))  # type: ignore[no-untyped-call]
     result = held_out.check(loaded, exports)
     write_json(folder / "error_rates.json", result)
     return held_out.lines(result)
+
+
+def copy_programs(folder: Path, recognise: str) -> None:
+    """Copy the program ``recognise``, a file of this package, and its modules into ``folder``."""
+    here = Path(__file__).parent
+    shutil.copy(here / recognise, folder / "recognise.py")
+    shutil.copy(here / "recording.py", folder)
+    shutil.copy(voice_activity.__file__, folder)
 
 
 def greedy_task(loaded: LoadedRun, option: str) -> Any:

@@ -11,7 +11,13 @@ from pathlib import Path
 try:
     import numpy as np
     import onnxruntime
-    import soundfile
+
+    if __package__:
+        from speechtrain.data.voice_activity import speech_spans
+        from speechtrain.export.recording import read_recording
+    else:  # An export has copies of both modules.
+        from recording import read_recording
+        from voice_activity import speech_spans
 except (ImportError, OSError) as error:  # soundfile raises OSError if its C library is missing.
     sys.exit(f"recognise.py: {error}. Install it: pip install numpy onnxruntime soundfile")
 
@@ -28,44 +34,20 @@ def open_export(folder, precision):
         if hashlib.sha256(content).hexdigest() != digest:
             raise ValueError(f"{file} is not the exported file")
         sessions[name] = onnxruntime.InferenceSession(content, options)
-    transcribe(model, sessions, np.zeros(0, np.float32))  # Graphs that do not fit together fail here.
+    decode(model, sessions, np.zeros(0, np.float32))  # Graphs that do not fit together fail here.
     return model, sessions
 
 
-def read_recording(path, new_rate):
-    """Return mono fp32 samples (S,) at ``new_rate``. Raises an error for a file without usable samples."""
-    with open(path, "rb") as file:
-        audio, rate = soundfile.read(file, dtype="float32", always_2d=True)  # (S, channels)
-    if len(audio) == 0:
-        raise ValueError("it has no samples")
-    if not np.isfinite(audio).all():
-        raise ValueError("some of its samples are not finite numbers")
-    if not 1_000 <= rate <= 400_000:
-        raise ValueError(f"its sample rate is {rate} Hz")
-    return change_rate(audio.mean(1), rate, new_rate)
-
-
-def change_rate(samples, rate, new_rate):
-    """Return samples (S,) at ``new_rate``, interpolated by a sinc in a Kaiser window, as in training."""
-    if rate == new_rate:
-        return samples
-    divisor = math.gcd(rate, new_rate)
-    step, phases = rate // divisor, new_rate // divisor  # ``step`` samples become ``phases`` new ones.
-    cutoff = 0.94 * min(1, new_rate / rate)  # of the highest frequency of the samples
-    width = math.ceil(32 / cutoff)  # samples on each side, as many as reach to 32 zeros of the sinc
-    neighbours = np.lib.stride_tricks.sliding_window_view(np.pad(samples, width), 2 * width + 1)
-    new_samples = np.empty(math.ceil(len(samples) * new_rate / rate), np.float32)
-    for phase in range(min(phases, len(new_samples))):
-        first, remainder = divmod(phase * step, phases)
-        zeros = np.clip((np.arange(-width, width + 1) - remainder / phases) * cutoff, -32, 32)
-        window = np.i0(6.5 * np.sqrt(1 - (zeros / 32) ** 2)) / np.i0(6.5)
-        weights = (cutoff * np.sinc(zeros) * window).astype(np.float32)
-        new_samples[phase::phases] = np.einsum("sn,n->s", neighbours[first::step], weights)
-    return new_samples
-
-
 def transcribe(model, sessions, samples):
-    """Return the text of mono fp32 samples (S,) at the sample rate of the model."""
+    """Return the text of mono fp32 samples (S,) at the sample rate of the model. Silence has no text."""
+    texts = []
+    for start, end in speech_spans(samples, model["sample_rate"], model["longest_pause"]):
+        texts.append(decode(model, sessions, samples[start:end]))
+    return " ".join([text for text in texts if text])
+
+
+def decode(model, sessions, samples):
+    """Return the text of mono fp32 samples (S,) in which somebody speaks without long pauses."""
     missing = max(0, model["sample_rate"] // 10 - len(samples))  # The features need a tenth of a second.
     offset = zlib.crc32(samples[:16384].tobytes()) % 262144  # of the noise that the features add
     values = {name: np.zeros(shape, np.float32) for name, shape in model["states"].items()}
@@ -75,8 +57,8 @@ def transcribe(model, sessions, samples):
         run(sessions["features"], values)
     run(sessions["encoder"], values)
     search = best_path if model["kind"] == "ctc" else best_symbols
-    text = "".join([model["labels"][label] for label in search(model, sessions, values)])
-    return text.strip() if model["strip"] else text
+    labels = search(model, sessions, values)
+    return "".join([model["labels"][label] for label in labels]).strip()
 
 
 def run(session, values):

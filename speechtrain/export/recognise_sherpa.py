@@ -9,13 +9,19 @@ from pathlib import Path
 try:
     import numpy as np
     import sherpa_onnx
-    import soundfile
+
+    if __package__:
+        from speechtrain.data.voice_activity import speech_spans
+        from speechtrain.export.recording import read_recording
+    else:  # An export has copies of both modules.
+        from recording import read_recording
+        from voice_activity import speech_spans
 except (ImportError, OSError) as error:  # soundfile raises OSError if its C library is missing.
     sys.exit(f"recognise.py: {error}. Install it: pip install numpy sherpa-onnx soundfile")
 
 
 def open_recogniser(folder, precision):
-    """Return the recogniser of sherpa-onnx. Raises an error for a damaged folder."""
+    """Return model.json and the recogniser of sherpa-onnx. Raises an error for a damaged folder."""
     model = json.loads((folder / "model.json").read_bytes())
     digests = model["sha256"][precision]
     names = ("model",) if "model" in digests else ("encoder", "decoder", "joiner")
@@ -30,28 +36,23 @@ def open_recogniser(folder, precision):
     else:
         kind = "nemo_transducer"
         recogniser = sherpa_onnx.OfflineRecognizer.from_transducer(**files, **sizes, model_type=kind)
-    transcribe(recogniser, np.zeros(0, np.float32), 16000)  # Files that do not fit together fail here.
-    return recogniser
+    decode(model, recogniser, np.zeros(0, np.float32))  # Files that do not fit together fail here.
+    return model, recogniser
 
 
-def read_recording(path):
-    """Return mono fp32 samples (S,) and their rate. Raises an error for a file without usable samples."""
-    with open(path, "rb") as file:
-        audio, rate = soundfile.read(file, dtype="float32", always_2d=True)  # (S, channels)
-    if len(audio) == 0:
-        raise ValueError("it has no samples")
-    if not np.isfinite(audio).all():
-        raise ValueError("some of its samples are not finite numbers")
-    if not 1_000 <= rate <= 400_000:
-        raise ValueError(f"its sample rate is {rate} Hz")
-    return audio.mean(1), rate
+def transcribe(model, recogniser, samples):
+    """Return the text of mono fp32 samples (S,) at the sample rate of the model. Silence has no text."""
+    texts = []
+    for start, end in speech_spans(samples, model["sample_rate"], model["longest_pause"]):
+        texts.append(decode(model, recogniser, samples[start:end]))
+    return " ".join([text for text in texts if text])
 
 
-def transcribe(recogniser, samples, rate):
-    """Return the text of mono fp32 samples (S,). sherpa-onnx converts them to the rate of the model."""
-    missing = max(0, rate // 10 - len(samples))  # The features need a tenth of a second.
+def decode(model, recogniser, samples):
+    """Return the text of mono fp32 samples (S,) in which somebody speaks without long pauses."""
+    missing = max(0, model["sample_rate"] // 10 - len(samples))  # The features need a tenth of a second.
     stream = recogniser.create_stream()
-    stream.accept_waveform(rate, np.pad(samples, (0, missing)))
+    stream.accept_waveform(model["sample_rate"], np.pad(samples, (0, missing)))
     recogniser.decode_stream(stream)
     return stream.result.text.strip()
 
@@ -64,15 +65,15 @@ def main():
     arguments = parser.parse_args()
     folder = Path(__file__).parent
     try:
-        recogniser = open_recogniser(folder, "int8" if arguments.int8 else "fp32")
+        model, recogniser = open_recogniser(folder, "int8" if arguments.int8 else "fp32")
     except Exception as error:  # A damaged file can raise errors of many types.
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         sys.exit(f"recognise.py: the export in {folder} is damaged: {reason:.300}")
     exit_code = 0
     for path in arguments.recordings:
         try:
-            samples, rate = read_recording(path)
-            print(path, transcribe(recogniser, samples, rate), sep="\t", flush=True)
+            samples = read_recording(path, model["sample_rate"])
+            print(path, transcribe(model, recogniser, samples), sep="\t", flush=True)
         except Exception as error:
             print(f"recognise.py: {path}: {error}".partition("\n")[0], file=sys.stderr)
             exit_code = 1

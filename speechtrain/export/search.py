@@ -12,7 +12,7 @@ import torch
 
 from speechtrain.export.graphs import Graph, graphs_of
 from speechtrain.export.recognise import transcribe
-from speechtrain.text.vocabulary import Characters
+from speechtrain.inference.loaded_run import LoadedRun
 
 
 class _TorchSession:
@@ -99,14 +99,16 @@ class Search:
         return float(smallest)
 
 
-def torch_search(task: Any) -> Search:
-    """Return the search over the modules of ``task``, a recogniser on the CPU, as it transcribes."""
+def torch_search(loaded: LoadedRun) -> Search:
+    """Return the search over the modules of a recogniser on the CPU, as it transcribes."""
+    task: Any = loaded.opened.task
     graphs = graphs_of(task, policy=None)
-    return Search(settings(task, graphs), {name: _TorchSession(graph) for name, graph in graphs.items()})
+    return Search(settings(loaded, graphs), {name: _TorchSession(graph) for name, graph in graphs.items()})
 
 
-def settings(task: Any, graphs: Mapping[str, Graph]) -> dict[str, Any]:
+def settings(loaded: LoadedRun, graphs: Mapping[str, Graph]) -> dict[str, Any]:
     """Return the content of model.json without the digests."""
+    task: Any = loaded.opened.task
     durations = list(task.joint.durations) if "joint" in graphs else []
     kind = "ctc"
     if "joint" in graphs:
@@ -118,10 +120,10 @@ def settings(task: Any, graphs: Mapping[str, Graph]) -> dict[str, Any]:
     return {
         "kind": kind,
         "sample_rate": task.sample_rate,
+        "longest_pause": loaded.longest_pause,
         "frame_seconds": task.frame_seconds,
         "labels": task.tokenizer.spelling(),
         "blank": task.tokenizer.blank,
-        "strip": not isinstance(task.tokenizer, Characters),
         "durations": durations,
         "states": states,
         "max_symbols_per_step": task.decoder.max_symbols_per_step,

@@ -9,7 +9,6 @@ Legend: B rows, T frames of features, F features, N frames of the encoder, W enc
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from speechtrain.encoders.base import LogMelEncoder
 from speechtrain.errors import ConfigError
 from speechtrain.export import held_out
 from speechtrain.export.graphs import Graph, graphs_of
-from speechtrain.export.onnx_folder import PRECISIONS, digests, greedy_task, write_graphs
+from speechtrain.export.onnx_folder import PRECISIONS, copy_programs, digests, greedy_task, write_graphs
 from speechtrain.export.recognise_sherpa import open_recogniser, transcribe
 from speechtrain.export.search import Search
 from speechtrain.files import sha256, write_json, write_text
@@ -95,12 +94,11 @@ class _Joint(nn.Module):
 class SherpaExport:
     """The export in a folder, in one precision, as sherpa-onnx recognises with it."""
 
-    def __init__(self, folder: Path, precision: str, sample_rate: int) -> None:
-        self._recogniser: Any = open_recogniser(folder, precision)  # type: ignore[no-untyped-call]
-        self._sample_rate = sample_rate
+    def __init__(self, folder: Path, precision: str) -> None:
+        self._model, self._recogniser = open_recogniser(folder, precision)  # type: ignore[no-untyped-call]
 
     def text(self, samples: np.ndarray) -> str:
-        return str(transcribe(self._recogniser, samples, self._sample_rate))  # type: ignore[no-untyped-call]
+        return str(transcribe(self._model, self._recogniser, samples))  # type: ignore[no-untyped-call]
 
     def margin(self, reference: Search, text: str) -> float:
         return reference.margin_before(text)
@@ -119,10 +117,15 @@ def write(loaded: LoadedRun, folder: Path) -> list[str]:
     sums = digests(folder)
     for graph_sums in sums.values():
         graph_sums["tokens"] = sha256(folder / "tokens.txt")
-    settings = {"sample_rate": task.sample_rate, "mels": task.encoder.features.mels, "sha256": sums}
+    settings = {
+        "sample_rate": task.sample_rate,
+        "mels": task.encoder.features.mels,
+        "longest_pause": loaded.longest_pause,
+        "sha256": sums,
+    }
     write_json(folder / "model.json", settings)
-    shutil.copy(Path(__file__).with_name("recognise_sherpa.py"), folder / "recognise.py")
-    exports = {precision: SherpaExport(folder, precision, task.sample_rate) for precision in PRECISIONS}
+    copy_programs(folder, "recognise_sherpa.py")
+    exports = {precision: SherpaExport(folder, precision) for precision in PRECISIONS}
     result = held_out.check(loaded, exports)
     write_json(folder / "error_rates.json", result)
     return held_out.lines(result)
@@ -171,7 +174,7 @@ def sherpa_features(sample_rate: int, has_joint: bool) -> dict[str, Any]:
         "preemphasis": 0.97,
         "log_floor": 2.0**-24,
         "dither": 0.0,
-        "normalise": True,
+        "normalise": "all",
         "splice": 1,
         "trim_silence_db": None,
     }

@@ -46,6 +46,7 @@ def end_of_program(path: Path, *arguments: str) -> int | str | None:
     """Run a program of Python in this process. Return its exit code, or the line of a failure."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [str(path), *arguments])
+        patch.syspath_prepend(str(path.parent))  # as Python does
         with pytest.raises(SystemExit) as end:
             runpy.run_path(str(path), run_name="__main__")
     return end.value.code

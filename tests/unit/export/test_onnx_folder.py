@@ -18,7 +18,7 @@ import soundfile
 from speechtrain.commands import export
 from speechtrain.data.audio import change_rate
 from speechtrain.errors import ConfigError, DataError
-from speechtrain.export import held_out, onnx_folder, recognise
+from speechtrain.export import held_out, onnx_folder, recognise, recording
 from speechtrain.nn.prediction import Prediction
 from tests.support.faulty_recordings import FaultyRecordings
 from tests.support.tiny_run import TINY, end_of_program, small_encoder, untrained
@@ -62,7 +62,7 @@ def folder(run_directory: Path, outside: Path) -> Path:
     return out
 
 
-def recording(run_directory: Path, folder: Path) -> Path:
+def recording_of(run_directory: Path, folder: Path) -> Path:
     """Write the first held-out recording as a file, and return its path."""
     loaded = export.load_for_onnx(run_directory, "best")
     utterance = next(held_out.utterances(loaded))
@@ -79,7 +79,7 @@ def test_write_checks_every_precision(folder: Path) -> None:
 
 
 def test_recognise_prints_the_text_of_pytorch(run_directory: Path, folder: Path, tmp_path: Path) -> None:
-    audio = recording(run_directory, tmp_path)
+    audio = recording_of(run_directory, tmp_path)
     loaded = export.load_for_onnx(run_directory, "best")
     utterance = next(held_out.utterances(loaded))
     command = [sys.executable, "-O", str(folder / "recognise.py"), str(audio)]
@@ -92,13 +92,13 @@ def test_recognise_prints_the_text_of_pytorch(run_directory: Path, folder: Path,
 def test_recognise_averages_channels_and_converts_the_rate(
     run_directory: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    samples, rate = soundfile.read(recording(run_directory, tmp_path), dtype="float32")
+    samples, rate = soundfile.read(recording_of(run_directory, tmp_path), dtype="float32")
     fast = change_rate(samples, rate, 44100)
     stereo = np.stack([1.5 * fast, 0.5 * fast], 1)
     soundfile.write(tmp_path / "b.wav", stereo, 44100, subtype="FLOAT")
     assert end_of_program(folder / "recognise.py", "--int8", str(tmp_path / "b.wav")) == 0
     model, sessions = recognise.open_export(folder, "int8")  # type: ignore[no-untyped-call]
-    mono = recognise.change_rate(stereo.mean(1), 44100, rate)  # type: ignore[no-untyped-call]
+    mono = recording.read_recording(tmp_path / "b.wav", rate)  # type: ignore[no-untyped-call]
     text = recognise.transcribe(model, sessions, mono)  # type: ignore[no-untyped-call]
     assert capsys.readouterr().out == f"{tmp_path / 'b.wav'}\t{text}\n"
 
@@ -106,9 +106,25 @@ def test_recognise_averages_channels_and_converts_the_rate(
 @pytest.mark.parametrize("rate", [8000, 11025, 16001, 44100, 48000])
 def test_recognise_converts_rates_as_training_does(rate: int) -> None:
     noise = np.random.default_rng(0).standard_normal(3 * rate + 7).astype(np.float32)
-    samples = recognise.change_rate(noise, rate, 16000)  # type: ignore[no-untyped-call]
+    samples = recording.change_rate(noise, rate, 16000)  # type: ignore[no-untyped-call]
     assert samples.dtype == np.float32
     np.testing.assert_allclose(samples, change_rate(noise, rate, 16000), atol=1e-3)
+
+
+def test_recognise_writes_no_word_for_silence(
+    run_directory: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples, rate = soundfile.read(recording_of(run_directory, tmp_path), dtype="float32")
+    hiss = 0.01 * np.random.default_rng(0).standard_normal(5 * rate).astype(np.float32)
+    soundfile.write(tmp_path / "hiss.wav", hiss, rate, subtype="FLOAT")
+    soundfile.write(tmp_path / "padded.wav", np.r_[hiss, samples, 0 * hiss], rate, subtype="FLOAT")
+    paths = [str(tmp_path / name) for name in ("hiss.wav", "padded.wav")]
+    assert end_of_program(folder / "recognise.py", *paths) == 0
+    texts = [line.partition("\t")[2] for line in capsys.readouterr().out.splitlines()]
+    transcripts = export.load_for_onnx(run_directory, "best").transcribe(paths)
+    assert texts == [transcript.text for transcript in transcripts]
+    assert texts[0] == ""
+    assert texts[1]
 
 
 def test_recognise_names_each_faulty_recording(
@@ -132,17 +148,18 @@ def test_recognise_names_a_missing_package(folder: Path, monkeypatch: pytest.Mon
     assert error.endswith("Install it: pip install numpy onnxruntime soundfile")
 
 
-@pytest.mark.parametrize("name", ["recognise.py", "recognise_sherpa.py"])
+@pytest.mark.parametrize("name", ["recognise.py", "recognise_sherpa.py", "recording.py"])
 def test_recognise_checks_without_assertions_which_python_optimises_away(name: str) -> None:
     program = ast.parse(Path(recognise.__file__).with_name(name).read_text())
     assert not [node.lineno for node in ast.walk(program) if isinstance(node, ast.Assert)]
 
 
-def test_recognise_needs_three_packages() -> None:
-    text = Path(recognise.__file__).read_text()
+def test_recognise_needs_three_packages(folder: Path) -> None:
+    text = "\n".join([path.read_text() for path in folder.glob("*.py")])
     imports = [line.split()[1] for line in text.splitlines() if line.strip().startswith(("import ", "from "))]
-    packages = set(imports) - set(sys.stdlib_module_names)
-    assert packages == {"numpy", "onnxruntime", "soundfile"}
+    packages = {name.partition(".")[0] for name in imports} - set(sys.stdlib_module_names)
+    modules = {"recording", "voice_activity", "speechtrain"}  # The export has the first two of them.
+    assert packages - modules == {"numpy", "onnxruntime", "soundfile"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,14 @@ import pytest
 
 from speechtrain.export.search import Search
 
-MODEL = {"kind": "ctc", "labels": ["a", "b"], "blank": 2, "states": {}, "sample_rate": 10, "strip": True}
+MODEL = {
+    "kind": "ctc",
+    "labels": ["a", "b"],
+    "blank": 2,
+    "states": {},
+    "sample_rate": 8000,
+    "longest_pause": 0.6,
+}
 
 
 class _Scores:
@@ -30,7 +37,7 @@ class _Scores:
 
 def search(*rows: tuple[float, float, float]) -> Search:
     result = Search(MODEL, {"encoder": _Scores((0, 0, 0)), "ctc": _Scores(*rows)})
-    result.text(np.zeros(8, dtype=np.float32))
+    result.text(np.resize(np.array([1, 0], np.float32), 3200))  # short enough to be one span of speech
     return result
 
 

@@ -13,8 +13,10 @@ import pytest
 import soundfile
 
 from speechtrain.commands import export
+from speechtrain.data.audio import change_rate
 from speechtrain.errors import ConfigError
 from speechtrain.export import held_out, sherpa_folder
+from speechtrain.export.recording import read_recording
 from tests.support.faulty_recordings import FaultyRecordings
 from tests.support.tiny_run import TINY, end_of_program, small_encoder, untrained
 
@@ -25,6 +27,7 @@ pytestmark = pytest.mark.slow
 # The runs have sherpa-onnx's limits of labels, because the text of a model without training has many labels.
 KEYS = [key for key in TINY if not key.startswith(("encoder.", "model.", "decoder."))]
 KEYS += ["decoder.max_symbols=1000000", "encoder.features.padding=reflect", "encoder.features.dither=0"]
+KEYS += ["encoder.features.normalise=all"]
 TRANSDUCER = ("decoder.max_symbols_per_step=10", "encoder.features.form=kaldi", "encoder.features.f_max=7600")
 TDT = (*TRANSDUCER[1:], "decoder.max_symbols_per_step=5", "model.joint.durations=[0,1,2]")
 
@@ -61,7 +64,7 @@ def test_write_of_ctc_has_the_texts_of_pytorch(folder: Path) -> None:
 
 
 def test_write_of_ctc_recognises_several_recordings_at_once(folder: Path) -> None:
-    recogniser = sherpa_folder.SherpaExport(folder, "fp32", 16000)._recogniser
+    recogniser = sherpa_folder.SherpaExport(folder, "fp32")._recogniser
     noise = np.random.default_rng(0).standard_normal(32000).astype(np.float32)
     streams = [recogniser.create_stream() for _ in range(3)]
     for stream, samples in zip(streams, (32000, 32000, 23000), strict=True):
@@ -159,12 +162,18 @@ def test_recognise_names_each_faulty_recording(
 
 
 @pytest.mark.slow
-def test_recognise_averages_channels_and_passes_the_rate(
+def test_recognise_averages_channels_and_converts_the_rate(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    noise = 0.1 * np.random.default_rng(0).standard_normal((48000, 2)).astype(np.float32)
-    soundfile.write(tmp_path / "a.wav", noise, 48000, subtype="FLOAT")
-    assert end_of_program(folder / "recognise.py", str(tmp_path / "a.wav")) == 0
-    text = sherpa_folder.SherpaExport(folder, "fp32", 48000).text(noise.mean(1))
-    assert text != sherpa_folder.SherpaExport(folder, "fp32", 16000).text(noise.mean(1))
-    assert capsys.readouterr().out == f"{tmp_path / 'a.wav'}\t{text}\n"
+    utterance = next(held_out.utterances(export.load_for_onnx(folder.with_name("run"), "best")))
+    fast = change_rate(utterance.samples, 16000, 48000)
+    hiss = 0.01 * np.random.default_rng(0).standard_normal(5 * 48000).astype(np.float32)
+    mono = np.concatenate([hiss, fast, hiss])
+    soundfile.write(tmp_path / "a.wav", np.stack([1.5 * mono, 0.5 * mono], 1), 48000, subtype="FLOAT")
+    soundfile.write(tmp_path / "hiss.wav", hiss, 48000, subtype="FLOAT")
+    assert end_of_program(folder / "recognise.py", str(tmp_path / "a.wav"), str(tmp_path / "hiss.wav")) == 0
+    samples = read_recording(tmp_path / "a.wav", 16000)  # type: ignore[no-untyped-call]
+    text = sherpa_folder.SherpaExport(folder, "fp32").text(samples)
+    assert text
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"{tmp_path / 'a.wav'}\t{text}", f"{tmp_path / 'hiss.wav'}\t"]

@@ -1,0 +1,38 @@
+"""Reads a recording for the programs of an export, which contains a copy of this file."""
+
+import math
+
+import numpy as np
+import soundfile
+
+
+def read_recording(path, new_rate):
+    """Return mono fp32 samples (S,) at ``new_rate``. Raises an error for a file without usable samples."""
+    with open(path, "rb") as file:
+        audio, rate = soundfile.read(file, dtype="float32", always_2d=True)  # (S, channels)
+    if len(audio) == 0:
+        raise ValueError("it has no samples")
+    if not np.isfinite(audio).all():
+        raise ValueError("some of its samples are not finite numbers")
+    if not 1_000 <= rate <= 400_000:
+        raise ValueError(f"its sample rate is {rate} Hz")
+    return change_rate(audio.mean(1), rate, new_rate)
+
+
+def change_rate(samples, rate, new_rate):
+    """Return samples (S,) at ``new_rate``, interpolated by a sinc in a Kaiser window, as in training."""
+    if rate == new_rate:
+        return samples
+    divisor = math.gcd(rate, new_rate)
+    step, phases = rate // divisor, new_rate // divisor  # ``step`` samples become ``phases`` new ones.
+    cutoff = 0.94 * min(1, new_rate / rate)  # of the highest frequency of the samples
+    width = math.ceil(32 / cutoff)  # samples on each side, as many as reach to 32 zeros of the sinc
+    neighbours = np.lib.stride_tricks.sliding_window_view(np.pad(samples, width), 2 * width + 1)
+    new_samples = np.empty(math.ceil(len(samples) * new_rate / rate), np.float32)
+    for phase in range(min(phases, len(new_samples))):
+        first, remainder = divmod(phase * step, phases)
+        zeros = np.clip((np.arange(-width, width + 1) - remainder / phases) * cutoff, -32, 32)
+        window = np.i0(6.5 * np.sqrt(1 - (zeros / 32) ** 2)) / np.i0(6.5)
+        weights = (cutoff * np.sinc(zeros) * window).astype(np.float32)
+        new_samples[phase::phases] = np.einsum("sn,n->s", neighbours[first::step], weights)
+    return new_samples
