@@ -50,6 +50,7 @@ from speechtrain.nn.stack_time import stack_time
 from speechtrain.torch_private import MovedModule
 
 _DITHER_SEED = 0xD17E
+_LOUD_NATS = 8.0  # 35 dB. The pauses of a usual recording are lower, and its weakest consonants are higher.
 _KALDI_FORMS = ("kaldi", "kaldi_hann")
 
 
@@ -124,6 +125,16 @@ def _is_loud(audio: Tensor, is_valid: Tensor, decibels: float, window: int) -> T
     return is_loud
 
 
+def _loud(x: Tensor, weight: Tensor) -> Tensor:
+    """Return 1 for the loud columns of log-mel ``x`` (B, T, ..., M), and 0 for the others.
+
+    ``weight`` (B, T, ..., 1) is 1 for the columns of a row. The result has its shape.
+    """
+    level = x.mean(-1, keepdim=True)
+    loudest = level.masked_fill(weight == 0, -math.inf).amax(1, keepdim=True)
+    return weight * (level > loudest - _LOUD_NATS)
+
+
 def _moving_sum(values: Tensor, window: int) -> Tensor:
     """Return the sum of the last ``window`` values at each position of (B, S).
 
@@ -169,6 +180,9 @@ class LogMel(MovedModule, PolicyAware):
       (MLPerf 1e-20, NeMo 2^-24).
     - ``padding`` is the content before and after a waveform: ``reflect`` (its reflection) or ``constant``
       (zeros).
+    - ``normalise`` selects the columns whose mean and deviation normalise a bin: ``all``, ``loud`` or
+      ``none``. A column is loud if the mean of its logarithms is at most 8 (35 dB) below the loudest
+      column's. So silence around an utterance does not change the features of the utterance.
     - ``splice`` is the number of columns in an output frame.
     - ``pad_features_to``: features are padded with zeros to a multiple of it. 0 does not pad.
     - ``trim_silence_db`` is the ``decibels`` of ``trim_silence``, and null does not trim.
@@ -199,7 +213,7 @@ class LogMel(MovedModule, PolicyAware):
         form: str = "dali",
         padding: str = "reflect",
         log_floor: float = 1e-20,
-        normalise: bool = True,
+        normalise: str = "all",
         splice: int = 3,
         splice_first: bool = False,
         pad_features_to: int = 0,
@@ -397,24 +411,26 @@ class LogMel(MovedModule, PolicyAware):
         if self.splice_first:
             # Columns beyond the row's end are 0 and do not enter the statistics.
             x = stack_time(x, self.splice).view(*frame_weights.shape, self.mels)
-            x = mask(self._normalised(x, frame_weights[..., None]).flatten(2), lengths)
+            x = mask(self.normalised(x, frame_weights[..., None]).flatten(2), lengths)
         else:
-            x = mask(self._normalised(x, column_weight), is_valid.sum(1))
+            x = mask(self.normalised(x, column_weight), is_valid.sum(1))
             x = stack_time(x, self.splice)
         return F.pad(x, (0, self.features - x.shape[2])), lengths
 
-    def _normalised(self, x: Tensor, weight: Tensor) -> Tensor:
+    def normalised(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return ``x`` with mean 0 and deviation 1 along axis 1, over elements of ``weight`` 1.
 
-        Elements of weight 0 and constant bins become 0.
+        With ``normalise=loud``, mean and deviation are those of the loud columns. Elements of weight 0 and
+        constant bins become 0.
         """
-        if not self.normalise:
+        if self.normalise == "none":
             return x * weight
+        counted = _loud(x, weight) if self.normalise == "loud" else weight
         # Without this subtraction, the rounded mean of a constant bin could differ from its values.
         x = (x - x[:, :1]) * weight
-        count = weight.sum(1, keepdim=True).clamp(min=1.0)
-        x = (x - x.sum(1, keepdim=True) / count) * weight
-        squares = x.square().sum(1, keepdim=True)
+        count = counted.sum(1, keepdim=True).clamp(min=1.0)
+        x = (x - (x * counted).sum(1, keepdim=True) / count) * weight
+        squares = (x * counted).square().sum(1, keepdim=True)
         if self._is_dali:
             return x * (squares / count).clamp(min=1e-30).rsqrt()
         variance = squares / (count if self._is_kaldi else (count - 1.0).clamp(min=1.0))
@@ -474,7 +490,11 @@ class LogMel(MovedModule, PolicyAware):
             if not is_valid:
                 raise ConfigError(problem)
 
-        choices = {"form": ("dali", "torch", "parakeet", *_KALDI_FORMS), "padding": ("reflect", "constant")}
+        choices = {
+            "form": ("dali", "torch", "parakeet", *_KALDI_FORMS),
+            "padding": ("reflect", "constant"),
+            "normalise": ("all", "loud", "none"),
+        }
         for name, names in choices.items():
             choice, quoted = getattr(self, name), list(map(repr, names))
             listing = f"{', '.join(quoted[:-1])} or {quoted[-1]}"

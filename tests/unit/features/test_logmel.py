@@ -87,7 +87,7 @@ def oracle(
     coefficient: float = 0.97,
     padding: str = "reflect",
     floor: float = 1e-20,
-    normalise: bool = True,
+    normalise: str = "all",
     splice: int = 3,
     splice_first: bool = False,
     warp: float = 1.0,
@@ -107,7 +107,7 @@ def oracle(
     y = np.log(np.maximum(mel, floor)) if dali else np.log(mel + floor)
 
     def normalised(column: Array) -> Array:
-        if not normalise:
+        if normalise == "none":
             return column
         spread = column.std() if dali else (column.std(ddof=1) if len(column) > 1 else 0.0) + 1e-5
         return (column - column.mean()) / (spread if np.ptp(column) else 1.0)
@@ -155,12 +155,12 @@ def test_equals_the_oracle_with_other_settings(form: str) -> None:
     small = LogMel(window_seconds=0.025, mels=40, log_floor=1e-8, **shared)
     close(run(small, wave)[0][0], oracle(wave, form, width=400, mels=40, floor=1e-8, splice=1))
     odd = LogMel(sample_rate=11025, window_seconds=0.025, f_min=60.0, f_max=4000.0, mels=23,
-                 preemphasis=0.9, normalise=False, **shared)  # fmt: skip
+                 preemphasis=0.9, normalise="none", **shared)  # fmt: skip
     assert odd.width == 276
     odd = LogMel(sample_rate=11025, window_seconds=275 / 11025, f_min=60.0, f_max=4000.0, mels=23,
-                 preemphasis=0.9, normalise=False, **shared)  # fmt: skip
+                 preemphasis=0.9, normalise="none", **shared)  # fmt: skip
     expected = oracle(wave, form, rate=11025, width=275, hop=110, low=60, high=4000, mels=23,
-                      coefficient=0.9, normalise=False, splice=1)  # fmt: skip
+                      coefficient=0.9, normalise="none", splice=1)  # fmt: skip
     close(run(odd, wave)[0][0], expected)
 
 
@@ -169,9 +169,9 @@ def test_equals_the_oracle_with_other_settings(form: str) -> None:
 def test_waveforms_shorter_than_a_window_reflect_again_and_again(form: str, samples: int) -> None:
     wave = speech(samples + 7, 1)[7:]
     # Above a floor: a bin that holds nothing but leakage has few digits in fp32.
-    model = LogMel(form=form, normalise=False, log_floor=1e-7)
+    model = LogMel(form=form, normalise="none", log_floor=1e-7)
     features, frames = run(model, wave, speech(700))
-    close(features[0, : frames[0]], oracle(wave, form, normalise=False, floor=1e-7))
+    close(features[0, : frames[0]], oracle(wave, form, normalise="none", floor=1e-7))
     assert frames[0] == model.frames(samples)
 
 
@@ -186,7 +186,7 @@ def test_nemo_front_end_of_kaldi_native_fbank_coincides() -> None:
         form="torch",
         padding="constant",
         log_floor=2.0**-24,
-        normalise=False,
+        normalise="none",
         splice=1,
     )
     expected = np.asarray(frames).reshape(theirs.num_frames_ready, 80)
@@ -210,7 +210,7 @@ def test_librosa_form_of_kaldi_native_fbank_coincides() -> None:
     theirs.accept_waveform(16000, wave.tolist())
     theirs.input_finished()
     expected = np.stack([theirs.get_frame(i) for i in range(theirs.num_frames_ready)])
-    model = LogMel(form="torch", preemphasis=0.0, normalise=False, splice=1)
+    model = LogMel(form="torch", preemphasis=0.0, normalise="none", splice=1)
     ours, _ = run(model, wave)
     # Without centring, their frame i begins where our frame i + 1 does.
     close(ours[0, 1 : 1 + len(expected)], expected, 1e-3)
@@ -257,7 +257,7 @@ def test_power_spectrum_of_lhotse_coincides() -> None:
         use_energy=False,
     )
     power = theirs(torch.from_numpy(wave).float()[None])[0].double().numpy()
-    model = LogMel(form="torch", preemphasis=0.0, normalise=False, splice=1)
+    model = LogMel(form="torch", preemphasis=0.0, normalise="none", splice=1)
     expected = np.log(power @ oracle_bank(80, 0, 8000, 16000, 512) + 1e-20)
     ours, _ = run(model, wave)
     close(ours[0, 1 : 1 + len(expected)], expected, 1e-3)
@@ -273,7 +273,7 @@ def test_torch_stft_coincides(width: int, mode: str) -> None:
     )
     power = spectrum.abs().square().T.numpy()
     expected = np.log(power @ oracle_bank(80, 0, 8000, 16000, 512) + 1e-20)
-    model = LogMel(window_seconds=width / 16000, form="torch", padding=mode, normalise=False, splice=1)
+    model = LogMel(window_seconds=width / 16000, form="torch", padding=mode, normalise="none", splice=1)
     close(run(model, wave.numpy())[0][0], expected[:101], 1e-3)
 
 
@@ -366,9 +366,35 @@ def test_a_constant_bin_normalises_to_zero(form: str, splice_first: bool) -> Non
     assert features.abs().max() == 0
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_silence_does_not_change_the_features_of_speech(form: str) -> None:
+    wave = speech(16000)
+    padded = np.concatenate([np.zeros(32000), wave, np.zeros(48000)])
+    model = LogMel(form=form, normalise="loud", splice=1, dither=0.0, log_floor=1e-8)
+    alone, padded_features = run(model, wave)[0][0], run(model, padded)[0][0]
+    inner = slice(3, 97)  # The windows at the ends reach into the silence.
+    difference = (alone[inner] - padded_features[200:][inner]).abs().max()
+    assert difference < 0.4  # The windows at the ends are columns more, of which the first are loud.
+    every = LogMel(form=form, normalise="all", splice=1, dither=0.0, log_floor=1e-8)
+    difference = (run(every, wave)[0][0][inner] - run(every, padded)[0][0][200:][inner]).abs().max()
+    assert difference > 1.0
+
+
+def test_loud_columns_give_the_mean_and_the_deviation() -> None:
+    columns = torch.randn(2, 50, 4)
+    columns[:, 20:40] -= 20.0
+    weight = (torch.arange(50) < torch.tensor([[50], [45]])).float()[:, :, None]
+    normalised = LogMel(normalise="loud", mels=4, form="dali").normalised(columns, weight)
+    for row, length in ((0, 50), (1, 45)):
+        loud = torch.cat([columns[row, :20], columns[row, 40:length]])
+        deviation, mean = torch.std_mean(loud, 0, correction=0)
+        torch.testing.assert_close(normalised[row, :length], (columns[row, :length] - mean) / deviation)
+    assert not normalised[1, 45:].any()
+
+
 def test_dither_in_evaluation_belongs_to_the_utterance() -> None:
     quiet = np.zeros(8000)
-    model = LogMel(normalise=False)
+    model = LogMel(normalise="none")
     a, b, c = 7, 5_000, 200_000
     one, _ = run(model, quiet, quiet, keys=torch.tensor([a, b]))
     two, _ = run(
@@ -403,7 +429,7 @@ def test_dither_is_gaussian_and_independent_between_keys() -> None:
 
 
 def test_dither_in_training_comes_from_the_global_generator() -> None:
-    model = LogMel(normalise=False)
+    model = LogMel(normalise="none")
     audio, lengths = torch.zeros(1, 4000), torch.tensor([4000])
     keys = torch.tensor([5])
     draws = []
@@ -452,10 +478,10 @@ def test_reduced_precision_does_not_reach_the_features() -> None:
 def test_warp_equals_the_oracle_row_by_row(form: str) -> None:
     waves = [speech(n, i) for i, n in enumerate((9000, 4000, 9000, 6000))]
     factors = [0.9, 1.0, 1.1, 0.83]
-    model = LogMel(form=form, normalise=False, f_max=7600.0)
+    model = LogMel(form=form, normalise="none", f_max=7600.0)
     features, frames = run(model, *waves, warp=torch.tensor(factors))
     for row, count, wave, warp in zip(features, frames, waves, factors, strict=True):
-        close(row[:count], oracle(wave, form, normalise=False, high=7600.0, warp=warp), 1e-3)
+        close(row[:count], oracle(wave, form, normalise="none", high=7600.0, warp=warp), 1e-3)
     plain, _ = run(model, *waves)
     torch.testing.assert_close(features[1], plain[1], rtol=0, atol=1e-4)
     assert (features[0] - plain[0]).abs().mean() > 0.05
