@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-FAULTS = frozenset({"other_length"})
+FAULTS = frozenset({"other_length", "unexplained_bytes", "opposed_channels", "silent_channel"})
 """The reasons of a ``Skip`` whose recording is used nevertheless."""
 
 

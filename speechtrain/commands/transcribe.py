@@ -64,6 +64,12 @@ def parser() -> Parser:
         help="a longer recording is cut at pauses into pieces of at most S seconds (default 20)",
     )
     parser.add_argument(
+        "--channel",
+        type=int,
+        metavar="N",
+        help="read only channel N, from 0, as for two voices on two channels (default: the mean of all)",
+    )
+    parser.add_argument(
         "--format",
         choices=FORMATS,
         default="text",
@@ -87,7 +93,7 @@ def run(argv: list[str]) -> int:
 
     _return_freed_memory()
     loaded = load(arguments.run, *overrides, checkpoint=arguments.checkpoint, config_dir=arguments.config_dir)
-    recordings: Iterable[Recording | DataError] = loaded.recordings(sources)
+    recordings: Iterable[Recording | DataError] = loaded.recordings(sources, arguments.channel)
     if arguments.out is not None:
         output = _folder_output(arguments.out)
     elif arguments.format in ONE_RECORDING:
@@ -131,6 +137,8 @@ def _check_arguments(arguments: argparse.Namespace, sources: list[str]) -> None:
         raise ConfigError(f"--batch {arguments.batch}: it must be at least 1")
     if not arguments.piece_seconds >= 1:
         raise ConfigError(f"--piece-seconds {arguments.piece_seconds:g}: it must be at least 1")
+    if arguments.channel is not None and arguments.channel < 0:
+        raise ConfigError(f"--channel {arguments.channel}: it must be a number from 0 on")
     if not sources:
         raise ConfigError("name one or more recordings. speechtrain transcribe --help shows the usage")
     if arguments.out:

@@ -24,6 +24,7 @@ from speechtrain.data.recordings import (
     Fault,
     Unusable,
     header_faults,
+    no_samples,
     open_recording,
     or_unusable,
     tolerated_seconds,
@@ -59,22 +60,29 @@ def read_cut(cut: Mapping[str, Any], sample_rate: int, max_seconds: float = math
 
 
 def read_with_faults(
-    cut: Mapping[str, Any], sample_rate: int, max_seconds: float = math.inf
+    cut: Mapping[str, Any], sample_rate: int, max_seconds: float = math.inf, channel: int | None = None
 ) -> tuple[Samples, list[Fault]]:
     """Return a cut's audio (S,): mono, float32, at ``sample_rate``. Return its faults, too.
 
-    ``cut`` is in lhotse's JSON format. The channels of the cut are averaged. If the manifest does not list
-    all channels of the file, all channels of the file are averaged. If the duration of a whole file is a
-    little different from the manifest's, the file's duration counts.
+    ``cut`` is in lhotse's JSON format. If it names some of the file's channels, they are averaged. Otherwise
+    only ``channel`` is read, counted from 0. None is the mean of all channels. A cut of several files or
+    with transforms has the channels that it names. If the duration of a whole file is a little different
+    from the manifest's, the file's duration counts.
 
-    The reason of a Fault is ``other_length``: the duration differs from the manifest by more than 0.1 s and
-    more than 1 %, or the file has at least 90 % of the audio that its header promises.
+    The reason of a Fault is one of these:
+
+    - ``other_length``: the duration differs from the manifest by more than 0.1 s and more than 1 %, or the
+      file has at least 90 % of the audio that its header promises,
+    - ``unexplained_bytes``: the header does not explain 1 % of the file or more,
+    - ``opposed_channels``: the mean of the channels is much quieter than they are,
+    - ``silent_channel``: one of the channels is silent, and another one is not.
 
     Raises Unusable with one of these reasons:
 
     - ``missing``, ``empty_file``, ``unreadable``, ``no_samples``,
     - ``wrong_length``: the duration differs from the manifest by 0.5 s or half of it, and by 10 %, or the
       file has less than 90 % of the audio that its header promises,
+    - ``no_channel``: the file has no ``channel``,
     - ``not_finite``: a sample is NaN, infinite or far beyond full scale,
     - ``too_long``: the cut has more than ``max_seconds``. Such a cut is not decoded.
     """
@@ -82,18 +90,21 @@ def read_with_faults(
     with or_unusable(path):
         check_seconds(seconds_of(cut), max_seconds, path)
         if is_simple(cut):
-            return _read_simple(cut, sample_rate)
+            return _read_simple(cut, sample_rate, channel)
         return _read_mixed(cut, sample_rate), []
 
 
-def read_file(path: str, sample_rate: int, start: float = 0.0, seconds: float | None = None) -> Samples:
+def read_file(
+    path: str, sample_rate: int, start: float = 0.0, seconds: float | None = None, channel: int | None = None
+) -> Samples:
     """Return the samples (S,) of an audio file: mono, float32, at ``sample_rate``.
 
-    The samples begin at ``start`` seconds and last ``seconds``, or to the end of the file if this is None.
-    Raises Unusable, as ``read_cut`` does.
+    ``channel`` counts from 0. None is the mean of all channels. The samples begin at ``start`` seconds and
+    last ``seconds``, or to the end of the file if this is None. Raises Unusable, as ``read_cut`` does.
     """
     decoded = _decode(path, start, seconds)
-    return _check_and_resample(_average(decoded.samples), decoded.rate, sample_rate, path=path)
+    mono, _ = _to_mono(decoded.samples, path, channel)
+    return _check_and_resample(mono, decoded.rate, sample_rate, path=path)
 
 
 def change_rate(samples: Samples, rate: int, new_rate: int) -> Samples:
@@ -284,7 +295,9 @@ class _Decoded(NamedTuple):
     faults: list[Fault]
 
 
-def _read_simple(cut: Mapping[str, Any], sample_rate: int) -> tuple[Samples, list[Fault]]:
+def _read_simple(
+    cut: Mapping[str, Any], sample_rate: int, channel: int | None
+) -> tuple[Samples, list[Fault]]:
     """Read a cut of one file without transforms (see ``is_simple``)."""
     source = cut["recording"]["sources"][0]
     path = source["source"]
@@ -307,8 +320,11 @@ def _read_simple(cut: Mapping[str, Any], sample_rate: int) -> tuple[Samples, lis
         raise _wrong_length(path, f"{bound}{lengths}. {fix}")
     if not faults and difference > max(0.1, 0.01 * seconds):
         faults.append(Fault("other_length", f"{path}: {lengths}"))
-    mono = _average_channels(samples, source.get("channels"), cut.get("channel"))
-    return _check_and_resample(mono, rate, sample_rate, path=path), faults
+    named_samples = _named_channels(samples, source.get("channels"), cut.get("channel"))
+    if len(named_samples) < len(samples):
+        channel = None
+    mono, channel_faults = _to_mono(named_samples, path, channel)
+    return _check_and_resample(mono, rate, sample_rate, path=path), faults + channel_faults
 
 
 def _is_whole_file(cut: Mapping[str, Any]) -> bool:
@@ -346,8 +362,8 @@ def _decode(path: str, start: float, seconds: float | None) -> _Decoded:
             recording.seek(first_sample)
         samples = _read_or_shorten(recording, max(0, count)).T
         faults = header_faults(recording, path)
-    if samples.shape[1] == 0:
-        raise Unusable("no_samples", path)
+        if samples.shape[1] == 0:
+            raise no_samples(recording, path)
     decoded_share = samples.shape[1] / count
     if decoded_share < 0.99:
         lengths = f"{samples.shape[1] / rate:.2f} of {count / rate:.2f} s can be decoded. Copy it again"
@@ -375,11 +391,11 @@ def _read_or_shorten(recording: SoundFile, count: int) -> Samples:
         return samples[:decoded_count]
 
 
-def _average_channels(samples: Samples, file_channels: Any, cut_channels: Any) -> Samples:
-    """Return the mean (S,) of the cut's channels among ``samples`` (C, S).
+def _named_channels(samples: Samples, file_channels: Any, cut_channels: Any) -> Samples:
+    """Return the cut's channels (D, S) among ``samples`` (C, S).
 
     ``file_channels`` are the channels that the manifest lists for the file, and ``cut_channels`` is one
-    channel or a list. If the manifest does not list all C channels, this is the mean of all.
+    channel or a list. If the manifest does not list all C channels, all are returned.
     """
     all_are_listed = isinstance(file_channels, list) and len(file_channels) == len(samples)
     if all_are_listed and len(samples) > 1 and cut_channels is not None:
@@ -387,7 +403,30 @@ def _average_channels(samples: Samples, file_channels: Any, cut_channels: Any) -
             cut_channels = [cut_channels]
         rows = [file_channels.index(channel) for channel in cut_channels]
         samples = samples[rows]
-    return _average(samples)
+    return samples
+
+
+def _to_mono(samples: Samples, path: str, channel: int | None) -> tuple[Samples, list[Fault]]:
+    """Return a channel (S,) of ``samples`` (C, S), or their mean for None. Return the faults, too."""
+    if channel is not None:
+        if channel >= len(samples):
+            detail = f"{path}: it has {len(samples)} channels, and channel {channel} counts from 0"
+            raise Unusable("no_channel", detail)
+        return np.ascontiguousarray(samples[channel]), []
+    mono = _average(samples)
+    silent = [number for number, row in enumerate(samples) if len(samples) > 1 and is_silent(row)]
+    if len(silent) == len(samples) or len(samples) == 1:
+        return mono, []
+    faults = []
+    if silent:
+        channels = f"channel {silent[0]} of 0 to {len(samples) - 1} is silent"
+        faults.append(Fault("silent_channel", f"{path}: {channels}. data.channel=NUMBER uses one channel"))
+    # Independent channels leave 1/C of their mean power. Opposed channels leave less than a tenth of that.
+    power = sum(float(np.square(row).mean()) for row in samples) / len(samples)
+    if 10 * len(samples) * float(np.square(mono).mean()) < power:
+        detail = f"{path}: its channels cancel each other. Set data.channel=0 to use only the first"
+        faults.append(Fault("opposed_channels", detail))
+    return mono, faults
 
 
 def _average(samples: Samples) -> Samples:

@@ -44,6 +44,10 @@ REASONS = {
     "no_samples": "the file has a header but no samples",
     "wrong_length": "its length differs too much from its header or from the manifest",
     "other_length": "its length differs a little from its header or from the manifest, so it is used",
+    "unexplained_bytes": "the header does not explain 1 % of the file or more",
+    "opposed_channels": "the mean of its channels is much quieter than they are",
+    "silent_channel": "one of its channels is silent",
+    "no_channel": "it has no channel data.channel",
     "not_finite": "samples are NaN, infinite or far beyond full scale",
     "silent": "nobody speaks or no sample reaches −60 dBFS, but the transcript is not empty",
     "too_short": "shorter than data.min_seconds",
@@ -91,6 +95,7 @@ class BatchLoader:
     ``crop_seconds``. Another batch is cropped to its shortest row if that is shorter than ``crop_seconds``,
     so that it needs no padding (as in fairseq's collater without padding).
 
+    ``channel`` of each recording is read, counted from 0, unless its cut names channels. None is their mean.
     If the folder ``stage`` has a copy of a recording, the copy is read. After the speed change, ``acoustics``
     adds rooms and noise to a training recording, which are drawn from (``seed``, pass, cut). If one of them
     cannot be read, the recording is used without it, and the batch has a ``Skip``. ``decoded`` keeps decoded
@@ -110,6 +115,7 @@ class BatchLoader:
     seed: int = 0
     max_decoded_seconds: float = DECODED_SECONDS
     stage: str = ""
+    channel: int | None = None
     acoustics: Acoustics = field(default_factory=Acoustics)
     decoded: DecodedAudio = field(default_factory=DecodedAudio)
     longest_pause: float | None = None
@@ -201,7 +207,8 @@ class BatchLoader:
             labels = self._training_labels(cut, text, shape)
             samples = self.decoded.get(index_row, lambda: self._read(cut, math.inf, skips))
             if text and is_silent(samples):
-                raise Unusable("silent", first_file(cut, default=cut["id"]))
+                detail = skips[-1].detail if skips else first_file(cut, default=cut["id"])
+                raise Unusable("silent", detail)
             samples = change_speed(samples, percent, self.sample_rate)
             samples, acoustic_skips = self.acoustics.apply(samples, self.sample_rate, seed)
             skips += acoustic_skips
@@ -213,7 +220,7 @@ class BatchLoader:
 
     def _read(self, cut: Record, max_seconds: float, skips: list[Skip]) -> Samples:
         """Return the samples of a cut with short pauses, and add its faults to ``skips``. Raises Unusable."""
-        samples, faults = read_with_faults(cut, self.sample_rate, max_seconds)
+        samples, faults = read_with_faults(cut, self.sample_rate, max_seconds, self.channel)
         skips += [Skip(cut["id"], fault.reason, fault.detail) for fault in faults]
         if self.longest_pause is None:
             return samples

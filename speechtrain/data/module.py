@@ -42,6 +42,8 @@ class SpeechData(DataModule):
     - ``acoustics`` adds recorded rooms and noise to training recordings. Null means none.
     - ``longest_pause`` is the number of seconds that longer pauses are shortened to, in training and in
       evaluation (``data.voice_activity``). Null keeps all recordings as they are.
+    - ``channel`` is the channel that is read of recordings with several, counted from 0. Null is their mean.
+      A manifest that names channels has the priority.
     - ``min_seconds`` and ``max_seconds`` are the shortest and longest training recording, before the speed
       change. ``skip_empty`` filters training recordings without a transcript, and ``allow_empty`` trains on
       them. Evaluation sets are never filtered.
@@ -81,6 +83,7 @@ class SpeechData(DataModule):
         speed: list[float] | None = None,
         acoustics: Acoustics | None = None,
         sample_rate: int = 16_000,
+        channel: int | None = None,
         min_seconds: float = 0.1,
         max_seconds: float = 20.0,
         max_labels_per_second: float = 50.0,
@@ -103,6 +106,8 @@ class SpeechData(DataModule):
         normalise: bool = False,
     ) -> None:
         check_audio(sample_rate, crop_seconds, tokenizer)
+        if channel is not None and channel < 0:
+            raise ValueError(f"channel={channel}: it must be a number from 0 on, or null for the mean")
         footprint = footprint or Footprint(0.0)
         # The functions that make a loader get the index later, because sets are opened at first use.
         new_loader = partial(
@@ -112,6 +117,7 @@ class SpeechData(DataModule):
             normalise=normalise,
             stage=stage or "",
             longest_pause=longest_pause,
+            channel=channel,
         )
         new_evaluation_loader = partial(
             new_loader, max_decoded_seconds=max_decoded_seconds, is_evaluation=True

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from speechtrain.data.audio import check_seconds, first_file, read_cut, read_file
+from speechtrain.data.audio import check_seconds, first_file, read_file, read_with_faults
 from speechtrain.data.formats.folder import AUDIO_SUFFIXES, AudioFolder, Folder
 from speechtrain.data.formats.lhotse_cuts import Samples, is_simple
 from speechtrain.data.formats.manifests import SEGMENT, Record, seconds_of
@@ -78,9 +78,12 @@ def piece_end(samples: Samples, sample_rate: int) -> int:
     return middle + (quietest_hop + _PAUSE_HOPS // 2) * hop
 
 
-def recordings(name: str, sample_rate: int, max_seconds: float) -> Iterator[Recording | DataError]:
+def recordings(
+    name: str, sample_rate: int, max_seconds: float, channel: int | None = None
+) -> Iterator[Recording | DataError]:
     """Yield the recordings of ``name``: the path of an audio file, a folder or a manifest.
 
+    ``channel`` counts from 0, and a manifest may name other channels. None is the mean of all channels.
     A DataError is yielded instead of a recording that cannot be opened or has more than ``max_seconds``.
     """
     is_folder = os.path.isdir(name)
@@ -88,33 +91,35 @@ def recordings(name: str, sample_rate: int, max_seconds: float) -> Iterator[Reco
     # A missing path counts as an audio file, so that the error says that the file does not exist.
     is_audio = has_audio_suffix or not os.path.exists(name) or header_or_none(name) is not None
     if is_audio and not is_folder:
-        yield _file_recording(name, sample_rate, max_seconds)
+        yield _file_recording(name, sample_rate, max_seconds, channel)
         return
     try:
         source = open_source(name)
         if isinstance(source, Folder):
             source = AudioFolder(source.path)  # A text that cannot be read is no reason to stop.
         for cut in cuts_of(source):
-            yield _cut_recording(cut, sample_rate, max_seconds, in_folder=is_folder)
+            yield _cut_recording(cut, sample_rate, max_seconds, channel, in_folder=is_folder)
         for warning in source.warnings():
             yield DataError(warning)
     except NotManifest:
-        yield _file_recording(name, sample_rate, max_seconds)
+        yield _file_recording(name, sample_rate, max_seconds, channel)
     except DataError as error:
         yield error
 
 
-def _file_recording(path: str, sample_rate: int, max_seconds: float) -> Recording | DataError:
+def _file_recording(
+    path: str, sample_rate: int, max_seconds: float, channel: int | None
+) -> Recording | DataError:
     try:
         seconds = read_header(path).duration
         check_seconds(seconds, max_seconds, path)
     except Unusable as problem:
         return _data_error(problem)
-    return Recording(path, path, seconds, partial(read_file, path, sample_rate), sample_rate)
+    return Recording(path, path, seconds, partial(read_file, path, sample_rate, channel=channel), sample_rate)
 
 
 def _cut_recording(
-    cut: Record, sample_rate: int, max_seconds: float, *, in_folder: bool
+    cut: Record, sample_rate: int, max_seconds: float, channel: int | None, *, in_folder: bool
 ) -> Recording | DataError:
     path, seconds = first_file(cut), seconds_of(cut)
 
@@ -122,13 +127,16 @@ def _cut_recording(
         is_whole_cut = start == 0.0 and part_seconds == seconds
         # A mixture or a transform cannot be read in parts.
         if is_whole_cut or not is_simple(cut):
+            samples, _ = read_with_faults(cut, sample_rate, max_seconds, channel)
+            if is_whole_cut:  # The file may be a little longer than the manifest says.
+                return samples
             first_sample = round(start * sample_rate)
-            end = first_sample + round(part_seconds * sample_rate)
-            return read_cut(cut, sample_rate, max_seconds)[first_sample:end]
+            return samples[first_sample : first_sample + round(part_seconds * sample_rate)]
         # SEGMENT says that the part may be shorter than its file.
         custom = {**(cut.get("custom") or {}), SEGMENT: True}
         part = {**cut, "start": cut["start"] + start, "duration": part_seconds, "custom": custom}
-        return read_cut(part, sample_rate)
+        samples, _ = read_with_faults(part, sample_rate, channel=channel)
+        return samples
 
     try:
         check_seconds(seconds, max_seconds, path)

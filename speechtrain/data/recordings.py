@@ -31,6 +31,11 @@ that rate would be too large."""
 _SHORT_FILE = re.compile(r"^ *(?:data|riff|SSND|Data Size) *: (\d+) \(should be (\d+)\)", re.MULTILINE)
 """A line of libsndfile's log for WAV, W64, AIFF and AU. It has the bytes of audio by the header, and then the
 bytes that the file has, if these are fewer."""
+_END_OF_HEADERS = re.compile(r"Unknown chunk marker .* at position (\d+)\. Exiting parser")
+"""A line of libsndfile's log: the bytes of a WAV file up to which its headers explain what there is."""
+_LENGTH = re.compile(r"^Length : (\d+)", re.MULTILINE)
+"""A line of libsndfile's log: the bytes of the file."""
+_EXPLAINED_SHARE = 0.99  # Less than this share of a file is a fault. Some programs add bytes to the end.
 _PLACEHOLDER_BYTES = 2**31 - 2**16
 """A header with at least this number of bytes of audio has a placeholder. A program that writes to a pipe
 writes the header before it knows the length."""
@@ -158,11 +163,21 @@ def _short_file_text(path: str, header_bytes: int, file_bytes: int) -> str:
 
 
 def header_faults(recording: SoundFile, path: str) -> list[Fault]:
-    """Return the fault of a file that has a little less audio than its header promises, or []."""
+    """Return the faults of a file with a little less audio than its header promises, or with more bytes."""
     header_bytes, file_bytes = _bytes_of_audio(recording)
-    if file_bytes == header_bytes:
+    if file_bytes < header_bytes:
+        return [Fault("other_length", _short_file_text(path, header_bytes, file_bytes))]
+    log = recording.extra_info
+    end, length = _END_OF_HEADERS.search(log), _LENGTH.search(log)
+    if end is None or length is None or int(end[1]) >= _EXPLAINED_SHARE * int(length[1]):
         return []
-    return [Fault("other_length", _short_file_text(path, header_bytes, file_bytes))]
+    return [Fault("unexplained_bytes", f"{path}: its header explains {end[1]} of {length[1]} bytes")]
+
+
+def no_samples(recording: SoundFile, path: str) -> Unusable:
+    """Return the error of a file without samples, which names the bytes that its header does not explain."""
+    details = [fault.detail for fault in header_faults(recording, path)]
+    return Unusable("no_samples", "; ".join(details) or path)
 
 
 @dataclass(frozen=True)
@@ -183,7 +198,7 @@ def read_header(path: str) -> Header:
     """Return the header of a recording. Raises Unusable if it cannot be opened or has no samples."""
     with open_recording(path) as file:
         if file.frames < 1:
-            raise Unusable("no_samples", path)
+            raise no_samples(file, path)
         return Header(file.frames, file.samplerate, file.channels)
 
 

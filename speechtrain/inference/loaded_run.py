@@ -221,16 +221,19 @@ class LoadedRun:
             set_key(config, f"decoder.{key}", value)
         return build(config, "decoder")
 
-    def recordings(self, audio: Audio | Iterable[Audio]) -> Iterator[Recording | DataError]:
+    def recordings(
+        self, audio: Audio | Iterable[Audio], channel: int | None = None
+    ) -> Iterator[Recording | DataError]:
         """Yield the recordings of ``audio``, or a DataError for a file that cannot be opened.
 
-        Each file is opened when the iterator reaches it.
+        ``channel`` of files with several is read, counted from 0. None is the mean of all channels. Each file
+        is opened when the iterator reaches it.
         """
         if isinstance(audio, (str, Path, Tensor, np.ndarray, tuple)):
             audio = [audio]
         for number, source in enumerate(audio, 1):
             if isinstance(source, str | Path):
-                yield from recordings(str(source), self.sample_rate, self._max_seconds)
+                yield from recordings(str(source), self.sample_rate, self._max_seconds, channel)
             else:
                 yield self._recording_of_samples(source, f"recording {number}")
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speechtrain.data.formats.manifests import Record, seconds_of, speaker_of, text_of
-from speechtrain.data.recordings import Unusable
+from speechtrain.data.recordings import Fault, Unusable
 from speechtrain.text.normalise import DAMAGED, invisible
 
 LONG = 20.0  # seconds, the default of data.max_seconds
@@ -21,6 +21,7 @@ LONG = 20.0  # seconds, the default of data.max_seconds
 _FAST, _SLOW = 2.0, 0.2
 _CLIPPED_SHARE = 5e-4  # A recording with a larger share of samples at full scale is clipped.
 _PERCENTILES = {"shortest": 0, "5 %": 5, "median": 50, "95 %": 95, "longest": 100}
+_MOST_DETAILS = 10  # the most files in the text table that are described
 _MOST_CHARACTERS = 200  # the most characters in the text table
 
 
@@ -28,22 +29,24 @@ class AudioCheck(NamedTuple):
     """The result of decoding a recording."""
 
     content_hash: bytes  # a hash of the samples, which shows copies
-    fault: str  # the likely error, or ""
+    fault: str  # the likely error of the samples, or ""
+    file_faults: list[Fault]  # the faults of the file
 
 
 def check_audio_of(cut: Record) -> AudioCheck:
     """Return the result of decoding a cut at the rate of its recording. Raises Unusable."""
-    from speechtrain.data.audio import is_silent, read_cut
+    from speechtrain.data.audio import is_silent, read_with_faults
 
     rate = int((cut.get("recording") or {}).get("sampling_rate", 16_000))
-    samples = read_cut(cut, rate)
+    samples, file_faults = read_with_faults(cut, rate)
     magnitudes = np.abs(samples)
     fault = ""
     if is_silent(samples):
         fault = "silent"
     elif float((magnitudes >= 0.999).mean()) > _CLIPPED_SHARE:
         fault = "clipped"
-    return AudioCheck(hashlib.blake2b(magnitudes.tobytes(), digest_size=16).digest(), fault)
+    content_hash = hashlib.blake2b(magnitudes.tobytes(), digest_size=16).digest()
+    return AudioCheck(content_hash, fault, file_faults)
 
 
 class Statistics:
@@ -56,6 +59,7 @@ class Statistics:
         self.characters = Counter[str]()  # how often each character occurs
         self.speakers = Counter[str]()  # the number of cuts of each speaker. "" is an unknown speaker.
         self.errors: dict[str, list[str]] = defaultdict(list)  # ids by likely error
+        self.details: list[str] = []  # of unusable recordings and of the faults of files
         self._ids_by_content: dict[object, list[str]] = defaultdict(list)
 
     def add(self, cut: Record, check: AudioCheck | Unusable | None) -> None:
@@ -76,10 +80,14 @@ class Statistics:
             self._ids_by_content[(*files_of(cut), cut.get("start"), cut.get("duration"))].append(name)
         elif isinstance(check, Unusable):
             fault = check.reason
+            self.details.append(check.detail)
         else:
             fault = check.fault
             if fault != "silent":
                 self._ids_by_content[check.content_hash].append(name)
+            for file_fault in check.file_faults:
+                self.errors[file_fault.reason].append(name)
+                self.details.append(file_fault.detail)
         if fault:
             self.errors[fault].append(name)
         if not text.strip():
@@ -114,6 +122,7 @@ class Statistics:
             "characters_per_second": round(median, 2),
             "characters": dict(self.characters.most_common()),
             "likely_errors": self._likely_errors(rates, median),
+            "details": self.details,
         }
 
     def _likely_errors(self, rates: NDArray[np.float64], median: float) -> dict[str, list[str]]:
@@ -158,4 +167,7 @@ def table_lines(result: Mapping[str, Any]) -> Iterable[str]:
         examples = ", ".join(ids[:3])
         if len(ids) > 3:
             examples += " …"
-        yield f"{name.replace('_', ' '):<14}{len(ids):>6}  {examples}"
+        yield f"{name.replace('_', ' '):<18}{len(ids):>6}  {examples}"
+    yield from result["details"][:_MOST_DETAILS]
+    if len(result["details"]) > _MOST_DETAILS:
+        yield f"and {len(result['details']) - _MOST_DETAILS} more, which --json lists"

@@ -163,7 +163,7 @@ def test_stats_tell_what_a_source_holds_and_what_is_likely_wrong(capsys: pytest.
         "recordings  13",
         "speakers    2 (1 recordings without one)",
         "'z' 60",
-        "too fast           1  t:9:fast",
+        "too fast               1  t:9:fast",
     ):
         assert words in shown
     Path("x.wav").write_bytes(b"")
@@ -180,6 +180,26 @@ def test_stats_name_damaged_text_and_invisible_characters(capsys: pytest.Capture
     shown = capsys.readouterr().out
     assert re.search(r"^damaged text +1  \S+a$", shown, re.M)
     assert re.search(r"^invisible +1  \S+b$", shown, re.M)
+
+
+def test_stats_describe_the_faults_of_files(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("half.wav", "zero.wav"):
+        speech(Path(name), 1.0)
+        content = bytearray(Path(name).read_bytes())
+        content[40:44] = (8_000 if name == "half.wav" else 0).to_bytes(4, "little")
+        Path(name).write_bytes(content)
+    voice = np.random.default_rng(0).normal(size=8_000) / 10
+    soundfile.write("opposed.wav", np.stack([voice, -0.99 * voice], 1), 8_000)
+    soundfile.write("dead.wav", np.stack([voice, 0 * voice], 1), 8_000)
+    names = ("half", "zero", "opposed", "dead")
+    Path("t.csv").write_text("path,text\n" + "".join(f"{name}.wav,one\n" for name in names))
+    assert prepare.run(["stats", "t.csv"]) == 3
+    shown = capsys.readouterr().out
+    assert "half.wav: its header explains 8044 of 16044 bytes" in shown
+    assert "zero.wav: its header explains 44 of 16044 bytes" in shown
+    assert re.search(r"opposed channels +1  t:4:opposed", shown)
+    assert re.search(r"silent channel +1  t:5:dead", shown)
+    assert "opposed.wav: its channels cancel each other. Set data.channel=0" in shown
 
 
 def test_stats_count_recordings_that_a_run_does_not_use(capsys: pytest.CaptureFixture[str]) -> None:

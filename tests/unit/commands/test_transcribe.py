@@ -66,6 +66,23 @@ def test_a_file_that_cannot_be_used_stops_no_other(
     assert "Backend" not in told.err
 
 
+def test_a_channel_is_transcribed(
+    run_dir: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples, rate = soundfile.read(folder / "a.wav")
+    two = tmp_path / "two.wav"
+    noise = np.random.default_rng(0).normal(size=len(samples)) / 9
+    soundfile.write(two, np.stack([noise, samples], 1), rate, subtype="FLOAT")
+    assert transcribe.run([str(run_dir), str(folder / "a.wav"), ONE]) == 0
+    assert transcribe.run([str(run_dir), str(two), ONE, "--channel", "1"]) == 0
+    one, second = [line.split("\t")[1] for line in capsys.readouterr().out.splitlines()]
+    assert one == second
+    assert transcribe.run([str(run_dir), str(two), ONE, "--channel", "2"]) == 3
+    assert "two.wav: it has 2 channels, and channel 2 counts from 0" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="--channel -1"):
+        transcribe.run([str(run_dir), str(two), "--channel", "-1"])
+
+
 def test_a_limit_that_is_set_holds(run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limits = ["decoder.max_symbols=1", "decoder.max_symbols_per_step=1"]
     assert transcribe.run([str(run_dir), str(folder / "a.wav"), ONE, *limits]) == 0

@@ -18,10 +18,11 @@ import pytest
 import soundfile
 
 from speechtrain.batch import Skip
-from speechtrain.data.audio import Unusable, read_cut
+from speechtrain.data.audio import Unusable, read_cut, read_file, read_with_faults
 from speechtrain.data.formats.manifests import simple_cut
 from speechtrain.data.module import SpeechData
 from speechtrain.data.preflight import sample_rows
+from speechtrain.data.recordings import read_header
 from speechtrain.data.sampler import BatchLimits
 from speechtrain.data.skips import SkipLog
 from speechtrain.errors import DataError
@@ -298,6 +299,77 @@ def test_a_recording_of_nearly_the_promised_length_is_read_and_counted(
     data.close()
     assert sum("used" in record.message for record in caplog.records) == 2  # the first one, and the count
     assert f"{len(NEARLY)} other_length" in caplog.text
+
+
+# --- channels, and bytes that no header explains ---------------------------------------------------
+
+
+def channels(path: Path, *rows: np.ndarray) -> Path:
+    soundfile.write(path, np.stack(rows, 1), RATE, subtype="FLOAT")
+    return path
+
+
+def test_a_channel_is_read_unless_the_manifest_names_one(cache: Path, tmp_path: Path) -> None:
+    left, right = tone().astype(np.float32), 0.3 * tone()[::-1].astype(np.float32)
+    path = channels(tmp_path / "two.wav", left, right)
+    cut = simple_cut("a", str(path), 0.0, 1.0, "")
+    for channel, expected in ((None, (left + right) / 2), (0, left), (1, right)):
+        samples, faults = read_with_faults(cut, RATE, channel=channel)
+        np.testing.assert_allclose(samples, expected, atol=1e-6)
+        np.testing.assert_array_equal(read_file(str(path), RATE, channel=channel), samples)
+        assert faults == []
+    with pytest.raises(
+        Unusable, match=r"no_channel: .*two\.wav: it has 2 channels, and channel 2 counts from 0"
+    ):
+        read_with_faults(cut, RATE, channel=2)
+    cut["recording"]["sources"][0]["channels"] = [0, 1]
+    np.testing.assert_allclose(read_with_faults({**cut, "channel": 1}, RATE, channel=0)[0], right, atol=1e-6)
+    folder = manifest(tmp_path / "d", {"two": (lambda other: channels(other, left, right) and None, {})})
+    batch = next(make_data(folder, channel=1).train())
+    np.testing.assert_allclose(batch.audio[0], right, atol=1e-6)
+    with pytest.raises(ValueError, match="channel=-1"):
+        make_data(folder, channel=-1)
+
+
+def test_channels_that_cancel_or_say_nothing_are_faults_with_a_cure(cache: Path, tmp_path: Path) -> None:
+    voice, noise = tone(), np.random.default_rng(0).normal(size=RATE) / 10
+    pairs = {
+        "opposed": (voice, -0.95 * voice),
+        "dead": (voice, 0 * voice),
+        "two": (voice, noise),
+        "one": (voice,),
+    }
+    found = {}
+    for name, rows in pairs.items():
+        cut = simple_cut(name, str(channels(tmp_path / f"{name}.wav", *rows)), 0.0, 1.0, "")
+        found[name] = [
+            (fault.reason, "data.channel=" in fault.detail) for fault in read_with_faults(cut, RATE)[1]
+        ]
+    assert found["opposed"] == [("opposed_channels", True)]
+    assert found["dead"] == [("silent_channel", True)]
+    assert found["two"] == found["one"] == []
+    exactly = {"a": (lambda path: channels(path, voice, -voice) and None, {})}
+    with pytest.raises(DataError, match=r"silent: .*Set data\.channel=0"):
+        next(make_data(manifest(tmp_path / "d", exactly)).train())
+
+
+@pytest.mark.parametrize(("share", "reason"), [(0.5, "unexplained_bytes"), (0.0, "no_samples")])
+def test_bytes_that_the_header_does_not_explain_are_named(tmp_path: Path, share: float, reason: str) -> None:
+    path = tmp_path / "half.wav"
+    soundfile.write(path, np.random.default_rng(0).normal(size=RATE) / 10, RATE)
+    content = bytearray(path.read_bytes())
+    content[40:44] = struct.pack("<I", round(share * 2 * RATE))
+    path.write_bytes(content)
+    cut = simple_cut("a", str(path), 0.0, max(share, 0.1), "")
+    text = f"half.wav: its header explains {44 + round(share * 2 * RATE)} of {len(content)} bytes"
+    if share:
+        (fault,) = read_with_faults(cut, RATE)[1]
+        assert (fault.reason, fault.detail.endswith(text)) == (reason, True)
+    else:
+        with pytest.raises(Unusable, match=f"{reason}: .*{text}"):
+            read_cut(cut, RATE)
+        with pytest.raises(Unusable, match=text):
+            read_header(str(path))
 
 
 def test_the_duration_of_the_file_counts(tmp_path: Path) -> None:
