@@ -574,6 +574,7 @@ def test_transcripts_that_the_labels_cannot_write_are_counted_before_the_run(
     make_data(f"{good},{other}", max_bad=10).check()
     (line,) = caplog.messages
     assert line.startswith(
-        "data.train: 3 of 12 transcripts are skipped, such as 'other:1:000': the tokenizer"
+        "data.train: 3 of 12 transcripts would not come back from their labels and are skipped, "
+        "such as 'other:1:000': the tokenizer"
     )
     assert "no labels for '5' 'ß'. If these symbols are not rare, set tokenizer=auto" in line
