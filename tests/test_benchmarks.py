@@ -45,6 +45,7 @@ TRAINS = {
     "pretraining",
     "recipes",
     "scratch",
+    "silence",
     "survival",
     "transcribe",
     "update_parts",

@@ -144,6 +144,8 @@ class BatchLoader:
             if not self.is_evaluation:
                 # A transcript with too many labels is not used, so it must not widen a shape.
                 labels = np.where(labels > self.max_labels_per_second * seconds, 0, labels)
+        if not self.is_evaluation:
+            seconds = seconds + np.float32(2 * self.acoustics.silence)
         return PlannedLengths(seconds, labels, self.sample_rate, self.crop_seconds or math.inf)
 
     def files(self, micro_batch: MicroBatch) -> Iterator[str]:
@@ -209,6 +211,7 @@ class BatchLoader:
             if text and is_silent(samples):
                 detail = skips[-1].detail if skips else first_file(cut, default=cut["id"])
                 raise Unusable("silent", detail)
+            samples = self.acoustics.surround(samples, self.sample_rate, seed)
             samples = change_speed(samples, percent, self.sample_rate)
             samples, acoustic_skips = self.acoustics.apply(samples, self.sample_rate, seed)
             skips += acoustic_skips

@@ -28,8 +28,8 @@ class Augment(nn.Module):
       ``noise_probability`` is the fraction of utterances that get noise. ``noise_tilt`` from 0 (white) to 1
       tilts the spectrum of the noise to low or high frequencies.
     - ``warp`` w draws the factors of vocal tract length uniformly from 1 − w to 1 + w.
-    - ``noise``, ``rooms``, ``recorded_noise_db`` and ``recorded_probability`` are for the data layer, as
-      ``speed`` (see ``Acoustics``).
+    - ``noise``, ``rooms``, ``recorded_noise_db``, ``recorded_probability`` and ``silence`` are for the data
+      layer, as ``speed`` (see ``Acoustics``).
     - SpecAugment explains the other arguments.
 
     Raises ConfigError for values out of range.
@@ -55,6 +55,7 @@ class Augment(nn.Module):
         rooms: FilePath | Any = None,
         recorded_noise_db: list[float] | None = None,
         recorded_probability: float = 0.5,
+        silence: float = 0.0,
     ) -> None:
         super().__init__()
         shares = {
@@ -65,6 +66,8 @@ class Augment(nn.Module):
         for name, number in shares.items():
             if not 0.0 <= number <= 1.0:
                 raise ConfigError(f"{name} is {number}. It must be from 0 to 1")
+        if not 0.0 <= silence <= 10.0:
+            raise ConfigError(f"silence is {silence}. It must be from 0 to 10 seconds")
         if not 0.0 <= warp < 0.5:
             raise ConfigError(f"warp is {warp}. It must be 0 or more and below 0.5")
         self.speed = _range("speed", speed, 1.0, is_positive=True)

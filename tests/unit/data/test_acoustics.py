@@ -381,3 +381,24 @@ def test_check_reads_no_more_than_its_sample(
     (noise / "0.wav").unlink()
     message = refusal(recordings.corpus("m", 4), tmp_path, noise=str(noise))
     assert message.startswith("augment.noise: silent")
+
+
+def test_silence_surrounds_half_of_the_recordings() -> None:
+    samples = np.full(8_000, 0.5, np.float32)
+    acoustics = Acoustics(silence=0.3)
+    lengths, noisy = [], 0
+    for seed in range(400):
+        surrounded = acoustics.surround(samples, 16_000, seed)
+        np.testing.assert_array_equal(surrounded, acoustics.surround(samples, 16_000, seed))
+        (inside,) = np.nonzero(surrounded == 0.5)
+        start, end = inside[0], inside[-1] + 1
+        assert end - start == len(samples)
+        assert max(start, len(surrounded) - end) <= 0.3 * 16_000
+        outside = np.concatenate([surrounded[:start], surrounded[end:]])
+        assert np.abs(outside).max(initial=0.0) < 0.2
+        noisy += bool(outside.any())
+        lengths.append(len(surrounded))
+    share = np.mean(np.array(lengths) > len(samples))
+    assert 0.4 < share < 0.6
+    assert 0.3 < noisy / 400 < 0.5
+    assert Acoustics().surround(samples, 16_000, 0) is samples

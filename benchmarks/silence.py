@@ -1,0 +1,140 @@
+"""Error rates of a run with silence and noise before, after and between its held-out recordings.
+
+    python benchmarks/silence.py RUN [--recordings N] [KEY=VALUE …]
+
+Silence is zeros, white noise of -60 and -40 dBFS, or room tone: the quietest half second of each recording,
+played forwards and backwards. "Between" joins ten recordings, and is compared with the ten joined without
+silence. The program then transcribes half a minute of silence, hum and noise, and an hour of silence. Each
+word that it finds in them is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+import speechtrain
+from speechtrain.export.held_out import Utterance, utterances
+from speechtrain.inference.loaded_run import LoadedRun
+from speechtrain.metrics import error_rates
+
+Samples = NDArray[np.float32]
+Silence = Callable[[Samples, float], Samples]
+"""Returns the silence of a number of seconds for a recording."""
+
+RATE = 16_000
+SECONDS = (0.5, 2.0, 5.0, 15.0)
+JOINED = 10
+
+
+def zeros(recording: Samples, seconds: float) -> Samples:
+    return np.zeros(round(seconds * RATE), np.float32)
+
+
+def noise(decibels: float) -> Silence:
+    generator = np.random.default_rng(1)
+
+    def white(recording: Samples, seconds: float) -> Samples:
+        samples = generator.standard_normal(round(seconds * RATE), np.float32)
+        return samples * np.float32(10.0 ** (decibels / 20.0))
+
+    return white
+
+
+def room_tone(recording: Samples, seconds: float) -> Samples:
+    half_second = RATE // 2
+    starts = range(0, max(1, len(recording) - half_second), RATE // 100)
+    quietest = min(starts, key=lambda start: float(np.square(recording[start : start + half_second]).sum()))
+    tone = recording[quietest : quietest + half_second]
+    return np.resize(np.concatenate([tone, tone[::-1]]), round(seconds * RATE))
+
+
+KINDS: dict[str, Silence] = {
+    "zeros": zeros,
+    "noise of -60 dB": noise(-60.0),
+    "noise of -40 dB": noise(-40.0),
+    "room tone": room_tone,
+}
+
+
+def rates(loaded: LoadedRun, recordings: Sequence[Samples], references: Sequence[str]) -> dict[str, float]:
+    """Return WER and CER in percent."""
+    texts = [transcript.text for transcript in loaded.transcribe(recordings, batch=16)]
+    totals = error_rates(zip(references, texts, strict=True))
+    return {metric: 100.0 * float(errors / units) for metric, (errors, units) in totals.items()}
+
+
+def differences(loaded: LoadedRun, held_out: Sequence[Utterance]) -> None:
+    """Print the table of the error rates."""
+    recordings = [utterance.samples for utterance in held_out]
+    references = [utterance.reference for utterance in held_out]
+    tens = [range(first, min(first + JOINED, len(held_out))) for first in range(0, len(held_out), JOINED)]
+    joined_references = [" ".join(references[i] for i in ten) for ten in tens]
+
+    def joined(silence: Silence, seconds: float) -> list[Samples]:
+        return [
+            np.concatenate([part for i in ten for part in (recordings[i], silence(recordings[i], seconds))])
+            for ten in tens
+        ]
+
+    alone = rates(loaded, recordings, references)
+    together = rates(loaded, joined(zeros, 0.0), joined_references)
+    for name, clean in (("alone", alone), ("joined", together)):
+        print(f"{name}: WER {clean['wer']:.2f} %, CER {clean['cer']:.2f} %", flush=True)
+    print("\n| silence | seconds | before: WER, CER | after | between |\n|---|---|---|---|---|")
+    for kind, silence in KINDS.items():
+        for seconds in SECONDS:
+            before = [np.concatenate([silence(samples, seconds), samples]) for samples in recordings]
+            after = [np.concatenate([samples, silence(samples, seconds)]) for samples in recordings]
+            cells = [
+                cell(rates(loaded, before, references), alone),
+                cell(rates(loaded, after, references), alone),
+                cell(rates(loaded, joined(silence, seconds), joined_references), together),
+            ]
+            print(f"| {kind} | {seconds:g} | {' | '.join(cells)} |", flush=True)
+
+
+def cell(found: dict[str, float], clean: dict[str, float]) -> str:
+    return f"{found['wer'] - clean['wer']:+.2f}, {found['cer'] - clean['cer']:+.2f}"
+
+
+def words_of_silence(loaded: LoadedRun) -> None:
+    """Print how many words the run finds where nobody speaks."""
+    nothing = np.zeros(0, np.float32)
+    time = np.arange(30 * RATE) / RATE
+    recordings = {
+        "30 s of zeros": zeros(nothing, 30.0),
+        "30 s of hum, 50 Hz": (0.1 * np.sin(2.0 * math.pi * 50.0 * time)).astype(np.float32),
+        "30 s of noise of -50 dB": noise(-50.0)(nothing, 30.0),
+        "30 s of noise of -20 dB": noise(-20.0)(nothing, 30.0),
+        "an hour of zeros": zeros(nothing, 3600.0),
+        "an hour of noise of -60 dB": noise(-60.0)(nothing, 3600.0),
+    }
+    print("\n| recording | words |\n|---|---|")
+    for name, samples in recordings.items():
+        (transcript,) = loaded.transcribe(samples)
+        print(f"| {name} | {len(transcript.text.split())} |", flush=True)
+
+
+def main() -> None:
+    description = str(__doc__).partition("\n")[0]
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--recordings", type=int, default=300, help="the largest number of recordings")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    arguments = parser.parse_args()
+    loaded = speechtrain.load(arguments.run, *arguments.overrides)
+    if loaded.sample_rate != RATE:
+        parser.error(f"the run has {loaded.sample_rate} Hz, not {RATE}")
+    held_out = list(utterances(loaded))[: arguments.recordings]
+    differences(loaded, held_out)
+    words_of_silence(loaded)
+
+
+if __name__ == "__main__":
+    main()
