@@ -99,8 +99,8 @@ def recordings(
             source = AudioFolder(source.path)  # A text that cannot be read is no reason to stop.
         for cut in cuts_of(source):
             yield _cut_recording(cut, sample_rate, max_seconds, channel, in_folder=is_folder)
-        for warning in source.warnings():
-            yield DataError(warning)
+        if isinstance(source, AudioFolder):  # Other warnings are about transcripts.
+            yield from map(DataError, source.warnings())
     except NotManifest:
         yield _file_recording(name, sample_rate, max_seconds, channel)
     except DataError as error:

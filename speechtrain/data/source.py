@@ -41,7 +41,7 @@ class Source(ABC):
         """Return a short hash of the arguments and the content. It is equal on every machine."""
 
     def warnings(self) -> Iterator[str]:
-        """Yield a line on files that seem to be recordings and are not read."""
+        """Yield a line on files that are left out, and one if the place of the transcripts is a guess."""
         return iter(())
 
     def text_hint(self) -> str:

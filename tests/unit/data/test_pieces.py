@@ -11,6 +11,7 @@ import soundfile
 
 from speechtrain.data.audio import read_file
 from speechtrain.data.pieces import Recording, piece_end, recordings
+from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
 
 RATE = 16_000
@@ -117,3 +118,10 @@ def test_a_file_that_ends_before_its_header_says_is_used_as_far_as_it_goes() -> 
 
     found = [part for _, part in Recording("a.mp3", "a.mp3", 1e6, read, RATE).pieces(10.0)]
     np.testing.assert_array_equal(np.concatenate(found), samples)
+
+
+def test_a_line_about_the_transcripts_is_no_error_of_a_recording(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "a.wav", noise(0.5), RATE)
+    (tmp_path / "t.csv").write_text("file,class\na.wav,yes\n")
+    assert list(open_source(str(tmp_path / "t.csv")).warnings())
+    assert only(tmp_path / "t.csv").name == "t:2:a"
