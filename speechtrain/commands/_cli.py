@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from speechtrain import __version__, errors
+from speechtrain.config.resume_fields import unquoted
 from speechtrain.errors import (
     ConfigError,
     MachineError,
@@ -29,7 +30,6 @@ from speechtrain.errors import (
     print_notice,
 )
 from speechtrain.files import stdout_problem
-from speechtrain.runs.command_line import unquote
 
 _HELP_WIDTH = 100  # characters in a line of a description
 
@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         other_arguments = []
         for argument in argv:
             if argument.startswith("run_dir="):
-                runs.append(unquote(argument.removeprefix("run_dir=")))
+                runs.append(unquoted(argument.removeprefix("run_dir=")))
             else:
                 other_arguments.append(argument)
         return self.parse_intermixed_args(runs + other_arguments)

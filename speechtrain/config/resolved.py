@@ -146,5 +146,6 @@ def with_absolute_path(value: Any) -> Any:
     if not isinstance(value, str) or not value or "${" in value or "://" in value or value.startswith("hf:"):
         return value
     # A comma separates paths unless it belongs to the name of an existing file.
-    paths = [value] if os.path.exists(os.path.expanduser(value)) else value.split(",")
-    return ",".join(str(absolute_path(path.strip())) for path in paths)
+    if os.path.exists(os.path.expanduser(value)):
+        return str(absolute_path(value))
+    return ",".join(str(absolute_path(path.strip())) for path in value.split(","))

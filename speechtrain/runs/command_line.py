@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from speechtrain.config.resume_fields import volatile_keys_of_sweep
+from speechtrain.config.resume_fields import PLAIN, quoted, shell_word, unquoted, volatile_keys_of_sweep
 from speechtrain.errors import ConfigError, nearest
 from speechtrain.run_directory import ABOUT
 from speechtrain.runs.choices import config_dir
@@ -38,6 +38,10 @@ _OPENING = ("[", "{", "'", '"')
 """First characters of lists, mappings and quoted texts in Hydra's syntax. Such values are not rewritten."""
 _SOURCES = re.compile(r"\+{0,2}(data\.(train|valid(\.[\w-]+)?)|augment\.(noise|rooms))")
 """The keys whose values are sources of recordings."""
+_PATHS = re.compile(r".*\.(path|root|cache|stage|model|lm|hostfile|recipe_cache)|\+{0,2}init_from|run_dir")
+"""The other keys whose values are paths."""
+_TOKEN = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^]\[{},:'"]+|.""", re.DOTALL)
+"""A part of a list or mapping in Hydra's syntax: a quoted text, an unquoted text, or a punctuation mark."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,8 @@ def read_command(argv: Sequence[str]) -> Command:
     Raises ConfigError if another program has started several ranks and ``argv`` has no ``run_dir=``.
     """
     argv = without_local_rank(argv)
-    flags, texts = split_options(translate_arguments(argv))
-    overrides = [_with_run_dir(text) for text in texts]
+    flags, texts = split_options(argv)
+    overrides = translate_arguments([_with_run_dir(text) for text in texts])
     is_sweep = bool({"-m", "--multirun"} & {*flags})
     run_dir = None if is_sweep else _explicit_run_dir(overrides)
     return Command(
@@ -108,12 +112,16 @@ def _with_run_dir(text: str) -> str:
 
     Raises ConfigError if ``text`` is another path.
     """
-    if "=" in text or text.startswith("~"):  # ``~KEY`` deletes a key in Hydra's syntax.
+    path = _with_home(text)
+    if os.path.isfile(os.path.join(path, ABOUT)):  # Path.is_file raises an error for a name that is too long.
+        return f"run_dir={quoted(path)}"
+    if "=" in text or path.startswith("~"):  # ``~KEY`` deletes a key in Hydra's syntax.
         return text
-    if os.path.isfile(os.path.join(text, ABOUT)):  # Path.is_file raises an error for a name that is too long.
-        return f"run_dir={_quoted(text)}"
-    if os.sep in text:
-        raise ConfigError(f"{text}: it is neither KEY=VALUE nor a run directory ({ABOUT} is missing)")
+    if os.sep in path:
+        raise ConfigError(
+            f"{text}: it is neither KEY=VALUE nor a run directory ({ABOUT} is missing). Recordings are "
+            f"data=manifest {shell_word('data.train', path)}, and a new run is {shell_word('run_dir', path)}"
+        )
     return text
 
 
@@ -122,17 +130,19 @@ def _explicit_run_dir(overrides: Sequence[str]) -> Path | None:
     for override in reversed(overrides):
         key, _, value = override.partition("=")
         if key == "run_dir":
-            return Path(unquote(value)).resolve()
+            return Path(unquoted(value)).resolve()
     return None
 
 
 def translate_arguments(argv: Sequence[str]) -> list[str]:
     """Translate arguments in the syntax of other toolkits into Hydra's syntax.
 
+    - The name of an existing file or folder is quoted, as is each value of ``run_dir``, and ``~/`` becomes
+      the home folder. So a name may contain any signs of Hydra's syntax.
     - ``data.train=a.jsonl,b.jsonl`` becomes a list, because Hydra would read it as a sweep. So do
       ``augment.noise`` and ``augment.rooms``.
     - ``data.valid.NAME=…`` and ``data.valid={NAME: …}`` get ``++``, which defines sets (``replaced_values``).
-    - A value with letters beyond ASCII is quoted, because Hydra cannot read them otherwise.
+    - Texts with letters beyond ASCII are quoted, because Hydra cannot read them otherwise.
     - ``glob(*)``, which sweeps all choices of a group, excludes base YAMLs.
     - ``final_decoder=`` chooses from the group of decoders.
     - ``allow_targets=`` becomes an environment variable, so that no file can set it.
@@ -146,17 +156,46 @@ def translate_arguments(argv: Sequence[str]) -> list[str]:
         if key == "allow_targets" and equals:
             os.environ[ALLOW_TARGETS] = value.strip("[]")
             continue
-        if equals and _SOURCES.fullmatch(key):
-            key, value = _rewrite_sources(key, value)
-        is_unquoted = not value.startswith(_OPENING) and "${" not in value
-        if is_unquoted and not value.isascii() and not key.startswith("-"):
-            value = _quoted_parts(value)
-        elif re.fullmatch(r"glob\([^()]*\)", value) and "exclude" not in value:
-            value = f"{value.removesuffix(')')},exclude=_*)"
-        if equals:
+        if equals and not key.startswith("-"):
+            key, value = _translate(key, value)
             key = BORROWED_GROUPS.get(key, key)
         rewritten.append(f"{key}{equals}{value}")
     return rewritten
+
+
+def _translate(key: str, value: str) -> tuple[str, str]:
+    """Return the key and the value of an override in Hydra's syntax."""
+    value = _with_home(value)
+    if _SOURCES.fullmatch(key) or _PATHS.fullmatch(key):
+        value = _quoted_name(key, value)
+    if _SOURCES.fullmatch(key):
+        key, value = _rewrite_sources(key, value)
+    if value.isascii() or "${" in value:
+        if re.fullmatch(r"glob\([^()]*\)", value) and "exclude" not in value:
+            value = f"{value.removesuffix(')')},exclude=_*)"
+    elif value.startswith(_OPENING):
+        value = _TOKEN.sub(_quoted_token, value)
+    else:
+        value = _quoted_parts(value)
+    return key, value
+
+
+def _with_home(value: str) -> str:
+    """Return a value in which ``~/`` at the start is the home folder. Some shells expand only ``=~/``."""
+    return os.path.expanduser(value) if value.startswith("~/") else value
+
+
+def _quoted_name(key: str, value: str) -> str:
+    """Return the value of a path's key, which is quoted if it is a name that Hydra would read otherwise.
+
+    A list, a reference or a text that the user has quoted stays, unless a file has this name.
+    """
+    if PLAIN.fullmatch(value) or not value:
+        return value
+    is_text = unquoted(value) == value and "${" not in value and value != "null"
+    # A run directory is one path, which may not exist. In a sweep, each job has its own.
+    is_run_dir = key == "run_dir" and is_text
+    return quoted(value) if is_run_dir or os.path.lexists(value) else value
 
 
 def _rewrite_sources(key: str, value: str) -> tuple[str, str]:
@@ -164,29 +203,21 @@ def _rewrite_sources(key: str, value: str) -> tuple[str, str]:
     if "," in value and not value.lstrip().startswith(_OPENING):
         # Hydra does not merge a list into data.valid, which is a mapping of named sets. So the paths stay one
         # text, which the reader of the sets splits.
-        value = _quoted(value) if key.endswith("data.valid") else f"[{_quoted_parts(value)}]"
+        value = quoted(value) if key.endswith("data.valid") else f"[{_quoted_parts(value)}]"
     if key.startswith("data.valid") and value != "{}":
         key = f"++{key}"  # ``++`` allows a name that the default config lacks.
     return key, value
 
 
-def unquote(text: str) -> str:
-    """Return a value without the quotes of Hydra's syntax around it."""
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        quote, text = text[0], text[1:-1]
-        text = text.replace(f"\\{quote}", quote).replace("\\\\", "\\")
-    return text
-
-
-def _quoted(text: str) -> str:
-    """Return a text in the quotes of Hydra's syntax."""
-    escaped = text.strip().replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
-
-
 def _quoted_parts(value: str) -> str:
     """Return a value whose parts, which commas separate, are quoted one by one."""
-    return ",".join(_quoted(part) for part in value.split(","))
+    return ",".join(quoted(part.strip()) for part in value.split(","))
+
+
+def _quoted_token(match: re.Match[str]) -> str:
+    """Return a part of a list or mapping (``_TOKEN``). An unquoted text beyond ASCII is quoted."""
+    token = match[0]
+    return token if token.isascii() or token.startswith(_OPENING) else quoted(token.strip())
 
 
 def split_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -20,7 +20,7 @@ from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from speechtrain.config.resume_fields import flat, key_of_override
+from speechtrain.config.resume_fields import flat, key_of_override, shell_word
 from speechtrain.config.schema import Config
 from speechtrain.errors import ConfigError, first_line, nearest, one_line
 from speechtrain.runs.auto_device import offer_auto
@@ -185,7 +185,8 @@ def _explain_syntax(error: OverrideParseException) -> ConfigError:
         return ConfigError(f"{text!r} has no key. Write KEY=VALUE")
     line = first_line(error)
     cause = "" if line.startswith("Lexer") else f" ({line})"  # A message of the lexer is hard to understand.
-    fix = "Close brackets and quotes, or quote the value for Hydra: KEY='\"VALUE\"' in a shell"
+    key, _, value = text.partition("=")
+    fix = f"Close brackets and quotes, or write the value as a text: {shell_word(key, value)}"
     return ConfigError(f"{text!r} cannot be read{cause}. {fix}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig
 
 from speechtrain.config.check import check
+from speechtrain.config.resolved import with_absolute_path
 from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.errors import ConfigError, SpeechtrainError, one_line
 from speechtrain.runs import compose as composition
-from speechtrain.runs.command_line import check_flags, read_command
+from speechtrain.runs.command_line import check_flags, read_command, translate_arguments
+from speechtrain.runs.compose import override_value
 
 CONF = Path(__file__).parents[3] / "conf"
 GROUPS = {
@@ -164,3 +167,109 @@ def test_the_option_of_torchs_older_launcher_is_ignored(
         ["-m"],
         ["recipe=demo"],
     )
+
+
+NAMES = (
+    *("My recordings (2026)", "Anna's talks", "rec [final]", "c#1", "lang=de", "{x}", "a;b", 'quote"d'),
+    *(
+        "Smith, Anna",
+        "1e3",
+        "null",
+        "true",
+        "2026",
+        "[final]",
+        "'tis",
+        "a\\b",
+        "a\\'b",
+        "ends\\",
+        "50%",
+        "$5",
+    ),
+    *("Zürich 東京", "a:b", "~tilde", "*", "-dash", " space ", "a\tb", "plain"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_name_of_a_folder_is_read_as_it_is_written(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    keys = ("data.train", "data.valid.dev", "run_dir", "init_from", "data.cache", "augment.noise")
+    command = read_command([f"{key}={name}" for key in keys])
+    values = [override_value(text) for text in command.overrides]
+    assert values == [name] * len(keys)
+    assert [with_absolute_path(value) for value in values] == [str(tmp_path / name)] * len(keys)
+    assert command.run_dir == tmp_path / name
+
+
+def test_a_new_run_directory_may_have_any_name_but_a_list_stays_a_list() -> None:
+    for name in NAMES:
+        quoted_by_user = name == "null"  # ``run_dir=null`` is the run directory that follows from the keys.
+        expected = None if quoted_by_user else name
+        assert override_value(read_command([f"run_dir={name}"]).overrides[0]) == expected
+    texts = ["run_dir='a b'", "data.train=[a,b]", "data.train={a: b}", "data.train=a,b", "data.train='a b'"]
+    values = [override_value(text) for text in read_command(texts).overrides]
+    assert values == ["a b", ["a", "b"], {"a": "b"}, ["a", "b"], "a b"]
+    swept = read_command(["-m", "model=rnnt,ctc", "trainer.max_steps=1,2", "device=glob(*)"])
+    assert swept.overrides == ["model=rnnt,ctc", "trainer.max_steps=1,2", "device=glob(*,exclude=_*)"]
+
+
+def test_names_of_folders_do_not_change_other_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("1e3", "rnnt,ctc", "[1,2]"):
+        (tmp_path / name).mkdir()
+    texts = ["trainer.max_steps=1e3", "data.speed=[1,2]", "model=rnnt,ctc"]
+    assert read_command(["-m", *texts]).overrides == texts
+
+
+def test_the_home_folder_may_be_written_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run_dir = tmp_path / "a run"
+    run_dir.mkdir()
+    (run_dir / "run.json").write_text("{}")
+    texts = ["data.train=~/corpus", "decoder.lm=~/a (1).arpa", "run_dir=~/new", "data.valid.dev=~/a b"]
+    (tmp_path / "a (1).arpa").touch()
+    values = [override_value(text) for text in read_command(texts).overrides]
+    assert values == [f"{tmp_path}/{name}" for name in ("corpus", "a (1).arpa", "new", "a b")]
+    assert read_command(["~/a run"]).run_dir == run_dir
+
+
+def test_texts_beyond_ascii_may_be_in_lists_and_mappings() -> None:
+    texts = {
+        "decoder.hotwords=[Zürich,东京]": ["Zürich", "东京"],
+        "decoder.hotwords=[ New York , 'São, Paulo',\"naïve\", Łódź]": [
+            "New York",
+            "São, Paulo",
+            "naïve",
+            "Łódź",
+        ],
+        "data.train={a: {path: Zürich.csv, weight: 3}}": {"a": {"path": "Zürich.csv", "weight": 3}},
+        "data.train=[é,{path: ß}]": ["é", {"path": "ß"}],
+    }
+    for text, value in texts.items():
+        assert override_value(translate_arguments([text])[0]) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["data.train=My rec (1)", "data.train=Anna's", 'decoder.lm=a"b', "data.train=[a", "seed=$(x)"]
+)
+def test_the_cure_for_a_text_that_cannot_be_read_can_be_typed(text: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be read") as refusal:
+        override_value(read_command([text]).overrides[0])
+    cure = str(refusal.value).partition("write the value as a text: ")[2]
+    (typed,) = shlex.split(cure)
+    assert override_value(read_command([typed]).overrides[0]) == text.partition("=")[2]
+
+
+def test_the_cures_for_a_path_without_a_key_can_be_typed(tmp_path: Path) -> None:
+    folder = tmp_path / "Anna's (1)"
+    folder.mkdir()
+    with pytest.raises(ConfigError, match=r"run\.json is missing") as refusal:
+        read_command([str(folder)])
+    words = shlex.split(str(refusal.value).partition("Recordings are ")[2].replace(",", ""))
+    typed = [word for word in words if "=" in word]
+    assert [override_value(text) for text in read_command(typed).overrides] == [
+        "manifest",
+        *[str(folder)] * 2,
+    ]
