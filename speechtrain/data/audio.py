@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import lru_cache
@@ -278,12 +278,12 @@ def first_file(cut: Mapping[str, Any], default: str = "") -> str:
     return next(iter(files_of(cut)), default)
 
 
-def recording_of(cut: Mapping[str, Any]) -> str:
-    """Return the name of a cut's recording, ``FOLDER/FILE`` of its first audio file.
+def recording_of(cut: Mapping[str, Any], former: Callable[[str], str] = str) -> str:
+    """Return the name of a cut's recording, ``FOLDER/FILE`` of the former path of its first audio file.
 
     The name does not depend on the folder in which the corpus is.
     """
-    path = first_file(cut, default=str(cut["id"]))
+    path = former(first_file(cut, default=str(cut["id"])))
     return "/".join(path.split("/")[-2:])
 
 

@@ -7,7 +7,7 @@ about the requested share of the audio.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,14 +34,15 @@ _Keys = NDArray[np.int64]
 _Seconds = NDArray[np.float32]
 
 
-def groups_of(cut: Record) -> tuple[int, int, int]:
+def groups_of(cut: Record, former: Callable[[str], str] = str) -> tuple[int, int, int]:
     """Return the keys (``key_of``) of a cut's speaker, recording and id, in the order of GROUPS.
 
-    The key of the speaker is -1 if the cut names none.
+    The key of the speaker is -1 if the cut names none. ``former`` maps the path of the recording to the path
+    that it had when the run started, so that moved recordings stay in their groups.
     """
     speaker = speaker_of(cut)
     speaker_key = key_of(speaker) if speaker else -1
-    return speaker_key, key_of(recording_of(cut)), key_of(str(cut["id"]))
+    return speaker_key, key_of(recording_of(cut, former)), key_of(str(cut["id"]))
 
 
 def held_out(

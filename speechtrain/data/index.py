@@ -17,6 +17,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -45,7 +46,7 @@ from speechtrain.files import absolute_path, atomic, flush, open_append, read_te
 from speechtrain.text.normalise import Normaliser, normalise_in, normaliser
 from speechtrain.text.vocabulary import Tokenizer
 
-FORMAT = 5  # the format of the folder. An index of another format is built again.
+FORMAT = 6  # the format of the folder. An index of another format is built again.
 # the dtype of each array, by the name of its file
 _ARRAYS = {
     "seconds": "<f4",
@@ -55,6 +56,7 @@ _ARRAYS = {
     "speaker": "<i8",
     "recording": "<i8",
     "characters": "<i4",
+    "text": "<i8",
 }
 _MOST_OPEN = 100  # the most open files of an index. A process can open 1,024 by default.
 _CHUNK = 65_536  # rows that are in memory during a build
@@ -90,6 +92,8 @@ class Index:
         """``key_of`` of each cut's recording (int64), which is the name and the folder of its file."""
         self.characters = self._map("characters")
         """Characters of each transcript before it is normalised, without spaces at its ends (int32)."""
+        self.text_keys = self._map("text")
+        """``key_of`` of each transcript (int64)."""
         self.parts = self._map("part")
         """The number of the part of the source to which each cut belongs (int16)."""
         self._offsets = self._map("offset")
@@ -113,6 +117,41 @@ class Index:
         if not self._size:  # An empty file cannot be mapped.
             return np.zeros(0, dtype)
         return np.memmap(self.folder / f"{name}.bin", dtype, mode="r", shape=(self._size,))
+
+    @cached_property
+    def identity(self) -> NDArray[np.int64]:
+        """The id, the duration in microseconds and the transcript of each cut (N, 3), texts as ``key_of``.
+
+        Equal arrays are the same data in the same order, wherever it is stored.
+        """
+        microseconds = np.round(self.seconds.astype(np.float64) * 1e6).astype(np.int64)
+        return np.stack([self.keys, microseconds, self.text_keys], axis=1)
+
+    def difference(self, identity: NDArray[np.int64]) -> str:
+        """Return how these cuts differ from those of an ``identity``, with an example, or ""."""
+        if np.array_equal(identity, self.identity):
+            return ""
+        _, former_rows, rows = np.intersect1d(identity[:, 0], self.keys, return_indices=True)
+        is_changed = (identity[former_rows] != self.identity[rows]).any(axis=1)
+        new_rows = np.setdiff1d(np.arange(len(self)), rows)
+        counts = {
+            "missing": len(identity) - len(rows),
+            "new": len(new_rows),
+            "changed": int(is_changed.sum()),
+        }
+        examples = [*rows[is_changed], *new_rows]
+        if not examples:
+            # The first cut that is in another place follows a missing one, or the order has changed.
+            common = min(len(identity), len(self))
+            is_displaced = identity[:common, 0] != self.keys[:common]
+            examples = [*np.flatnonzero(is_displaced), len(self) - 1]
+        example = self.cut(int(examples[0]))["id"]
+        listed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        if not listed:
+            return f"the order of the recordings differs, first at {example!r}"
+        where = "e.g." if is_changed.any() or len(new_rows) else "near"
+        total = max(len(identity), len(self))
+        return f"{sum(counts.values())} of {total} recordings differ ({listed}), {where} {example!r}"
 
     def cut(self, row: int) -> Record:
         """Return one cut in lhotse's JSON format. Raises DataError if its manifest has changed."""
@@ -212,7 +251,8 @@ def open_index(source: Source, cache: str = "") -> Index:
     """
     cache_root = absolute_path(cache) if cache else cache_folder()
     root = cache_root / "index"
-    folder = root / digest(FORMAT, source.fingerprint())
+    former_paths = [str(part.former_path) for part in parts_of(source) if isinstance(part, Manifest)]
+    folder = root / digest(FORMAT, source.fingerprint(), former_paths)
     with _writing(root):
         root.mkdir(parents=True, exist_ok=True)
     index = _load(folder, source)
@@ -310,6 +350,7 @@ class _Row(NamedTuple):
     speaker: int
     recording: int
     characters: int
+    text: int
 
 
 def _build(source: Source, folder: Path) -> None:
@@ -326,7 +367,8 @@ def _build(source: Source, folder: Path) -> None:
                 name = f"cuts-{number}.jsonl"
                 files.append(name)
                 entries = _convert(part, folder / name)
-            rows = _rows(entries, number, text_hash)
+            former = part.former if isinstance(part, Manifest) else str
+            rows = _rows(entries, number, text_hash, former)
             while chunk := list(islice(rows, _CHUNK)):
                 _append_rows(chunk, arrays, content_hash)
                 count += len(chunk)
@@ -340,14 +382,21 @@ def _build(source: Source, folder: Path) -> None:
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
-def _rows(entries: Iterable[Entry], part: int, text_hash: hashlib.blake2b) -> Iterator[_Row]:
-    """Yield the row of each cut of the part with number ``part``, and add its transcript to ``text_hash``."""
+def _rows(
+    entries: Iterable[Entry], part: int, text_hash: hashlib.blake2b, former: Callable[[str], str]
+) -> Iterator[_Row]:
+    """Yield the row of each cut of the part with number ``part``, and add its transcript to ``text_hash``.
+
+    ``former`` is as in ``groups_of``.
+    """
     for entry in entries:
         text = text_of(entry.cut)
         text_hash.update(text.encode() + b"\0")
-        speaker, recording, key = groups_of(entry.cut)
+        speaker, recording, key = groups_of(entry.cut, former)
         characters = len(text.strip())
-        yield _Row(seconds_of(entry.cut), entry.offset, key, part, speaker, recording, characters)
+        yield _Row(
+            seconds_of(entry.cut), entry.offset, key, part, speaker, recording, characters, key_of(text)
+        )
 
 
 def _append_rows(

@@ -33,6 +33,7 @@ class SkipLog:
     """
 
     def __init__(self, run_dir: str, max_bad: int, max_bad_share: float) -> None:
+        self.run_dir = run_dir
         self.path = Path(run_dir) / FILE if run_dir else None
         self.max_bad = max_bad
         self.max_bad_share = max_bad_share

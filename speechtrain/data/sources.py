@@ -50,8 +50,8 @@ Spec = str | Mapping[str, Any]
 """A source as the user writes it: a path, a mapping with a path, or a mapping of named sets.
 
 A mapping with a path is ``{path: FILE, text: COLUMN, normaliser: NAME}``. Its other keys are the keys of
-COLUMNS, for the columns of a table, and the names in ``_FACTS``. A mapping of named sets is
-``{NAME: SOURCE, …}``.
+COLUMNS, for the columns of a table, the names in ``_FACTS``, and ``moved_from``: the path that the data had
+when its run started (see ``with_former_paths``). A mapping of named sets is ``{NAME: SOURCE, …}``.
 """
 
 _FORMATS: dict[str, type[Manifest]] = {
@@ -101,6 +101,7 @@ class _SourcePath:
     path: Path
     columns: Mapping[str, str]
     facts: Facts
+    former_path: Path | None = None  # the path when the run started, if it has moved
 
 
 def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
@@ -142,6 +143,10 @@ def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
                 "Give both in this order, or give a cut manifest"
             )
         part.facts = source_path.facts
+        if source_path.former_path:
+            # The part may be a table in the folder ``path``.
+            part.former_path = absolute_path(source_path.former_path / os.path.relpath(part.path, path))
+            part.name = part.name_at(part.former_path)
         parts.append(part)
     _make_names_unique(parts)
     return parts[0] if len(parts) == 1 else Union(parts)
@@ -161,7 +166,10 @@ def _existing_paths(spec: Spec | Sequence[Spec]) -> list[_SourcePath]:
     for source_path in source_paths:
         path = source_path.path
         if not os.path.exists(path):  # Path.exists would raise for a name that is too long.
-            raise DataError(f"{path} does not exist. Give a manifest or a folder of recordings")
+            raise DataError(
+                f"{path} does not exist. Give a manifest or a folder of recordings. If the data of a run has "
+                "moved, data.train=NEW_PLACE or data.valid.NAME=NEW_PLACE continues the run"
+            )
         if path in previous_paths:
             raise DataError(f"{path} is given twice. Remove one, since each cut would be repeated")
         previous_paths.add(path)
@@ -180,7 +188,7 @@ def problem_of(spec: object, name: str = "", is_valid: bool = False) -> str:
         return ""
     if not isinstance(spec, Mapping):
         return f"{str(spec)[:40]!r} is not a source. Give a path"
-    keys = ("path", *COLUMNS, *_FACTS)
+    keys = ("path", "moved_from", *COLUMNS, *_FACTS)
     # A mapping without any key of a source is a mapping of named sets. Sets cannot be nested.
     if not name and spec and spec.keys().isdisjoint(keys):
         for set_name, set_spec in spec.items():
@@ -192,12 +200,42 @@ def problem_of(spec: object, name: str = "", is_valid: bool = False) -> str:
         if key not in keys:
             advice = nearest(str(key), keys) or f". It has {', '.join(keys)}"
             return f"{str(key)[:40]!r} is not a key of a source{advice}"
-    for key in (*COLUMNS, "normaliser", "language"):
+    for key in ("moved_from", *COLUMNS, "normaliser", "language"):
         if not isinstance(spec.get(key), str | None):
             return f"{key} is {str(spec[key])[:40]!r}, not a string"
     if not isinstance(spec.get("path"), str):
         return "a source needs its path, as in {path: FILE, text: COLUMN}"
     return _problem_of_facts(spec, can_have_weight=bool(name) and not is_valid)
+
+
+def with_former_paths(spec: Any, former: Any) -> Any:
+    """Return ``spec``, to which the data of ``former`` has moved, with the former paths as ``moved_from``.
+
+    A path alone keeps the columns and facts of ``former``. The result is None if the two specifications
+    differ in more than paths.
+    """
+    if isinstance(spec, str) and isinstance(former, str) and "," in spec and not os.path.exists(spec):
+        spec, former = spec.split(","), former.split(",")
+    if isinstance(former, str):
+        former = {"path": former}
+    if isinstance(spec, str) and isinstance(former, Mapping) and "path" in former:
+        spec = {**former, "path": spec}
+    if isinstance(spec, list) and isinstance(former, list) and len(spec) == len(former):
+        moved = [*map(with_former_paths, spec, former)]
+        return None if None in moved else moved
+    if not isinstance(spec, Mapping) or not isinstance(former, Mapping) or "_target_" in former:
+        return None
+    if "path" not in former:
+        # The order of named sets is the order of their recordings.
+        moved_sets = {name: with_former_paths(spec[name], former.get(name)) for name in spec}
+        return None if [*spec] != [*former] or None in moved_sets.values() else moved_sets
+    former_path = former.get("moved_from", former["path"])
+    moved_source = {**spec, "moved_from": former_path}
+    if {**moved_source, "path": ""} != {**former, "path": "", "moved_from": former_path}:
+        return None
+    if moved_source["path"] == former_path:
+        del moved_source["moved_from"]
+    return moved_source["path"] if [*moved_source] == ["path"] else moved_source
 
 
 def _problem_of_list(specs: Sequence[object], name: str, is_valid: bool) -> str:
@@ -242,8 +280,9 @@ def _paths_in(spec: Spec | Sequence[Spec], facts: Facts) -> Iterator[_SourcePath
     elif "path" in spec:
         set_facts = {key: spec[key] for key in _FACTS if spec.get(key) is not None}
         columns = {key: spec[key] for key in COLUMNS if spec.get(key) is not None}
+        former_paths = map(absolute_path, _shards(spec.get("moved_from") or ""))
         for source_path in _paths_in(spec["path"], replace(facts, **set_facts)):
-            yield replace(source_path, columns=columns)
+            yield replace(source_path, columns=columns, former_path=next(former_paths, None))
     else:
         for name, set_spec in spec.items():
             yield from _paths_in(set_spec, replace(facts, name=str(name)))
@@ -393,4 +432,4 @@ def _make_names_unique(parts: Sequence[Manifest]) -> None:
         if not parts_with_equal_names:
             return
         for part in parts_with_equal_names:
-            part.name = "/".join(part.path.with_suffix("").parts[-depth:])
+            part.name = "/".join(part.former_path.with_suffix("").parts[-depth:])

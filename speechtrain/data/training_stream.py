@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from speechtrain.batch import Batch
 from speechtrain.data.decoded_audio import DecodedAudio
 from speechtrain.data.evaluation_sets import EvaluationSets
+from speechtrain.data.index import Index
 from speechtrain.data.loader import BatchLoader
 from speechtrain.data.sampler import BatchSize, CutDraws, MicroBatch, Sampler
 from speechtrain.data.skips import ACOUSTIC_REASONS
@@ -112,17 +115,21 @@ class TrainingStream:
 
     def state_dict(self) -> dict[str, Any]:
         epoch, position = self._address
-        index = self.training_set.index
         return {
             "epoch": epoch,
             "position": position,
-            "content": index.content,
-            "texts": index.texts,
-            "cuts": len(index),
+            "sets": {name: torch.from_numpy(index.identity) for name, index in self._indices.items()},
             "held_out": self.training_set.held_out_digest,
             "skipped": dict(self.skips.reasons),
             "acoustics": self.loader.acoustics.content(),
         }
+
+    @cached_property
+    def _indices(self) -> dict[str, Index]:
+        """The index of ``data.train`` as ``train``, and of each set of ``data.valid`` as ``valid.NAME``."""
+        sets = self.evaluation_sets
+        indices = {f"valid.{name}": sets[name].loader.index for name in sets.specs}
+        return {"train": self.training_set.index, **indices}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the address in ``state``.
@@ -131,20 +138,21 @@ class TrainingStream:
         rooms have changed.
         """
         training_set, index = self.training_set, self.training_set.index
-        if state["content"] != index.content:
+        for name, former in state.get("sets", {}).items():
+            difference = self._indices[name].difference(former.numpy()) if name in self._indices else ""
+            if difference:
+                raise DataError(other_data(name, difference, self.skips.run_dir))
+        # Checkpoints of earlier releases have a hash of the training set only.
+        content = state.get("content", index.content), state.get("texts", index.texts)
+        if content != (index.content, index.texts):
             raise DataError(
-                f"data.train has changed since the checkpoint ({state['cuts']} cuts then, {len(index)} now). "
-                "Restore it, or use another run_dir"
-            )
-        if state["texts"] != index.texts:
-            raise DataError(
-                "the transcripts of data.train have changed since the checkpoint. Restore them, or use "
-                "another run_dir"
+                other_data("train", f"{state['cuts']} recordings then, {len(index)} now", self.skips.run_dir)
             )
         if training_set.hold_out and state["held_out"] != training_set.held_out_digest:
             raise DataError(
-                "the run was begun by a release that holds out other recordings, so it would validate on "
-                "recordings that it has trained on. Use another run_dir"
+                "other recordings would be held out, so the run would validate on recordings that it has "
+                "trained on. The folders of the recordings have other names, or another release began the "
+                "run. Give the folders their former names, or use another run_dir"
             )
         # Checkpoints of earlier releases have no noise and no rooms.
         if state.get("acoustics", {}) != self.loader.acoustics.content():
@@ -159,6 +167,15 @@ class TrainingStream:
     def close(self) -> None:
         """End the copying of recordings."""
         self._staging.close()
+
+
+def other_data(name: str, difference: str, run_dir: str) -> str:
+    """Return the message that ``data.NAME`` is not the data of the run in ``run_dir``, and how to go on."""
+    run = run_dir or "RUN"
+    return (
+        f"data.{name} is not the data of the run: {difference}. data.{name}=PLACE of its data continues the "
+        f"run, and init_from={run} run_dir=NEW starts another one from its weights"
+    )
 
 
 def _bytes_of_decoded(gib: float | str) -> float:

@@ -26,7 +26,7 @@ from speechtrain.runs.command_line import Command, split_options
 from speechtrain.runs.compose import override_value
 from speechtrain.runs.run_name import RunNames, folders_of
 from speechtrain.runs.started_runs import require_started
-from speechtrain.runs.stored_config import config_at, set_group, set_key, stored_value
+from speechtrain.runs.stored_config import config_at, move_sources, set_group, set_key, stored_value
 from speechtrain.runs.user_yaml import text_of, values_of
 
 _PRINTING_FLAGS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
@@ -36,6 +36,7 @@ BATCH_KEYS = ("world_size", "trainer.accumulate", "trainer.simulate_world")
 """Keys that together decide the number of micro-batches per update."""
 _SHAPE_PRESERVING = {"optimizer", "schedule", "augment", "data", "trainer", "seed", "precision"}
 """Keys and groups whose values do not change the shape of a weight."""
+_SOURCES = ("data.train", "data.valid")
 _LENGTH_KEYS = ("trainer.max_steps", "trainer.max_epochs")
 _MAX_SHOWN = 3
 """Keys that a message lists. The rest is counted."""
@@ -78,8 +79,8 @@ def config_to_continue(run_dir: Path, command: Command) -> DictConfig:
     """Return the stored config of the run in ``run_dir`` with the changes that ``command`` makes.
 
     An override that the first start had with the same text changes nothing, so the stored value is used. A
-    new override is applied if the key is volatile, which means that it may change during a run. If another
-    program has started the ranks, their number is the world size.
+    new override is applied if the key is volatile, which means that it may change during a run. Data may move
+    to another place. If another program has started the ranks, their number is the world size.
 
     Raises RunError if a key would change that is not volatile, and ConfigError for a world size that does not
     divide the micro-batches of an update.
@@ -95,6 +96,7 @@ def config_to_continue(run_dir: Path, command: Command) -> DictConfig:
     if command.external_launch:
         batch_changes["world_size"] = command.external_launch.world.size
     conflicts = _apply_batch_changes(config, batch_changes, run_dir)
+    _apply_moves(config, changes, command.overrides)
     conflicts += _apply_changes(config, changes, command.config_dir)
     fixed_groups = [key for key in changes if key in _GROUPS and not is_volatile(key)]
     is_about_missing = about == About([])  # ``read_about`` returns this if it cannot read run.json.
@@ -109,6 +111,25 @@ def config_to_continue(run_dir: Path, command: Command) -> DictConfig:
     )  # If ``changes`` has device=auto, print the device.
     _settle_limits(config, command.overrides, about.overrides, new_overrides)
     return config
+
+
+def _apply_moves(config: DictConfig, changes: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Set the sources of data that differ only in their paths, and remove their keys from ``changes``.
+
+    A later start may have moved the data, so an override that the first start had counts, too.
+    """
+    for source in _SOURCES:
+        moved = {key: value for key, value in changes.items() if _is_below(key, source)}
+        if "moved_from" in str(OmegaConf.select(config, source)):
+            moved = _parse(text for text in overrides if _is_below(key_of_override(text), source))
+        if moved and move_sources(config, source, moved):
+            for key in moved:
+                changes.pop(key, None)
+
+
+def _is_below(key: str, parent: str) -> bool:
+    """Return whether ``key`` is ``parent`` or a key below it."""
+    return f"{key}.".startswith(f"{parent}.")
 
 
 def _apply_changes(config: DictConfig, changes: Mapping[str, Any], config_dir: str | None) -> list[str]:

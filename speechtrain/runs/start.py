@@ -19,7 +19,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain import errors, run_directory
-from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.checkpoint.whole import Checkpointer, read_state
 from speechtrain.config.build import (
     build,
     build_data,
@@ -33,6 +33,7 @@ from speechtrain.config.build import (
 from speechtrain.config.check import check
 from speechtrain.config.resolved import dump, resolve
 from speechtrain.config.resume_fields import key_of_override
+from speechtrain.config.stored import read_config
 from speechtrain.config.targets import ALLOW_TARGETS, target_class
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
@@ -95,6 +96,7 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
     if config.dry_run:
         _print_start(config, job, launcher)
         return RunResult("dry run")
+    _check_moved_data(config, job, launcher)
     earlier_result = _earlier_result(config, command)
     if earlier_result:
         return earlier_result
@@ -223,6 +225,23 @@ def _check_resume(config: DictConfig) -> None:
         raise RunError(f"{problem}. Correct run_dir")
     if config.resume == "never":
         config.resume = "auto"
+
+
+def _check_moved_data(config: DictConfig, job: Job, launcher: Launcher) -> None:
+    """Raise DataError if ``config`` reads its data from another place than the run, and the data differs.
+
+    If the ranks run elsewhere and the data cannot be read here, they check it.
+    """
+    folders = Checkpointer(job.run_dir).folders()
+    if not folders or not launcher.is_here(job):
+        return
+    former = read_config(job.run_dir).data
+    if [former.get(key) for key in ("train", "valid")] == [
+        config.data.get(key) for key in ("train", "valid")
+    ]:
+        return
+    with contextlib.closing(build_data(config, build_tokenizer(config))) as data:
+        data.load_state_dict(read_state(folders[-1])["data"])
 
 
 def _earlier_result(config: DictConfig, command: Command) -> RunResult | None:

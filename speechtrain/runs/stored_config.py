@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import typing
 from collections.abc import Mapping, Sequence
@@ -12,10 +13,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from speechtrain.config.check import mismatch
+from speechtrain.config.resolved import with_absolute_path
 from speechtrain.config.resume_fields import flat
 from speechtrain.config.schema import BORROWED_GROUPS
 from speechtrain.config.stored import read_config
 from speechtrain.config.targets import parameter_types, target_class
+from speechtrain.data.sources import with_former_paths
 from speechtrain.errors import ConfigError, first_line, nearest
 from speechtrain.runs.command_line import translate_arguments
 from speechtrain.runs.compose import compose, override_value
@@ -56,7 +59,10 @@ def apply_overrides(config: DictConfig, overrides: Sequence[str], config_dir: st
             continue
         # The list has one element, or none for ``allow_targets=``, which becomes an environment variable.
         for translated in translate_arguments([override]):
-            set_key(config, key, override_value(translated))
+            value = override_value(translated)
+            # The held-out recordings stay if data.train has moved.
+            if key != "data.train" or not move_sources(config, key, {key: value}):
+                set_key(config, key, value)
 
 
 def set_group(config: DictConfig, group: str, choice: str, config_dir: str | None = None) -> None:
@@ -79,6 +85,22 @@ def set_key(config: DictConfig, key: str, value: Any) -> None:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{key}: {first_line(error)}") from None
     _check_type(parent, key, leaf)
+
+
+def move_sources(config: DictConfig, key: str, changes: Mapping[str, Any]) -> bool:
+    """Set the source ``key`` to the places to which its data has moved. Return whether this is possible.
+
+    ``changes`` has new values of ``key`` and of keys below it. If they differ from the stored values in more
+    than paths, nothing is set. The stored paths stay as ``moved_from``, so that the ids of recordings stay.
+    """
+    former = stored_value(config, key)
+    changed_config = copy.deepcopy(config)
+    for changed_key, value in changes.items():
+        OmegaConf.update(changed_config, changed_key, with_absolute_path(value), merge=False)
+    moved = with_former_paths(stored_value(changed_config, key), former)
+    if moved is not None:
+        OmegaConf.update(config, key, moved, merge=False)
+    return moved is not None
 
 
 def stored_value(config: DictConfig, key: str) -> Any:

@@ -76,8 +76,24 @@ class Manifest(Source):
 
     def __init__(self, path: Path) -> None:
         self.path = absolute_path(path)
-        self.name = self.path.stem
+        self.former_path = self.path
+        """Where the data was when its run started. Names and ids come from this path, so they stay."""
+        self.name = self.name_at(self.path)
         self._folder = str(self.path.parent)
+
+    def name_at(self, path: Path) -> str:
+        """Return the name that this source has at ``path``. Ids of cuts contain it."""
+        return path.stem
+
+    def former(self, path: str) -> str:
+        """Return where the recording ``path`` was when its run started, unless it is outside this source."""
+        if self.former_path == self.path:
+            return path
+        folder, former_folder = self.path, self.former_path
+        if self.path.is_file():
+            folder, former_folder = folder.parent, former_folder.parent
+        name = path.removeprefix(os.path.join(folder, ""))
+        return path if name == path else os.path.join(former_folder, name)
 
     @property
     def in_place(self) -> bool:

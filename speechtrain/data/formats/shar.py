@@ -72,10 +72,12 @@ class Shar(LhotseCuts):
 
     def __init__(self, path: Path, audio: str = "") -> None:
         super().__init__(path)
-        self.name = self.path.name
         self._cuts_before: list[int] = []  # the number of cuts before each shard that entries() has read
         # A Folder checks that the tars are below it.
         self._audio = Folder(Path(os.path.join(self.path, os.path.expanduser(audio))))
+
+    def name_at(self, path: Path) -> str:
+        return path.name
 
     @cached_property
     def _shards(self) -> list[Shard]:

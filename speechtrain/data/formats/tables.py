@@ -81,8 +81,10 @@ class Table(Nemo):
     def __init__(self, path: Path, columns: Mapping[str, str] | None = None) -> None:
         super().__init__(path)
         self.columns = dict(columns or {})
-        if self.name == "metadata":  # Many corpora have a table with this name, so the folder's is used.
-            self.name = self.path.parent.name
+
+    def name_at(self, path: Path) -> str:
+        # Many corpora have a table with the name metadata, so the folder's name is used.
+        return path.parent.name if path.stem == "metadata" else path.stem
 
     def fingerprint(self) -> str:
         return digest(self.kind, self.name, self._column_names, self.resolve_path(""), *stamp(self.path))

@@ -116,7 +116,7 @@ def test_a_run_that_held_out_others_does_not_go_on(cache: Path, recordings: Any)
     state = data.state_dict()
     data.load_state_dict(state)
     state["held_out"] = "0"
-    with pytest.raises(DataError, match="holds out other recordings"):
+    with pytest.raises(DataError, match="other recordings would be held out"):
         data.load_state_dict(state)
     data_of(recordings.corpus("m", 20), hold_out=0.0).load_state_dict(state)
 
