@@ -16,7 +16,7 @@ from speechtrain.data.formats.manifests import text_of
 from speechtrain.data.index import Index, crowded_transcripts_line, label_count
 from speechtrain.data.loader import REASONS
 from speechtrain.data.planned_lengths import Integers
-from speechtrain.data.recordings import Unusable, header_or_none
+from speechtrain.data.recordings import Unusable, header_or_none, path_on_disk
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.tar_members import file_of
 from speechtrain.data.training_set import FILTERS, TrainingSet, hours, where_transcripts_are
@@ -78,7 +78,7 @@ def _check_files(stream: TrainingStream, key: str, index: Index, rows: Integers)
     missing = []
     for row in sample.tolist():
         path = first_file(index.cut(row))
-        if path and not os.path.exists(file_of(path)):
+        if path and not os.path.exists(path_on_disk(file_of(path))):
             missing.append(path)
     if _is_too_many(stream, len(missing), len(sample)):
         raise DataError(
@@ -186,6 +186,10 @@ def warnings(stream: TrainingStream) -> Iterator[str]:
         index = sets[name].loader.index
         rows = np.flatnonzero(index.seconds > np.float32(training_set.max_seconds))
         yield from _describe_rows(f"valid.{name}", index, rows, f"{too_long}, as no training recording is")
+    yield from _name_warnings("train", training_set.index, training_set.rows)
+    for name in sets.specs:
+        loader, plan = sets[name]
+        yield from _name_warnings(f"valid.{name}", loader.index, np.sort(plan.rows))
     yield from _low_rate_warning(stream)
     yield from _copies_warning(training_set)
     if stream.loader.tokenizer.reads_text:
@@ -234,6 +238,17 @@ def _describe_rows(key: str, index: Index, rows: Integers, fact: str) -> Iterato
     if len(rows):
         share = f"{hours(index.seconds[rows]):.2f} of {hours(index.seconds):.2f} h"
         yield f"data.{key}: {len(rows)} of {len(index)} recordings ({share}) {fact}"
+
+
+def _name_warnings(key: str, index: Index, rows: Integers) -> Iterator[str]:
+    """Yield a line if files have names in another Unicode form than in the manifest."""
+    paths = [file_of(path) for path in sorted(_paths(index, sample_rows(rows, _SAMPLED_RECORDINGS, 0)))]
+    others = [path for path in paths if path_on_disk(path) != path]
+    if others:
+        yield (
+            f"data.{key}: {len(others)} of {len(paths)} checked files have names in another Unicode form "
+            f"on the disk, such as {path_on_disk(others[0])}. They are used"
+        )
 
 
 def _low_rate_warning(stream: TrainingStream) -> Iterator[str]:

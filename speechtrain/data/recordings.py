@@ -10,8 +10,10 @@ import io
 import os
 import re
 import shlex
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from typing import TYPE_CHECKING, NamedTuple
 
 from speechtrain.data.stage import open_staged
@@ -71,6 +73,28 @@ class Unusable(Exception):
         self.detail = detail
 
 
+def path_on_disk(path: str) -> str:
+    """Return ``path``, or the path of an existing file with the same name in another Unicode form.
+
+    A name such as ``café.wav`` has a composed letter in most manifests, and two characters on a Mac's disk.
+    """
+    if path.isascii() or os.path.lexists(path):
+        return path
+    folder, name = os.path.split(path)
+    for form in ("NFC", "NFD"):
+        path_in_form = os.path.join(path_on_disk(folder), unicodedata.normalize(form, name))
+        if os.path.lexists(path_in_form):
+            return path_in_form
+    return path
+
+
+def _open_on_disk(path: str) -> BufferedReader:
+    try:
+        return open_staged(path)
+    except FileNotFoundError:
+        return open_staged(path_on_disk(path))
+
+
 @contextlib.contextmanager
 def open_recording(path: str) -> Iterator[SoundFile]:
     """Open a recording and check its header. Raises Unusable.
@@ -81,7 +105,7 @@ def open_recording(path: str) -> Iterator[SoundFile]:
     from soundfile import LibsndfileError, SoundFile
 
     try:
-        file = open_staged(file_of(path))
+        file = _open_on_disk(file_of(path))
     except (FileNotFoundError, NotADirectoryError):
         raise Unusable("missing", path) from None
     except (OSError, ValueError) as error:

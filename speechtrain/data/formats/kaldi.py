@@ -17,6 +17,7 @@ from speechtrain.data.formats.manifests import (
     simple_cut,
     stamp,
 )
+from speechtrain.data.recordings import path_on_disk
 from speechtrain.errors import DataError
 
 LIST = "wav.scp"
@@ -117,7 +118,7 @@ class Kaldi(Manifest):
         """The folder to which paths are relative (see the class)."""
         _, _, first_recording = next(self._lines(LIST), (0, "", ""))
         for folder in (self.path, *self.path.parents[:_MAX_LEVELS]):
-            if os.path.isfile(folder / first_recording):
+            if os.path.isfile(path_on_disk(str(folder / first_recording))):
                 return str(folder)
         return str(self.path)
 
