@@ -334,7 +334,7 @@ class Trainer:
         With ``is_applied`` False, as in the warm-up, the update is computed but not applied.
         """
         weight = batch.weight
-        healthy = (batch.is_finite & weight.bool()).to(weight.dtype)
+        healthy = batch.is_finite.to(weight.dtype) * weight.bool().to(weight.dtype)
         if self.device.static_shapes:
             healthy = healthy * self._flag(is_applied)
         # ``full_like`` is needed, because a Python number would turn this lazy scalar into fp64.
