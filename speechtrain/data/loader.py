@@ -272,10 +272,14 @@ class BatchLoader:
         return labels
 
 
-def check_audio(sample_rate: int, crop_seconds: float | None, tokenizer: Tokenizer) -> None:
+def check_audio(
+    sample_rate: int, channel: int | None, crop_seconds: float | None, tokenizer: Tokenizer
+) -> None:
     """Raise ValueError for audio settings that are invalid or do not suit the tokenizer."""
     if sample_rate <= 0:
         raise ValueError(f"sample_rate={sample_rate}: it must be above 0")
+    if channel is not None and channel < 0:
+        raise ValueError(f"channel={channel}: it must be a number from 0 on, or null for the mean")
     if crop_seconds is not None and crop_seconds <= 0:
         raise ValueError(f"crop_seconds={crop_seconds}: it must be above 0, or null for no cropping")
     if crop_seconds is not None and tokenizer.reads_text:

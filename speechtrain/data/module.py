@@ -105,9 +105,7 @@ class SpeechData(DataModule):
         footprint: Footprint | None = None,
         normalise: bool = False,
     ) -> None:
-        check_audio(sample_rate, crop_seconds, tokenizer)
-        if channel is not None and channel < 0:
-            raise ValueError(f"channel={channel}: it must be a number from 0 on, or null for the mean")
+        check_audio(sample_rate, channel, crop_seconds, tokenizer)
         footprint = footprint or Footprint(0.0)
         # The functions that make a loader get the index later, because sets are opened at first use.
         new_loader = partial(

@@ -92,7 +92,10 @@ def _open_on_disk(path: str) -> BufferedReader:
     try:
         return open_staged(path)
     except FileNotFoundError:
-        return open_staged(path_on_disk(path))
+        other_path = path_on_disk(path)
+        if other_path == path:
+            raise
+        return open_staged(other_path)
 
 
 @contextlib.contextmanager

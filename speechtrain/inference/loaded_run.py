@@ -111,7 +111,9 @@ class LoadedRun:
         self.checkpoint = opened.checkpoint
         self.sample_rate = opened.task.sample_rate
         self._max_seconds = max_seconds
-        self.longest_pause = opened.config.data.get("longest_pause") or LONGEST_PAUSE
+        data = opened.config.data
+        longest_pause = data.get("longest_pause") if isinstance(data, DictConfig) else None
+        self.longest_pause = longest_pause or LONGEST_PAUSE
 
     def __repr__(self) -> str:
         opened = self.opened

@@ -175,8 +175,10 @@ def test_a_damaged_recording_that_is_held_out_does_not_end_the_run(cache: Path, 
     damaged = sorted(held)[0]
     (recordings.folder / f"m-audio/{damaged.rpartition(':')[2]}.wav").write_bytes(b"no audio")
     again = data_of(str(recordings.folder / "m.jsonl"))
-    assert {i for batch in again.valid()["held_out"] for i in batch.ids} == held - {damaged} | {""}
-    assert again.skips.reasons[damaged] == "unreadable"
+    batches = list(again.valid()["held_out"])
+    assert {i for batch in batches for i in batch.ids} == held - {damaged} | {""}
+    (skip,) = [skip for batch in batches for skip in batch.skipped]
+    assert (skip.id, skip.reason) == (damaged, "unreadable")
 
 
 def test_a_share_is_a_share() -> None:

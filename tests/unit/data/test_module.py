@@ -23,6 +23,7 @@ from speechtrain.data.sampler import BatchLimits
 from speechtrain.data.workers import Processes, automatic_workers
 from speechtrain.errors import DataError, MachineError
 from speechtrain.text.vocabulary import Characters, NoText
+from tests.support.data_module import make_data
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +33,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPEECHTRAIN_CACHE", str(folder))
         yield folder
-
-
-def make_data(corpus: Path, **options: Any) -> SpeechData:
-    options = {"batch": BatchLimits(count=3), "speed": [0.9, 1.1], "workers": 0, **options}
-    options.setdefault("train", Digits("train", utterances=31))
-    options.setdefault("valid", {"unheard": Digits("valid", utterances=21)})
-    return SpeechData(tokenizer=Characters(), cache=str(corpus), **options)
 
 
 def ids_of(batches: Any) -> list[tuple[str, ...]]:

@@ -12,9 +12,8 @@ import pytest
 from speechtrain.data.index import open_index
 from speechtrain.data.recordings import path_on_disk
 from speechtrain.data.sources import open_source
-
-from ...support.recordings import write_tone
-from .test_module import make_data
+from tests.support.data_module import make_data
+from tests.support.recordings import write_tone
 
 FORMS = [("NFC", "NFD"), ("NFD", "NFC")]
 

@@ -16,8 +16,7 @@ from speechtrain.commands import evaluate, train
 from speechtrain.config.stored import read_config
 from speechtrain.data.sources import with_former_paths
 from speechtrain.errors import DataError, RunError
-
-from .test_resume import SMALL_TRAINING, write_recordings
+from tests.support.small_training import SMALL_TRAINING, write_recordings
 
 STEPS = 4
 

@@ -9,9 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import soundfile
 
 from speechtrain.commands import train
 from speechtrain.config.resolved import dump, load
@@ -21,22 +19,7 @@ from speechtrain.run_directory import CONFIG
 from speechtrain.runs.command_line import read_command
 from speechtrain.runs.compose import compose
 from speechtrain.runs.stored_config import set_key
-
-SMALL_TRAINING = (
-    *("model=rnnt", "data=manifest", "device.threads=1", "data.workers=0", "trainer.max_steps=2"),
-    *("decoder.max_symbols=9", "encoder.hidden=16", "model.prediction.hidden=16", "data.hold_out=0.3"),
-    *("model.prediction.embedding=8", "model.joint.hidden=16", "tokenizer=auto", "tracking=none"),
-    *("trainer.log_every=1", "launcher=local", "launcher.inline=true"),
-)
-
-
-def write_recordings(folder: Path, count: int) -> None:
-    """Write ``count`` recordings of half a second of noise, with transcripts."""
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = np.random.default_rng(count)
-    for number in range(count):
-        soundfile.write(folder / f"{number}.wav", generator.normal(0, 0.1, 8_000), 16_000)
-        (folder / f"{number}.txt").write_text("yes no")
+from tests.support.small_training import SMALL_TRAINING, write_recordings
 
 
 @pytest.fixture
@@ -85,13 +68,16 @@ def test_a_repeated_command_compares_recordings_limits_and_paths(
     with pytest.raises(DataError, match=r"10 recordings then, 12 now.*data\.train=rec.* run_dir=NEW"):
         start(*own_schedule)
 
-    # U4: the same relative path in another working folder is another training set.
+    # U4: the same command in another working folder is another run. With the same recordings, the run
+    # continues there if the user names it.
     other_project = project / "two"
     write_recordings(other_project / "rec", 10)
     monkeypatch.chdir(other_project)
     assert start("dry_run=true") == 0
     assert str(run_dir) not in capsys.readouterr().out
-    with pytest.raises(RunError, match=r"data\.train: .*/one/rec in the run, rec now"):
+    assert train.run([f"run_dir={run_dir}", "data.train=rec"]) == 0
+    (other_project / "rec/0.txt").write_text("no")
+    with pytest.raises(DataError, match=r"1 of 10 recordings differ"):
         train.run([f"run_dir={run_dir}", "data.train=rec"])
 
 
