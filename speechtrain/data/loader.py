@@ -49,7 +49,7 @@ REASONS = {
     "silent_channel": "one of its channels is silent",
     "no_channel": "it has no channel data.channel",
     "not_finite": "samples are NaN, infinite or far beyond full scale",
-    "silent": "nobody speaks or no sample reaches −60 dBFS, but the transcript is not empty",
+    "silent": "no sample reaches −60 dBFS, but the transcript is not empty",
     "too_short": "shorter than data.min_seconds",
     "too_long": "longer than data.max_seconds, or in evaluation data.max_decoded_seconds",
     "empty_transcript": "the transcript is empty, and data.allow_empty is false",
@@ -227,7 +227,9 @@ class BatchLoader:
         skips += [Skip(cut["id"], fault.reason, fault.detail) for fault in faults]
         if self.longest_pause is None:
             return samples
-        return shorten_pauses(samples, self.sample_rate, self.longest_pause)
+        spoken = shorten_pauses(samples, self.sample_rate, self.longest_pause)
+        # The transcript of a training recording is a better witness than its sound.
+        return spoken if len(spoken) or self.is_evaluation else samples
 
     def _crop(self, rows: Sequence[_Row], micro_batch: MicroBatch, crop_seconds: float) -> None:
         """Crop the rows of a batch in place, each at a random start (see the class)."""

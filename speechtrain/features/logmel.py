@@ -131,7 +131,7 @@ def _loud(x: Tensor, weight: Tensor) -> Tensor:
     ``weight`` (B, T, ..., 1) is 1 for the columns of a row. The result has its shape.
     """
     level = x.mean(-1, keepdim=True)
-    loudest = level.masked_fill(weight == 0, -math.inf).amax(1, keepdim=True)
+    loudest = level.masked_fill(weight == 0, -math.inf).max(1, keepdim=True).values
     return weight * (level > loudest - _LOUD_NATS)
 
 

@@ -66,7 +66,7 @@ def test_one_checkpoint_one_score(
 def test_the_result_is_of_the_checkpoint_that_is_used(command: Callable[..., Command], forks: Forks) -> None:
     """A learning rate that destroys the model makes the last validation worse than the first."""
     run = command("run", "trainer.max_steps=8", "trainer.validate_every=4", "schedule.warmup_steps=8")
-    done = run.run_inline("optimizer.lr=1", "trainer.ema=0")
+    done = run.run_inline("optimizer.lr=3", "trainer.ema=0")
     assert done.returncode == 0, done.stderr
     first, last = run.events("valid")
     assert (first["wer"], first["loss"]) < (last["wer"], last["loss"])  # a tie: the loss decides
