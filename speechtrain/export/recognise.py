@@ -13,11 +13,9 @@ try:
     import onnxruntime
 
     if __package__:
-        from speechtrain.data.voice_activity import speech_spans
-        from speechtrain.export.recording import read_recording
-    else:  # An export has copies of both modules.
-        from recording import read_recording
-        from voice_activity import speech_spans
+        from speechtrain.export.recording import read_recording, text_of
+    else:  # An export has a copy of the module.
+        from recording import read_recording, text_of
 except (ImportError, OSError) as error:  # soundfile raises OSError if its C library is missing.
     sys.exit(f"recognise.py: {error}. Install it: pip install numpy onnxruntime soundfile")
 
@@ -40,10 +38,7 @@ def open_export(folder, precision):
 
 def transcribe(model, sessions, samples):
     """Return the text of mono fp32 samples (S,) at the sample rate of the model. Silence has no text."""
-    texts = []
-    for start, end in speech_spans(samples, model["sample_rate"], model["longest_pause"]):
-        texts.append(decode(model, sessions, samples[start:end]))
-    return " ".join([text for text in texts if text])
+    return text_of(samples, model, lambda part: decode(model, sessions, part))
 
 
 def decode(model, sessions, samples):

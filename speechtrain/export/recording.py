@@ -1,9 +1,24 @@
-"""Reads a recording for the programs of an export, which contains a copy of this file."""
+"""Reads recordings and finds their speech. Each export has a copy of this file for its program."""
 
 import math
 
 import numpy as np
 import soundfile
+
+if __package__:
+    from speechtrain.data.voice_activity import speech_spans
+else:  # An export has a copy of this module, too.
+    from voice_activity import speech_spans
+
+
+def text_of(samples, model, decode):
+    """Return the texts of the parts of mono fp32 samples (S,) in which somebody speaks. Silence has no text.
+
+    ``model`` is the content of model.json. ``decode`` returns the text of such a part.
+    """
+    spans = speech_spans(samples, model["sample_rate"], model["longest_pause"])
+    texts = [decode(samples[start:end]) for start, end in spans]
+    return " ".join([text for text in texts if text])
 
 
 def read_recording(path, new_rate):

@@ -31,23 +31,9 @@ AUDIO_SUFFIXES = (
 _OTHER_SUFFIXES = (".m4a", ".mp4", ".aac", ".wma", ".amr", ".3gp", ".webm", ".mov", ".mkv")
 # Files with these suffixes are never opened as recordings. To open one takes 0.4 ms.
 _NO_AUDIO_SUFFIXES = (
-    *(
-        ".txt",
-        ".csv",
-        ".tsv",
-        ".json",
-        ".jsonl",
-        ".xml",
-        ".html",
-        ".yaml",
-        ".yml",
-        ".md",
-        ".pdf",
-        ".gz",
-        ".zip",
-    ),
+    *(".txt", ".csv", ".tsv", ".json", ".jsonl", ".xml", ".html", ".yaml", ".yml", ".md", ".pdf"),
     *(".lab", ".trn", ".text", ".textgrid", ".eaf", ".ctm", ".stm", ".srt", ".vtt", ".png", ".jpg"),
-    *(".npy", ".npz", ".pt", ".h5", ".ark", ".scp", ".tar", ".py", ".sh", ".log"),
+    *(".npy", ".npz", ".pt", ".h5", ".ark", ".scp", ".tar", ".gz", ".zip", ".py", ".sh", ".log"),
 )
 # The most bytes of a *.trans.txt: about 300,000 transcripts. The largest one of LibriSpeech has 0.03 MB.
 _MAX_LIST_BYTES = 2**25
