@@ -85,16 +85,17 @@ class Lazy(Device):
             )
 
     def open(self, local_rank: int) -> None:
+        if _LIBRARY:  # torch refuses to start its lazy tensors twice in a process.
+            return
         try:
             torch_private.start_lazy()
         except (MachineError, RuntimeError) as error:
             reason = f"this torch has no lazy tensors ({first_line(error)})"
             raise MachineError(f"device=lazy: {reason}. Use device=cpu") from None
-        if not _LIBRARY:
-            library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-            for name, decomposition in DECOMPOSITIONS.items():
-                library.impl(name, decomposition, "Lazy")  # type: ignore[no-untyped-call]
-            _LIBRARY.append(library)
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        for name, decomposition in DECOMPOSITIONS.items():
+            library.impl(name, decomposition, "Lazy")  # type: ignore[no-untyped-call]
+        _LIBRARY.append(library)
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype == torch.float32
