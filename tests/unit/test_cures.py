@@ -103,6 +103,21 @@ TABLE_ROWS: list[tuple[str, str, Any]] = [
         r"starts at 0\.5 s and ends at 0\.1 s",
         "path,start,end\na.wav,0.1,0.5\n",
     ),
+    (
+        "file,von,bis,text\na.wav,0,0.5,one\na.wav,0.5,1,two\n",
+        r"rows of a\.wav without distinct times \(line 3\)\. .*tmin.*: 'file', 'von', 'bis', 'text'\.",
+        "{path: m.csv, start: von, end: bis}",
+    ),
+    (
+        "file,text\na.wav,one\na.wav,two\n",
+        "Names of times: start, .* begin",
+        "file,Begin Time,end,text\na.wav,0,0.5,one\na.wav,0.5,1,two\n",
+    ),
+    (
+        "file,from,until,text\na.wav,0,one,one\na.wav,0.5,two,two\n",
+        r"Choose with {path: m\.csv, start: COLUMN, end: COLUMN}",
+        "file,from,to,text\na.wav,0,0.5,one\na.wav,0.5,1,two\n",
+    ),
 ]
 FOLDER_ROWS: list[tuple[Files, str, Any]] = [
     ({"in/readme": "x"}, "contains no recordings", {"in/a.wav": ...}),

@@ -37,10 +37,13 @@ COLUMNS = {
     "text": ("text", "sentence", "transcript", "transcription", "wrd", "words", "tgt_text"),
     "speaker": ("speaker", "speaker_id", "client_id", "spk_id", "spk"),
     "duration": ("duration",),
-    "start": ("start", "offset"),
-    "end": ("end",),
+    "start": ("start", "start_time", "begin", "begin_time", "tmin", "xmin", "from", "onset", "offset"),
+    "end": ("end", "end_time", "stop", "tmax", "xmax", "to", "offset"),
 }
-"""The names, in lower case, by which the column of each key of a source is detected."""
+"""The names by which the column of each key of a source is detected, in lower case and with ``_`` for spaces.
+
+A column belongs to the first key that has its name. So ``offset`` is the end only beside another start.
+"""
 
 _LABELS = ("class", "label", "word", "command")  # the names of the texts in a table without another text
 _DELIMITERS = "\t,;|"
@@ -119,8 +122,7 @@ class Table(Nemo):
         if not known_names:
             known_names.update(*COLUMNS.values())
         for delimiter, cells in cells_by_delimiter.items():
-            lower_cells = [cell.lower() for cell in cells]
-            if not known_names.isdisjoint(cells + lower_cells):
+            if not known_names.isdisjoint([*cells, *map(_column_key, cells)]):
                 return Form(delimiter, cells, has_header=True)
         bar_cells = len(cells_by_delimiter["|"])
         if not self.columns and 2 <= bar_cells <= 3:
@@ -150,29 +152,29 @@ class Table(Nemo):
             if explicit:
                 candidates = [column for column in columns if column == explicit]
             else:
-                candidates = [column for column in columns if column.lower() in names]
+                unused_columns = [column for column in columns if column not in column_names.values()]
+                candidates = [column for column in unused_columns if _column_key(column) in names]
             if key == "text" and not explicit and not candidates:
                 candidates = [column for column in columns if column.lower() in _LABELS]
             # A wrong recording or text is an error. Of other columns, the first one is used.
             needs_one = explicit or key == "audio" or (candidates and key == "text")
             if needs_one and len(candidates) != 1:
-                raise self._column_error(key, len(candidates))
+                problem = "no column that is known as its recordings"
+                if candidates:
+                    problem = f"{len(candidates)} columns that may be its {key}"
+                elif explicit:
+                    problem = f"no column {explicit!r}"
+                raise self._column_error(problem, f"{key}: COLUMN")
             if candidates:
                 column_names[key] = candidates[0]
         return column_names
 
-    def _column_error(self, key: str, candidates: int) -> DataError:
-        """Return the error for a key with no column or with several ``candidates``."""
-        explicit = self.columns.get(key)
-        problem = "no column that is known as its recordings"
-        if candidates:
-            problem = f"{candidates} columns that may be its {key}"
-        elif explicit:
-            problem = f"no column {explicit!r}"
+    def _column_error(self, problem: str, choice: str) -> DataError:
+        """Return the error of a table with a problem of its columns, and with the keys that choose others."""
         columns = [repr(column[:40]) for column in self.form.columns[:20]]
         if len(self.form.columns) > 20:
             columns.append("…")
-        setting = f"{{path: {self.path.name}, {key}: COLUMN}}"
+        setting = f"{{path: {self.path.name}, {choice}}}"
         return self.error_at(1, f"has {problem}: {', '.join(columns)}. Choose with {setting}")
 
     @cached_property
@@ -187,9 +189,19 @@ class Table(Nemo):
 
     def entries(self) -> Iterator[Entry]:
         line, column_names = 0, self._column_names
+        spans = set[int]()  # a hash of the recording and the times of each row, which takes little memory
         for line, row in self._rows():
             record = {key: row.get(column) for key, column in column_names.items()}
-            yield Entry(self.cut_of(record, line), line, -1)
+            cut = self.cut_of(record, line)
+            span = (record["audio"], record.get("start"), record.get("end") or record.get("duration"))
+            if not {None, ""}.isdisjoint(span):
+                span = span[:1]  # Other rows of a recording would contain a row without start or end.
+            if hash(span) in spans:
+                known = ", ".join(COLUMNS["start"] + COLUMNS["end"])
+                problem = f"rows of {span[0]} without distinct times (line {line}). Names of times: {known}"
+                raise self._column_error(f"{problem}. Its columns", "start: COLUMN, end: COLUMN")
+            spans.add(hash(span))
+            yield Entry(cut, line, -1)
         if not line:
             raise DataError(f"{self.path} has a header only. Add a row for each recording")
 
@@ -367,6 +379,11 @@ def _cells(line: str, delimiter: str) -> list[str]:
     except csv.Error:
         return []
     return [cell.strip() for cell in row or []]
+
+
+def _column_key(column: str) -> str:
+    """Return the name of a column as COLUMNS has it."""
+    return column.lower().replace(" ", "_")
 
 
 def _unquoted(cell: str) -> str:

@@ -141,16 +141,16 @@ def test_any_table_with_a_header(tmp_path: Path, recordings: Any, mark: str, for
 def test_columns_are_chosen_by_key(tmp_path: Path, recordings: Any, cache: Path) -> None:
     recordings.tone("a.wav", 2.0)
     path = write(
-        tmp_path / "t.csv", "audio,text,raw,from,to,who\na.wav,one,ONE,0.5,1.25,s\na.wav,two,TWO,1,,s\n"
+        tmp_path / "t.csv", "audio,text,raw,von,bis,who\na.wav,one,ONE,0.5,1.25,s\na.wav,two,TWO,1,,s\n"
     )
-    chosen = {"path": path, "text": "raw", "start": "from", "end": "to", "speaker": "who"}
+    chosen = {"path": path, "text": "raw", "start": "von", "end": "bis", "speaker": "who"}
     assert rows_of(chosen) == [
         (f"{tmp_path}/a.wav", "ONE", 0.75, "s"),
         (f"{tmp_path}/a.wav", "TWO", 1.0, "s"),
     ]
     assert [cut["start"] for cut in cuts_of(chosen)] == [0.5, 1.0]
-    assert rows_of(path)[0][1:] == ("one", 2.0, None)
-    typed = f"{{path: {path}, text: raw, start: from, end: to, speaker: who}}"
+    assert "start: COLUMN, end: COLUMN" in refusal(path)
+    typed = f"{{path: {path}, text: raw, start: von, end: bis, speaker: who}}"
     assert rows_of(typed) == rows_of(chosen)
     assert (
         open_source(path).fingerprint()
@@ -167,6 +167,34 @@ def test_columns_are_chosen_by_key(tmp_path: Path, recordings: Any, cache: Path)
     folder = tmp_path / "hf"
     write(folder / "metadata.csv", "file_name,text,raw\na.wav,one,ONE\n")
     assert rows_of({"path": str(folder), "text": "raw"})[0][1] == "ONE"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *("begin,end", "start,stop", "tmin,tmax", "Begin Time,End Time", "xmin,xmax", "from,to"),
+        *("Onset,Offset", "START_TIME,end", "offset,duration", "onset,duration", "offset,end"),
+    ],
+)
+def test_times_have_the_names_of_other_tools(tmp_path: Path, recordings: Any, names: str) -> None:
+    recordings.tone("a.wav", 2.0)
+    # A duration of 0.75 begins at 0.25, and an end of 0.75 at 0.
+    starts = (0.25, 1.0) if "duration" in names else (0, 0.25)
+    rows = [f"a.wav,{start},0.75,{word}\n" for start, word in zip(starts, ("one", "two"), strict=True)]
+    path = write(tmp_path / "t.csv", f"file,{names},text\n{''.join(rows)}")
+    lengths = (0.75, 0.75) if "duration" in names else (0.75, 0.5)
+    assert [(cut["start"], cut["duration"]) for cut in cuts_of(path)] == [*zip(starts, lengths, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "rows", ["a.wav,0,0.5,x\na.wav,0,0.5,y\n", "a.wav,0,,x\nb.wav,0,1,z\na.wav,0.5,,y\n"]
+)
+def test_rows_of_a_recording_need_distinct_times(tmp_path: Path, recordings: Any, rows: str) -> None:
+    for name in ("a.wav", "b.wav"):
+        recordings.tone(name, 2.0)
+    message = refusal(write(tmp_path / "t.csv", f"file,begin,end,text\n{rows}"))
+    assert f"t.csv:1: has rows of a.wav without distinct times (line {rows.count(chr(10)) + 1})" in message
+    assert "'file', 'begin', 'end', 'text'. Choose with {path: t.csv, start: COLUMN, end: COLUMN}" in message
 
 
 def test_recordings_without_transcripts_need_no_column(tmp_path: Path, recordings: Any) -> None:
@@ -277,7 +305,7 @@ def test_a_table_is_trained_on(tmp_path: Path, recordings: Any, cache: Path) -> 
 HEAD = "path\tsentence\tlocale\n"
 LONG = "字" * 2**19
 TABLES: dict[str, tuple[bytes, list[str]]] = {
-    "short rows": (f"{HEAD}b.wav\tone\na.wav\ttwo\ten\nb.wav\n".encode(), ["one", "two", ""]),
+    "short rows": (f"{HEAD}b.wav\tone\na.wav\ttwo\ten\nc.wav\n".encode(), ["one", "two", ""]),
     "a tab in a cell": (f'{HEAD}a.wav\t"one\ttwo"\ten\n'.encode(), ["one two"]),
     "a bar in a cell": (b'path|text\na.wav|"one|two"\nb.wav|"three\n', ["one|two", '"three']),
     "a line end in a cell": (f'{HEAD}a.wav\t"one\n""two"""\ten\n'.encode(), ['one "two"']),
