@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,12 +97,17 @@ class Transcript:
     def captions(self) -> Iterator[tuple[float, float, str]]:
         """Yield start, end (seconds of the recording) and text of each caption.
 
-        A caption has at most two lines and lasts at most 7 s. Captions do not overlap, and do not span a
-        pause. A word that is longer than two lines is divided.
+        A caption has at most two lines and lasts at most 7 s. Captions do not overlap. A segment begins a new
+        caption, because it begins after a pause. A word that is longer than two lines is divided.
         """
+        segment_starts = [segment.start for segment in self.segments]
         parts: list[_Caption] = []  # of the current caption
+        segment_number = 0
         for part in self._caption_parts():
-            if parts and not _can_follow(parts, part):
+            next_number = bisect(segment_starts, part.start)
+            is_same_segment = next_number == segment_number
+            segment_number = next_number
+            if parts and not (is_same_segment and _can_follow(parts, part)):
                 yield _join(parts)
                 parts = []
             parts.append(part)

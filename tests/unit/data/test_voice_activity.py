@@ -109,10 +109,18 @@ def test_an_utterance_without_silence_does_not_change(utterances: list[Samples])
         assert shorten_pauses(samples[: round(0.2 * RATE)], RATE, PAUSE) is not None
 
 
-def test_a_short_pause_stays(utterances: list[Samples]) -> None:
-    pause = np.zeros(round(0.5 * RATE), np.float32)
+@pytest.mark.parametrize("level", [-200, -60])
+def test_a_short_pause_stays_and_spans_meet_in_it(utterances: list[Samples], level: float) -> None:
+    pause = white(level, 0.4)
     recording = np.concatenate([utterances[0], pause, utterances[1]])
-    assert len(speech_spans(recording, RATE, PAUSE)) == 1
+    (_, end), (start, _) = speech_spans(recording, RATE, PAUSE)
+    assert end == start
+    assert abs(start - len(utterances[0]) - len(pause) / 2) < 0.1 * RATE
+    np.testing.assert_array_equal(shorten_pauses(recording, RATE, PAUSE), recording)
+
+
+def test_a_long_pause_becomes_short(utterances: list[Samples]) -> None:
+    pause = np.zeros(round(0.5 * RATE), np.float32)
     shortened = shorten_pauses(np.concatenate([utterances[0], *4 * [pause], utterances[1]]), RATE, PAUSE)
     speech = (len(utterances[0]) + len(utterances[1])) / RATE
     assert speech + 0.4 <= len(shortened) / RATE <= speech + 1.0

@@ -79,6 +79,15 @@ def test_captions_have_two_lines_and_7_seconds_and_never_overlap(
     assert letters == transcript.text.replace(" ", "")
 
 
+def test_a_caption_ends_at_a_pause() -> None:
+    segments = (
+        Segment(0.0, 1.0, spoken([("a", 0.1, 0.5), ("b", 0.6, 1.0)], True)),
+        Segment(1.0, 3.0, spoken([("c", 0.0, 0.5)], True)),
+    )
+    captions = Transcript("a.wav", "a.wav", 3.0, segments).captions()
+    assert [(start, text) for start, _, text in captions] == [(0.1, "a b"), (1.0, "c")]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_word_ends_before_the_next_one_begins(seed: int) -> None:
     transcript = random_transcript(seed)
