@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
 import re
 import sys
 import unicodedata
@@ -182,6 +183,11 @@ def require_shares(**values: float) -> None:
     for name, value in values.items():
         if not 0 <= value < 1:
             raise ValueError(f"{name} is {value}: it must be at least 0 and below 1")
+
+
+def shown_path(path: str) -> str:
+    """Return ``path``, relative to the current folder if it is in this folder."""
+    return path.removeprefix(f"{os.getcwd()}/")
 
 
 def first_line(error: BaseException) -> str:

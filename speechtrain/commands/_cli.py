@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from speechtrain import __version__, errors
 from speechtrain.config.resume_fields import unquoted
+from speechtrain.config.targets import described_error, place_of_error
 from speechtrain.errors import (
     ConfigError,
     MachineError,
@@ -157,8 +158,8 @@ def _report_unexpected(error: Exception) -> int:
 
     - The reader of stdout has exited: nothing is printed, and the code is 0.
     - Stdout or a disk is the cause: the code is the exit code of MachineError.
-    - Any other error is a defect of speechtrain. The code is 1, and the printed line names a temporary file
-      with the trace.
+    - Any other error is a defect of speechtrain or of the user's own part. The code is 1, and the printed
+      line names a temporary file with the trace.
     """
     output_problem = stdout_problem("\n") if isinstance(error, OSError) else ""
     if output_problem:
@@ -172,6 +173,6 @@ def _report_unexpected(error: Exception) -> int:
         return disk_error.exit_code
     path = Path(tempfile.mkstemp(prefix="speechtrain-", suffix=".log")[1])
     path.write_text(traceback.format_exc())
-    message = one_line(f"{type(error).__name__}: {error}", 300)
-    print_notice(f"internal error: {message} (trace in {path})")
+    kind = "error" if place_of_error(error) else "internal error"
+    print_notice(f"{kind}: {one_line(described_error(error), 300)} (trace in {path})")
     return 1

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console
 from speechtrain.config.resume_fields import key_of_override
+from speechtrain.config.targets import described_error
 from speechtrain.errors import ConfigError, DataError, MachineError, SpeechtrainError, one_line
 from speechtrain.files import absolute_path, write_text
 from speechtrain.runs.choices import choices
@@ -138,7 +139,7 @@ def failure(subject: str, error: Exception) -> Finding:
     """Return the red finding on an error."""
     if isinstance(error, SpeechtrainError):
         return Finding(RED, subject, one_line(str(error)), exit_code=error.exit_code)
-    return Finding(RED, subject, one_line(f"{type(error).__name__}: {error}")[:300])
+    return Finding(RED, subject, one_line(described_error(error))[:300])
 
 
 def _green_or_amber(is_fine: bool) -> str:

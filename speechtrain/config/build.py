@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from speechtrain.config.check import check_part
-from speechtrain.config.targets import target_class
+from speechtrain.config.targets import place_of_error, target_class
 from speechtrain.errors import ConfigError, SpeechtrainError, first_line
 
 if TYPE_CHECKING:  # A command that builds nothing must not import torch.
@@ -131,7 +131,8 @@ def _construct(path: str, node: Mapping[str, Any], objects: Mapping[str, Any]) -
         raise type(error)(_with_path(path, str(error), arguments)) from error
     except (ValueError, TypeError, OverflowError, MemoryError) as error:
         message = _with_path(path, first_line(error), arguments)
-        raise ConfigError(message if message.startswith(path) else f"{path}: {message}") from error
+        message = message if message.startswith(path) else f"{path}: {message}"
+        raise ConfigError(f"{place_of_error(error)}{message}") from error
 
 
 def _with_path(path: str, message: str, keys: Container[str]) -> str:
@@ -214,5 +215,6 @@ def size_of_network(config: DictConfig, tokenizer: Tokenizer) -> tuple[int, int]
         return 0, 0
     except RuntimeError as error:
         if "meta" not in str(error):
-            raise ConfigError(f"model or encoder: {first_line(error)}") from error
+            problem = f"{place_of_error(error)}model or encoder: {first_line(error)}"
+            raise ConfigError(problem) from error
         return 0, 0

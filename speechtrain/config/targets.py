@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import traceback
 import typing
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-from speechtrain.errors import ConfigError, nearest
+from speechtrain.errors import ConfigError, nearest, shown_path
 
 ALLOW_TARGETS = "SPEECHTRAIN_ALLOW_TARGETS"
 """Environment variable with further packages that ``_target_`` may name, separated by commas."""
@@ -26,9 +27,32 @@ def _is_within(module: str, packages: Iterable[str]) -> bool:
     return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
-def _allowed_packages() -> list[str]:
+def _user_packages() -> list[str]:
     packages = os.environ.get(ALLOW_TARGETS, "").split(",")
-    return ["speechtrain", *filter(None, packages)]
+    return list(filter(None, packages))
+
+
+def _allowed_packages() -> list[str]:
+    return ["speechtrain", *_user_packages()]
+
+
+def place_of_error(error: BaseException) -> str:
+    """Return ``FILE:LINE in CLASS.METHOD: `` for the innermost line of the user's own parts, or "".
+
+    The user's own parts are the packages in ALLOW_TARGETS.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{shown_path(error.filename)}:{error.lineno}: "
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if _is_within(str(frame.f_globals.get("__name__")), _user_packages()):
+            code = frame.f_code
+            return f"{shown_path(code.co_filename)}:{line} in {code.co_qualname}: "
+    return ""
+
+
+def described_error(error: BaseException) -> str:
+    """Return place, class and message of an error that is not a SpeechtrainError."""
+    return f"{place_of_error(error)}{type(error).__name__}: {error}"
 
 
 def target_class(target: str, path: str) -> type:

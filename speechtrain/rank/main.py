@@ -27,6 +27,7 @@ from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.config.build import build_data, build_optimizer
 from speechtrain.config.resolved import load
+from speechtrain.config.targets import described_error
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.devices.out_of_memory import out_of_memory_error
@@ -357,7 +358,7 @@ def _message(error: Exception) -> str:
     """Return the message of a failed rank. If torchrun restarts the ranks, the message says so."""
     message = str(error)
     if not isinstance(error, SpeechtrainError):
-        message = f"{type(error).__name__}: {error}"
+        message = described_error(error)
     for restart in _restart_fact(failures=1).values():
         message = f"{message.strip()} (restart {restart} follows)"
     return message.strip()
