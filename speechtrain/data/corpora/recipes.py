@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from speechtrain.data.formats.folder import AUDIO_SUFFIXES
 from speechtrain.data.formats.lhotse_cuts import UnknownPart, known_cut
 from speechtrain.data.formats.manifests import Record, simple_cut
 from speechtrain.data.formats.tables import Table
@@ -262,7 +263,7 @@ def _stm(audio: Path, references: Path, jobs: int) -> Iterator[Record]:
     """Yield the segments in NIST's STM files ``references``/*.stm. The recordings have two sides."""
     paths = {}
     for path in sorted(audio.rglob("*")):
-        if path.suffix.lower() == ".sph":
+        if path.suffix.lower() in AUDIO_SUFFIXES:
             paths[path.stem.lower()] = path
     for file in sorted(references.glob("*.stm")):
         lines = read_bytes(file).decode("utf-8", "replace").splitlines()
