@@ -12,7 +12,7 @@ from speechtrain.batch import Skip
 from speechtrain.counter_rng import RunStream, uniform_at
 from speechtrain.data.audio import files_of, first_file, read_cut
 from speechtrain.data.equal_content import equal_files
-from speechtrain.data.formats.manifests import text_of
+from speechtrain.data.formats.manifests import Record, text_of
 from speechtrain.data.index import Index, crowded_transcripts_line, label_count
 from speechtrain.data.loader import REASONS
 from speechtrain.data.planned_lengths import Integers
@@ -22,7 +22,7 @@ from speechtrain.data.tar_members import file_of
 from speechtrain.data.training_set import FILTERS, TrainingSet, hours, where_transcripts_are
 from speechtrain.data.training_stream import TrainingStream
 from speechtrain.errors import DataError, one_line
-from speechtrain.text.normalise import DAMAGED, invisible
+from speechtrain.text.normalise import DAMAGED, REMARK, invisible
 from speechtrain.text.vocabulary import Tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -92,19 +92,23 @@ def _check_transcripts(stream: TrainingStream) -> None:
     loader, rows = stream.loader, stream.training_set.rows
     if len(rows) > _ALL_TRANSCRIPTS:
         rows = sample_rows(rows, _SAMPLED_TRANSCRIPTS, loader.seed)
-    empty_ids, unencodable_ids, unknown_symbols = list[str](), list[str](), set[str]()
+    empty_cuts, unencodable_ids, unknown_symbols = list[Record](), list[str](), set[str]()
     for row in rows.tolist():
         cut = loader.index.cut(row)
         text = loader.index.text(row, loader.tokenizer.normalise, cut)
         if not text.strip() and not loader.allow_empty:
-            empty_ids.append(cut["id"])
+            empty_cuts.append(cut)
         if label_count(text, loader.tokenizer) < 0:
             unencodable_ids.append(cut["id"])
             unknown_symbols |= loader.tokenizer.unknown(text)
-    if _is_too_many(stream, len(empty_ids), len(rows)):
+    if _is_too_many(stream, len(empty_cuts), len(rows)):
+        example = text_of(empty_cuts[0])
+        advice = where_transcripts_are(stream.training_set.source)
+        if example.strip():
+            advice = f"no word is left of {example[:40]!r}. Remove them, or set data.allow_empty=true"
         raise DataError(
-            f"{len(empty_ids)} of {len(rows)} recordings of data.train have no transcript, such as "
-            f"{empty_ids[0]!r}: {where_transcripts_are(stream.training_set.source)}"
+            f"{len(empty_cuts)} of {len(rows)} recordings of data.train have no transcript, such as "
+            f"{empty_cuts[0]['id']!r}: {advice}"
         )
     if not unencodable_ids:
         return
@@ -197,7 +201,7 @@ def warnings(stream: TrainingStream) -> Iterator[str]:
 
 
 def _text_warnings(stream: TrainingStream) -> Iterator[str]:
-    """Yield lines on training transcripts with invisible or damaged characters, or that labels change."""
+    """Yield lines on training transcripts with remarks, invisible or damaged characters, or that change."""
     loader, tokenizer = stream.loader, stream.loader.tokenizer
     rows = sample_rows(stream.training_set.rows, _SAMPLED_TRANSCRIPTS, loader.seed)
     dropped_count = 0
@@ -205,17 +209,18 @@ def _text_warnings(stream: TrainingStream) -> Iterator[str]:
     for row in rows.tolist():
         cut = loader.index.cut(row)
         text = loader.index.text(row, tokenizer.normalise, cut)
-        symbols = [symbol for symbol in invisible(text_of(cut)) if symbol not in text]
-        if symbols:
-            dropped_count += len(symbols)
-            dropped.append(f"U+{ord(symbols[0]):04X} in {cut['id']!r}")
+        parts = REMARK.findall(text_of(cut)) + invisible(text_of(cut))
+        dropped_parts = [part for part in parts if not tokenizer.normalise(part)]
+        if dropped_parts:
+            dropped_count += len(dropped_parts)
+            dropped.append(f"{one_line(ascii(dropped_parts[0]), 80)} in {cut['id']!r}")
         if DAMAGED in text:
             damaged.append(repr(cut["id"]))
         change = _change_of(text, tokenizer)
         if change:
             changed.append(f"{cut['id']!r} ({one_line(change, 200)})")
     facts = {
-        f"{dropped_count} invisible characters were dropped from {{}}": dropped,
+        f"{dropped_count} remarks, tags and invisible characters were dropped from {{}}": dropped,
         "{} have U+FFFD, which stands for damaged text": damaged,
         "{} would not come back from their labels": changed,
     }

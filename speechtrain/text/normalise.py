@@ -118,8 +118,21 @@ def _is_invisible(character: str, before: str) -> bool:
     return unicodedata.category(character) in ("Cc", "Cf") and not character.isspace()
 
 
+# Other words in round brackets may be spoken, as may a single letter in square ones.
+_BRACKETED_WORDS = (
+    "unclear|unintelligible|inaudible|indistinct|crosstalk|noise|laugh[a-z]*|cough[a-z]*|sigh[a-z]*|breath[a-z]*"
+    "|silence|pause|music|applause"
+)
+REMARK = re.compile(
+    r"</?\w[^<>]*>|[<>]|\[[^\[\]]{2,}\]|\{[^{}]*\}"
+    rf"|\((?:{_BRACKETED_WORDS})[\W\d]*?\)|\bx{{3,}}(?![\w{_JOINERS}])|\+{{3,}}",
+    re.IGNORECASE,
+)
+"""A tag, a remark in brackets, or a sign for unintelligible speech. No speaker has said it."""
+
+
 def unicode(text: str) -> str:
-    """Return text of any language in NFC and lower case, with spaces instead of punctuation.
+    """Return text of any language in NFC and lower case, with spaces instead of punctuation and REMARK.
 
     Signs within a word stay, as in ``col·legi``, ``dit-il`` and ``1.5``, and symbols such as € stay. An
     apostrophe beside a letter is a letter, but a pair around words is a quotation. Invisible characters are
@@ -128,7 +141,7 @@ def unicode(text: str) -> str:
     text = text.translate(_SPELLINGS)
     neighbours = zip(" " + text, text, strict=False)
     text = "".join(character for before, character in neighbours if not _is_invisible(character, before))
-    text = _unicode_form("NFC", lower(text)).replace("եւ", "և")
+    text = REMARK.sub(" ", _unicode_form("NFC", lower(text))).replace("եւ", "և")
     text = _HEBREW_QUOTE.sub(lambda quote: quote[0].translate(_TO_HEBREW), text)
     text = text.replace("''", " ")  # as in ''quoted''
     text = _squeeze(_UNSPACED_STOP.sub(" ", text))

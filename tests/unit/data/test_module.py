@@ -380,13 +380,32 @@ def test_transcripts_that_training_changes_are_counted_once(cache: Path, recordi
     train = texts(recordings, "\u200fone\u200b\u200b", "o\ufffdne", "two", "no\u200f", "eno")
     data = SpeechData(train, {}, Characters(" eno\ufffd", "unicode"), sample_rate=8_000)
     invisible, damaged = data.warnings()
-    start = "data.train: 4 invisible characters were dropped from 2 of 5 transcripts, such as U+200F in '"
-    assert invisible.startswith(start)
+    start = (
+        "data.train: 4 remarks, tags and invisible characters were dropped from 2 of 5 transcripts, such as "
+    )
+    assert invisible.startswith(rf"{start}'\u200f' in '")
     assert damaged.startswith(
         "data.train: 1 of 5 transcripts have U+FFFD, which stands for damaged text, such as '"
     )
     kept = SpeechData(train, {}, Characters(" enotw\ufffd\u200b\u200f", "none"), sample_rate=8_000)
     assert [line.partition(" have")[0] for line in kept.warnings()] == ["data.train: 1 of 5 transcripts"]
+
+
+def test_remarks_that_are_dropped_are_counted_with_an_example(cache: Path, recordings: Any) -> None:
+    train = texts(recordings, "[laughter] one", "<i>eno</i> xxx", "one", "one", "one")
+    (line,) = SpeechData(train, {}, Characters(" eno", "unicode"), sample_rate=8_000).warnings()
+    assert line.startswith(
+        "data.train: 4 remarks, tags and invisible characters were dropped from 2 of 5 transcripts, such as "
+        "'[laughter]' in 'said:1:0'"
+    )
+    kept = SpeechData(train, {}, Characters(" enoalughtrix<>[]/", "lower"), sample_rate=8_000)
+    assert not list(kept.warnings())
+    remarks = texts(recordings, *["[noise]"] * 15, "one")
+    with pytest.raises(
+        DataError, match=r"15 of .* no word is left of '\[noise\]'\. .* data.allow_empty=true"
+    ):
+        SpeechData(remarks, {}, Characters(" eno", "unicode"), sample_rate=8_000).check()
+    SpeechData(remarks, {}, Characters(" eno", "unicode"), sample_rate=8_000, allow_empty=True).check()
 
 
 def test_a_text_that_the_tokenizer_changes_is_shown(cache: Path, recordings: Any) -> None:

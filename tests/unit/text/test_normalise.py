@@ -7,6 +7,7 @@ import pickle
 import re
 import string
 import sys
+import time
 from importlib.resources import files
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 from speechtrain.errors import ConfigError, DataError, MachineError
 from speechtrain.text.normalise import (
     NORMALISERS,
+    REMARK,
     common_voice,
     english,
     invisible,
@@ -178,7 +180,39 @@ def test_a_language_has_its_lower_case() -> None:
         assert normalise_in(language, unicode, "IŞIK İl") == "işik il"
 
 
-@given(st.text(alphabet="aΣéİն1  '\"`-:.,·_՞׳\u200c\u200d\u200b\u0307א語\t", max_size=30))
+@pytest.mark.parametrize(
+    ("text", "said", "examples"),
+    [
+        ("[laughter] Ngá (unclear).", "ngá", ["[laughter]", "(unclear)"]),
+        ("<i>Kyéma</i>, <v Anna>ngá{cough}</v>", "kyéma ngá", ["<i>", "</i>", "<v Anna>", "{cough}", "</v>"]),
+        ("xxx ngá +++, Xxxx. (xxx)", "ngá", ["xxx", "+++", "Xxxx", "xxx"]),
+        (
+            "ngá[door slams]kyéma (Coughs) (unclear, 0:15)",
+            "ngá kyéma",
+            ["[door slams]", "(Coughs)", "(unclear, 0:15)"],
+        ),
+        ("<NOISE> <unk> </a <b>> 3 < 5", "a 3 5", ["<NOISE>", "<unk>", "<", "<b>", ">", "<"]),
+        # Other words in brackets may be spoken.
+        (
+            "(he said) xx C++ [s]he person(s) (unclear words)",
+            "he said xx c++ s he person s unclear words",
+            [],
+        ),
+    ],
+)
+def test_unicode_drops_tags_and_remarks(text: str, said: str, examples: list[str]) -> None:
+    assert unicode(text) == said
+    assert REMARK.findall(text) == examples
+
+
+def test_remarks_are_dropped_in_linear_time() -> None:
+    for part in ("<a", "</", "[a", "{a", "(noise", "(noise ", "x", "+", "<a ", "[" * 9, "(noise)"):
+        begun = time.perf_counter()
+        unicode(part * (400_000 // len(part)))
+        assert time.perf_counter() - begun < 20  # Quadratic time would be minutes.
+
+
+@given(st.text(alphabet="aΣéİն1  '\"`-:.,·_՞׳\u200c\u200d\u200b\u0307א語\tx+<>[]{}/", max_size=30))
 def test_unicode_is_stable(text: str) -> None:
     assert unicode(unicode(text)) == unicode(text)
 
