@@ -27,6 +27,7 @@ from speechtrain.data.recordings import (
     no_samples,
     open_recording,
     or_unusable,
+    read_header,
     tolerated_seconds,
 )
 
@@ -301,30 +302,55 @@ def _read_simple(
     """Read a cut of one file without transforms (see ``is_simple``)."""
     source = cut["recording"]["sources"][0]
     path = source["source"]
-    start, seconds = float(cut["start"]), seconds_of(cut)
-    if not 0 < seconds < math.inf or not 0 <= start < math.inf:
-        raise _wrong_length(path, f"{cut['duration']} s from {cut['start']} s in the manifest")
-    tolerance = tolerated_seconds(seconds)
-    max_decoded_seconds = seconds
-    if _is_whole_file(cut):
-        # This detects a file that is longer than in the manifest.
-        max_decoded_seconds += 2 * tolerance
-    samples, rate, faults = _decode(path, start, max_decoded_seconds)
-    decoded_seconds = samples.shape[1] / rate
-    difference = abs(decoded_seconds - seconds)
-    lengths = f"{decoded_seconds:.2f} s from {start:.2f} s, {seconds:.2f} s in the manifest"
-    if difference >= tolerance:
-        # A file that is too long is not decoded to its end, so only a lower bound of its length is known.
-        bound = "more than " if decoded_seconds > seconds else ""
-        fix = "Correct the duration in the manifest, or remove it, so that the file's duration counts"
-        raise _wrong_length(path, f"{bound}{lengths}. {fix}")
-    if not faults and difference > max(0.1, 0.01 * seconds):
-        faults.append(Fault("other_length", f"{path}: {lengths}"))
+    max_decoded_seconds = _seconds_to_decode(cut, path)
+    samples, rate, faults = _decode(path, float(cut["start"]), max_decoded_seconds)
+    length_faults = _length_faults(cut, path, samples.shape[1] / rate)
+    faults = faults or length_faults
     named_samples = _named_channels(samples, source.get("channels"), cut.get("channel"))
     if len(named_samples) < len(samples):
         channel = None
     mono, channel_faults = _to_mono(named_samples, path, channel)
     return _check_and_resample(mono, rate, sample_rate, path=path), faults + channel_faults
+
+
+def check_headers(cut: Mapping[str, Any]) -> None:
+    """Raise Unusable if the headers of a cut's files show that ``read_with_faults`` would raise it."""
+    path = first_file(cut)
+    with or_unusable(path):
+        if not is_simple(cut):
+            _check_file_lengths(cut)
+            return
+        max_seconds = _seconds_to_decode(cut, path)
+        rest_seconds = max(0.0, read_header(path).duration - float(cut["start"]))
+        _length_faults(cut, path, min(max_seconds, rest_seconds))
+
+
+def _seconds_to_decode(cut: Mapping[str, Any], path: str) -> float:
+    """Return the most seconds of a cut's file to decode. Raises Unusable for an impossible place."""
+    start, seconds = float(cut["start"]), seconds_of(cut)
+    if not 0 < seconds < math.inf or not 0 <= start < math.inf:
+        raise _wrong_length(path, f"{cut['duration']} s from {cut['start']} s in the manifest")
+    if _is_whole_file(cut):
+        # This detects a file that is longer than in the manifest.
+        return seconds + 2 * tolerated_seconds(seconds)
+    return seconds
+
+
+def _length_faults(cut: Mapping[str, Any], path: str, decoded_seconds: float) -> list[Fault]:
+    """Return the fault of a cut whose file has a little more or less audio than the manifest says.
+
+    Raises Unusable if the difference is large.
+    """
+    seconds = seconds_of(cut)
+    difference = abs(decoded_seconds - seconds)
+    lengths = f"{decoded_seconds:.2f} s from {float(cut['start']):.2f} s, {seconds:.2f} s in the manifest"
+    if difference >= tolerated_seconds(seconds):
+        # A file that is too long is not decoded to its end, so only a lower bound of its length is known.
+        bound = "more than " if decoded_seconds > seconds else ""
+        fix = "Correct the duration in the manifest, or remove it, so that the file's duration counts"
+        raise _wrong_length(path, f"{bound}{lengths}. {fix}")
+    is_other_length = difference > max(0.1, 0.01 * seconds)
+    return [Fault("other_length", f"{path}: {lengths}")] if is_other_length else []
 
 
 def _is_whole_file(cut: Mapping[str, Any]) -> bool:

@@ -144,10 +144,11 @@ class EvaluationBatches(Iterable[Batch]):
             unusable += batch.unusable
             if not self.skips.allows(len(unusable), len(plan.rows)):
                 latest = unusable[-1]
+                most_bad = self.skips.most_bad(len(plan.rows))
                 raise DataError(
                     f"{latest.detail}: {REASONS[latest.reason]} (cut {latest.id!r}). {len(unusable)} of "
                     f"{len(plan.rows)} recordings of the set {self.name} are unusable. Repair or remove "
-                    f"them, or raise data.max_bad={self.skips.max_bad}"
+                    f"them, or raise data.max_bad={most_bad:.0f}"
                 )
             yield batch
         if len(numbers) < len(self):

@@ -17,6 +17,7 @@ from speechtrain.counter_rng import RunStream, bits_at, dither_offset, uniform_a
 from speechtrain.data.acoustics import Acoustics
 from speechtrain.data.audio import (
     DECODED_SECONDS,
+    check_headers,
     files_of,
     first_file,
     is_silent,
@@ -157,6 +158,17 @@ class BatchLoader:
         """Return the id and the files of each cut of a micro-batch, as text for a message."""
         cuts = [self.index.cut(row) for row in micro_batch.rows.tolist()]
         return [f"{cut['id']!r} ({', '.join(files_of(cut))})" for cut in cuts]
+
+    def skip_of(self, index_row: int) -> Skip | None:
+        """Return the skip of a training cut if its transcript or a header shows that it is unusable."""
+        cut = self.index.cut(index_row)
+        try:
+            text = self.index.text(index_row, self.tokenizer.normalise, cut)
+            self._training_labels(cut, text, shape=None)
+            check_headers(cut)
+        except Unusable as problem:
+            return Skip(cut["id"], problem.reason, problem.detail)
+        return None
 
     def _load(self, micro_batch: MicroBatch) -> Batch:
         index_rows, percents, shape = micro_batch.rows, micro_batch.percents, micro_batch.shape

@@ -62,8 +62,7 @@ class SpeechData(DataModule):
     - ``cache`` is the folder of the indices (see ``open_index``).
     - ``stage`` is a folder for copies of recordings, made before they are used (see ``data.stage``).
     - ``max_bad`` and ``max_bad_share``: a bad recording becomes a padding row, and one of training is listed
-      in ``run_dir``. The run ends if more than ``max_bad`` recordings of a set *and* more than the share
-      ``max_bad_share`` are bad.
+      in ``run_dir``. The run ends if more recordings of a set are bad than ``skips.most_bad`` allows.
     - ``footprint`` is the memory that the model predicts for a batch.
     - ``normalise``, set by the task, gives each recording zero mean and unit variance.
 
@@ -99,8 +98,8 @@ class SpeechData(DataModule):
         decoded_gib: float | str = "auto",
         cache: FilePath | None = None,
         stage: FilePath | None = None,
-        max_bad: int = 10,
-        max_bad_share: float = 0.001,
+        max_bad: int | None = None,
+        max_bad_share: float | None = None,
         run_dir: str | None = None,
         footprint: Footprint | None = None,
         normalise: bool = False,

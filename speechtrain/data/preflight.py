@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from speechtrain.batch import Skip
-from speechtrain.counter_rng import RunStream, uniform_at
 from speechtrain.data.audio import files_of, first_file, read_cut
 from speechtrain.data.equal_content import equal_files
 from speechtrain.data.formats.manifests import Record, text_of
@@ -19,8 +18,8 @@ from speechtrain.data.planned_lengths import Integers
 from speechtrain.data.recordings import Unusable, header_or_none, path_on_disk
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.tar_members import file_of
-from speechtrain.data.training_set import FILTERS, TrainingSet, hours, where_transcripts_are
-from speechtrain.data.training_stream import TrainingStream
+from speechtrain.data.training_set import FILTERS, TrainingSet, hours, sample_rows, where_transcripts_are
+from speechtrain.data.training_stream import MOST_CHECKED, TrainingStream
 from speechtrain.errors import DataError, one_line
 from speechtrain.text.normalise import DAMAGED, REMARK, invisible
 from speechtrain.text.vocabulary import Tokenizer
@@ -30,8 +29,7 @@ _SAMPLED_RECORDINGS = 1_000  # recordings of each set whose files must exist
 _SAMPLED_ACOUSTICS = 200  # noises and room responses that are read. The noises of MUSAN take 2 s.
 _ALL_TRANSCRIPTS = 100_000  # All transcripts of a set of up to this size are checked, which takes 2 s.
 _SAMPLED_TRANSCRIPTS = 10_000  # transcripts of a larger set that are checked
-_MOST_LOADED = 100  # recordings of data.train that are decoded. Each takes about 5 ms.
-_SAMPLED_HEADERS = 20  # recordings whose rate is read. A file on a slow disk takes 10 ms to open.
+_SAMPLED_AUDIO = 20  # recordings of data.train that are decoded, and whose rate is read
 _CROWDED_SHARE = 0.01  # A smaller share of transcripts with more labels than frames causes no warning.
 _MOST_COMPARED = 100_000  # A larger set is not searched for copies, because reading a cut takes 30 µs.
 
@@ -46,11 +44,12 @@ def check(stream: TrainingStream) -> None:
     - too many training recordings have no transcript,
     - too many training transcripts cannot be encoded,
     - too many of some training recordings cannot be loaded,
+    - too many training recordings are known to be unusable (see ``TrainingStream.unusable``),
     - a checked noise or room response cannot be read or is silent,
     - no recording of an evaluation set has a transcript.
 
-    Too many means half of the checked ones, or more than ``max_bad`` and ``max_bad_share`` allow. An
-    evaluation transcript may have unknown symbols.
+    Too many means half of the checked ones, or more than ``most_bad`` of the SkipLog. An evaluation
+    transcript may have unknown symbols.
     """
     training_set, tokenizer = stream.training_set, stream.loader.tokenizer
     _check_files(stream, "train", training_set.index, training_set.rows)
@@ -58,6 +57,7 @@ def check(stream: TrainingStream) -> None:
         _check_transcripts(stream)
     _check_acoustics(stream)
     _load_some(stream)
+    _check_unusable(stream)
     sets = stream.evaluation_sets
     for name in sets.names:
         loader, plan = sets[name]
@@ -140,14 +140,13 @@ def _check_acoustics(stream: TrainingStream) -> None:
 
 
 def _load_some(stream: TrainingStream) -> None:
-    """Load a sample of the training recordings: ``max_bad`` of them, and at least _SAMPLED_HEADERS.
+    """Load a sample of the training recordings.
 
-    The limit ``max_bad`` would allow each of the first ones to be skipped, and so updates without a
+    The limits of bad recordings would allow each of the first ones to be skipped, and so updates without a
     recording. Raises DataError if half of the sample, or more than the whole set allows, is skipped.
     """
     all_rows = stream.training_set.rows
-    most_loaded = min(_MOST_LOADED, max(stream.skips.max_bad, _SAMPLED_HEADERS))
-    rows = sample_rows(all_rows, most_loaded, stream.loader.seed)
+    rows = sample_rows(all_rows, _SAMPLED_AUDIO, stream.loader.seed)
     skips: list[Skip] = []
     for row in rows.reshape(-1, 1):
         single_recording = MicroBatch(row, percents=np.array([100], np.int16))
@@ -161,18 +160,30 @@ def _load_some(stream: TrainingStream) -> None:
         )
 
 
+def _check_unusable(stream: TrainingStream) -> None:
+    """Raise DataError if too many training recordings are known to be unusable."""
+    checked = min(len(stream.training_set.rows), MOST_CHECKED)
+    if _is_too_many(stream, len(stream.unusable), checked):
+        raise DataError(
+            f"{next(_unusable_warning(stream))}. Repair or remove them, or raise "
+            f"data.max_bad={stream.skips.most_bad(checked):.0f}"
+        )
+
+
+def _unusable_warning(stream: TrainingStream) -> Iterator[str]:
+    """Yield a line with the number, the hours and the three longest of the unusable training recordings."""
+    index, unusable = stream.training_set.index, stream.unusable
+    rows = np.array(sorted(unusable, key=lambda row: -index.seconds[row]), np.int32)
+    skips = [unusable[row] for row in rows[:3].tolist()]
+    longest = ", ".join(f"{skip.id!r} ({skip.reason}: {skip.detail})" for skip in skips)
+    checked = min(len(stream.training_set.rows), MOST_CHECKED)
+    fact = f"cannot be used and are left out ({checked} were checked), the longest are {longest}"
+    yield from _describe_rows("train", index, rows, fact)
+
+
 def _is_too_many(stream: TrainingStream, bad: int, total: int) -> bool:
     """Return whether the run should not start with ``bad`` of ``total`` checked recordings."""
     return bad > 0 and (2 * bad >= total or not stream.skips.allows(bad, total))
-
-
-def sample_rows(rows: Integers, count: int, seed: int) -> Integers:
-    """Return ``count`` random rows in ascending order. If there are not more than ``count``, return all."""
-    if len(rows) <= count:
-        return rows
-    draws = uniform_at(seed, RunStream.CHECKS, np.arange(len(rows)))
-    smallest_draws = np.argpartition(draws, count)[:count]
-    return np.sort(rows[smallest_draws])
 
 
 def warnings(stream: TrainingStream) -> Iterator[str]:
@@ -185,6 +196,7 @@ def warnings(stream: TrainingStream) -> Iterator[str]:
     for reason, fact in facts.items():
         rows = np.flatnonzero(training_set.filter_numbers == FILTERS.index(reason))
         yield from _describe_rows("train", training_set.index, rows, f"{fact}, so they are not used")
+    yield from _unusable_warning(stream)
     for name in sets.specs:
         yield from sets.source(name).warnings()
         index = sets[name].loader.index
@@ -259,7 +271,7 @@ def _name_warnings(key: str, index: Index, rows: Integers) -> Iterator[str]:
 def _low_rate_warning(stream: TrainingStream) -> Iterator[str]:
     """Yield a line if all sampled recordings have a lower rate than ``sample_rate``."""
     loader = stream.loader
-    rows = sample_rows(stream.training_set.rows, _SAMPLED_HEADERS, loader.seed)
+    rows = sample_rows(stream.training_set.rows, _SAMPLED_AUDIO, loader.seed)
     rates = []
     for path in _paths(loader.index, rows):
         header = header_or_none(path)

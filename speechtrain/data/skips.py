@@ -21,18 +21,19 @@ FILTERED_FILE = "filtered.jsonl"
 ACOUSTIC_REASONS = {"noise": "bad_noise", "rooms": "bad_room"}
 """The ``Skip.reason`` of an unusable recording of ``augment.noise`` and of ``augment.rooms``."""
 
+_MOST_BAD, _LARGEST_BAD_SHARE = 10, 0.1  # the limits of bad recordings if the user sets none
+
 
 class SkipLog:
     """The recordings that a run has skipped or that have FAULTS, over all its ranks and starts.
 
     Each recording is a line of ``<run_dir>/skipped.jsonl`` with ``id``, ``reason`` and ``detail``. All ranks
     append to the file and read it, so each rank knows the count over all ranks. If ``run_dir`` is empty,
-    nothing is written. ``add`` raises DataError if all recordings are bad, or if more than ``max_bad`` *and*
-    more than the share ``max_bad_share`` are bad. Noises and rooms count on their own, and half of them may
-    be bad.
+    nothing is written. ``add`` raises DataError if all recordings are bad, or more than ``most_bad``. Noises
+    and rooms count on their own, and half of them may be bad.
     """
 
-    def __init__(self, run_dir: str, max_bad: int, max_bad_share: float) -> None:
+    def __init__(self, run_dir: str, max_bad: int | None, max_bad_share: float | None) -> None:
         self.run_dir = run_dir
         self.path = Path(run_dir) / FILE if run_dir else None
         self.max_bad = max_bad
@@ -50,10 +51,10 @@ class SkipLog:
 
     def allows(self, bad: int, total: int) -> bool:
         """Return whether the run may continue with ``bad`` bad recordings among ``total``."""
-        if not bad:
-            return True
-        is_within_limits = bad <= self.max_bad or bad <= self.max_bad_share * total
-        return is_within_limits and bad < total
+        return not bad or (bad <= self.most_bad(total) and bad < total)
+
+    def most_bad(self, total: int) -> float:
+        return most_bad(self.max_bad, self.max_bad_share, total)
 
     def refresh(self) -> None:
         """Read the recordings that other ranks or earlier starts of the run have listed."""
@@ -102,7 +103,7 @@ class SkipLog:
         elif not self.allows(bad, total):
             raise DataError(
                 f"{bad} of {total} training recordings are unusable, {latest}. {fix}, or raise "
-                f"data.max_bad={self.max_bad} and data.max_bad_share={self.max_bad_share}"
+                f"data.max_bad={self.most_bad(total):.0f}"
             )
 
     def list_filtered(self, skips: Iterable[Skip]) -> None:
@@ -139,6 +140,16 @@ class SkipLog:
                     "%s cannot be written (%s). Skipped recordings are only counted", self.path, error
                 )
             self._has_warned = True
+
+
+def most_bad(max_bad: int | None, max_bad_share: float | None, total: int) -> float:
+    """Return how many of ``total`` recordings may be bad: ``max_bad``, or the share if that is more.
+
+    Without both limits it is a tenth, and ten recordings of a small set.
+    """
+    if max_bad is None and max_bad_share is None:
+        max_bad, max_bad_share = _MOST_BAD, _LARGEST_BAD_SHARE
+    return max(max_bad or 0, (max_bad_share or 0.0) * total)
 
 
 def _line(skip: Skip) -> bytes:

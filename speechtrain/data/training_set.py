@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from speechtrain.batch import Skip
+from speechtrain.counter_rng import RunStream, uniform_at
 from speechtrain.data.formats.manifests import digest
 from speechtrain.data.hold_out import held_out
 from speechtrain.data.index import Index, open_index
@@ -183,6 +184,15 @@ def check_source(name: str, spec: object, is_valid: bool = False) -> None:
 def where_transcripts_are(source: Source) -> str:
     """Return where a source may have transcripts, for an error message about a source without any."""
     return source.text_hint() or _WHERE_TRANSCRIPTS_ARE
+
+
+def sample_rows(rows: Integers, count: int, seed: int) -> Integers:
+    """Return ``count`` random rows in ascending order. If there are not more than ``count``, return all."""
+    if len(rows) <= count:
+        return rows
+    draws = uniform_at(seed, RunStream.CHECKS, np.arange(len(rows)))
+    smallest_draws = np.argpartition(draws, count)[:count]
+    return np.sort(rows[smallest_draws])
 
 
 def hours(seconds: Seconds) -> float:

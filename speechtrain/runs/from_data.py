@@ -33,6 +33,7 @@ from speechtrain.config.resume_fields import key_of_override
 from speechtrain.data.base import DataModule
 from speechtrain.data.cache import cache_folder
 from speechtrain.data.formats.manifests import digest
+from speechtrain.data.skips import most_bad
 from speechtrain.devices import host
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, SpeechtrainError
@@ -45,6 +46,8 @@ from speechtrain.text.vocabulary import NoText, Tokenizer, train_sentencepiece
 
 # A character is rare if it occurs in fewer utterances, or if it is a smaller fraction of all characters.
 _MIN_UTTERANCES, _MIN_FRACTION = 3, 1e-5
+_RARE_SHARE = 0.001
+"""The largest share of the recordings that may be skipped because of rare characters."""
 _MAX_EXAMPLES = 10
 """Rare characters that the notice lists."""
 _MAX_PIECE_TEXTS = 200_000
@@ -267,12 +270,14 @@ def _choose_tokenizer(config: DictConfig, transcripts: _Transcripts) -> str:
     for text in transcripts.texts:
         occurrences.update(text)
         utterances.update(set(text))
-    max_skipped = float(config.data.get("max_bad_share") or 0.0) * len(transcripts.texts)
+    total = len(transcripts.texts)
+    max_bad = most_bad(config.data.get("max_bad"), config.data.get("max_bad_share"), total)
+    max_skipped = min(max_bad, _RARE_SHARE * total)
     rare = rare_characters(occurrences, utterances, max_skipped)
     alphabet = "".join(sorted(occurrences.keys() - rare))
     usable_texts = [text for text in transcripts.texts if set(rare).isdisjoint(text)]
     if rare:
-        _report_rare(rare, occurrences, len(transcripts.texts) - len(usable_texts))
+        _report_rare(rare, occurrences, total - len(usable_texts))
     piece_count = pieces(transcripts.hours, len(alphabet))
     if piece_count:
         with contextlib.suppress(DataError):  # The texts have too few different words for this number.

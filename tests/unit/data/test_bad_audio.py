@@ -21,10 +21,10 @@ from speechtrain.batch import Skip
 from speechtrain.data.audio import Unusable, read_cut, read_file, read_with_faults
 from speechtrain.data.formats.manifests import simple_cut
 from speechtrain.data.module import SpeechData
-from speechtrain.data.preflight import sample_rows
 from speechtrain.data.recordings import read_header
 from speechtrain.data.sampler import BatchLimits
-from speechtrain.data.skips import SkipLog
+from speechtrain.data.skips import SkipLog, most_bad
+from speechtrain.data.training_set import sample_rows
 from speechtrain.errors import DataError
 from speechtrain.text.vocabulary import Characters
 
@@ -454,6 +454,64 @@ def test_more_bad_recordings_than_the_budget_end_the_run(cache: Path, tmp_path: 
     assert len((tmp_path / "run/skipped.jsonl").read_text().splitlines()) == 4
     within = make_data(path, max_bad=4)
     assert sum(batch.utterances for batch in islice(within.train(), 4)) == 2
+
+
+KNOWN_BEFORE = {
+    kind: BAD_AUDIO[kind]
+    for kind in ("missing", "empty", "text", "header-only", "begins-behind-its-end", "shorter-than-said")
+}
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05])
+def test_known_bad_recordings_are_left_out_before_the_first_update(
+    cache: Path, tmp_path: Path, share: float
+) -> None:
+    """They are counted and listed, and the run ends only if more than a tenth of its recordings is bad."""
+    long_text = BAD_TEXT["transcript-longer-than-frames"]
+    kinds = [*KNOWN_BEFORE.values(), long_text]
+    bad = {f"bad-{i}": kinds[i % len(kinds)] for i in range(round(share * 260))}
+    good = {f"good-{i}": FINE["plain"] for i in range(260 - len(bad))}
+    path = manifest(tmp_path / "d", {**good, **bad})
+    limits = {"max_bad": None, "run_dir": str(tmp_path / "run")}
+    data = make_data(path, **limits)
+    data.check()
+    (line,) = [line for line in data.warnings() if "left out" in line]
+    assert line.startswith(f"data.train: {len(bad)} of 260 recordings (0.00 of 0.07 h) cannot be used")
+    assert line.count("'m:") == min(3, len(bad))
+    next(data.train())
+    listed = [json.loads(line) for line in (tmp_path / "run/skipped.jsonl").read_text().splitlines()]
+    assert {kind_of(row["id"]): row["reason"] for row in listed} == {
+        kind: reason for kind, (_, _, reason) in bad.items()
+    }
+    resumed = make_data(path, **limits)
+    resumed.load_state_dict(data.state_dict())
+    skipped = {kind_of(skip.id) for batch in islice(resumed.train(), 64) for skip in batch.skipped}
+    assert skipped <= set(bad)
+    with pytest.raises(DataError, match="of 260 "):
+        make_data(path, max_bad=0).check()
+
+
+def test_more_than_a_tenth_of_known_bad_recordings_ends_the_run_before_it_starts(
+    cache: Path, tmp_path: Path
+) -> None:
+    for count in (13, 14):
+        gone = {f"gone-{i}": BAD_AUDIO["empty"] for i in range(count)}
+        good = {f"good-{i}": FINE["plain"] for i in range(130 - count)}
+        data = make_data(manifest(tmp_path / str(count), {**gone, **good}), max_bad=None)
+        if count == 13:
+            data.check()
+        else:
+            with pytest.raises(DataError, match="14 of 130 recordings") as caught:
+                data.check()
+            assert "\n" not in str(caught.value)
+
+
+def test_the_budget_of_a_user_replaces_that_of_the_defaults() -> None:
+    assert most_bad(None, None, total=50) == 10
+    assert most_bad(None, None, total=1269) == 126.9
+    assert most_bad(0, None, total=1269) == 0
+    assert most_bad(None, 0.5, total=10) == 5
+    assert most_bad(10, 0.001, total=1269) == 10
 
 
 def test_the_budget_is_exceeded_only_by_number_and_share(tmp_path: Path) -> None:
