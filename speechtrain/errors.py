@@ -49,6 +49,17 @@ class DataError(SpeechtrainError):
     exit_code = 3
 
 
+class RecordingError(DataError):
+    """A recording that cannot be transcribed, or a folder or a manifest of recordings.
+
+    ``name`` is the path as the user named it, or the id in a manifest. ``audio`` is the path of the file.
+    """
+
+    def __init__(self, message: str, name: str, audio: str) -> None:
+        super().__init__(message)
+        self.name, self.audio = name, audio
+
+
 class MachineError(SpeechtrainError):
     """The machine lacks a device, a vendor's package, a precision, CPUs, memory or disk space.
     Also a path that cannot be read or written, a rank that hangs or was killed, and a lost host.

@@ -8,28 +8,30 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from speechtrain import __version__
 from speechtrain.commands._cli import Parser, console
-from speechtrain.errors import ConfigError, DataError, escape_controls, print_notice
+from speechtrain.commands._results import OUT_FIX, Input, Outcome, ResultFolder, format_outcome
+from speechtrain.errors import ConfigError, DataError, RecordingError, escape_controls, print_notice
 from speechtrain.files import atomic, writing
-from speechtrain.inference.transcript import FORMATS, ONE_RECORDING, Transcript, format_transcript
+from speechtrain.inference.transcript import FORMATS, ONE_RECORDING, Transcript, ctm_name
 
 if TYPE_CHECKING:
     from speechtrain.data.formats.lhotse_cuts import Samples
     from speechtrain.data.pieces import Recording
+    from speechtrain.inference.loaded_run import LoadedRun
+
+_Item = TypeVar("_Item", bound="Recording | DataError")
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.\w+)*=")
-_OUT_FIX = "name a folder that can be written by --out DIR"
 _MMAP_THRESHOLD = -3
 """A parameter of glibc's mallopt: a block above this size returns to the system when it is freed."""
-Output = Callable[[Transcript, str], None]
-"""A function that writes a transcript in a format of ``FORMATS``."""
-_SUFFIXES = {"text": ".txt"}
-"""Suffixes of files by format. For a format that is not listed, the suffix is the name of the format."""
+Output = Callable[[Outcome, str], None]
+"""A function that writes a transcript or an error in a format of ``FORMATS``."""
 
 
 def parser() -> Parser:
@@ -49,7 +51,7 @@ def parser() -> Parser:
     parser.add_run()
     parser.add_argument(
         "audio",
-        nargs="+",
+        nargs="*",
         metavar="AUDIO",
         help="a file of audio, a folder or a manifest. KEY=VALUE sets a key of the run's config",
     )
@@ -79,7 +81,19 @@ def parser() -> Parser:
     parser.add_argument(
         "--json", action="store_const", const="json", dest="format", help="the same as --format json"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write a file for each recording to DIR")
+    parser.add_argument(
+        "--list",
+        type=Path,
+        metavar="FILE",
+        help="also transcribe each line of FILE, a path (-: standard input)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write a file for each recording to DIR, with the folders below the common folder of all "
+        "recordings. The same command continues: it leaves out what is written",
+    )
     return parser
 
 
@@ -88,23 +102,79 @@ def run(argv: list[str]) -> int:
     arguments = parser().parse_with_run(argv)
     overrides = [text for text in arguments.audio if _OVERRIDE.match(text) and not Path(text).exists()]
     sources = [text for text in arguments.audio if text not in overrides]
+    if arguments.list is not None:
+        sources += _lines_of(arguments.list)
     _check_arguments(arguments, sources)
     from speechtrain.inference.loaded_run import load
 
     _return_freed_memory()
     loaded = load(arguments.run, *overrides, checkpoint=arguments.checkpoint, config_dir=arguments.config_dir)
     recordings: Iterable[Recording | DataError] = loaded.recordings(sources, arguments.channel)
+    inputs = list[Input]()
+    if arguments.out is not None or arguments.format == "ctm" or sys.stderr.isatty():
+        inputs = _inputs(loaded, sources)
+        if arguments.format == "ctm":
+            _check_ctm_names(inputs)
+    output: Output = _print_outcome
     if arguments.out is not None:
-        output = _folder_output(arguments.out)
+        command = (
+            __version__,
+            _checkpoint_version(loaded),
+            overrides,
+            arguments.channel,
+            arguments.piece_seconds,
+        )
+        folder = ResultFolder(arguments.out, arguments.format, command, inputs)
+        recordings = filter(folder.lacks, recordings)
+        output = folder.write
     elif arguments.format in ONE_RECORDING:
         recordings = list(recordings)
         output = _captions_output(recordings, sources, arguments.format)
-    else:
-        output = _print_transcript
-    with _progress() as count_audio:
-        recordings = map(count_audio, recordings)
+    with _progress(inputs) as count_recording:
+        recordings = map(count_recording, recordings)
         outcomes = loaded.transcripts(recordings, arguments.batch, arguments.piece_seconds)
         return _write_outcomes(outcomes, output, arguments.format)
+
+
+def _lines_of(path: Path) -> list[str]:
+    """Return the lines of ``--list``, without empty ones."""
+    try:
+        text = (
+            sys.stdin.read()
+            if str(path) == "-"
+            else path.read_text(encoding="utf-8", errors="surrogateescape")
+        )
+    except OSError as error:
+        raise DataError(f"--list {path}: {error.strerror}") from None
+    return [line for line in text.splitlines() if line]
+
+
+def _inputs(loaded: LoadedRun, sources: list[str]) -> list[Input]:
+    """Return the recordings of ``sources``. Only their headers are read."""
+    inputs = []
+    for source in sources:
+        for recording in loaded.recordings(source):
+            if not isinstance(recording, DataError) or isinstance(recording, RecordingError):
+                inputs.append(Input(source, recording.name, recording.audio))
+    return inputs
+
+
+def _check_ctm_names(inputs: Iterable[Input]) -> None:
+    """Raise ConfigError if two recordings have the same name in a CTM file."""
+    audio_of_name = dict[str, Input]()
+    for recording in inputs:
+        name = ctm_name(recording.name, recording.audio)
+        other = audio_of_name.setdefault(name, recording)
+        if other.key != recording.key:
+            both = f"{escape_controls(other.name)} and {escape_controls(recording.name)}"
+            raise ConfigError(
+                f"--format ctm: {both} would both be {name}. Use --format json, or a manifest with other ids"
+            )
+
+
+def _checkpoint_version(loaded: LoadedRun) -> tuple[str, int]:
+    weights = loaded.checkpoint / "model.safetensors"
+    return str(weights), weights.stat().st_mtime_ns
 
 
 def _write_outcomes(outcomes: Iterable[Transcript | DataError], output: Output, form: str) -> int:
@@ -112,14 +182,17 @@ def _write_outcomes(outcomes: Iterable[Transcript | DataError], output: Output, 
 
     Return the exit code, which is 3 if a recording has an error.
     """
-    exit_code = 0
+    failures = count = 0
     for outcome in outcomes:
+        count += 1
         if isinstance(outcome, DataError):
-            exit_code = outcome.exit_code
+            failures += 1
             print_notice(f"error: {outcome}")
-        else:
+        if isinstance(outcome, Transcript | RecordingError):
             output(outcome, form)
-    return exit_code
+    if failures and count > 1:
+        print_notice(f"{failures} of {count} recordings failed")
+    return DataError.exit_code if failures else 0
 
 
 def _return_freed_memory() -> None:
@@ -142,39 +215,14 @@ def _check_arguments(arguments: argparse.Namespace, sources: list[str]) -> None:
     if not sources:
         raise ConfigError("name one or more recordings. speechtrain transcribe --help shows the usage")
     if arguments.out:
-        with writing(f"--out {arguments.out}", _OUT_FIX):
+        with writing(f"--out {arguments.out}", OUT_FIX):
             arguments.out.mkdir(parents=True, exist_ok=True)
             if not os.access(arguments.out, os.W_OK):
                 raise PermissionError("no permission")
 
 
-def _print_transcript(transcript: Transcript, form: str) -> None:
-    print(format_transcript(transcript, form), end="", flush=True)
-
-
-def _folder_output(folder: Path) -> Output:
-    """Return an output that writes a file for each recording into ``folder``.
-
-    The file has the name of the recording. If several names are equal, a number is added.
-    """
-    used_stems: set[str] = set()
-
-    def output(transcript: Transcript, form: str) -> None:
-        name = transcript.name
-        if name == transcript.audio:  # The name is a path, and not the id in a manifest.
-            name = os.path.basename(name)
-        safe_name = re.sub(r"[^\w.-]+", "_", os.path.splitext(name)[0])
-        safe_name = safe_name.lstrip(".")[:200] or "recording"
-        stem = safe_name
-        number = 1
-        while stem in used_stems:
-            number += 1
-            stem = f"{safe_name}-{number}"
-        used_stems.add(stem)
-        suffix = _SUFFIXES.get(form, f".{form}")
-        _write(transcript, folder / (stem + suffix), form)
-
-    return output
+def _print_outcome(outcome: Outcome, form: str) -> None:
+    print(format_outcome(outcome, form), end="", flush=True)
 
 
 def _captions_output(recordings: list[Recording | DataError], sources: list[str], form: str) -> Output:
@@ -185,7 +233,7 @@ def _captions_output(recordings: list[Recording | DataError], sources: list[str]
     manifest, because it may begin in the middle of its file.
     """
     if len(recordings) <= 1 and not os.path.isdir(sources[0]):
-        return _print_transcript
+        return _print_outcome
     paths: dict[str, Path] = {}
     for recording in recordings:
         if isinstance(recording, DataError):
@@ -203,59 +251,59 @@ def _captions_output(recordings: list[Recording | DataError], sources: list[str]
             raise ConfigError(f"--format {form}: {escape_controls(problem)}. {fix}")
         paths[recording.audio] = path
 
-    def output(transcript: Transcript, form: str) -> None:
-        path = paths[transcript.audio]
-        _write(transcript, path, form)
+    def output(outcome: Outcome, form: str) -> None:
+        captions = format_outcome(outcome, form)
+        if not captions:  # The recording cannot be read.
+            return
+        path = paths[outcome.audio]
+        with writing(str(path), OUT_FIX), atomic(path) as temporary:
+            temporary.write_text(captions, encoding="utf-8")
         print(escape_controls(str(path)), flush=True)
 
     return output
 
 
-def _write(transcript: Transcript, path: Path, form: str) -> None:
-    with writing(str(path), _OUT_FIX), atomic(path) as temporary:
-        temporary.write_text(format_transcript(transcript, form), encoding="utf-8")
-
-
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[Recording | DataError], Recording | DataError]]:
-    """Return a context with a progress bar on stderr, which shows the seconds of audio that have been read.
+def _progress(inputs: Sequence[Input]) -> Iterator[Callable[[_Item], _Item]]:
+    """Return a context with a progress bar on stderr, which counts the recordings and the seconds of audio.
 
-    The context yields a function. It adds a recording to the total, and returns the recording with a ``read``
-    that moves the bar. If stderr is not a terminal, no bar is shown.
+    The context yields a function that counts a recording, and returns it with a ``read`` that counts the
+    seconds. If stderr is not a terminal, no bar is shown.
     """
-    if not sys.stderr.isatty():
+    if not inputs or not sys.stderr.isatty():
         yield lambda recording: recording
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     with Progress(
         BarColumn(),
-        TextColumn("{task.completed:.0f} of {task.total:.0f} s of audio"),
+        MofNCompleteColumn(),
+        TextColumn("recordings, {task.fields[seconds]:.0f} s of audio"),
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
         # A transcript is printed above the bar only if both streams are on the terminal.
         redirect_stdout=sys.stdout.isatty(),
     ) as bar:
-        task = bar.add_task("", total=0.0)
-        total = 0.0
+        task = bar.add_task("", total=len(inputs), seconds=0.0)
+        earlier_seconds = 0.0
 
-        def count_audio(recording: Recording | DataError) -> Recording | DataError:
-            nonlocal total
+        def count_recording(recording: _Item) -> _Item:
+            nonlocal earlier_seconds
+            bar.update(task, advance=1)
             if isinstance(recording, DataError):
                 return recording
-            earlier_seconds = total
-            total += recording.seconds
-            bar.update(task, total=total)
+            start_of_recording = earlier_seconds
+            earlier_seconds += recording.seconds
 
             def read(start: float, seconds: float) -> Samples:
-                bar.update(task, completed=earlier_seconds + start)
+                bar.update(task, seconds=start_of_recording + start + seconds)
                 return recording.read(start, seconds)
 
             return replace(recording, read=read)
 
-        yield count_audio
+        yield count_recording
 
 
 main = console(run)

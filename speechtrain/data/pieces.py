@@ -21,7 +21,7 @@ from speechtrain.data.loader import REASONS
 from speechtrain.data.prepare.cut_files import cuts_of
 from speechtrain.data.recordings import Unusable, header_or_none, read_header
 from speechtrain.data.sources import NotManifest, open_source
-from speechtrain.errors import DataError
+from speechtrain.errors import DataError, RecordingError
 
 _HOP_SECONDS = 0.01
 _PAUSE_HOPS = 20  # Energy is summed over this number of hops, because shorter pauses occur within words.
@@ -58,7 +58,7 @@ class Recording:
                 start += end / self.sample_rate
             yield start, self.read(start, self.seconds - start)
         except Unusable as problem:
-            raise _data_error(problem) from None
+            raise _recording_error(problem, self.name, self.audio) from None
 
 
 def piece_end(samples: Samples, sample_rate: int) -> int:
@@ -80,11 +80,11 @@ def piece_end(samples: Samples, sample_rate: int) -> int:
 
 def recordings(
     name: str, sample_rate: int, max_seconds: float, channel: int | None = None
-) -> Iterator[Recording | DataError]:
+) -> Iterator[Recording | RecordingError]:
     """Yield the recordings of ``name``: the path of an audio file, a folder or a manifest.
 
     ``channel`` counts from 0, and a manifest may name other channels. None is the mean of all channels.
-    A DataError is yielded instead of a recording that cannot be opened or has more than ``max_seconds``.
+    A RecordingError is yielded instead of a recording that cannot be opened or has more than ``max_seconds``.
     """
     is_folder = os.path.isdir(name)
     has_audio_suffix = os.path.splitext(name)[1].lower() in AUDIO_SUFFIXES
@@ -100,28 +100,30 @@ def recordings(
         for cut in cuts_of(source):
             yield _cut_recording(cut, sample_rate, max_seconds, channel, in_folder=is_folder)
         if isinstance(source, AudioFolder):  # Other warnings are about transcripts.
-            yield from map(DataError, source.warnings())
+            for warning in source.warnings():
+                yield RecordingError(warning, name, name)
     except NotManifest:
         yield _file_recording(name, sample_rate, max_seconds, channel)
     except DataError as error:
-        yield error
+        yield RecordingError(str(error), name, name)
 
 
 def _file_recording(
     path: str, sample_rate: int, max_seconds: float, channel: int | None
-) -> Recording | DataError:
+) -> Recording | RecordingError:
     try:
         seconds = read_header(path).duration
         check_seconds(seconds, max_seconds, path)
     except Unusable as problem:
-        return _data_error(problem)
+        return _recording_error(problem, path, path)
     return Recording(path, path, seconds, partial(read_file, path, sample_rate, channel=channel), sample_rate)
 
 
 def _cut_recording(
     cut: Record, sample_rate: int, max_seconds: float, channel: int | None, *, in_folder: bool
-) -> Recording | DataError:
+) -> Recording | RecordingError:
     path, seconds = first_file(cut), seconds_of(cut)
+    name = path if in_folder else str(cut["id"])
 
     def read_part(start: float, part_seconds: float) -> Samples:
         is_whole_cut = start == 0.0 and part_seconds == seconds
@@ -141,13 +143,12 @@ def _cut_recording(
     try:
         check_seconds(seconds, max_seconds, path)
     except Unusable as problem:
-        return _data_error(problem)
-    name = path if in_folder else str(cut["id"])
+        return _recording_error(problem, name, path)
     return Recording(name, path, seconds, read_part, sample_rate)
 
 
-def _data_error(problem: Unusable) -> DataError:
-    # The detail of an unreadable file has the reason.
-    if problem.reason == "unreadable":
-        return DataError(problem.detail)
-    return DataError(f"{problem.detail}: {REASONS[problem.reason]}")
+def _recording_error(problem: Unusable, name: str, audio: str) -> RecordingError:
+    message = problem.detail
+    if problem.reason != "unreadable":  # The detail of an unreadable file has the reason.
+        message += f": {REASONS[problem.reason]}"
+    return RecordingError(message, name, audio)

@@ -231,12 +231,16 @@ def _format_vtt(transcript: Transcript) -> str:
     return "".join(cues)
 
 
+def ctm_name(name: str, audio: str) -> str:
+    """Return the name of a recording in CTM: without the folders, without the suffix and without spaces."""
+    if name == audio:  # The name is the path of a file.
+        name = Path(name).stem
+    return escape_controls(re.sub(r"\s", "_", name))
+
+
 def _format_ctm(transcript: Transcript) -> str:
     """Return a line per word in the CTM format of NIST: file, channel, start, duration, word, confidence."""
-    name = transcript.name
-    if transcript.name == transcript.audio:  # The name is the path of a file.
-        name = Path(name).stem
-    name = escape_controls(re.sub(r"\s", "_", name))
+    name = ctm_name(transcript.name, transcript.audio)
     lines = []
     for word in transcript.words:
         duration = max(0.0, word.end - word.start)

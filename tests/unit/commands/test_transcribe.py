@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import soundfile
 
 from speechtrain.commands import transcribe
+from speechtrain.commands._results import Input, result_paths
+from speechtrain.data.pieces import Recording
 from speechtrain.decoding.base import Hypothesis
-from speechtrain.errors import ConfigError, MachineError, RunError
+from speechtrain.errors import ConfigError, DataError, MachineError, RunError
 from speechtrain.inference.loaded_run import LoadedRun
 from speechtrain.inference.transcript import Segment, Transcript, format_transcript
 from speechtrain.text.vocabulary import Characters
@@ -62,7 +70,8 @@ def test_a_file_that_cannot_be_used_stops_no_other(
     assert "empty.wav: the file is empty" in told.err
     assert "none.wav: the file does not exist" in told.err
     assert "not.wav: its format is not read. Convert a recording to WAV or FLAC" in told.err
-    assert told.err.count("\n") == 3
+    assert told.err.count("\n") == 4
+    assert "3 of 4 recordings failed" in told.err
     assert "Backend" not in told.err
 
 
@@ -151,15 +160,17 @@ def test_each_form_is_printed_and_written(
     (tmp_path / "in").mkdir()
     shutil.copy(folder / "a.wav", tmp_path / "in")
     (tmp_path / "in" / "sub").mkdir()
-    shutil.copy(folder / "a.wav", tmp_path / "in" / "sub")
+    shutil.copy(folder / "a.wav", tmp_path / "in" / "sub" / "b.wav")
     (tmp_path / "in" / "bad.wav").touch()
     out = tmp_path / "out" / "deep"
     assert transcribe.run([str(run_dir), str(tmp_path / "in"), ONE, "--format", form, "--out", str(out)]) == 3
     told = capsys.readouterr()
     assert told.out == ""
-    assert told.err.count("\n") == 1
+    assert told.err.count("\n") == 2
+    assert "1 of 3 recordings failed" in told.err
     suffix = "txt" if form == "text" else form
-    assert sorted(path.name for path in out.iterdir()) == [f"a-2.{suffix}", f"a.{suffix}"]
+    results = {str(path.relative_to(out)) for path in out.rglob(f"*.{suffix}")}
+    assert results - {"bad.json"} == {f"a.{suffix}", f"sub/b.{suffix}"}
     assert re.match(FORM[form], (out / f"a.{suffix}").read_text())
 
 
@@ -203,7 +214,9 @@ def test_a_manifest_is_transcribed_by_its_ids(
     (tmp_path / "m.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert transcribe.run([str(run_dir), str(tmp_path / "m.jsonl"), ONE, "--json"]) == 3
     told = capsys.readouterr()
-    (found,) = map(json.loads, told.out.splitlines())
+    found, failed = map(json.loads, told.out.splitlines())
+    assert failed["audio"].endswith("none.wav")
+    assert failed["error"].endswith("none.wav: the file does not exist")
     assert found["audio"] == str(folder / "a.wav")
     assert found["id"] != found["audio"]
     assert "none.wav: the file does not exist" in told.err
@@ -276,3 +289,108 @@ def test_captions_that_cannot_lie_beside_are_refused_before_decoding(
         shutil.copy(folder / "stereo.flac", tmp_path / name)
     with pytest.raises(ConfigError, match=rf"--format srt: .*{message}\. Name a folder .* --out DIR"):
         transcribe.run([str(run_dir), *(str(tmp_path / path) for path in audio), ONE, "--format", "srt"])
+
+
+@pytest.fixture
+def batch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with three recordings in two folders. Two of them have the same name."""
+    for name in ("d1/x.wav", "d2/x.wav", "d2/deep/y.wav"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / "a.wav", tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def results_in(out: Path, pattern: str = "*.txt") -> list[str]:
+    return sorted(str(path.relative_to(out)) for path in out.rglob(pattern))
+
+
+def test_results_keep_folders_and_their_names_do_not_depend_on_failures(run_dir: Path, batch: Path) -> None:
+    command = [str(run_dir), "d1", "d2", ONE, "--out", "out"]
+    assert transcribe.run(command) == 0
+    assert results_in(batch / "out") == ["d1/x.txt", "d2/deep/y.txt", "d2/x.txt"]
+    (batch / "d1/x.wav").write_bytes(b"")
+    assert transcribe.run(command) == 3
+    assert results_in(batch / "out") == ["d2/deep/y.txt", "d2/x.txt"]
+    assert transcribe.run([*command[:-1], "fresh"]) == 3
+    assert results_in(batch / "fresh") == ["d2/deep/y.txt", "d2/x.txt"]
+
+
+def test_results_of_one_stem_keep_their_suffixes(run_dir: Path, folder: Path, batch: Path) -> None:
+    shutil.copy(folder / "stereo.flac", "d1/x.flac")
+    assert transcribe.run([str(run_dir), "d1/x.wav", "d1/x.flac", ONE, "--out", "out"]) == 0
+    assert results_in(batch / "out") == ["x.flac.txt", "x.wav.txt"]
+
+
+def test_ids_become_names_of_files_below_the_folder() -> None:
+    ids = ["a/../../b", "a%2Fb", "a/b", "…" * 200, "…" * 201, "Wort 1.5", ".hidden", ""]
+    paths = result_paths([Input("m.jsonl", name, "x.wav") for name in ids], ".txt")
+    names = list(paths.values())
+    assert len(set(names)) == len(ids)
+    assert not any("/" in name or name.startswith(".") for name in names)
+    assert names[5] == "Wort 1.5.txt"
+    assert max(len(name.encode()) for name in names) <= 255
+
+
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which the name of each recording is added that is read."""
+    names = list[str]()
+    pieces = Recording.pieces
+
+    def watched(self: Recording, max_seconds: float) -> Any:
+        names.append(self.name)
+        return pieces(self, max_seconds)
+
+    monkeypatch.setattr(Recording, "pieces", watched)
+    return names
+
+
+def test_the_same_command_continues(
+    run_dir: Path, folder: Path, batch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("names").write_text("d1/x.wav\nd2/x.wav\n\nd2/deep/y.wav\n")
+    command = [str(run_dir), ONE, "--list", "names", "--out", "out"]
+    names = decoded(monkeypatch)
+    assert transcribe.run([*command, "--batch", "1"]) == 0
+    assert names == ["d1/x.wav", "d2/x.wav", "d2/deep/y.wav"]
+    (batch / "out/d2/x.txt").unlink()
+    shutil.copy(folder / "stereo.flac", "d1/x.wav")  # Other content has another time.
+    names.clear()
+    assert transcribe.run(command) == 0
+    assert names == ["d1/x.wav", "d2/x.wav"]
+    names.clear()
+    assert transcribe.run([*command, "--piece-seconds", "5"]) == 0
+    assert len(names) == 3
+
+
+def test_a_killed_command_decodes_each_recording_once(run_dir: Path, batch: Path) -> None:
+    for number in range(30):
+        shutil.copy("d1/x.wav", f"d1/{number}.wav")
+    program = Path(sys.executable).parent / "speechtrain-transcribe"
+    command = [program, run_dir, "d1", ONE, "--batch", "1", "--out", "out"]
+    process = subprocess.Popen(command)
+    while len(results_in(batch / "out")) < 5:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    times = {name: os.stat(f"out/{name}").st_mtime_ns for name in results_in(batch / "out")}
+    assert 5 <= len(times) < 31
+    subprocess.run(command, check=True)
+    assert len(results_in(batch / "out")) == 31
+    again = [name for name, value in times.items() if os.stat(f"out/{name}").st_mtime_ns != value]
+    assert len(again) <= 1  # the recording between its result and its entry in the journal
+
+
+def test_a_list_comes_from_standard_input(
+    run_dir: Path, batch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("d2/x.wav\n"))
+    assert transcribe.run([str(run_dir), "d1/x.wav", ONE, "--list", "-"]) == 0
+    assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == ["d1/x.wav", "d2/x.wav"]
+    with pytest.raises(DataError, match="--list missing: No such file"):
+        transcribe.run([str(run_dir), ONE, "--list", "missing"])
+
+
+def test_recordings_of_one_name_in_ctm_are_refused(run_dir: Path, batch: Path) -> None:
+    with pytest.raises(ConfigError, match=r"d1/x\.wav and .*d2/x\.wav would both be x"):
+        transcribe.run([str(run_dir), "d1", "d2", ONE, "--format", "ctm"])
