@@ -146,11 +146,14 @@ class Task(nn.Module, ABC):
         """Return the loss sum of one micro-batch. Random numbers come from torch's seeded generators only."""
 
     @abstractmethod
-    def evaluate(self, batch: Batch) -> Evaluation:
-        """Return the metrics of one evaluation batch as sums. Gradients and training mode are off."""
+    def evaluate(self, batch: Batch, decoder: Any) -> Evaluation:
+        """Return the metrics of one evaluation batch as sums. Gradients and training mode are off.
 
-    def transcribe(self, batch: Batch) -> list[Any]:
-        """Return each row's text with its times (``speechtrain.decoding.base.Hypothesis``).
+        ``decoder`` writes the texts. A task without text ignores it.
+        """
+
+    def transcribe(self, batch: Batch, decoder: Any) -> list[Any]:
+        """Return each row's text with its times (``speechtrain.decoding.base.Hypothesis``), by ``decoder``.
 
         Raises ConfigError for a task that does not recognise speech.
         """

@@ -52,8 +52,8 @@ class Shouting(RNNT):
         )
         self.volume = volume
 
-    def transcribe(self, batch):
-        return [replace(found, text=found.text.upper()) for found in super().transcribe(batch)]
+    def transcribe(self, batch, decoder):
+        return [replace(found, text=found.text.upper()) for found in super().transcribe(batch, decoder)]
 '''
 
 

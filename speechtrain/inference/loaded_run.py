@@ -30,11 +30,13 @@ from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.inference.open_run import OpenedRun, open_run
 from speechtrain.inference.transcript import Segment, Transcript
+from speechtrain.runs.compose import process_lock
 from speechtrain.runs.stored_config import set_group, set_key
 from speechtrain.training.evaluation import Outcome, evaluate
 
 if TYPE_CHECKING:
     from speechtrain.batch import Batch
+    from speechtrain.decoding.base import Decoder
     from speechtrain.encoders.base import Encoder
 
 _LOG = logging.getLogger(__name__)
@@ -144,15 +146,10 @@ class LoadedRun:
         Raises TranscriptionError, a DataError, if a recording cannot be read. All other recordings are
         transcribed first, and the error contains their transcripts.
         """
-        task = self.opened.task
-        run_decoder = task.decoder
-        task.decoder = self._build_decoder(decoder, options)
-        try:
-            results = list(self.transcripts(self.recordings(audio), batch, piece_seconds))
-            if timestamps:
-                _check_times(results, task.decoder)
-        finally:
-            task.decoder = run_decoder
+        call_decoder = self._build_decoder(decoder, options)
+        results = list(self.transcripts(self.recordings(audio), batch, piece_seconds, call_decoder))
+        if timestamps:
+            _check_times(results, call_decoder)
         transcripts = [result for result in results if isinstance(result, Transcript)]
         if len(transcripts) < len(results):
             raise TranscriptionError(results)
@@ -270,11 +267,14 @@ class LoadedRun:
         recordings: Iterable[Recording | DataError],
         batch: int = 4,
         piece_seconds: float = PIECE_SECONDS,
+        decoder: Decoder | None = None,
     ) -> Iterator[Transcript | DataError]:
         """Yield the transcript or the error of each recording, in order and as early as possible.
 
+        ``decoder`` writes the texts. None is the decoder of the run.
         A batch of ``batch`` pieces may contain pieces of several recordings.
         """
+        decoder = decoder or self.opened.task.decoder
         queue: deque[_PendingTranscript | DataError] = deque()  # the recordings that are not yielded yet
         pieces: list[_Piece] = []  # the next batch
         for recording in recordings:
@@ -288,12 +288,12 @@ class LoadedRun:
                     pieces.append(piece)
                     transcript.undecoded += 1
                     if len(pieces) == batch:
-                        self._decode(pieces)
+                        self._decode(pieces, decoder)
                         yield from _take_complete(queue)
             except DataError as error:
                 transcript.error = error
             transcript.is_read = True
-        self._decode(pieces)
+        self._decode(pieces, decoder)
         yield from _take_complete(queue)
 
     def _spoken_pieces(self, transcript: _PendingTranscript, piece_seconds: float) -> Iterator[_Piece]:
@@ -302,15 +302,16 @@ class LoadedRun:
             for start, end in speech_spans(samples, self.sample_rate, self.longest_pause):
                 yield _Piece(transcript, piece_start + start / self.sample_rate, samples[start:end])
 
-    def _decode(self, pieces: list[_Piece]) -> None:
+    def _decode(self, pieces: list[_Piece], decoder: Decoder) -> None:
         """Decode ``pieces`` as one batch, add a segment for each to its transcript, and clear the list."""
         if not pieces:
             return
-        batch = self._batch([piece.samples for piece in pieces])
         opened = self.opened
-        with torch.no_grad(), opened.policy.autocast(opened.device.name):
-            hypotheses = opened.task.transcribe(batch)
-        opened.device.mark_step()
+        with process_lock():
+            batch = self._batch([piece.samples for piece in pieces])
+            with torch.no_grad(), opened.policy.autocast(opened.device.name):
+                hypotheses = opened.task.transcribe(batch, decoder)
+            opened.device.mark_step()
         for piece, hypothesis in zip(pieces, hypotheses, strict=True):
             end = piece.start + len(piece.samples) / self.sample_rate
             piece.transcript.segments.append(Segment(piece.start, end, hypothesis))

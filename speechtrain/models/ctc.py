@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
-from speechtrain.decoding.base import CTCScorer, Hypothesis
+from speechtrain.decoding.base import CTCScorer, Decoder, Hypothesis
 from speechtrain.encoders.base import Encoder
 from speechtrain.errors import require_shares
 from speechtrain.losses.ctc import ctc_loss
@@ -56,13 +56,13 @@ class CTC(Recogniser):
         )
         return loss, {}
 
-    def hypotheses(self, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
+    def hypotheses(self, encoded: Tensor, lengths: Tensor, decoder: Decoder) -> list[Hypothesis]:
         scores = self.scores(encoded)
         if self.policy.static_shapes:
             # The search runs on the host, because the shapes of its results depend on the data.
             scores, lengths = scores.cpu(), lengths.cpu()
         scorer = CTCScorer(self.tokenizer, self.frame_seconds)
-        return self.decoder.decode(scorer, scores, lengths)
+        return decoder.decode(scorer, scores, lengths)
 
     def footprint(self) -> Footprint:
         return Footprint(self.encoder.activation_bytes())

@@ -69,8 +69,8 @@ class Recogniser(Task, PolicyAware):
         """
 
     @abstractmethod
-    def hypotheses(self, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
-        """Return the hypothesis of each row for frames (B, T, W) of ``lengths`` (B,), by ``self.decoder``."""
+    def hypotheses(self, encoded: Tensor, lengths: Tensor, decoder: Decoder) -> list[Hypothesis]:
+        """Return the hypothesis of each row for frames (B, T, W) of ``lengths`` (B,), by ``decoder``."""
 
     @property
     def frame_seconds(self) -> float:
@@ -112,14 +112,14 @@ class Recogniser(Task, PolicyAware):
         row_losses, metrics = self.losses(encoded, lengths, batch)
         return Loss((row_losses * batch.weight).sum(), batch.weight.sum(), metrics)
 
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Batch, decoder: Decoder) -> Evaluation:
         encoded, lengths = self.encoder.encode(batch)
         row_losses, _ = self.losses(encoded, lengths, batch)
-        examples = examples_of(batch, self.hypotheses(encoded, lengths))
+        examples = examples_of(batch, self.hypotheses(encoded, lengths, decoder))
         metrics = error_rates((example.reference, example.hypothesis) for example in examples)
         metrics["loss"] = ((row_losses * batch.weight).sum(), batch.weight.sum())
         return Evaluation(metrics, examples)
 
-    def transcribe(self, batch: Batch) -> list[Hypothesis]:
+    def transcribe(self, batch: Batch, decoder: Decoder) -> list[Hypothesis]:
         encoded, lengths = self.encoder.encode(batch)
-        return self.hypotheses(encoded, lengths)
+        return self.hypotheses(encoded, lengths, decoder)

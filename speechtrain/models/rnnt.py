@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from speechtrain.batch import Batch, Footprint
 from speechtrain.compute_policy import PLAIN, apply_policy
 from speechtrain.counter_rng import JointStream, bits_at
-from speechtrain.decoding.base import Hypothesis, TransducerScorer
+from speechtrain.decoding.base import Decoder, Hypothesis, TransducerScorer
 from speechtrain.encoders.base import Encoder
 from speechtrain.errors import require_least
 from speechtrain.losses.ctc import ctc_loss
@@ -167,7 +167,7 @@ class RNNT(Recogniser):
             keep=policy.logit_bytes,
         )
 
-    def hypotheses(self, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
+    def hypotheses(self, encoded: Tensor, lengths: Tensor, decoder: Decoder) -> list[Hypothesis]:
         prediction, joint = self.prediction, self.joint
         frames = joint.encoder(encoded)
         if self.policy.static_shapes:
@@ -177,7 +177,7 @@ class RNNT(Recogniser):
                 apply_policy(part.cpu(), PLAIN)
             frames, lengths = frames.cpu(), lengths.cpu()
         scorer = TransducerScorer(self.tokenizer, self.frame_seconds, prediction=prediction, joint=joint)
-        return self.decoder.decode(scorer, frames, lengths)
+        return decoder.decode(scorer, frames, lengths)
 
     def footprint(self) -> Footprint:
         """Predict the memory of the encoder and of the loss, which needs about 200 bytes per lattice cell.

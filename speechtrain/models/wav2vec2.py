@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -273,7 +274,7 @@ class Wav2Vec2(Task, PolicyAware):
             "distinct_codes": (contrastive.distinct, count),
         }
 
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Batch, decoder: Any) -> Evaluation:
         loss = self(batch)
         metrics = {"loss": (loss.total, loss.weight), **loss.metrics}
         del metrics["temperature"]

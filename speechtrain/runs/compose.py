@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -93,23 +95,35 @@ def _compose(
     return config, dict(hydra_settings.runtime.choices)
 
 
+_LOCKS: dict[int, threading._RLock] = {}
+
+
+def process_lock() -> threading._RLock:
+    """Return the lock of the threads that change a setting of the process.
+
+    A forked process has another lock, because it lacks the thread that may hold the lock of its parent.
+    """
+    return _LOCKS.setdefault(os.getpid(), threading.RLock())
+
+
 @contextlib.contextmanager
 def _separate_hydra() -> Iterator[None]:
     """Return a context with global objects of Hydra for this package. Its end restores those of the process.
 
-    The process may be a program that uses Hydra itself.
+    The process may be a program that uses Hydra itself. Threads take turns.
     """
-    main = GlobalHydra.instance()
-    store, runtime, version = ConfigStore.instance(), JobRuntime.instance(), VersionBase.instance()
-    originals = (main.hydra, store.repo, runtime.conf, version.version_base)
-    main.clear()  # Hydra refuses a second initialization in one process.
-    store.repo = {name: node for name, node in store.repo.items() if name in _HYDRAS_CONFIGS}
-    runtime.conf = copy.copy(runtime.conf)
-    try:
-        yield
-    finally:
-        GlobalHydra.set_instance(main)
-        main.hydra, store.repo, runtime.conf, version.version_base = originals
+    with process_lock():
+        main = GlobalHydra.instance()
+        store, runtime, version = ConfigStore.instance(), JobRuntime.instance(), VersionBase.instance()
+        originals = (main.hydra, store.repo, runtime.conf, version.version_base)
+        main.clear()  # Hydra refuses a second initialization in one process.
+        store.repo = {name: node for name, node in store.repo.items() if name in _HYDRAS_CONFIGS}
+        runtime.conf = copy.copy(runtime.conf)
+        try:
+            yield
+        finally:
+            GlobalHydra.set_instance(main)
+            main.hydra, store.repo, runtime.conf, version.version_base = originals
 
 
 def offer_choices(overrides: Sequence[str], config_dir: str | None) -> None:

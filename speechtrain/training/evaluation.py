@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -76,8 +77,11 @@ def evaluate(
     group: Group,
     examples: int | None = 20,
     stop_requested: Callable[[], bool] = lambda: False,
+    decoder: Any = None,
 ) -> dict[str, Outcome]:
     """Return the outcome of ``task`` on each set, by the name of the set.
+
+    ``decoder`` writes the texts. None is the decoder of the task.
 
     ``examples`` is the number of utterances of this rank to return, which have the most word errors. None
     returns all utterances.
@@ -91,11 +95,12 @@ def evaluate(
     """
     is_training = task.training
     task.eval()
+    decoder = decoder or task.decoder
     outcomes = {}
     try:
         for name, batches in sets.items():
-            evaluations = _evaluations(task, batches, device, policy, stop_requested)
-            outcomes[name] = _collect(evaluations, task, group, examples)
+            evaluations = _evaluations(task, batches, device, policy, decoder, stop_requested)
+            outcomes[name] = _collect(evaluations, task, group, decoder, examples)
     finally:
         task.train(is_training)
     return outcomes
@@ -106,6 +111,7 @@ def _evaluations(
     batches: Iterable[Batch],
     device: Device,
     policy: ComputePolicy,
+    decoder: Any,
     stop_requested: Callable[[], bool],
 ) -> Iterator[tuple[Batch, Evaluation]]:
     """Yield each batch, as prepared on the host, with its evaluation.
@@ -117,13 +123,17 @@ def _evaluations(
             raise Interrupted
         batch = task.prepare(batch, seed_at(*batch.keys.tolist()))
         with torch.no_grad(), policy.autocast(device.name):
-            evaluation = task.evaluate(device.move(batch))
+            evaluation = task.evaluate(device.move(batch), decoder)
         device.mark_step()
         yield batch, evaluation
 
 
 def _collect(
-    evaluations: Iterable[tuple[Batch, Evaluation]], task: Task, group: Group, examples: int | None
+    evaluations: Iterable[tuple[Batch, Evaluation]],
+    task: Task,
+    group: Group,
+    decoder: Any,
+    examples: int | None,
 ) -> Outcome:
     """Return the outcome of a set, whose metrics are reduced over the ranks of ``group``."""
     start = time.perf_counter()
@@ -146,7 +156,7 @@ def _collect(
     totals = sums.totals()
     length_totals = lengths.totals()
     warnings = _warnings(length_totals, skips)
-    contradiction = _contradiction(task, totals, length_totals)
+    contradiction = _contradiction(task, decoder, totals, length_totals)
     if contradiction:
         warnings["contradiction"] = contradiction
     metrics = sums.means()
@@ -227,14 +237,14 @@ def _characters(text: str) -> int:
     return len("".join(text.split()))
 
 
-def _contradiction(task: Task, totals: Totals, lengths: Totals) -> str:
+def _contradiction(task: Task, decoder: Any, totals: Totals, lengths: Totals) -> str:
     """Return a warning if the hypotheses are shorter than the loss suggests, else an empty string.
 
     The remedy is a search that sums over the paths of a text. So the string is also empty if the task does
     not have such a search (``task.beam``), or already uses one.
     """
     has_totals = "length" in lengths and "loss" in totals
-    could_use_beam = bool(task.beam) and task.decoder.searches and not task.decoder.sums_paths
+    could_use_beam = bool(task.beam) and decoder.searches and not decoder.sums_paths
     if not has_totals or not could_use_beam:
         return ""
     (loss, _), (labels, _) = totals["loss"], lengths["labels"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.best_metric import reaches_target
@@ -66,8 +67,8 @@ class Validation:
         progress.validated = progress.step
         return new_status
 
-    def _evaluate_sets(self, parts: Parts) -> dict[str, Outcome]:
-        """Return the outcomes of all validation sets with the task's present decoder."""
+    def _evaluate_sets(self, parts: Parts, decoder: Any = None) -> dict[str, Outcome]:
+        """Return the outcomes of all validation sets with ``decoder``. None is the decoder of the task."""
         group = self.group
 
         def is_stop_requested() -> bool:
@@ -78,18 +79,14 @@ class Validation:
         sets: dict[str, Iterable[Batch]] = {}
         for name, batches in parts.data.valid(group.world.rank, group.world.size).items():
             sets[name] = _record_latest(batches, parts)
-        return self.evaluate(parts, sets, is_stop_requested)
+        return self.evaluate(parts, sets, is_stop_requested, decoder)
 
     def _evaluate_with_final_decoder(self, parts: Parts) -> dict[str, Outcome]:
         """Return the outcomes of the final decoder, or {} if that decoder does not search."""
-        task = parts.task
-        if task.final_decoder is None or not task.final_decoder.searches:
+        decoder = parts.task.final_decoder
+        if decoder is None or not decoder.searches:
             return {}
-        usual_decoder, task.decoder = task.decoder, task.final_decoder
-        try:
-            outcomes = self._evaluate_sets(parts)
-        finally:
-            task.decoder = usual_decoder
+        outcomes = self._evaluate_sets(parts, decoder)
         return {f"final/{name}": outcome for name, outcome in outcomes.items()}
 
     def is_target_reached(self, parts: Parts) -> bool:
@@ -101,8 +98,9 @@ class Validation:
         parts: Parts,
         sets: dict[str, Iterable[Batch]],
         is_stop_requested: Callable[[], bool] = lambda: False,
+        decoder: Any = None,
     ) -> dict[str, Outcome]:
-        """Return the outcomes of ``sets`` with the averaged weights.
+        """Return the outcomes of ``sets`` with the averaged weights and ``decoder``. None is the task's.
 
         The step is marked after the change to the averaged weights and after the change back. Otherwise a
         lazy device would add these changes to the graph of an update.
@@ -118,6 +116,7 @@ class Validation:
                 policy=self.policy,
                 group=self.group,
                 stop_requested=is_stop_requested,
+                decoder=decoder,
             )
 
     def _report(self, outcomes: dict[str, Outcome], step: int) -> None:

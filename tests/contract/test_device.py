@@ -485,7 +485,7 @@ class Tiny(Task):
         output: Tensor = _Written.apply(self.linear(batch.audio))  # type: ignore[no-untyped-call]
         return Loss(output.square().sum(), batch.weight.sum())
 
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Batch, decoder: Any) -> Evaluation:
         loss = self(batch)
         return Evaluation({"loss": (loss.total, loss.weight)})
 

@@ -482,7 +482,7 @@ def test_network_learns_and_evaluates(group: str, choice: str, required: dict[st
     task.eval()
     batch = task.prepare(raw, seed=3)
     with torch.no_grad():
-        found = [task.evaluate(batch) for _ in range(2)]
+        found = [task.evaluate(batch, task.decoder) for _ in range(2)]
     assert task.metric in found[0].metrics
     for name, (total, count) in found[0].metrics.items():
         assert math.isfinite(total.item()), name
@@ -490,7 +490,7 @@ def test_network_learns_and_evaluates(group: str, choice: str, required: dict[st
         assert torch.equal(total, found[1].metrics[name][0]), f"{name} is not the same twice"
     if type(task).transcribe is not Task.transcribe:
         assert [e.id for e in found[0].examples] == ["a"]
-        assert len(task.transcribe(batch)) == 2
+        assert len(task.transcribe(batch, task.decoder)) == 2
     task.load_state_dict(task.state_dict())
     assert task.footprint().bytes(2, 1.0, 7) >= 0
     if isinstance(encoder := getattr(task, "encoder", None), Encoder):
@@ -538,7 +538,7 @@ def test_a_decoder_reads_a_model_or_says_what_it_reads(
     with torch.no_grad():
         encoded, lengths = task.encoder.encode(batch)
         try:
-            found = task.hypotheses(encoded, lengths)
+            found = task.hypotheses(encoded, lengths, task.decoder)
         except ConfigError as error:
             refused = str(error)
         else:
@@ -547,7 +547,10 @@ def test_a_decoder_reads_a_model_or_says_what_it_reads(
             assert refused.startswith(f"decoder={choice} ")
             assert refused.isprintable()
             return
-        alone = [task.hypotheses(encoded[row, None], lengths[row, None])[0] for row in range(len(lengths))]
+        alone = [
+            task.hypotheses(encoded[row, None], lengths[row, None], task.decoder)[0]
+            for row in range(len(lengths))
+        ]
     assert [h.labels for h in found] == [h.labels for h in alone], "it depends on the batch"
     for hypothesis, length in zip(found, lengths.tolist(), strict=True):
         assert hypothesis.text == tokenizer.decode(hypothesis.labels)

@@ -56,7 +56,7 @@ class Line(Task):
     def damage(self, total: Tensor) -> Tensor:
         return total * torch.nan
 
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Batch, decoder: Any) -> Evaluation:
         loss = self(batch)
         return Evaluation({"loss": (loss.total, loss.weight)})
 

@@ -50,7 +50,7 @@ class Timed(Line):
             self.clock_s += self.batch_s
         return super().forward(batch)
 
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Batch, decoder: Any) -> Evaluation:
         loss = self(batch)
         return Evaluation({"loss": (loss.total, loss.weight)})
 

@@ -1,5 +1,7 @@
 """A model without an encoder: linear prediction of the next sample (Atal and Hanauer, 1971)."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -23,6 +25,6 @@ class LinearPrediction(Task):
         valid = (predicted < batch.audio_lengths[:, None]) * batch.weight[:, None]
         return Loss((error * valid).sum(), valid.sum())
 
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Batch, decoder: Any) -> Evaluation:
         loss = self(batch)
         return Evaluation({"loss": (loss.total, loss.weight)})

@@ -50,7 +50,7 @@ class Planted(Task):
         output = self.function(self.linear(batch.audio[..., None]))
         return Loss(output.sum(), batch.weight.sum())
 
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Batch, decoder: Any) -> Evaluation:
         return Evaluation({})
 
 

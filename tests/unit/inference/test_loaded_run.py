@@ -94,7 +94,7 @@ def test_timestamps_need_a_decoder_with_times(
     (transcript,) = loaded.transcribe(wav, timestamps=True)
     assert transcript.words
     hypothesis = replace(transcript.segments[0].hypothesis, ends=())
-    monkeypatch.setattr(type(loaded.opened.task), "transcribe", lambda task, batch: [hypothesis])
+    monkeypatch.setattr(type(loaded.opened.task), "transcribe", lambda task, batch, decoder: [hypothesis])
     (silent,) = loaded.transcribe(wav)
     assert silent.text == transcript.text
     assert silent.words == ()

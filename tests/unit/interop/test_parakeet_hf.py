@@ -205,7 +205,7 @@ def test_greedy_texts_are_equal(kind: str, tmp_path: Path) -> None:
     for audio, samples in zip(speech.audio, speech.audio_lengths.tolist(), strict=True):
         expected.append(text_of_transformers(tmp_path, kind, audio[:samples]))
     with torch.no_grad():
-        texts = [hypothesis.text for hypothesis in task.transcribe(speech)]
+        texts = [hypothesis.text for hypothesis in task.transcribe(speech, task.decoder)]
     assert texts == expected
     assert len(set(texts)) == 3
     assert len(set("".join(texts))) >= 3
@@ -301,7 +301,7 @@ def test_a_run_of_the_recipe_scratch_has_the_same_texts_in_transformers(
     for samples in (16000, 12345, 6543):
         recording = batch(samples)
         with torch.no_grad():
-            (hypothesis,) = part.transcribe(recording)
+            (hypothesis,) = part.transcribe(recording, part.decoder)
         assert hypothesis.text == text_of_transformers(tmp_path, kind, recording.audio[0])
         texts.add(hypothesis.text)
     assert len(texts) == 3

@@ -264,7 +264,7 @@ def test_a_ctc_model_writes_the_same_text_in_hugging_face(kind: str, tmp_path: P
         heard = processor(one.numpy(), sampling_rate=16000, return_tensors="pt")
         with torch.no_grad():
             theirs = processor.batch_decode(model.eval()(**heard).logits.argmax(-1))
-            (ours,) = task.hypotheses(*task.encoder.encode(batch_of(one)))
+            (ours,) = task.hypotheses(*task.encoder.encode(batch_of(one)), task.decoder)
         assert theirs == [ours.text.strip()]  # their tokenizer strips its text
         assert len(set(ours.text)) > 4
     assert processor.tokenizer("abc's <b").input_ids == task.tokenizer.encode("abc's <b")

@@ -36,7 +36,7 @@ class Errors(Task):
     def forward(self, batch: Batch) -> Loss:
         return Loss(batch.audio.sum(), batch.weight.sum())
 
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Batch, decoder: Any) -> Evaluation:
         assert not self.training
         assert not torch.is_grad_enabled()
         errors, words = batch.audio.sum(0)
@@ -216,7 +216,7 @@ class Subwords(Task):
     def forward(self, batch: Batch) -> Loss:
         raise AssertionError
 
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Batch, decoder: Any) -> Evaluation:
         labels, count = batch.label_lengths.sum(), batch.weight.sum()
         heard = tuple(
             Example(name, text * 10, text * 5) for name, text in zip(batch.ids, batch.texts, strict=True)
@@ -263,7 +263,7 @@ def test_the_worst_are_kept() -> None:
     hypotheses = ["one two", "one", "", "one two three"]
 
     class Heard(Errors):
-        def evaluate(self, batch: Batch) -> Evaluation:
+        def evaluate(self, batch: Batch, decoder: Any) -> Evaluation:
             given = (Example(n, "one two", hypotheses[int(n)]) for n in batch.ids)
             return Evaluation({}, tuple(given))
 

@@ -134,7 +134,7 @@ def test_a_run_ends_at_a_validation_after_which_no_other_fits(
     class Slower(Timed):
         """A model that is only slow to evaluate once it has learnt something."""
 
-        def evaluate(self, batch: Batch) -> Evaluation:
+        def evaluate(self, batch: Batch, decoder: Any) -> Evaluation:
             self.batch_s = 1.0 if self.clock_s < SECONDS / 20 else 45.0
             return super().evaluate(batch)
 
