@@ -4,13 +4,15 @@
 #   docker build -t speechtrain --build-arg BASE=pytorch/pytorch:2.9.1-cuda12.8-cudnn9-runtime .
 #   docker build -t speechtrain --build-arg BASE=vault.habana.ai/gaudi-docker/1.23.0/ubuntu24.04/habanalabs/pytorch-installer-2.9.0:latest .
 #   docker run --rm -v "$PWD/runs:/work/runs" speechtrain speechtrain train recipe=demo
-#   docker run --rm -p 8888:8888 speechtrain jupyter lab --ip=0.0.0.0 examples/notebook.ipynb
+#   docker build -t speechtrain-notebook --build-arg EXTRAS=interop,notebook .
+#   docker run --rm -p 8888:8888 speechtrain-notebook \
+#     jupyter lab --allow-root --ip=0.0.0.0 /opt/speechtrain/examples/notebook.ipynb
 #
 # The torch of a base image stays. A base image without torch gets the CPU build.
 ARG BASE=python:3.11-slim
 FROM ${BASE}
 
-# Extras of pyproject.toml, such as interop. EXTRAS=notebook adds JupyterLab.
+# Extras of pyproject.toml, separated by commas. notebook adds JupyterLab.
 ARG EXTRAS=interop
 ARG TORCH=2.13.0
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from speechtrain.errors import ConfigError, DataError, RecordingError, escape_controls
 from speechtrain.files import atomic, json_text, writing
-from speechtrain.inference.transcript import Transcript, format_transcript
+from speechtrain.inference.transcript import Transcript, format_transcript, utf8
 
 if TYPE_CHECKING:
     from speechtrain.data.pieces import Recording
@@ -72,9 +72,9 @@ def format_outcome(outcome: Outcome, form: str) -> str:
         return format_transcript(outcome, form)
     if form != "json":
         return ""
-    content = {"audio": outcome.audio, "error": str(outcome)}
+    content = {"audio": utf8(outcome.audio), "error": utf8(str(outcome))}
     if outcome.name != outcome.audio:
-        content["id"] = outcome.name
+        content["id"] = utf8(outcome.name)
     return json_text(content) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 from bisect import bisect
@@ -134,9 +135,9 @@ class Transcript:
 
         The alternatives of a beam search are included if the recording is a single piece.
         """
-        content: dict[str, Any] = {"audio": self.audio}
+        content: dict[str, Any] = {"audio": utf8(self.audio)}
         if self.name != self.audio:
-            content["id"] = self.name
+            content["id"] = utf8(self.name)
         content["text"] = self.text
         content["seconds"] = round(self.seconds, 3)
         content["score"] = round(self.score, 4)
@@ -150,6 +151,11 @@ class Transcript:
                     for alternative in hypothesis.alternatives
                 ]
         return content
+
+
+def utf8(path: str) -> str:
+    """Return a path for JSON. Python reads paths as ASCII with escaped bytes if the locale is C."""
+    return os.fsencode(path).decode("utf-8", "surrogateescape")
 
 
 def _word_content(word: Word) -> dict[str, str | float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -328,16 +328,30 @@ def _distinct_overrides(runs: Sequence[Run]) -> list[str]:
 
 
 def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Return the config keys whose values are not the same in all runs, with each run's value.
+    """Return the keys and groups that the user varied between the runs, with the value of each run.
 
-    Keys with the run directory are left out.
+    If the users' overrides are equal, these are the keys of the configs. Keys with the run directory are
+    left out.
     """
-    keys: dict[str, None] = {}  # in the order of their first appearance
+    overrides = []
     for run in runs:
-        keys |= dict.fromkeys(run.config)
+        pairs = [text.partition("=") for text in run.about.overrides or []]
+        overrides.append({key.lstrip("+"): value for key, _, value in pairs})
+    # The config has the values of keys, and the overrides have the choices of groups.
+    values_of_runs = [own | run.config for run, own in zip(runs, overrides, strict=True)]
+    return _different(overrides, values_of_runs) or _different([run.config for run in runs], values_of_runs)
+
+
+def _different(
+    keys_of_runs: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]
+) -> dict[str, list[Any]]:
+    """Return the values in ``runs`` of those keys in ``keys_of_runs`` whose values are not all equal."""
+    keys: dict[str, None] = {}  # in the order of their first appearance
+    for mapping in keys_of_runs:
+        keys |= dict.fromkeys(mapping)
     differences = {}
     for key in keys:
-        values = [run.config.get(key) for run in runs]
+        values = [run.get(key) for run in runs]
         are_equal = all(value == values[0] for value in values)
         if not are_equal and key.rpartition(".")[2] != "run_dir":
             differences[key] = values

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -369,6 +370,19 @@ def test_differing_keys(tmp_path: Path) -> None:
     one = read_run(_write(tmp_path / "1", config="a: {b: 1, c: 2}\nx: {run_dir: p}\n"))
     two = read_run(_write(tmp_path / "2", config="a: {b: 1, c: 3}\nx: {run_dir: q}\nd: null\ne: []\n"))
     assert differing_keys([one, two]) == {"a.c": [2, 3], "e": [None, []]}
+
+
+def test_differing_keys_are_those_that_the_user_varied(tmp_path: Path) -> None:
+    runs = []
+    for name, overrides in (
+        ("1", ["augment=none", "seed=1"]),
+        ("2", ["+augment=digits", "a.b=5", "run_dir=x"]),
+    ):
+        run = read_run(
+            _write(tmp_path / name, config=f"a: {{b: {4 * int(name) - 3}}}\nseed: 1\necho: {name}\n")
+        )
+        runs.append(replace(run, about=replace(run.about, overrides=overrides)))
+    assert differing_keys(runs) == {"augment": ["none", "digits"], "a.b": [1, 5]}
 
 
 # --- the parts ----------------------------------------------------------------------------------
