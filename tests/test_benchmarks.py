@@ -38,6 +38,7 @@ SMALLEST = {
 # These train for minutes or hours, or need a run.
 TRAINS = {
     "ladder",
+    "cut_words",
     "decoders",
     "evaluation",
     "first_contact",
