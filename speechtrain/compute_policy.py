@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain import torch_private
+from speechtrain.precision import NAMES
 
 # A policy replaces the reference if its time is at most 90 % of the reference's time.
 _MAX_RELATIVE_TIME = 0.9
@@ -80,13 +81,13 @@ class ComputePolicy:
         return record
 
     def describe(self) -> str:
-        """Return the fields that differ from the defaults as ``name=value`` words, or ``plain``."""
+        """Return the precision and the kernels that differ from the defaults, such as ``bf16 lstm=loop``."""
         defaults = PLAIN.record()
-        differences = []
+        words = [NAMES[self.autocast_dtype or torch.float32]]
         for name, setting in self.record().items():
-            if setting != defaults[name]:
-                differences.append(f"{name}={setting}")
-        return " ".join(differences).replace("torch.", "") or "plain"
+            if setting != defaults[name] and not name.endswith("_dtype"):
+                words.append(f"{name}={setting}")
+        return " ".join(words)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> ComputePolicy | None:

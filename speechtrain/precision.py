@@ -20,6 +20,7 @@ class Precision(ABC):
 
     name: str  # the choice of the config group ``precision``
     dtype: torch.dtype  # of matmuls
+    faster_dtypes: tuple[torch.dtype, ...] = ()  # of matmuls, if they are faster than in ``dtype``
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of one micro-batch's loss, multiplied by the loss scale, to the parameters."""
@@ -52,6 +53,13 @@ class FP32(Precision):
 
     name = "fp32"
     dtype = torch.float32
+
+
+class Auto(FP32):
+    """The faster of fp32 and bf16, by a timing at the start (``training.autotune``)."""
+
+    name = "auto"
+    faster_dtypes = (torch.bfloat16,)
 
 
 class BF16(Precision):

@@ -109,6 +109,7 @@ class DeviceRecord:
     chip: str  # the model of the processor
     precision: str  # the precision of the run
     policy: dict[str, Scalar]  # the fields of the compute policy
+    computes: str = ""  # the precision that is computed and the kernels: ComputePolicy.describe
     milliseconds: dict[str, float] | None = None  # the time of a step by policy, if policies were timed
 
 
@@ -135,6 +136,7 @@ class RunResult:
         False  # true: the rank failed because the device had too little memory for a step
     )
     memory_mib: float | None = None  # the peak memory of this rank's device
+    computes: str = ""  # ``DeviceRecord.computes``
     limits: dict[str, Scalar] | None = None  # the ``trainer`` node of the config
     data: dict[str, Scalar] | None = None  # DataModule.content of the training set
 

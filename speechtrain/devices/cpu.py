@@ -93,9 +93,9 @@ class CPU(Device):
     ``bf16``: with ``auto``, training is in fp32, with a warning, if the chip has no bf16 instructions.
     ``software`` computes in bf16 anyway, slowly.
 
-    ``autotune`` times several policies before the first step and chooses one. With ``precision=bf16``
-    these are: fp32, bf16 with torch's LSTM (which computes in fp32, because its backward is slower in bf16),
-    and bf16 with an LSTM as a loop over frames. False selects torch's own kernels.
+    ``autotune`` times several policies of the precision before the first step and chooses one. With
+    ``precision=bf16`` these are: torch's LSTM (which computes in fp32, because its backward is slower in
+    bf16), and an LSTM as a loop over frames. False selects torch's own kernels.
 
     ``allocator`` and ``openmp`` are libraries that are loaded before Python. ``auto`` loads an installed
     allocator, jemalloc before tcmalloc, and Intel's OpenMP if it is installed. ``isa`` is the highest
@@ -293,18 +293,16 @@ class CPU(Device):
     def candidates(self, dtype: torch.dtype) -> list[ComputePolicy]:
         if not self.autotune:
             return [self.policy(dtype)]
-        fp32_policy = self.policy(torch.float32)
-        policies = [fp32_policy]
-        fp32_matmul = fp32_policy.fp32_matmul
+        policies = [self.policy(dtype)]
         if self.matmul == "auto" and is_medium_exact():
-            fp32_matmul = "medium"
-            policies.append(replace(fp32_policy, fp32_matmul=fp32_matmul))
-        if dtype == torch.bfloat16:
-            bf16_policy = replace(self.policy(dtype), fp32_matmul=fp32_matmul)
-            if self.bf16 == "software":
-                return [bf16_policy]
-            policies += [bf16_policy, replace(bf16_policy, lstm="loop")]
-        return policies
+            policies.append(replace(policies[0], fp32_matmul="medium"))
+        if dtype == torch.float32:
+            return policies
+        # The matmuls that stay in fp32 are few, so only the LSTM is timed.
+        bf16_policy = policies[-1]
+        if self.bf16 == "software":
+            return [bf16_policy]
+        return [bf16_policy, replace(bf16_policy, lstm="loop")]
 
     # --- while training ---------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ class Attempt:
     peak_memory: Callable[[], int] | None = None  # returns the highest memory of the device in bytes
     content: Mapping[str, str | float] = field(default_factory=dict)  # DataModule.content of the training set
     limits: Any = None  # the ``trainer`` node of the config
+    computes: str = ""  # ``DeviceRecord.computes``
 
     def result(self) -> dict[str, Any]:
         """Return the content of ``result.json``.
@@ -60,6 +61,7 @@ class Attempt:
             "speed": self.progress.speed(),
             "data": dict(self.content),
             "memory_mib": memory_mib,
+            "computes": self.computes,
         }
 
     def unwatch(self) -> None:

@@ -28,6 +28,7 @@ from speechtrain.run_directory import (
     finite_number,
     read_about,
     read_best,
+    read_device,
     read_metrics,
     read_result,
     read_skipped,
@@ -190,10 +191,17 @@ class Run:
         counts = self.numbers("parameters", "start")
         return int(counts[-1]) if counts else None
 
+    @cached_property
+    def computes(self) -> str:
+        """The precision and the kernels in ``device.json``, or "" if the file is missing."""
+        record = read_device(self.folder)
+        return record.computes if record else ""
+
     @property
     def device(self) -> str:
-        """The device, the precision and the number of processes as text, as far as they are known."""
-        facts = [self.about.device or self._class_name("device"), self._class_name("precision")]
+        """The device, the computed precision and the number of processes as text, as far as known."""
+        precision, _, _ = self.computes.partition(" ")
+        facts = [self.about.device or self._class_name("device"), precision]
         world_size = self.config.get("world_size")
         if isinstance(world_size, int) and world_size > 1:
             facts.append(f"× {world_size}")
@@ -331,7 +339,7 @@ def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Return the keys and groups that the user varied between the runs, with the value of each run.
 
     If the users' overrides are equal, these are the keys of the configs. Keys with the run directory are
-    left out.
+    left out. The last key is ``computes``, if the runs computed with different policies.
     """
     overrides = []
     for run in runs:
@@ -339,7 +347,10 @@ def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
         overrides.append({key.lstrip("+"): value for key, _, value in pairs})
     # The config has the values of keys, and the overrides have the choices of groups.
     values_of_runs = [own | run.config for run, own in zip(runs, overrides, strict=True)]
-    return _different(overrides, values_of_runs) or _different([run.config for run in runs], values_of_runs)
+    configs = [run.config for run in runs]
+    differences = _different(overrides, values_of_runs) or _different(configs, values_of_runs)
+    computes = [{"computes": run.computes} for run in runs]
+    return differences | _different(computes, computes)
 
 
 def _different(

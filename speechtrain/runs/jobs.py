@@ -317,6 +317,7 @@ class _Outcome:
     error: str = ""  # the message of the error
     exit_code: int = 0  # the exit code of a failure, 0 for success and for a preempted job
     speed: str = ""  # the speed with units
+    computes: str = ""  # ``RunResult.computes``
 
 
 def _session() -> tuple[str, int]:
@@ -387,6 +388,7 @@ class _Jobs:
             result.metrics or {},
             _metric_text(result),
             speed=speed_text(result.speed),
+            computes=result.computes,
         )
         self._write_outcome(outcome, settings)
         return result.metric
@@ -462,15 +464,21 @@ class _Jobs:
     def _print_table(self) -> None:
         """Print one line per job. The column of speeds is omitted if no job has a speed.
 
-        The job that is better than all others is marked.
+        If the jobs computed with different policies, the last column has them. The job that is better than
+        all others is marked.
         """
         keys = [sort_key(outcome.metric, outcome.metrics) for outcome in self.outcomes]
         has_speeds = any(outcome.speed for outcome in self.outcomes)
+        has_policies = len({outcome.computes for outcome in self.outcomes} - {""}) > 1
         rows = [["job", "metric", "status", "speed" if has_speeds else "", "overrides"]]
+        if has_policies:
+            rows[0].append("computes")
         for number, (outcome, key) in enumerate(zip(self.outcomes, keys, strict=True), 1):
             is_best = outcome.metric is not None and key == min(keys) and keys.count(key) == 1
             overrides = f"{outcome.overrides}  (best)" if is_best else outcome.overrides
             rows.append([f"job {number}", outcome.metric_text, outcome.status, outcome.speed, overrides])
+            if has_policies:
+                rows[-1].append(outcome.computes)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width]

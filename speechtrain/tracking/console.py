@@ -235,9 +235,10 @@ def _facts_text(values: Mapping[str, Any]) -> str:
 
 def device_line(values: Mapping[str, Any]) -> str:
     """Return ``device   cpu (AMD EPYC), computes in fp32``."""
-    line = f"device   {values.get('device')} ({values.get('chip')}), computes in {values.get('computes')}"
-    if values.get("precision") != values.get("computes"):
-        line += f", because precision={values.get('precision')} is not faster here"
+    computes, _, _ = str(values.get("computes")).partition(" ")  # The kernels follow.
+    line = f"device   {values.get('device')} ({values.get('chip')}), computes in {computes}"
+    if values.get("precision") != computes:
+        line += f", chosen by precision={values.get('precision')}"
     return line
 
 

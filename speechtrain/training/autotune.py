@@ -1,14 +1,14 @@
 """The choice of a run's compute policy.
 
 It is the policy in the run's ``device.json``. Without a recorded policy that fits, it is the fastest of the
-device's candidates, which are timed on a batch of the run.
+device's candidates for the run's precision, which are timed on a batch of the run.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
 from speechtrain.files import write_json
-from speechtrain.precision import NAMES, Precision
+from speechtrain.precision import Precision
 from speechtrain.run_directory import DEVICE, DeviceRecord, read_device
 from speechtrain.task import Task
 
@@ -29,6 +29,15 @@ _LOG = logging.getLogger(__name__)
 # The step at which candidates are timed. At the beginning of a run, models freeze parts or anneal a
 # temperature, which would change the times.
 _LATE_STEP = 2**30
+
+
+def _candidates(device: Device, precision: Precision) -> list[ComputePolicy]:
+    """Return the policies of ``precision``, among which a timing may choose, the reference first."""
+    candidates = list(device.candidates(precision.dtype))
+    for dtype in precision.faster_dtypes:
+        if device.supports(dtype) and not device.precision_fallback_reason(dtype):
+            candidates += device.candidates(dtype)
+    return candidates
 
 
 def recorded_policy(
@@ -45,11 +54,12 @@ def recorded_policy(
     policy = ComputePolicy.from_record(record.policy)
     if policy is None:
         return None
-    candidates = device.candidates(precision.dtype)
+    dtype, policies = policy.autocast_dtype, _candidates(device, precision)
+    candidates = [candidate for candidate in policies if candidate.autocast_dtype == dtype]
     if policy not in candidates:
-        if len(candidates) == 1 or record.chip == device.chip():
+        if len(candidates) <= 1 or record.chip == device.chip():
             return None
-        settings = {candidate.fp32_matmul for candidate in candidates}
+        settings = {candidate.fp32_matmul for candidate in device.candidates(torch.float32)}
         if policy.fp32_matmul not in settings:
             policy = replace(policy, fp32_matmul=candidates[0].fp32_matmul)
     return device.attach(policy)
@@ -67,20 +77,40 @@ def choose_policy(
     policy = recorded_policy(record, device, precision)
     if record and policy:
         _warn_of_other_chip(record.chip, chip)
-        return replace(record, policy=policy.record())
-    candidates = device.candidates(precision.dtype)
-    if len(candidates) == 1:
-        return DeviceRecord(device.name, chip, precision.name, candidates[0].record())
-    batch = data.sample()
-    if batch is None:
-        policy = device.policy(precision.dtype)
-        return DeviceRecord(device.name, chip, precision.name, policy.record())
-    policy, median_seconds = fastest_policy(candidates, _timer(task, device, precision, batch=batch))
+        return replace(record, policy=policy.record(), computes=policy.describe())
+    candidates = _candidates(device, precision)
+    policy, milliseconds = candidates[0], None
+    batch = data.sample() if len(candidates) > 1 else None
+    if batch is not None:
+        timer = _timer(task, device, precision, batch=batch)
+        policy, milliseconds = _timed_policy(candidates, device, precision, timer)
+    return DeviceRecord(
+        *(device.name, chip, precision.name, policy.record(), policy.describe()), milliseconds=milliseconds
+    )
+
+
+def _timed_policy(
+    candidates: Sequence[ComputePolicy],
+    device: Device,
+    precision: Precision,
+    seconds_of: Callable[[ComputePolicy], float],
+) -> tuple[ComputePolicy, dict[str, float]]:
+    """Return the fastest of ``candidates``, and the milliseconds of a step by policy.
+
+    fp32 is also timed. If it would be faster, a warning says so.
+    """
+    fp32_policies = [policy for policy in device.candidates(torch.float32) if policy not in candidates]
+    timed_policies = [*candidates, *fp32_policies]
+    policy, medians = fastest_policy(timed_policies, seconds_of)
     milliseconds = {}
-    for candidate, seconds in zip(candidates, median_seconds, strict=True):
-        milliseconds[candidate.describe()] = round(1000 * seconds, 1)
-    _warn_of_fp32(policy, precision, milliseconds)
-    return DeviceRecord(device.name, chip, precision.name, policy.record(), milliseconds=milliseconds)
+    for timed_policy, seconds in zip(timed_policies, medians, strict=True):
+        milliseconds[timed_policy.describe()] = round(1000 * seconds, 1)
+    if policy in fp32_policies:
+        times = ", ".join(f"{name} {time_ms} ms" for name, time_ms in milliseconds.items())
+        advice = "precision=auto computes in the faster of the two"
+        _LOG.warning(f"precision={precision.name}: fp32 would be faster here ({times}). {advice}")
+        policy, _ = min(zip(candidates, medians, strict=False), key=lambda pair: pair[1])
+    return policy, milliseconds
 
 
 def _warn_of_other_chip(recorded_chip: str, chip: str) -> None:
@@ -89,16 +119,6 @@ def _warn_of_other_chip(recorded_chip: str, chip: str) -> None:
             f"the compute policy was chosen on {recorded_chip} and is kept on {chip}. "
             "Set device.autotune=false to use torch's own kernels"
         )
-
-
-def _warn_of_fp32(policy: ComputePolicy, precision: Precision, milliseconds: dict[str, float]) -> None:
-    """Warn if the fastest policy computes in fp32, although ``precision`` is lower.
-
-    ``milliseconds`` has the time of a step by the description of each policy.
-    """
-    if policy.autocast_dtype is None and precision.dtype != torch.float32:
-        times = ", ".join(f"{name} {time_ms} ms" for name, time_ms in milliseconds.items())
-        _LOG.warning(f"precision={precision.name}: training is in fp32, which is as fast here ({times})")
 
 
 def resolve_policy(
@@ -121,8 +141,9 @@ def resolve_policy(
     policy = device.attach(policy)
     apply_policy(task, policy)
     compile_module(task, policy, len(data.shapes()))
-    computes = NAMES[policy.autocast_dtype or torch.float32]
-    return policy, {**asdict(record), "policy": policy.describe(), "computes": computes}
+    facts = asdict(record)
+    del facts["policy"]  # "computes" has its text.
+    return policy, facts
 
 
 def _timer(

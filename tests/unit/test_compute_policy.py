@@ -74,9 +74,10 @@ def test_a_damaged_record_is_none(name: str, value: object) -> None:
     assert ComputePolicy.from_record({k: v for k, v in PLAIN.record().items() if k != name}) is None
 
 
-def test_a_description_names_what_is_not_plain() -> None:
-    assert PLAIN.describe() == "plain"
-    assert replace(LOOP, fp32_matmul="medium").describe() == "fp32_matmul=medium lstm=loop"
+def test_a_description_names_the_precision_and_the_other_kernels() -> None:
+    assert PLAIN.describe() == "fp32"
+    assert replace(LOOP, fp32_matmul="medium").describe() == "fp32 fp32_matmul=medium lstm=loop"
+    assert NARROW.describe() == "bf16"
 
 
 @pytest.mark.parametrize("steps", [1, 79, 80, 81, 100, 160, 161, 1999])

@@ -97,6 +97,11 @@ def _events(steps: int = 40, wer: float = 0.0321, loss: float = 1.0) -> list[tup
     return events
 
 
+def _device(computes: str) -> str:
+    record = {"device": "cpu", "chip": "Xeon", "precision": "auto", "policy": {}, "computes": computes}
+    return json.dumps(record)
+
+
 def _whole_run(folder: Path, **changes: Any) -> Path:
     skipped = [{"id": f"cut-{i}", "reason": "unreadable", "detail": "lost sync"} for i in range(7)]
     lines = "".join(json.dumps(row) + "\n" for row in [*skipped, skipped[0], {"id": "x", "reason": "empty"}])
@@ -121,8 +126,8 @@ def _whole_run(folder: Path, **changes: Any) -> Path:
             "device": "cpu",
             "host": "box",
         },
-        config="seed: 7\nprecision:\n  _target_: speechtrain.precision.BF16\noptimizer:\n  lr: 0.004\n",
-        **{"skipped.jsonl": lines + '{"id": "torn'},
+        config="seed: 7\nprecision:\n  _target_: speechtrain.precision.Auto\noptimizer:\n  lr: 0.004\n",
+        **{"skipped.jsonl": lines + '{"id": "torn', "device.json": _device("bf16 lstm=loop")},
     )
 
 
@@ -364,6 +369,15 @@ def test_names_tell_runs_apart(tmp_path: Path) -> None:
     assert names_of(runs) == ["a/x", "b/x", "b/y"]
     assert names_of(runs[1:]) == ["x", "y"]
     assert names_of([runs[0], runs[0]]) == ["x", "x"]
+
+
+def test_differing_keys_have_what_was_computed(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder, computes in zip(folders, ("fp32", "fp32 fp32_matmul=medium"), strict=True):
+        _write(folder, config="a: 1", **{"device.json": _device(computes)})
+    runs = [read_run(folder) for folder in folders]
+    assert differing_keys(runs) == {"computes": ["fp32", "fp32 fp32_matmul=medium"]}
+    assert [run.device for run in runs] == ["fp32", "fp32"]
 
 
 def test_differing_keys(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,16 @@ def table(capsys: pytest.CaptureFixture[str], *outcomes: _Outcome) -> list[str]:
     jobs.outcomes = [*outcomes]
     jobs._print_table()
     return capsys.readouterr().out.splitlines()
+
+
+def test_differing_policies_are_the_last_column(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = _Outcome("seed=3", "RunError", error="x", exit_code=2)
+    outcomes = [replace(outcome(seed, 0.5, 1.0), computes="fp32") for seed in (1, 2)]
+    assert "computes" not in "".join(table(capsys, *outcomes, failed))
+    outcomes[1] = replace(outcomes[1], computes="fp32 fp32_matmul=medium")
+    lines = table(capsys, *outcomes, failed)
+    assert lines[0].split()[-1] == "computes"
+    assert [line.split()[-1] for line in lines[1:3]] == ["fp32", "fp32_matmul=medium"]
 
 
 def outcome(seed: int, wer: float, loss: float, speed: str = "") -> _Outcome:

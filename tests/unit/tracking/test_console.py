@@ -36,7 +36,9 @@ ROWS = [{"id": str(i), "reference": f"ref {i}", "hypothesis": f"hyp {i}"} for i 
 
 def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console()
-    console.log("device", {"device": "cpu", "chip": "Xeon", "precision": "bf16", "computes": "fp32"})
+    console.log(
+        "device", {"device": "cpu", "chip": "Xeon", "precision": "auto", "computes": "fp32 lstm=loop"}
+    )
     console.log("start", START)
     console.log("train", TRAIN)
     console.log("valid", VALID)
@@ -55,7 +57,7 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     console.close()
     out, err = capsys.readouterr()
     assert out.splitlines() == [
-        "device   cpu (Xeon), computes in fp32, because precision=bf16 is not faster here",
+        "device   cpu (Xeon), computes in fp32, chosen by precision=auto",
         "network  480,029 parameters",
         "plan     5,000 steps",
         "step       50/5000  epoch   3.25  loss    12.35  lr 1.00e-03  grad     3.21   512.3 utt/s"

@@ -19,9 +19,9 @@ from speechtrain.data.base import DataModule
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError
-from speechtrain.precision import BF16, FP32, Precision
+from speechtrain.precision import BF16, FP32, NAMES, Auto, Precision
 from speechtrain.rank.build import build_task
-from speechtrain.run_directory import DeviceRecord
+from speechtrain.run_directory import DeviceRecord, read_device
 from speechtrain.runs.compose import compose
 from speechtrain.task import Task
 from speechtrain.training import autotune
@@ -43,7 +43,11 @@ class Chip(CPU):
         return self.chip_name
 
     def candidates(self, dtype: torch.dtype) -> list[ComputePolicy]:
-        return self.policies
+        autocast = None if dtype == torch.float32 else dtype
+        return [policy for policy in self.policies if policy.autocast_dtype == autocast]
+
+    def precision_fallback_reason(self, dtype: torch.dtype) -> str:
+        return "" if self.candidates(dtype) else "no instructions"
 
 
 @pytest.fixture(scope="module")
@@ -84,17 +88,69 @@ def test_choose_policy_returns_the_fastest_policy_with_the_times(
     step_seconds |= {PLAIN: 1.0, NARROW: 0.8, LOOP: 0.5}
     record = choose(None, Chip(), parts, BF16())
     assert ComputePolicy.from_record(record.policy) == LOOP
-    assert list(record.milliseconds.values()) == [1000.0, 800.0, 500.0]
+    assert record.milliseconds == {"bf16": 800.0, "bf16 lstm=loop": 500.0, "fp32": 1000.0}
     assert (record.device, record.chip, record.precision) == ("cpu", "one", "bf16")
 
 
-def test_choose_policy_returns_fp32_with_a_warning_if_bf16_is_not_faster(
+def test_a_typed_precision_is_computed_and_a_faster_one_is_a_warning(
     step_seconds: dict[ComputePolicy, float], parts: tuple[Task, DataModule], caplog: pytest.LogCaptureFixture
 ) -> None:
-    step_seconds |= {PLAIN: 1.0, NARROW: 0.95, LOOP: 2.0}
+    step_seconds |= {PLAIN: 0.5, NARROW: 1.0, LOOP: 0.9}
     record = choose(None, Chip(), parts, BF16())
-    assert ComputePolicy.from_record(record.policy) == PLAIN
-    assert "precision=bf16: training is in fp32" in caplog.text
+    assert record.computes == "bf16 lstm=loop"
+    assert "precision=bf16: fp32 would be faster here (bf16 1000.0 ms" in caplog.text
+    caplog.clear()
+    step_seconds |= {PLAIN: 1.0, NARROW: 0.5}
+    assert choose(None, Chip(), parts, FP32()).computes == "fp32"
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(("seconds_of_bf16", "computes"), [(0.8, "bf16"), (0.95, "fp32"), (2.0, "fp32")])
+def test_auto_chooses_the_precision_by_the_times(
+    step_seconds: dict[ComputePolicy, float],
+    parts: tuple[Task, DataModule],
+    seconds_of_bf16: float,
+    computes: str,
+) -> None:
+    step_seconds |= {PLAIN: 1.0, NARROW: seconds_of_bf16, LOOP: 3.0}
+    record = choose(None, Chip(), parts, Auto())
+    assert (record.precision, record.computes) == ("auto", computes)
+    assert recorded_policy(record, Chip(), Auto()) == ComputePolicy.from_record(record.policy)
+    assert choose(None, Chip(policies=[PLAIN]), parts, Auto()).computes == "fp32"
+    other_chip = Chip("without bf16", [PLAIN, ComputePolicy(fp32_matmul="medium")])
+    assert (recorded_policy(record, other_chip, Auto()) is None) == (computes == "bf16")
+
+
+@pytest.mark.parametrize(
+    ("precision", "seconds_of_bf16", "dtype"),
+    [
+        (FP32(), 0.1, torch.float32),
+        (BF16(), 9.0, torch.bfloat16),
+        (Auto(), 0.1, torch.bfloat16),
+        (Auto(), 9.0, torch.float32),
+    ],
+)
+def test_matmuls_have_the_typed_dtype(
+    *,
+    tmp_path: Path,
+    step_seconds: dict[ComputePolicy, float],
+    parts: tuple[Task, DataModule],
+    precision: Precision,
+    seconds_of_bf16: float,
+    dtype: torch.dtype,
+) -> None:
+    step_seconds |= {PLAIN: 1.0, NARROW: seconds_of_bf16, LOOP: seconds_of_bf16}
+    task, data = parts
+    policy, record = resolve_policy(
+        Chip(), precision, SingleProcess(), run_dir=tmp_path, task=task, data=data
+    )
+    dtypes = set()
+    layer = next(module for module in task.modules() if type(module) is torch.nn.Linear)
+    hook = layer.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
+    with hook, torch.no_grad(), policy.autocast("cpu"):
+        layer(torch.zeros(1, layer.in_features))
+    assert dtypes == {dtype}
+    assert record["computes"].split()[0] == read_device(tmp_path).computes.split()[0] == NAMES[dtype]
 
 
 def test_choose_policy_returns_a_recorded_policy_without_timing(
@@ -113,7 +169,7 @@ def test_recorded_policy_is_none_for_a_record_of_other_settings(parts: tuple[Tas
     record = choose(None, Chip(policies=[LOOP]), parts, BF16())
     assert recorded_policy(record, Chip(), BF16()) == LOOP
     assert recorded_policy(record, Chip(), FP32()) is None
-    assert recorded_policy(record, Chip(policies=[PLAIN, NARROW]), BF16()) is None
+    assert recorded_policy(record, Chip(policies=[NARROW, replace(NARROW, lstm="layers")]), BF16()) is None
     assert recorded_policy(record, Chip("other", [PLAIN]), BF16()) is None  # device.autotune=false
     assert recorded_policy(replace(record, policy={"lstm": "?"}), Chip(), BF16()) is None
     assert recorded_policy(None, Chip(), BF16()) is None
@@ -176,7 +232,7 @@ def test_resolve_policy_compiles_at_the_first_start_and_when_the_run_continues(t
         torch.testing.assert_close(task(data.at(0)).total, expected)
         assert device.graphs() > 0, f"start {number} did not compile"
         assert policy == PLAIN, "the recorded policy depends on whether the device compiles"
-        assert record["policy"] == "plain"
+        assert record["computes"] == "fp32"
     torch._dynamo.reset()
 
 
