@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from speechtrain.data.formats.fairseq import Fairseq, looks_like_fairseq
-from speechtrain.data.formats.folder import AudioFolder, Folder
+from speechtrain.data.formats.folder import ANNOTATIONS, AudioFolder, Folder
 from speechtrain.data.formats.kaldi import LIST, Kaldi
 from speechtrain.data.formats.manifests import (
+    AS_TABLE,
     LhotseCuts,
     LhotsePair,
     LhotseRecordings,
@@ -32,6 +33,7 @@ from speechtrain.data.formats.manifests import (
     digest,
     first_line,
     open_bytes,
+    other_format_of,
     records,
 )
 from speechtrain.data.formats.shar import Shar, looks_like_shar
@@ -353,6 +355,10 @@ def _detect_format(source_path: _SourcePath) -> str:
         raise NotManifest(f"{path}: {stand_in}")
     if columns:
         return Table.kind
+    start = b"".join(_first_two_lines(path)).decode("utf-8-sig", "replace")
+    annotation = ANNOTATIONS.get(path.suffix.lower()) or other_format_of(start)
+    if annotation:
+        raise DataError(f"{path}: annotations ({annotation}) are not read: {AS_TABLE}")
     if line.startswith((b"[", b"{", b"-")):  # JSON or YAML
         return _format_of_objects(path, line_number)
     column_names = Table(path).form.columns

@@ -84,7 +84,8 @@ class TrainingSet:
         rows = np.flatnonzero(self.filter_numbers == 0).astype(np.int32)
         if len(rows):
             return rows
-        if FILTERS.index("untranscribed") in self.filter_numbers:
+        has_no_text = (self.skip_empty or self.needs_text) and not self.index.characters.any()
+        if has_no_text or FILTERS.index("untranscribed") in self.filter_numbers:
             raise DataError(
                 f"data.train: no recording has a transcript: {where_transcripts_are(self.source)}"
             )

@@ -119,9 +119,34 @@ TABLE_ROWS: list[tuple[str, str, Any]] = [
         "file,from,to,text\na.wav,0,0.5,one\na.wav,0.5,1,two\n",
     ),
 ]
+OTHER_FORMATS = [
+    ("0.5\t1.25\tone\n", "an Audacity label track"),
+    ("0,5\t1,25\t\n1,5\t2,25\tone\n", "an Audacity label track"),
+    ("1\n00:00:00,500 --> 00:00:01,250\none\n", "captions"),
+    ("\ufeffWEBVTT\n\n00:00.500 --> 00:01.250\none\n", "captions"),
+    ('<?xml version="1.0"?>\n<ANNOTATION_DOCUMENT AUTHOR="">\n', "XML"),
+    ('\n<ANNOTATION_DOCUMENT AUTHOR="">\n', "XML"),
+    ('File type = "ooTextFile"\nObject class = "TextGrid"\n', "a Praat TextGrid"),
+]
 FOLDER_ROWS: list[tuple[Files, str, Any]] = [
     ({"in/readme": "x"}, "contains no recordings", {"in/a.wav": ...}),
     ({"in/a.wav": ..., "in/a.txt": b"\xff"}, "cannot be read as UTF-8", {"in/a.txt": "one"}),
+    *(
+        (
+            {"in/a.wav": ..., "in/a.txt": text},
+            rf"in/a\.txt is {name}, no .* Write the words only",
+            {"in/a.txt": "one"},
+        )
+        for text, name in OTHER_FORMATS
+    ),
+    *(
+        (
+            {"in": text, "t.csv": "file,start,end,text\na.wav,0,0.5,one\n"},
+            rf"in: annotations \({name}\) are not read: give a table with the columns file, start, end",
+            "t.csv",
+        )
+        for text, name in OTHER_FORMATS
+    ),
     (
         {**KALDI, "in/wav.scp": "a cat a.wav |\n"},
         "name a file, such as the one that the command reads",
@@ -157,6 +182,15 @@ SPEC_ROWS: list[tuple[str, Files, str, Any]] = [
     ("{path: m.json, normaliser: lowr}", GOOD, "did you mean 'lower'", "{path: m.json, normaliser: lower}"),
     ("m.json,m.json", GOOD, "is given twice. Remove one", "m.json"),
     (",", GOOD, "no manifest is given. Set a file, a folder", "m.json"),
+    *(
+        (
+            f"a{suffix}",
+            {f"a{suffix}": "a 1 s 0.0 0.5 <o,f0> one\n", "t.csv": "file,start,end,text\na.wav,0,0.5,one\n"},
+            rf"annotations \({name}\) are not read: give a table with the columns file, start, end and text",
+            "t.csv",
+        )
+        for suffix, name in {".stm": "NIST", ".ctm": "NIST", ".eaf": "ELAN", ".TextGrid": "Praat"}.items()
+    ),
     (
         "in",
         {"out/a.txt": "one", "in/a.wav": ..., "in/a.txt": Path("../out/a.txt")},

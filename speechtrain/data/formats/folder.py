@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from speechtrain.data.formats.manifests import (
+    AS_TABLE,
     MOST_TEXT_BYTES,
     Entry,
     Manifest,
@@ -29,10 +30,19 @@ AUDIO_SUFFIXES = (
 
 # The suffixes of recordings that libsndfile does not read
 _OTHER_SUFFIXES = (".m4a", ".mp4", ".aac", ".wma", ".amr", ".3gp", ".webm", ".mov", ".mkv")
+ANNOTATIONS = {
+    ".eaf": "ELAN",
+    ".textgrid": "Praat",
+    ".srt": "captions",
+    ".vtt": "captions",
+    ".ctm": "NIST",
+    ".stm": "NIST",
+}
+"""The suffixes of annotations, which are not read, with their formats."""
 # Files with these suffixes are never opened as recordings. To open one takes 0.4 ms.
 _NO_AUDIO_SUFFIXES = (
     *(".txt", ".csv", ".tsv", ".json", ".jsonl", ".xml", ".html", ".yaml", ".yml", ".md", ".pdf"),
-    *(".lab", ".trn", ".text", ".textgrid", ".eaf", ".ctm", ".stm", ".srt", ".vtt", ".png", ".jpg"),
+    *(".lab", ".trn", ".text", ".png", ".jpg", *ANNOTATIONS),
     *(".npy", ".npz", ".pt", ".h5", ".ark", ".scp", ".tar", ".gz", ".zip", ".py", ".sh", ".log"),
 )
 # The most bytes of a *.trans.txt: about 300,000 transcripts. The largest one of LibriSpeech has 0.03 MB.
@@ -97,8 +107,26 @@ class Folder(Manifest):
         others = [name for name in self._unused if not name.lower().endswith(_OTHER_SUFFIXES)]
         if others:
             yield f"{_kinds(others)} that are no recordings"
+        if self._annotations:
+            yield self._annotations
+
+    @cached_property
+    def _annotations(self) -> str:
+        """The number of annotations and tables, if a recording has no transcript, otherwise ""."""
+        names = [name for name in self._names if name.lower().endswith((*ANNOTATIONS, ".csv", ".tsv"))]
+        if not names or self._words:
+            return ""
+        transcribed = {*filter(self._text_name, self._recordings), *self._librispeech_utterances()}
+        untranscribed = self._recordings.keys() - transcribed
+        if not untranscribed:
+            return ""
+        formats = {ANNOTATIONS.get(os.path.splitext(name)[1].lower(), "table") for name in names}
+        fact = f"{_kinds(names)} ({', '.join(sorted(formats))}) beside {len(untranscribed)} recordings"
+        return f"{fact} without a transcript: {AS_TABLE}"
 
     def text_hint(self) -> str:
+        if self._annotations:
+            return self._annotations
         recordings = f"{len(self._recordings)} recordings, for example"
         other_files = {Path(name).stem: name for name in self._names if name not in self._audio}
         untranscribed = []

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shlex
 import zlib
 from abc import abstractmethod
@@ -43,6 +44,14 @@ _MAX_EXPANSION = 40
 # Shorter lines of a gzipped file, and brackets of an array, count as this number of bytes, because the Python
 # object of each needs about as much memory.
 _MIN_COUNTED_BYTES = 128
+AS_TABLE = "give a table with the columns file, start, end and text instead"
+"""The cure for annotations, in messages."""
+_OTHER_FORMATS = {
+    "an Audacity label track": re.compile(r"[\d.,]+\t[\d.,]+\t"),
+    "captions": re.compile(r"WEBVTT|(\d+\s+)?[\d:]+[.,]\d+ +-->"),
+    "XML": re.compile(r"<(\?xml|!\w|[\w:]+ [\w:]+=)"),
+    "a Praat TextGrid": re.compile('File type = "ooTextFile'),
+}
 # The rate of a recording in Hz if the manifest has none. Its audio is read at the rate of the file.
 ASSUMED_RATE = 16_000
 _LARGEST_NUMBER = 1e6  # seconds (11 days) or hertz
@@ -229,7 +238,20 @@ class Manifest(Source):
     def read_transcript(self, path: Path, max_bytes: int = MOST_TEXT_BYTES) -> str:
         """Return the text of a file of at most ``max_bytes``. Raises DataError, OSError, ValueError."""
         self.refuse_outside(path)
-        return read_bytes(path, max_bytes, follow=True).decode("utf-8-sig")
+        text = read_bytes(path, max_bytes, follow=True).decode("utf-8-sig")
+        other_format = other_format_of(text)
+        if other_format:
+            raise DataError(f"{path} is {other_format}, no transcript. Write the words only, or {AS_TABLE}")
+        return text
+
+
+def other_format_of(text: str) -> str:
+    """Return the format of annotations or of markup that ``text`` has, or ""."""
+    text = text.lstrip()
+    for name, start in _OTHER_FORMATS.items():
+        if start.match(text):
+            return name
+    return ""
 
 
 def _is_visible_below(path: str, folders: Sequence[str]) -> bool:

@@ -42,6 +42,56 @@ def test_an_index_of_a_folder_changes_with_its_texts(tmp_path: Path, recordings:
     assert open_source(str(tmp_path / "c")).fingerprint() != before
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(
+            ("c/{}.eaf", ".eaf (ELAN)"),
+            ("c/{}.TextGrid", ".textgrid (Praat)"),
+            ("c/{}.vtt", ".vtt (captions)"),
+        ),
+        *(("c/ref/all{}.stm", ".stm (NIST)"), ("c/texts{}.csv", ".csv (table)")),
+    ],
+)
+@pytest.mark.parametrize("skip_empty", [True, False])
+def test_annotations_beside_recordings_are_named_before_their_length(
+    name: str, kind: str, skip_empty: bool, tmp_path: Path, cache: Path, recordings: Any
+) -> None:
+    for number in (1, 2):
+        recordings.tone(f"c/{number}.wav", 1.2, rate=1_000)
+        path = tmp_path / name.format(number)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("file,start,end,text\n1.wav,0,0.5,one\n")
+    fact = (
+        f"2 {kind} beside 2 recordings without a transcript: give a table with the columns file, start, end"
+    )
+    folder = str(tmp_path / "c")
+    assert next(iter(open_source(folder).warnings())).startswith(f"{folder}: left out: {fact}")
+    data = SpeechData(folder, {}, Characters(), skip_empty=skip_empty, max_seconds=1.0)
+    with pytest.raises(DataError) as caught:
+        data.micro_batches_per_epoch  # noqa: B018
+    assert str(caught.value).startswith(f"data.train: no recording has a transcript: {fact}")
+    # Transcribed recordings and recordings alone need no annotation.
+    assert not list(AudioFolder(tmp_path / "c").warnings())
+    for number in (1, 2):
+        (tmp_path / f"c/{number}.txt").write_text("one")
+    assert not list(open_source(folder).warnings())
+
+
+def test_annotations_beside_lists_of_transcripts_are_not_named(tmp_path: Path, recordings: Any) -> None:
+    recordings.tone("c/1-2-0.flac", 0.2)
+    (tmp_path / "c/1-2.trans.txt").write_text("1-2-0 ONE\n")
+    (tmp_path / "c/1-2-0.TextGrid").write_text("x")
+    assert not list(open_source(str(tmp_path / "c")).warnings())
+
+
+@pytest.mark.parametrize("text", ["3 5 apples", "1\n2\n3", "<i>one</i> two", "<v Anna> one", "12:30 --> one"])
+def test_a_text_that_resembles_another_format_is_read(text: str, tmp_path: Path, recordings: Any) -> None:
+    recordings.tone("c/1.wav", 0.2)
+    (tmp_path / "c/1.txt").write_text(text)
+    assert texts_of(tmp_path / "c") == [" ".join(text.split())]
+
+
 @pytest.mark.parametrize(("name", "end"), [("texts/1.words", ", but texts/1.words has its name"), ("x", "")])
 def test_texts_in_another_place_are_named(
     name: str, end: str, tmp_path: Path, cache: Path, recordings: Any
@@ -152,7 +202,8 @@ def test_what_is_left_out_is_counted_by_kind(tmp_path: Path, recordings: Any) ->
     fix = "cannot be decoded: convert to WAV or FLAC, as with ffmpeg -i 3.m4a 3.wav"
     others = "2 .txt without a recording, 1 without a suffix, 1 .odt that are no recordings"
     copies = "1 .wav of the name of another recording"
-    assert line == f"{folder}: left out: 2 .m4a, 1 .webm ({fix}), {copies}, {others}"
+    tables = "1 .csv (table) beside 2 recordings without a transcript: give a table with the columns"
+    assert line.startswith(f"{folder}: left out: 2 .m4a, 1 .webm ({fix}), {copies}, {others}, {tables}")
     *_, error = named_recordings(str(folder), 16_000, 100.0)
     assert str(error) == line.partition(", 1 .wav")[0]
 
