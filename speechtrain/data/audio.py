@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import lru_cache
@@ -101,10 +101,12 @@ def read_file(
     """Return the samples (S,) of an audio file: mono, float32, at ``sample_rate``.
 
     ``channel`` counts from 0. None is the mean of all channels. The samples begin at ``start`` seconds and
-    last ``seconds``, or to the end of the file if this is None. Raises Unusable, as ``read_cut`` does.
+    last ``seconds``, or to the end of the file if this is None. Raises Unusable, as ``read_cut`` does, or
+    if the channels are opposed.
     """
     decoded = _decode(path, start, seconds)
-    mono, _ = _to_mono(decoded.samples, path, channel)
+    mono, faults = _to_mono(decoded.samples, path, channel)
+    refuse_opposed_channels(faults)
     return _check_and_resample(mono, decoded.rate, sample_rate, path=path)
 
 
@@ -450,9 +452,17 @@ def _to_mono(samples: Samples, path: str, channel: int | None) -> tuple[Samples,
     # Independent channels leave 1/C of their mean power. Opposed channels leave less than a tenth of that.
     power = sum(float(np.square(row).mean()) for row in samples) / len(samples)
     if 10 * len(samples) * float(np.square(mono).mean()) < power:
-        detail = f"{path}: its channels cancel each other. Set data.channel=0 to use only the first"
+        cure = "Set data.channel=0, or --channel 0, to use only the first"
+        detail = f"{path}: its channels cancel each other. {cure}"
         faults.append(Fault("opposed_channels", detail))
     return mono, faults
+
+
+def refuse_opposed_channels(faults: Iterable[Fault]) -> None:
+    """Raise Unusable for opposed channels, because their mean has no speech, and so no text."""
+    for fault in faults:
+        if fault.reason == "opposed_channels":
+            raise Unusable(fault.reason, fault.detail)
 
 
 def _average(samples: Samples) -> Samples:

@@ -13,7 +13,13 @@ from functools import partial
 
 import numpy as np
 
-from speechtrain.data.audio import check_seconds, first_file, read_file, read_with_faults
+from speechtrain.data.audio import (
+    check_seconds,
+    first_file,
+    read_file,
+    read_with_faults,
+    refuse_opposed_channels,
+)
 from speechtrain.data.formats.folder import AUDIO_SUFFIXES, AudioFolder, Folder
 from speechtrain.data.formats.lhotse_cuts import Samples, is_simple
 from speechtrain.data.formats.manifests import SEGMENT, Record, seconds_of
@@ -129,7 +135,8 @@ def _cut_recording(
         is_whole_cut = start == 0.0 and part_seconds == seconds
         # A mixture or a transform cannot be read in parts.
         if is_whole_cut or not is_simple(cut):
-            samples, _ = read_with_faults(cut, sample_rate, max_seconds, channel)
+            samples, faults = read_with_faults(cut, sample_rate, max_seconds, channel)
+            refuse_opposed_channels(faults)
             if is_whole_cut:  # The file may be a little longer than the manifest says.
                 return samples
             first_sample = round(start * sample_rate)
@@ -137,7 +144,8 @@ def _cut_recording(
         # SEGMENT says that the part may be shorter than its file.
         custom = {**(cut.get("custom") or {}), SEGMENT: True}
         part = {**cut, "start": cut["start"] + start, "duration": part_seconds, "custom": custom}
-        samples, _ = read_with_faults(part, sample_rate, channel=channel)
+        samples, faults = read_with_faults(part, sample_rate, channel=channel)
+        refuse_opposed_channels(faults)
         return samples
 
     try:

@@ -110,7 +110,10 @@ def open_recording(path: str) -> Iterator[SoundFile]:
     try:
         file = _open_on_disk(file_of(path))
     except (FileNotFoundError, NotADirectoryError):
-        raise Unusable("missing", path) from None
+        hint = ""
+        if os.path.islink(path):
+            hint = " (a link to content that is not here. git annex get or dvc pull fetches it)"
+        raise Unusable("missing", path + hint) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or one_line(str(error), 300)
         raise Unusable("unreadable", f"{path}: {reason}") from None

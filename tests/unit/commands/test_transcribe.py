@@ -92,6 +92,28 @@ def test_a_channel_is_transcribed(
         transcribe.run([str(run_dir), str(two), "--channel", "-1"])
 
 
+def test_opposed_channels_are_refused_and_one_of_them_is_read(
+    run_dir: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples, rate = soundfile.read(folder / "a.wav")
+    soundfile.write(tmp_path / "two.wav", np.stack([samples, -samples], 1), rate)
+    (tmp_path / "m.csv").write_text(f"path,text\n{tmp_path / 'two.wav'},\n")
+    for name in ("two.wav", "m.csv"):
+        assert transcribe.run([str(run_dir), str(tmp_path / name), ONE]) == 3
+        told = capsys.readouterr()
+        assert "two.wav: its channels cancel each other" in told.err
+        assert not told.out
+    assert transcribe.run([str(run_dir), str(tmp_path / "two.wav"), ONE, "--channel", "0"]) == 0
+
+
+def test_a_link_to_absent_content_names_a_cure(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.wav").symlink_to(".git/annex/objects/a.wav")
+    assert transcribe.run([str(run_dir), str(tmp_path / "a.wav"), ONE]) == 3
+    assert "git annex get" in capsys.readouterr().err
+
+
 def test_a_limit_that_is_set_holds(run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limits = ["decoder.max_symbols=1", "decoder.max_symbols_per_step=1"]
     assert transcribe.run([str(run_dir), str(folder / "a.wav"), ONE, *limits]) == 0
