@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -95,10 +96,10 @@ def _compose(
     return config, dict(hydra_settings.runtime.choices)
 
 
-_LOCKS: dict[int, threading._RLock] = {}
+_LOCKS: dict[int, AbstractContextManager[bool]] = {}
 
 
-def process_lock() -> threading._RLock:
+def process_lock() -> AbstractContextManager[bool]:
     """Return the lock of the threads that change a setting of the process.
 
     A forked process has another lock, because it lacks the thread that may hold the lock of its parent.

@@ -146,7 +146,7 @@ class Table(Nemo):
         columns = self.form.columns
         if self._is_ljspeech:
             return {"audio": columns[0], "text": columns[-1]}
-        column_names = {}
+        column_names = dict[str, str]()
         for key, names in COLUMNS.items():
             explicit = self.columns.get(key)
             if explicit:
@@ -193,14 +193,14 @@ class Table(Nemo):
         for line, row in self._rows():
             record = {key: row.get(column) for key, column in column_names.items()}
             cut = self.cut_of(record, line)
-            span = (record["audio"], record.get("start"), record.get("end") or record.get("duration"))
+            span = [record["audio"], record.get("start"), record.get("end") or record.get("duration")]
             if not {None, ""}.isdisjoint(span):
                 span = span[:1]  # Other rows of a recording would contain a row without start or end.
-            if hash(span) in spans:
+            if hash(tuple(span)) in spans:
                 known = ", ".join(COLUMNS["start"] + COLUMNS["end"])
                 problem = f"rows of {span[0]} without distinct times (line {line}). Names of times: {known}"
                 raise self._column_error(f"{problem}. Its columns", "start: COLUMN, end: COLUMN")
-            spans.add(hash(span))
+            spans.add(hash(tuple(span)))
             yield Entry(cut, line, -1)
         if not line:
             raise DataError(f"{self.path} has a header only. Add a row for each recording")
