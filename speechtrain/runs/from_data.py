@@ -33,6 +33,7 @@ from speechtrain.config.resume_fields import key_of_override
 from speechtrain.data.base import DataModule
 from speechtrain.data.cache import cache_folder
 from speechtrain.data.formats.manifests import digest
+from speechtrain.data.prepare.stats_table import LONG
 from speechtrain.data.skips import most_bad
 from speechtrain.devices import host
 from speechtrain.devices.base import Device
@@ -52,8 +53,6 @@ _MAX_EXAMPLES = 10
 """Rare characters that the notice lists."""
 _MAX_PIECE_TEXTS = 200_000
 """Transcripts from which SentencePiece is trained. A larger set is subsampled."""
-_MAX_SECONDS = 60.0
-"""Upper limit for ``data.max_seconds`` that ``recipe=scratch`` sets. Recordings of up to 35 s were tried."""
 _ASSUMED_DEVICE_BYTES = 16 * 2**30
 """Assumed free memory of an accelerator, whose memory this host cannot read before the ranks start."""
 _DEFAULT_HOURS = 24.0
@@ -147,9 +146,9 @@ def _open_max_seconds(config: DictConfig, explicit_keys: Collection[str]) -> flo
     """
     max_seconds = float(config.data.get("max_seconds") or math.inf)
     is_explicit = _is_explicit("data.max_seconds", explicit_keys)
-    if config.from_data != "scratch" or max_seconds >= _MAX_SECONDS or is_explicit:
+    if config.from_data != "scratch" or max_seconds >= LONG or is_explicit:
         return None
-    config.data.max_seconds = _MAX_SECONDS
+    config.data.max_seconds = LONG
     return max_seconds
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
+from unicodedata import category
 
 import numpy as np
 from numpy.typing import NDArray
 
 from speechtrain.data.formats.manifests import Record, seconds_of, speaker_of, text_of
 from speechtrain.data.recordings import Fault, Unusable
-from speechtrain.text.normalise import DAMAGED, invisible
+from speechtrain.text.normalise import DAMAGED, REMARK, invisible
 
-LONG = 20.0  # seconds, the default of data.max_seconds
+LONG = 60.0
+"""The highest ``data.max_seconds`` that ``recipe=scratch`` sets. Recordings of up to 35 s were tried."""
+# The dropped remarks, and other words in brackets, which may be remarks
+_REMARKS = re.compile(rf"{REMARK.pattern}|[\[(][^\[\]()]*[\])]", re.IGNORECASE)
 
 # A recording is too fast or too slow at this multiple of the median of characters per second. The rate of
 # reading aloud varies only by a quarter between speakers.
@@ -57,6 +62,7 @@ class Statistics:
         self.seconds: list[float] = []
         self.spoken: list[int] = []  # the number of characters of each transcript, without spaces
         self.characters = Counter[str]()  # how often each character occurs
+        self.remarks = Counter[str]()  # how often each string in brackets, tag and sign of no speech occurs
         self.speakers = Counter[str]()  # the number of cuts of each speaker. "" is an unknown speaker.
         self.errors: dict[str, list[str]] = defaultdict(list)  # ids by likely error
         self.details: list[str] = []  # of unusable recordings and of the faults of files
@@ -74,6 +80,7 @@ class Statistics:
         self.seconds.append(seconds_of(cut))
         self.spoken.append(len("".join(text.split())))
         self.characters.update(text)
+        self.remarks.update(_REMARKS.findall(text))
         self.speakers[speaker_of(cut)] += 1
         fault = ""
         if check is None:
@@ -98,7 +105,7 @@ class Statistics:
             self.errors["invisible"].append(name)
 
     def long_recordings(self) -> dict[str, Any]:
-        """Return the number and hours of recordings that are too long for training by default."""
+        """Return the number and hours of recordings that ``recipe=scratch`` does not use."""
         seconds = [length for length in self.seconds if length > LONG]
         hours = sum(seconds) / 3600
         return {"long": {"recordings": len(seconds), "hours": round(hours, 4)}}
@@ -112,6 +119,8 @@ class Statistics:
         lengths = {}
         for name, percentile in _PERCENTILES.items():
             lengths[name] = round(float(np.percentile(seconds, percentile)), 2)
+        # Numbers and symbols stay as labels.
+        no_letters = {sign: n for sign, n in self.characters.items() if category(sign)[0] in "NS"}
         hours = float(seconds.sum()) / 3600
         return {
             "recordings": len(self.ids),
@@ -121,6 +130,7 @@ class Statistics:
             "seconds": lengths,
             "characters_per_second": round(median, 2),
             "characters": dict(self.characters.most_common()),
+            "no_letters": dict(Counter({**self.remarks, **no_letters}).most_common()),
             "likely_errors": self._likely_errors(rates, median),
             "details": self.details,
         }
@@ -155,7 +165,9 @@ def table_lines(result: Mapping[str, Any]) -> Iterable[str]:
     yield f"seconds     {lengths}"
     long_count, long_hours = result["long"]["recordings"], result["long"]["hours"]
     if long_count:
-        long = f"{long_count} recordings ({long_hours:.2f} h) are longer than data.max_seconds={LONG:g}"
+        long = (
+            f"{long_count} recordings ({long_hours:.2f} h) are too long for recipe=scratch (above {LONG:g} s)"
+        )
         yield f"long        {long}"
     yield f"characters  {sum(result['characters'].values())}, {result['characters_per_second']:g} a second"
     counts = [f"{character!r} {count}" for character, count in result["characters"].items()]
@@ -163,6 +175,9 @@ def table_lines(result: Mapping[str, Any]) -> Iterable[str]:
         yield "            " + "  ".join(counts[start : start + 10])
     if len(counts) > _MOST_CHARACTERS:
         yield f"            and {len(counts) - _MOST_CHARACTERS} more, which --json lists"
+    if result["no_letters"]:
+        signs = [f"{sign[:40]!r} {count}" for sign, count in result["no_letters"].items()]
+        yield f"no letters  {len(signs)} signs and strings in brackets: {'  '.join(signs[:10])}"
     for name, ids in result["likely_errors"].items():
         examples = ", ".join(ids[:3])
         if len(ids) > 3:

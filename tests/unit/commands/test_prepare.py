@@ -17,9 +17,7 @@ import soundfile
 from speechtrain.commands import prepare
 from speechtrain.commands._cli import exit_code_of
 from speechtrain.data.corpora.digits import Digits
-from speechtrain.data.prepare.stats_table import LONG
 from speechtrain.errors import ConfigError, DataError, MachineError
-from speechtrain.runs.compose import compose
 from speechtrain.text.vocabulary import SentencePiece
 from tests.support.digits import write_digits
 from tests.support.recordings import json_lines, write_tone
@@ -203,12 +201,23 @@ def test_stats_describe_the_faults_of_files(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_stats_count_recordings_that_a_run_does_not_use(capsys: pytest.CaptureFixture[str]) -> None:
-    speech(Path("long.wav"), 20.5)
-    speech(Path("short.wav"), 20.0)
+    speech(Path("long.wav"), 60.5)
+    speech(Path("short.wav"), 60.0)
     Path("t.csv").write_text("path,text\nlong.wav,one\nshort.wav,two\n")
-    assert compose([]).data.max_seconds == LONG
     assert prepare.run(["stats", "t.csv", "--no-audio"]) == 0
-    assert "1 recordings (0.01 h) are longer than data.max_seconds=20" in capsys.readouterr().out
+    assert "1 recordings (0.02 h) are too long for recipe=scratch (above 60 s)" in capsys.readouterr().out
+
+
+def test_stats_list_brackets_and_labels_that_are_no_letters(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["[laughter] Ngá (unclear).", "<i>Kyéma</i> [laughter]", "(he said) xxx = 5", "d'a, é"]
+    nemo(Path("t.jsonl"), *(("a.wav", 1.0, text) for text in texts))
+    assert prepare.run(["stats", "t.jsonl", "--no-audio", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["no_letters"] == (
+        {"[laughter]": 2, "<": 2, ">": 2}
+        | dict.fromkeys(["(unclear)", "<i>", "</i>", "(he said)", "xxx", "=", "5"], 1)
+    )
+    assert prepare.run(["stats", "t.jsonl", "--no-audio"]) == 0
+    assert "no letters  10 signs and strings in brackets: '[laughter]' 2  '<' 2" in capsys.readouterr().out
 
 
 def test_a_split_keeps_whole_speakers_apart(capsys: pytest.CaptureFixture[str]) -> None:
