@@ -1,8 +1,4 @@
-"""The results that ``speechtrain transcribe --out DIR`` writes: a file for each recording, and a journal.
-
-The names of the files follow from the list of recordings alone. A result that is in the journal is not
-computed again by the same command.
-"""
+"""The files of ``speechtrain transcribe --out DIR``. Their names follow from the list of recordings alone."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,10 +19,10 @@ if TYPE_CHECKING:
     from speechtrain.data.pieces import Recording
 
 OUT_FIX = "name a folder that can be written by --out DIR"
-_JOURNAL = ".transcribed"
+_COMMAND_FILE = ".transcribed"
 _SUFFIXES = {"text": ".txt"}
 """Suffixes of files by format. For a format that is not listed, the suffix is the name of the format."""
-_UNSAFE_CHARACTER = re.compile(r"^\.|[/\\%\x00-\x1f\x7f]")
+_UNSAFE_CHARACTER = re.compile(r"^\.|[/\\%\x00-\x1f\x7f\ud800-\udfff]")
 _LONGEST_ID = 200  # bytes. The name of a file may have 255.
 _KEPT_CHARACTERS = 40  # of a longer id. A character has up to four bytes.
 
@@ -61,9 +57,7 @@ class Input:
     @property
     def place(self) -> str:
         """The path of the recording below ``folder``."""
-        return (
-            os.path.abspath(self.audio) if self.is_file else os.path.join(self.folder, _safe_name(self.name))
-        )
+        return os.path.abspath(self.audio) if self.is_file else f"{self.folder}/{_safe_name(self.name)}"
 
 
 def format_outcome(outcome: Outcome, form: str) -> str:
@@ -79,96 +73,75 @@ def format_outcome(outcome: Outcome, form: str) -> str:
 
 
 class ResultFolder:
-    """A folder of results in the format ``form``.
+    """A folder of results. A result is complete if it is newer than its recording and than the command.
 
-    ``command`` has everything that the text of a recording depends on, besides the recording.
+    The file ``.transcribed`` has ``command``, everything that a text depends on besides the recording. It is
+    written only if the command differs from the previous one.
     """
 
-    def __init__(self, folder: Path, form: str, command: object, inputs: Iterable[Input]) -> None:
-        self._folder, self._form, self._command = folder, form, command
-        self._inputs = {recording.key: recording for recording in inputs}
-        self._paths = result_paths(self._inputs.values(), _SUFFIXES.get(form, f".{form}"))
-        self._journal = folder / _JOURNAL
-        self._complete = set[str]()
+    def __init__(self, folder: Path, form: str, command: object, inputs: Sequence[Input]) -> None:
+        self._command_file = folder / _COMMAND_FILE
+        self._sources = {recording.key: recording.source for recording in inputs}
+        paths = result_paths(inputs, _SUFFIXES.get(form, f".{form}"))
+        self._paths = {key: folder / path for key, path in paths.items()}
+        text = json_text([form, command])
         with writing(f"--out {folder}", OUT_FIX):
-            if self._journal.exists():
-                self._complete = set(self._journal.read_text().split())
+            if not self._command_file.exists() or self._command_file.read_text() != text:
+                self._command_file.write_text(text)
 
     def lacks(self, recording: Recording | DataError) -> bool:
         """Return whether the result of ``recording`` has yet to be written."""
         if isinstance(recording, DataError):
             return True
-        is_written = (self._folder / self._paths[recording.name, recording.audio]).exists()
-        return not is_written or self._key(recording) not in self._complete
+        key = recording.name, recording.audio
+        needed_files: list[str | Path] = [recording.audio, self._sources[key], self._command_file]
+        return _time(self._paths[key]) <= max(map(_time, needed_files))
 
     def write(self, outcome: Outcome, form: str) -> None:
-        """Write a transcript, or remove an earlier transcript of a recording that has become unusable."""
-        name = self._paths.get((outcome.name, outcome.audio))
-        if name is None:  # The error is of a whole folder.
-            return
-        path = self._folder / name
-        text = format_outcome(outcome, form)
-        with writing(str(path), OUT_FIX):
-            if not text:
+        """Write a transcript. Instead of an error, an earlier transcript of the recording is removed."""
+        path = self._paths.get((outcome.name, outcome.audio))
+        if isinstance(outcome, RecordingError):
+            print(format_outcome(outcome, form), end="", flush=True)
+            if path is not None:  # Otherwise the error is of a whole folder.
                 path.unlink(missing_ok=True)
-                return
-            with atomic(path) as temporary:
-                temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
-            if isinstance(outcome, Transcript):
-                with self._journal.open("a") as journal:
-                    journal.write(self._key(outcome) + "\n")
-
-    def _key(self, recording: Recording | Transcript) -> str:
-        """Return the entry of the journal: a hash of the command, the recording and its files."""
-        source = self._inputs[recording.name, recording.audio].source
-        files = [_version(path) for path in (source, recording.audio)]
-        seconds = round(recording.seconds, 3)
-        return _digest([self._command, self._form, recording.name, recording.audio, seconds, files])
+            return
+        path = self._paths[outcome.name, outcome.audio]
+        with writing(str(path), OUT_FIX), atomic(path) as temporary:
+            temporary.write_text(format_outcome(outcome, form), encoding="utf-8", errors="surrogateescape")
 
 
-def _digest(content: object) -> str:
-    """Return a hash of JSON-like content as 16 hexadecimal digits."""
-    return hashlib.sha256(json_text(content).encode(errors="surrogateescape")).hexdigest()[:16]
+def _time(path: str | Path) -> int:
+    """Return the modification time of a file in ns. The files of a folder have their own, so it has 0."""
+    return os.stat(path).st_mtime_ns if os.path.isfile(path) else 0
 
 
-def _version(path: str) -> tuple[int, int]:
-    """Return the size and the modification time in ns of a file, but not of a folder: files may be added."""
-    if not os.path.isfile(path):
-        return -1, -1
-    status = os.stat(path)
-    return status.st_size, status.st_mtime_ns
-
-
-def result_paths(inputs: Iterable[Input], suffix: str) -> dict[tuple[str, str], str]:
+def result_paths(inputs: Sequence[Input], suffix: str) -> dict[tuple[str, str], str]:
     """Return the path of each result below the folder of ``--out``, by the key of its input.
 
-    A recording keeps the folders below the common folder of all sources. A manifest counts as a folder. If
-    two recordings differ only in their suffixes, their results keep these. Raises ConfigError for two
-    recordings with one result.
+    A recording keeps the folders below the common folder of all sources. If two recordings differ only in
+    their suffixes, their results keep these. Raises ConfigError for two recordings with one result.
     """
-    inputs = [recording for recording in inputs if not os.path.isdir(recording.audio)]
-    if not inputs:
+    files = [recording for recording in inputs if not os.path.isdir(recording.audio)]
+    if not files:
         return {}
-    common_folder = os.path.commonpath([recording.folder for recording in inputs])
-    places = {recording.key: os.path.relpath(recording.place, common_folder) for recording in inputs}
-    stem_counts = Counter(os.path.splitext(place)[0] for place in places.values())
-    paths = dict[str, tuple[str, str]]()
-    for recording in inputs:
-        path = places[recording.key]
-        stem, _ = os.path.splitext(path)
-        if recording.is_file and stem_counts[stem] == 1:
-            path = stem
-        path += suffix
-        if path in paths:
-            both = f"{escape_controls(recording.name)} and {escape_controls(paths[path][0])}"
+    common_folder = os.path.commonpath([recording.folder for recording in files])
+    places = {recording: os.path.relpath(recording.place, common_folder) for recording in files}
+    stem_counts = Counter(os.path.splitext(place)[0] for place in set(places.values()))
+    keys = dict[str, tuple[str, str]]()  # by the path of the result
+    for recording, place in places.items():
+        stem, _ = os.path.splitext(place)
+        is_stem_unique = recording.is_file and stem_counts[stem] == 1
+        path = (stem if is_stem_unique else place) + suffix
+        if keys.setdefault(path, recording.key) != recording.key:
+            both = f"{escape_controls(recording.name)} and {escape_controls(keys[path][0])}"
             raise ConfigError(f"--out: {both} would both be written to {path}. Transcribe them one by one")
-        paths[path] = recording.key
-    return {key: path for path, key in paths.items()}
+    return {key: path for path, key in keys.items()}
 
 
 def _safe_name(name: str) -> str:
     """Return the id in a manifest as the name of a file. Different ids have different names."""
     safe_name = _UNSAFE_CHARACTER.sub(lambda match: f"%{ord(match[0]):02X}", name) or "%"
-    if len(safe_name.encode(errors="surrogateescape")) > _LONGEST_ID:
-        return f"{safe_name[:_KEPT_CHARACTERS]}-{_digest(name)}"
+    name_bytes = os.fsencode(safe_name)
+    if len(name_bytes) > _LONGEST_ID:
+        return f"{safe_name[:_KEPT_CHARACTERS]}-{hashlib.sha256(name_bytes).hexdigest()[:16]}"
     return safe_name

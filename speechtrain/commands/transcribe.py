@@ -115,6 +115,7 @@ def run(argv: list[str]) -> int:
         inputs = _inputs(loaded, sources)
         if arguments.format == "ctm":
             _check_ctm_names(inputs)
+    folder = None
     output: Output = _print_outcome
     if arguments.out is not None:
         command = (
@@ -125,13 +126,14 @@ def run(argv: list[str]) -> int:
             arguments.piece_seconds,
         )
         folder = ResultFolder(arguments.out, arguments.format, command, inputs)
-        recordings = filter(folder.lacks, recordings)
         output = folder.write
     elif arguments.format in ONE_RECORDING:
         recordings = list(recordings)
         output = _captions_output(recordings, sources, arguments.format)
     with _progress(inputs) as count_recording:
         recordings = map(count_recording, recordings)
+        if folder is not None:
+            recordings = filter(folder.lacks, recordings)
         outcomes = loaded.transcripts(recordings, arguments.batch, arguments.piece_seconds)
         return _write_outcomes(outcomes, output, arguments.format)
 

@@ -187,12 +187,12 @@ def test_each_form_is_printed_and_written(
     out = tmp_path / "out" / "deep"
     assert transcribe.run([str(run_dir), str(tmp_path / "in"), ONE, "--format", form, "--out", str(out)]) == 3
     told = capsys.readouterr()
-    assert told.out == ""
+    assert ("bad.wav" in told.out) == (form == "json")
     assert told.err.count("\n") == 2
     assert "1 of 3 recordings failed" in told.err
     suffix = "txt" if form == "text" else form
     results = {str(path.relative_to(out)) for path in out.rglob(f"*.{suffix}")}
-    assert results - {"bad.json"} == {f"a.{suffix}", f"sub/b.{suffix}"}
+    assert results == {f"a.{suffix}", f"sub/b.{suffix}"}
     assert re.match(FORM[form], (out / f"a.{suffix}").read_text())
 
 
@@ -376,7 +376,7 @@ def test_the_same_command_continues(
     assert transcribe.run([*command, "--batch", "1"]) == 0
     assert names == ["d1/x.wav", "d2/x.wav", "d2/deep/y.wav"]
     (batch / "out/d2/x.txt").unlink()
-    shutil.copy(folder / "stereo.flac", "d1/x.wav")  # Other content has another time.
+    shutil.copyfile(folder / "stereo.flac", "d1/x.wav")
     names.clear()
     assert transcribe.run(command) == 0
     assert names == ["d1/x.wav", "d2/x.wav"]
@@ -399,8 +399,7 @@ def test_a_killed_command_decodes_each_recording_once(run_dir: Path, batch: Path
     assert 5 <= len(times) < 31
     subprocess.run(command, check=True)
     assert len(results_in(batch / "out")) == 31
-    again = [name for name, value in times.items() if os.stat(f"out/{name}").st_mtime_ns != value]
-    assert len(again) <= 1  # the recording between its result and its entry in the journal
+    assert all(os.stat(f"out/{name}").st_mtime_ns == value for name, value in times.items())
 
 
 def test_a_list_comes_from_standard_input(
