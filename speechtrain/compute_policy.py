@@ -10,11 +10,11 @@ import os
 import statistics
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
-from functools import update_wrapper
-from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
+from functools import cache, update_wrapper
+from typing import Any, ClassVar, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -153,13 +153,51 @@ class PolicyAware(ABC):
         """Use the implementation that ``policy`` selects."""
 
 
+class TorchSettings(NamedTuple):
+    """The settings of torch in this process that a run changes."""
+
+    threads: int
+    fp32_matmul: str
+    cudnn_tf32: bool
+
+    @classmethod
+    def current(cls) -> TorchSettings:
+        _ignore_advice()
+        precision = torch.get_float32_matmul_precision()
+        return cls(torch.get_num_threads(), precision, torch.backends.cudnn.allow_tf32)
+
+    def apply(self) -> None:
+        current = self.current()
+        if self.threads != current.threads:
+            torch.set_num_threads(self.threads)
+        if self[1:] != current[1:]:
+            set_fp32_matmul(self.fp32_matmul)
+            torch.backends.cudnn.allow_tf32 = self.cudnn_tf32
+
+
+@contextmanager
+def unchanged_torch() -> Iterator[None]:
+    """Return a context whose end restores torch's settings and the state of the host's generator."""
+    settings = TorchSettings.current()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        settings.apply()
+
+
 def set_fp32_matmul(precision: str) -> None:
     """Set the precision of fp32 matmuls (``highest``, ``high`` or ``medium``) and of cuDNN."""
-    with warnings.catch_warnings():
-        # torch 2.9 recommends settings that torch 2.7 lacks.
-        warnings.filterwarnings("ignore", "Please use the new API settings to control TF32")
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = precision != "highest"
+    _ignore_advice()
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision != "highest"
+
+
+@cache
+def _ignore_advice() -> None:
+    """Hide the warning of torch 2.9, which comes once. It recommends settings that torch 2.7 lacks."""
+    with warnings.catch_warnings(action="ignore"):
+        bool(torch.backends.cudnn.allow_tf32)
 
 
 def apply_policy(module: nn.Module, policy: ComputePolicy) -> None:

@@ -205,9 +205,19 @@ def size_of_network(config: DictConfig, tokenizer: Tokenizer) -> tuple[int, int]
     Raises ConfigError if its shapes are impossible.
     """
     import torch
+    from torch.overrides import TorchFunctionMode
+
+    class WithoutDraws(TorchFunctionMode):
+        """Skips initial draws. On the meta device they would import torch's compiler, in 1 s."""
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            keywords = kwargs or {}
+            if function in (torch.Tensor.normal_, torch.nn.init.normal_):
+                return args[0] if args else keywords["tensor"]
+            return function(*args, **keywords)
 
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), WithoutDraws():
             encoder = build_encoder(config)
             model = build_model(config, tokenizer, encoder)
         return getattr(encoder, "sample_rate", None) or 0, sum(p.numel() for p in model.parameters())

@@ -13,6 +13,7 @@ from speechtrain.data.audio import read_cut
 from speechtrain.data.formats.lhotse_cuts import Samples
 from speechtrain.data.formats.manifests import Record, seconds_of
 from speechtrain.data.index import Index, open_index
+from speechtrain.data.lhotse_import import import_lhotse
 from speechtrain.data.recordings import Unusable
 from speechtrain.data.skips import ACOUSTIC_REASONS
 from speechtrain.data.sources import open_source
@@ -128,6 +129,7 @@ def reverberate(samples: Samples, response: Samples) -> Samples:
     reverberation after the last sample is cut, as in wav-reverberate of Kaldi with --shift-output. A silent
     response changes nothing.
     """
+    import_lhotse()
     from lhotse.augmentation import ReverbWithImpulseResponse
 
     if response.any():
@@ -138,6 +140,7 @@ def reverberate(samples: Samples, response: Samples) -> Samples:
 
 def add_noise(samples: Samples, noise: Samples, decibels: float) -> Samples:
     """Return samples (S,) with repetitions of noise (N,) at a signal-to-noise ratio."""
+    import_lhotse()
     from lhotse.audio.mixer import AudioMixer
 
     mixer = AudioMixer(samples[None], sampling_rate=1)  # The rate is for delays, and there are none.

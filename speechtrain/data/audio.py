@@ -7,9 +7,7 @@ manifest says costs neither time nor memory.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -19,6 +17,7 @@ import torch
 
 from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, Samples, is_simple
 from speechtrain.data.formats.manifests import SEGMENT, seconds_of
+from speechtrain.data.lhotse_import import import_lhotse
 from speechtrain.data.recordings import (
     LEAST_SHARE,
     Fault,
@@ -47,7 +46,6 @@ _HIGHEST_PEAK = 1e4  # the largest absolute sample of a float file that is accep
 # mean of opposed channels has −96 dBFS. The peaks of speech are 10 to 20 dB above its RMS. So even speech of
 # −65 dBFS RMS is not silent, and speech that is recorded with care has −30 to −20 dBFS.
 _SILENT_PEAK = 1e-3
-_SETTINGS_LOCK = threading.Lock()
 _EPSILON = 1e-5  # added to the variance, as in the layer norm that wav2vec 2.0 applies to the samples
 
 DECODED_SECONDS = 3600.0
@@ -165,6 +163,7 @@ class _FilterBank(NamedTuple):
 
 @lru_cache(maxsize=64)  # A bank has up to 4 MiB. Each recording of a corpus may have another rate.
 def _filter_bank(rate: int, new_rate: int, is_steep: bool) -> _FilterBank:
+    import_lhotse()
     from lhotse.augmentation.resample import Resample
 
     # The kernel of lhotse's Resample has the shape (new_rate, 1, filter length).
@@ -185,30 +184,10 @@ def _filter_bank(rate: int, new_rate: int, is_steep: bool) -> _FilterBank:
     return _FilterBank(kernel.T, steep.width, joined_frames * rate)
 
 
-@contextmanager
-def _reproducible_matmul() -> Iterator[None]:
-    """Compute the same bits in every process, so that a run and its data workers load the same audio.
-
-    - One thread computes. With several threads, sums may be rounded differently.
-    - oneDNN is off. ``device.matmul=medium`` passes matmuls to oneDNN, but only in the process of the run.
-
-    Both are settings of the process. So the threads of a program take turns.
-    """
-    onednn = torch.backends.mkldnn
-    with _SETTINGS_LOCK:
-        thread_count, was_enabled = torch.get_num_threads(), onednn.enabled
-        torch.set_num_threads(1)
-        onednn.enabled = False  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            torch.set_num_threads(thread_count)
-            onednn.enabled = was_enabled
-
-
-@_reproducible_matmul()
 def _apply_bank(samples: Samples, bank: _FilterBank) -> torch.Tensor:
     """Return the samples at the new rate. The last ones are beyond the end of the audio.
+
+    With other settings of torch, sums may be rounded differently (``data.workers._load_as_worker``).
 
     A matmul replaces lhotse's convolution. For 2.4 s of audio it takes 0.26 ms instead of 0.7 to 1.2 ms,
     because oneDNN prepares a convolution again for each new length.
@@ -372,6 +351,7 @@ def _decode(path: str, start: float, seconds: float | None) -> _Decoded:
 
     Raises Unusable. More than MOST_SAMPLES are not decoded, because they could fill the memory.
     """
+    import_lhotse()
     from lhotse.utils import compute_num_samples
 
     with open_recording(path) as recording:

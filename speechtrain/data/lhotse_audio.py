@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from lhotse.audio import AudioSource
-from lhotse.augmentation import AudioTransform, Resample, Speed
-from lhotse.cut.set import deserialize_cut
 from scipy.signal import resample_poly
 
 from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, Samples, UnknownPart, known_cut, largest_growth
+from speechtrain.data.lhotse_import import import_lhotse
+
+import_lhotse()
+
+from lhotse.audio import AudioSource  # noqa: E402
+from lhotse.augmentation import AudioTransform, Resample, Speed  # noqa: E402
+from lhotse.cut.set import deserialize_cut  # noqa: E402
 
 Decode = Callable[[str, float, float | None], Samples]
 """A function of a path, a start and a duration, both in seconds (duration None: to the end of the file).

@@ -40,7 +40,7 @@ import torch.multiprocessing  # makes pickling send large tensors by shared memo
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import usable_cpus
+from speechtrain.compute_policy import TorchSettings, unchanged_torch, usable_cpus
 from speechtrain.data.loader import BatchLoader
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.errors import MachineError, Preempted, SpeechtrainError
@@ -88,7 +88,15 @@ class InProcess(Workers):
     """Loads in this process, on demand."""
 
     def map(self, loader: Loader, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
-        return map(loader, planned)
+        for micro_batch in planned:
+            yield _load_as_worker(loader, micro_batch)
+
+
+def _load_as_worker(loader: Loader, micro_batch: MicroBatch) -> Batch:
+    """Load a micro-batch with the same bits as a worker, which has one thread and torch's own fp32 matmul."""
+    with unchanged_torch():
+        TorchSettings.current()._replace(threads=1, fp32_matmul="highest").apply()
+        return loader(micro_batch)
 
 
 @dataclass
@@ -239,7 +247,7 @@ class Processes(Workers):
         micro_batch = next(planned, None)
         if micro_batch is None:
             return None
-        batch = loader(micro_batch)
+        batch = _load_as_worker(loader, micro_batch)
         self.start()
         return batch
 

@@ -234,7 +234,9 @@ class LogMel(MovedModule, PolicyAware):
         self.features = splice * mels  # F
         if pad_features_to:
             self.features = math.ceil(self.features / pad_features_to) * pad_features_to
-        for name, constant in self._constants().items():
+        with torch.device("cpu"):  # On the meta device, ``arange`` would import the compiler, in 1 s.
+            constants = self._constants()
+        for name, constant in constants.items():
             self.register_buffer(name, constant, persistent=False)
 
     @property

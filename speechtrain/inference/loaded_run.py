@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from speechtrain.checkpoint.whole import read_state
+from speechtrain.compute_policy import TorchSettings, unchanged_torch
 from speechtrain.config.build import build, build_data
 from speechtrain.config.check import part_class
 from speechtrain.counter_rng import seed_at
@@ -27,7 +29,7 @@ from speechtrain.data.module import SpeechData
 from speechtrain.data.pieces import Recording, recordings
 from speechtrain.data.voice_activity import speech_spans
 from speechtrain.distributed.group import SingleProcess
-from speechtrain.errors import ConfigError, DataError, RunError
+from speechtrain.errors import ConfigError, DataError, MachineError, RunError
 from speechtrain.inference.open_run import OpenedRun, open_run
 from speechtrain.inference.transcript import Segment, Transcript
 from speechtrain.runs.compose import process_lock
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from speechtrain.decoding.base import Decoder
     from speechtrain.encoders.base import Encoder
 
+_Item = TypeVar("_Item")
 _LOG = logging.getLogger(__name__)
 
 _HELD_OUT_WARNING = (
@@ -54,6 +57,11 @@ PIECE_SECONDS = 20.0
 
 LONGEST_SECONDS = 86_400.0
 """The maximum of a recording, unless data.max_decoded_seconds is set. A small file may claim many years."""
+
+_LOADERS: set[int] = set()
+"""The id of each process that has loaded a run: this one, and those whose fork it is."""
+
+_FORK_ADVICE = "Call speechtrain.load in the new processes only, or start them with spawn"
 
 Audio = str | Path | Tensor | np.ndarray | tuple[Any, int]
 """The path of a file, folder or manifest, or samples (S,) at the run's rate, or (samples, rate in Hz)."""
@@ -108,8 +116,11 @@ class LoadedRun:
     or the key. Recordings longer than ``max_seconds`` are refused.
     """
 
-    def __init__(self, opened: OpenedRun, max_seconds: float = LONGEST_SECONDS) -> None:
+    def __init__(
+        self, opened: OpenedRun, settings: TorchSettings, max_seconds: float = LONGEST_SECONDS
+    ) -> None:
         self.opened = opened
+        self._settings = settings
         self.checkpoint = opened.checkpoint
         self.sample_rate = opened.task.sample_rate
         self._max_seconds = max_seconds
@@ -166,10 +177,11 @@ class LoadedRun:
         for recording in self.recordings(audio):
             if isinstance(recording, DataError):
                 raise recording
-            for _, samples in recording.pieces(recording.seconds):  # one piece
-                batch = self._batch([samples])
-                with torch.no_grad(), self.opened.policy.autocast(self.opened.device.name):
-                    frames, lengths = encoder.encode(batch)
+            for _, samples in self._reading(recording.pieces(recording.seconds)):  # one piece
+                with self._computing():
+                    batch = self._batch([samples])
+                    with torch.no_grad(), self.opened.policy.autocast(self.opened.device.name):
+                        frames, lengths = encoder.encode(batch)
                 frame_count = int(lengths[0])
                 recording_frames = frames[0, :frame_count].float().cpu()
                 features.append(recording_frames.numpy())
@@ -198,16 +210,41 @@ class LoadedRun:
         try:
             if isinstance(data, SpeechData) and data.training_set.hold_out:
                 _check_held_out_set(self.checkpoint, data)
-            return evaluate(
-                opened.task,
-                data.valid(),
-                opened.device,
-                policy=opened.policy,
-                group=SingleProcess(),
-                examples=None,
-            )
+            with self._computing():
+                return evaluate(
+                    opened.task,
+                    data.valid(),
+                    opened.device,
+                    policy=opened.policy,
+                    group=SingleProcess(),
+                    examples=None,
+                )
         finally:
             data.close()
+
+    @contextlib.contextmanager
+    def _computing(self, **changes: Any) -> Iterator[None]:
+        """Return a context with the run's settings of torch. Its end restores those of the process.
+
+        ``changes`` are other values of TorchSettings. Raises MachineError on an accelerator after a fork.
+        """
+        if _is_forked():
+            changes["threads"] = 1  # A forked process lacks the other threads, and torch would wait for them.
+            device = self.opened.device
+            if not device.on_host:
+                raise MachineError(f"device={device.name} cannot be used after a fork. {_FORK_ADVICE}")
+        with process_lock(), unchanged_torch():
+            self._settings._replace(**changes).apply()
+            yield
+
+    def _reading(self, items: Iterator[_Item]) -> Iterator[_Item]:
+        """Yield ``items``, which are computed with exact matmuls, because audio is resampled by a matmul."""
+        while True:
+            with self._computing(fp32_matmul="highest"):
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
 
     def _build_decoder(self, choice: str, options: Mapping[str, Any]) -> Any:
         """Return the decoder ``choice`` with ``options``, or the run's decoder if both are empty."""
@@ -247,7 +284,8 @@ class LoadedRun:
         waveform = _scale_to_one(np.asarray(samples), name)
         if waveform.ndim != 1 or not len(waveform) or not np.isfinite(waveform).all():
             raise DataError(f"{name}: samples of shape {waveform.shape}. Give finite samples of shape (S,)")
-        waveform = change_rate(waveform, int(rate), self.sample_rate)
+        with self._computing(fp32_matmul="highest"):
+            waveform = change_rate(waveform, int(rate), self.sample_rate)
 
         def read(start_seconds: float, seconds: float) -> Samples:
             start = round(start_seconds * self.sample_rate)
@@ -284,7 +322,7 @@ class LoadedRun:
             transcript = _PendingTranscript(recording)
             queue.append(transcript)
             try:
-                for piece in self._spoken_pieces(transcript, piece_seconds):
+                for piece in self._reading(self._spoken_pieces(transcript, piece_seconds)):
                     pieces.append(piece)
                     transcript.undecoded += 1
                     if len(pieces) == batch:
@@ -307,7 +345,7 @@ class LoadedRun:
         if not pieces:
             return
         opened = self.opened
-        with process_lock():
+        with self._computing():
             batch = self._batch([piece.samples for piece in pieces])
             with torch.no_grad(), opened.policy.autocast(opened.device.name):
                 hypotheses = opened.task.transcribe(batch, decoder)
@@ -355,6 +393,11 @@ def _scale_to_one(samples: np.ndarray, name: str) -> Samples:
     return ((samples - middle) / full_scale).astype(np.float32)
 
 
+def _is_forked() -> bool:
+    """Return whether this process is a fork of a process that has loaded a run."""
+    return bool(_LOADERS - {os.getpid()})
+
+
 def load(
     run: str | Path, *overrides: str, checkpoint: str = "best", config_dir: str | None = None
 ) -> LoadedRun:
@@ -365,15 +408,21 @@ def load(
     - ``checkpoint`` is ``best``, ``last`` or the name of a checkpoint's folder.
     - ``config_dir`` is a folder with further choices of config groups, as for ``--config-dir``.
 
-    Raises RunError without a run or a usable checkpoint, and ConfigError for a key that the run lacks.
+    Raises RunError without a run or a usable checkpoint, ConfigError for a key that the run lacks, and
+    MachineError in a fork of a process that has loaded a run.
     """
-    opened = open_run(Path(run), checkpoint, overrides, config_dir)
+    if _is_forked():
+        raise MachineError(f"{run}: a process that has loaded a run was forked. {_FORK_ADVICE}")
+    _LOADERS.add(os.getpid())
+    with process_lock(), unchanged_torch():
+        opened = open_run(Path(run), checkpoint, overrides, config_dir)
+        settings = TorchSettings.current()
     max_seconds = LONGEST_SECONDS
     # The run's own value of this key is for evaluation sets, with a default of an hour. Only an override
     # counts.
     if any(override.startswith("data.max_decoded_seconds=") for override in overrides):
         max_seconds = float(opened.config.data.max_decoded_seconds)
-    return LoadedRun(opened, max_seconds)
+    return LoadedRun(opened, settings, max_seconds)
 
 
 def _check_times(results: Iterable[Transcript | DataError], decoder: Any) -> None:

@@ -72,7 +72,8 @@ def build_task(config: DictConfig) -> tuple[Task, Tokenizer]:
     Raises ConfigError for words of a decoder that the tokenizer cannot write.
     """
     tokenizer = build_tokenizer(config)
-    torch.manual_seed(seed_at(config.seed, RunStream.INITIAL_WEIGHTS))
+    # The generators of other devices keep their state, because the process may be another program.
+    torch.default_generator.manual_seed(seed_at(config.seed, RunStream.INITIAL_WEIGHTS))
     task = build_model(config, tokenizer, build_encoder(config))
     if task.writes_text:
         task.decoder.check(tokenizer)

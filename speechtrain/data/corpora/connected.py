@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from speechtrain.data.cache import cache_folder
 from speechtrain.data.formats.manifests import digest
+from speechtrain.data.lhotse_import import import_lhotse
 from speechtrain.data.source import Source
 from speechtrain.errors import ConfigError
 from speechtrain.files import atomic, writing
@@ -143,6 +144,7 @@ def joined_cuts(name: str, clips: Clips, plan: Sequence[Utterance]) -> Iterator[
     ``name`` is the name of the cached file. It must contain a fingerprint of the clips and the plan, because
     an existing file is used again. Raises MachineError if the audio cannot be written into the cache folder.
     """
+    import_lhotse()
     from lhotse import MonoCut, Recording, SupervisionSegment
     from lhotse.audio import AudioSource
 

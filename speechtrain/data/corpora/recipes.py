@@ -17,6 +17,7 @@ from speechtrain.data.formats.folder import AUDIO_SUFFIXES
 from speechtrain.data.formats.lhotse_cuts import UnknownPart, known_cut
 from speechtrain.data.formats.manifests import Record, simple_cut
 from speechtrain.data.formats.tables import Table
+from speechtrain.data.lhotse_import import import_lhotse
 from speechtrain.data.prepare.cut_files import map_in_threads, with_measured_length
 from speechtrain.data.recordings import Unusable, read_header
 from speechtrain.errors import DISK, MALFORMED, ConfigError, DataError, nearest, one_line
@@ -173,6 +174,7 @@ def _lhotse_recipes() -> Any:
     is_set = "TQDM_DISABLE" in os.environ
     if not is_set and not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"  # tqdm reads it when it is imported
+    import_lhotse()
     import lhotse.recipes
 
     if not is_set:
@@ -185,6 +187,7 @@ def _set_audio_backend() -> None:
 
     The backend that lhotse chooses by itself needs sph2pipe for SPHERE files.
     """
+    import_lhotse()
     from lhotse.audio import set_current_audio_backend
     from lhotse.audio.backend import LibsndfileBackend, LibsndfileCompatibleAudioInfo
 

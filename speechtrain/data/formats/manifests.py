@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from speechtrain.data.formats.lhotse_cuts import UnknownPart, known_cut
+from speechtrain.data.lhotse_import import import_lhotse
 from speechtrain.data.recordings import RATES, header_or_none
 from speechtrain.data.source import Source
 from speechtrain.errors import MALFORMED, DataError
@@ -115,6 +116,7 @@ class Manifest(Source):
 
     def cuts(self) -> Iterator[Cut]:
         """Yield the entries as lhotse objects."""
+        import_lhotse()
         from lhotse.cut.set import deserialize_cut
 
         for entry in self.entries():

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
-import torch
 
 from speechtrain.data.audio import change_rate, is_silent
 from speechtrain.data.speed import change_speed
@@ -44,33 +40,6 @@ def test_change_rate_does_not_depend_on_the_length_of_the_audio() -> None:
     changed = change_rate(audio, 48_000, 16_000)
     beginning = change_rate(audio[:24_000], 48_000, 16_000)
     np.testing.assert_allclose(changed[:7_900], beginning[:7_900], atol=1e-6)
-
-
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_a_device_that_rounds_matmuls_does_not_change_the_audio(precision: str) -> None:
-    """``device.matmul`` sets the precision in the process of the run, but not in its data workers."""
-    audio = np.random.default_rng(0).normal(0, 0.1, 48_000).astype(np.float32)
-    torch.set_float32_matmul_precision("highest")
-    expected_audio = change_rate(audio, 44_100, 16_000)
-    expected_speed = change_speed(audio, 90, 16_000)
-    torch.set_float32_matmul_precision(precision)
-    np.testing.assert_array_equal(change_rate(audio, 44_100, 16_000), expected_audio)
-    np.testing.assert_array_equal(change_speed(audio, 90, 16_000), expected_speed)
-    assert torch.backends.mkldnn.enabled
-    assert torch.get_float32_matmul_precision() == precision
-
-
-def test_threads_that_change_the_rate_leave_the_settings_of_torch() -> None:
-    audio = np.zeros(20, np.float32)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            results = pool.map(lambda _: change_rate(audio, 44_100, 16_000), range(4_000))
-            assert {len(result) for result in results} == {8}
-    finally:
-        sys.setswitchinterval(interval)
-    assert torch.backends.mkldnn.enabled
 
 
 def test_change_rate_of_a_rate_without_a_common_divisor() -> None:

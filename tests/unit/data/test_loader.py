@@ -28,6 +28,7 @@ from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
 from speechtrain.data.speed import change_speed
 from speechtrain.data.static_shapes import Shape
+from speechtrain.data.workers import InProcess
 from speechtrain.text.vocabulary import Characters
 
 RATE = 16_000
@@ -156,26 +157,30 @@ def test_the_speed_change_is_lhotses(percent: int) -> None:
 
 
 def test_threads_do_not_change_a_batch(cache: Path, recordings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread computes the audio of a batch without oneDNN, in every process."""
+    """A process that loads its own batches computes as a data worker does, and then as before."""
     loader = BatchLoader(open_index(open_source(recordings.corpus("m", 2, seconds=3.0))), Characters())
     initial_threads = torch.get_num_threads()
     batches, matmul_settings = [], []
     matmul = torch.matmul
 
     def watched_matmul(*arguments: Any, **options: Any) -> Any:
-        matmul_settings.append((torch.get_num_threads(), torch.backends.mkldnn.enabled))
+        matmul_settings.append((torch.get_num_threads(), torch.get_float32_matmul_precision()))
         return matmul(*arguments, **options)
 
     monkeypatch.setattr(torch, "matmul", watched_matmul)
     try:
-        for threads in (1, 2):
+        for threads, precision in ((1, "highest"), (2, "high"), (2, "medium")):
             torch.set_num_threads(threads)
-            batches.append(loader(micro_batch(0, 1, percents=(93, 107))).audio)
+            torch.set_float32_matmul_precision(precision)
+            (batch,) = InProcess().map(loader, iter([micro_batch(0, 1, percents=(93, 107))]))
+            batches.append(batch.audio)
             assert torch.get_num_threads() == threads
+            assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_num_threads(initial_threads)
-    assert torch.equal(*batches)
-    assert matmul_settings == [(1, False)] * 4
+    assert torch.equal(batches[0], batches[1])
+    assert torch.equal(batches[0], batches[2])
+    assert matmul_settings == [(1, "highest")] * 6
 
 
 def test_a_fixed_shape_is_filled_with_rows_of_weight_zero(cache: Path, recordings: Any) -> None:
