@@ -43,23 +43,29 @@ def resume(run_dir: str, *overrides: str) -> int:
 
 
 def outcome(run_dir: str) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """Return the losses and metrics of the steps after the second one, and the last weights."""
+    """Return the losses and metrics of the steps after the second one, and the last weights.
+
+    The loss of a validation is compared to six digits. Once, in a process that had run many other tests, its
+    last bit differed although the losses of the updates were equal.
+    """
     rows = []
     for line in Path(run_dir, "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         if row.get("step", 0) > 2:
             rows.append({key: row[key] for key in ("step", "loss", "wer", "cer") if key in row})
+            if row["event"] == "valid":
+                rows[-1]["loss"] = pytest.approx(row["loss"], rel=1e-6)
     (*_, last) = sorted(Path(run_dir, "checkpoints").glob("*/model.safetensors"))
     return rows, load_file(last)
 
 
 def assert_equal(first: str, second: str) -> None:
     (losses, weights), (other_losses, other_weights) = outcome(first), outcome(second)
-    assert losses == other_losses
-    assert len(losses) >= STEPS - 2
     assert weights.keys() == other_weights.keys()
     for name, tensor in weights.items():
         assert torch.equal(tensor, other_weights[name]), name
+    assert losses == other_losses
+    assert len(losses) >= STEPS - 2
 
 
 @pytest.mark.slow
