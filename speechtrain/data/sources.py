@@ -417,7 +417,9 @@ def _format_of_record(record: Record) -> str:
     """Return the kind of the manifest whose first object is ``record``, or "" if it is unknown."""
     if "files" in record and ("transcript" in record or "original_duration" in record):
         return Mlperf.kind
-    if any(key in record for key in Nemo.AUDIO):
+    # NeMo has no other time than ``offset``, and reads each line without it as a whole recording.
+    has_other_times = "offset" not in record and not record.keys().isdisjoint(COLUMNS["start"])
+    if any(key in record for key in Nemo.AUDIO) and not has_other_times:
         return Nemo.kind
     if str(record.get("type", "")).endswith("Cut"):
         return LhotseCuts.kind

@@ -186,6 +186,18 @@ def test_times_have_the_names_of_other_tools(tmp_path: Path, recordings: Any, na
     assert [(cut["start"], cut["duration"]) for cut in cuts_of(path)] == [*zip(starts, lengths, strict=True)]
 
 
+def test_nemos_keys_with_times_of_another_tool_are_a_table(tmp_path: Path, recordings: Any) -> None:
+    recordings.tone("a.wav", 2.0)
+    lines = [
+        {"audio_filepath": "a.wav", "begin": begin, "end": begin + 0.5, "text": "one"} for begin in (0.25, 1)
+    ]
+    path = write(tmp_path / "t.jsonl", "\n".join(map(json.dumps, lines)))
+    assert [(cut["start"], cut["duration"]) for cut in cuts_of(path)] == [(0.25, 0.5), (1, 0.5)]
+    nemo = {"audio_filepath": "a.wav", "begin": 9, "offset": 0.5, "duration": 1.0}
+    (cut,) = cuts_of(write(tmp_path / "n.jsonl", json.dumps(nemo)))
+    assert (cut["start"], cut["duration"]) == (0.5, 1.0)
+
+
 @pytest.mark.parametrize(
     "rows", ["a.wav,0,0.5,x\na.wav,0,0.5,y\n", "a.wav,0,,x\nb.wav,0,1,z\na.wav,0.5,,y\n"]
 )
