@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import inspect
 import os
 import re
 import sys
@@ -199,6 +200,13 @@ def require_shares(**values: float) -> None:
 def shown_path(path: str) -> str:
     """Return ``path``, relative to the current folder if it is in this folder."""
     return path.removeprefix(f"{os.getcwd()}/")
+
+
+def require_contract(is_kept: bool, part: object, problem: str) -> None:
+    """Raise ConfigError, which begins with the place of the class of ``part``, unless ``is_kept``."""
+    if not is_kept:
+        name, line = type(part).__name__, inspect.getsourcelines(type(part))[1]
+        raise ConfigError(f"{shown_path(inspect.getfile(type(part)))}:{line} in {name}: {problem}")
 
 
 def first_line(error: BaseException) -> str:

@@ -11,11 +11,22 @@ from typing import Any
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
-from speechtrain.errors import ConfigError
+from speechtrain.errors import ConfigError, require_contract
 from speechtrain.metrics import word_errors
 
 Sums = dict[str, tuple[Tensor, Tensor]]
 """Metrics as ``name: (sum, count)`` with scalar tensors. ``MetricSums`` divides them after all reductions."""
+
+
+def require_sums(part: object, method: str, metrics: Any) -> None:
+    """Raise ConfigError unless ``metrics``, which ``method`` of ``part`` returned, are Sums."""
+    problem = f"{method} returns metrics that are not a mapping of names to (sum, count)"
+    require_contract(isinstance(metrics, Mapping), part, problem)
+    for name, pair in metrics.items():
+        scalars = pair if isinstance(pair, tuple) else ()
+        sizes = [scalar.numel() for scalar in scalars if isinstance(scalar, Tensor)]
+        problem = f"{method} returns {name!r} that is not a pair (sum, count) of scalar tensors"
+        require_contract(sizes == [1, 1], part, problem)
 
 
 @dataclass(frozen=True)
@@ -150,6 +161,12 @@ class Task(nn.Module, ABC):
         """Return the metrics of one evaluation batch as sums. Gradients and training mode are off.
 
         ``decoder`` writes the texts. A task without text ignores it.
+        """
+
+    def check(self, batch: Batch) -> None:
+        """Raise ConfigError if a part of this task breaks its contract for a batch.
+
+        This is called once before training, in the mode of evaluation, with the prepared batch.
         """
 
     def transcribe(self, batch: Batch, decoder: Any) -> list[Any]:

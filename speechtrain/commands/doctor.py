@@ -274,6 +274,7 @@ class Recipe:
                 except Exception as error:  # The doctor reports every error as a finding.
                     yield failure(subject, error)
                     return
+            yield try_check("parts", self._check_parts)
             if self.device.static_shapes or not self.device.on_host:
                 yield try_check("recorder", self._record_steps)
                 yield from self._fake_findings()
@@ -443,6 +444,17 @@ class Recipe:
             fix = "The vocabulary of this recipe has no label for such rare characters"
         line = f"{unspellable} of {len(rows)} transcripts cannot be spelled ({shown_symbols})"
         return Finding(AMBER, f"text {name}", f"{line} and {effect}. {fix}")
+
+    def _check_parts(self) -> str:
+        """Return a line. Raises ConfigError with the class of a part that breaks its contract."""
+        from speechtrain.compute_policy import PLAIN
+        from speechtrain.rank.contract import check_contract
+
+        task, move = self.task, self.device.move
+        if self.precision is None or self.device.static_shapes:  # This machine does not have the device.
+            task, move = self._task_on_host(PLAIN), lambda batch: batch
+        check_contract(task, self.data, move, self.config.world_size)
+        return "lengths, losses and metrics of two recordings keep their contracts"
 
     def _record_steps(self) -> str:
         """Return a line with the costs of training updates on the device, from updates that run on the CPU.

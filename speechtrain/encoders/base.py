@@ -6,6 +6,8 @@ Legend: B rows, S samples, T frames, M mel bins, L layers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import EncoderStream, uniform_at
+from speechtrain.errors import require_contract
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 
@@ -42,6 +45,42 @@ class Encoder(nn.Module, ABC):
 
         In evaluation, ``batch.keys`` seed the dither, which is the noise that the front end adds to audio.
         """
+
+    @torch.no_grad()
+    def check(self, batch: Batch) -> None:
+        """Raise ConfigError if ``forward`` and ``frames`` break their contract for two seconds of a batch."""
+        samples = min(batch.audio.shape[1], 2 * self.sample_rate)
+        audio_lengths = batch.audio_lengths.clamp(max=samples)
+        batch = replace(batch, audio=batch.audio[:, :samples], audio_lengths=audio_lengths)
+        output: Any = self(self.prepare(batch, 0))
+        parts = output if isinstance(output, tuple) else ()
+        is_pair = [isinstance(part, Tensor) for part in parts] == [True, True]
+        require_contract(is_pair, self, "forward does not return frames (B, T, width) and lengths (B,)")
+        frames, lengths = output
+        rows, shape = len(audio_lengths), tuple(frames.shape)
+        problem = f"forward returns frames {shape}, but (B, T, width) is ({rows}, T, {self.width})"
+        require_contract(len(shape) == 3 and shape == (rows, shape[1], self.width), self, problem)
+        counts = lengths.tolist()
+        problem = f"forward returns lengths {counts}, which are not an integer for each row"
+        require_contract(lengths.shape == (rows,) and not lengths.is_floating_point(), self, problem)
+        problem = f"forward returns lengths {counts}, but only {shape[1]} frames"
+        require_contract(max(counts) <= shape[1], self, problem)
+        frame_counts = [self.frames(length) for length in audio_lengths.tolist()]
+        problem = f"forward returns lengths {counts}, but frames() says {frame_counts}"
+        require_contract(not self.has_exact_frames or counts == frame_counts, self, problem)
+        if not self.reads_padding:
+            self._check_padding(batch, frames, counts)
+
+    def _check_padding(self, batch: Batch, frames: Tensor, counts: list[int]) -> None:
+        """Raise ConfigError if another second of padding changes ``frames`` (B, T, width)."""
+        padded_audio = nn.functional.pad(batch.audio, (0, self.sample_rate))
+        padded_frames, _ = self(self.prepare(replace(batch, audio=padded_audio), 0))
+        for row, count in enumerate(counts):
+            difference = (padded_frames[row, :count] - frames[row, :count]).abs()
+            # The rounding errors of bf16 are about 0.01 of the largest value.
+            is_equal = bool((difference <= 0.05 * frames[row, :count].abs().max()).all())
+            problem = "the frames of a row depend on its padding. Mask it, or set reads_padding = True"
+            require_contract(is_equal, self, problem)
 
     def advance(self, step: int, seed: int) -> None:
         """Prepare for the next update. ``Task.advance`` calls this and explains ``step`` and ``seed``."""

@@ -17,9 +17,9 @@ from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware
 from speechtrain.decoding.base import Decoder, Hypothesis
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.encoders.base import Encoder
-from speechtrain.errors import ConfigError
+from speechtrain.errors import ConfigError, require_contract
 from speechtrain.metrics import error_rates
-from speechtrain.task import Evaluation, Loss, Sums, Task, examples_of
+from speechtrain.task import Evaluation, Loss, Sums, Task, examples_of, require_sums
 from speechtrain.text.vocabulary import Tokenizer
 
 
@@ -106,6 +106,19 @@ class Recogniser(Task, PolicyAware):
             return batch
         frames = [encoder.frames(samples) for samples in batch.audio_lengths.tolist()]
         return replace(batch, host_lengths=(frames, batch.label_lengths.tolist()))
+
+    def check(self, batch: Batch) -> None:
+        self.encoder.check(batch)
+        encoded, lengths = self.encoder.encode(batch)
+        output: Any = self.losses(encoded, lengths, batch)
+        is_pair = isinstance(output, tuple) and len(output) == 2
+        require_contract(is_pair, self, "losses does not return the loss (B,) of each row and the metrics")
+        row_losses, metrics = output
+        is_trained = isinstance(row_losses, Tensor) and row_losses.requires_grad
+        require_contract(is_trained, self, "losses returns a loss without a gradient")
+        shape, rows = tuple(row_losses.shape), len(batch.ids)
+        require_contract(shape == (rows,), self, f"losses returns a loss of shape {shape} for {rows} rows")
+        require_sums(self, "losses", metrics)
 
     def forward(self, batch: Batch) -> Loss:
         encoded, lengths = self.encoder.encode(batch)

@@ -57,6 +57,7 @@ from speechtrain.rank.build import (
     seed_everything,
     trainer_config_for,
 )
+from speechtrain.rank.contract import check_contract
 from speechtrain.rank.hang import watch
 from speechtrain.rank.logs import (
     buffer_log_lines,
@@ -180,6 +181,10 @@ def _build_parts(rank: _Rank) -> _Parts:
     task.to(
         device.tensor(torch.zeros(())).device
     )  # A tensor of the device has the torch device as attribute.
+    # On a device with static shapes, the check would compile graphs. The doctor makes it on the CPU.
+    if not rank.world.rank and not device.static_shapes:
+        with device.policy(rank.precision.dtype).autocast(device.name):
+            check_contract(task, data, device.move, rank.world.size)
     policy, policy_record = resolve_policy(
         device, rank.precision, rank.group, run_dir=rank.run_dir, task=task, data=data
     )

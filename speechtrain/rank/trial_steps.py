@@ -82,7 +82,8 @@ def with_longest_row(data: DataModule) -> Batch:
 
 
 def select_rows(batch: Batch, rows: slice) -> Batch:
-    return replace(batch.to(lambda tensor: tensor[rows]), ids=batch.ids[rows], texts=batch.texts[rows])
+    ids, texts, unspoken = batch.ids[rows], batch.texts[rows], batch.unspoken[rows]
+    return replace(batch.to(lambda tensor: tensor[rows]), ids=ids, texts=texts, unspoken=unspoken)
 
 
 class TrialSteps:

@@ -24,6 +24,7 @@ from speechtrain.files import write_json
 from speechtrain.precision import Precision
 from speechtrain.run_directory import DEVICE, DeviceRecord, read_device
 from speechtrain.task import Task
+from speechtrain.training.graph_warmup import restored_buffers
 
 _LOG = logging.getLogger(__name__)
 # The step at which candidates are timed. At the beginning of a run, models freeze parts or anneal a
@@ -155,23 +156,20 @@ def _timer(
     """
     task.train().advance(_LATE_STEP, 0)
     device_batch = device.move(task.prepare(batch, 0))
-    buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers()]
 
     def time_step(policy: ComputePolicy) -> float:
         apply_policy(task, policy)
         torch.manual_seed(0)
-        device.synchronize()
-        start = time.perf_counter()
-        with policy.autocast(device.name):
-            loss = task(device_batch)
-        precision.backward(loss.total)
-        device.mark_step()
-        device.synchronize()
-        seconds = time.perf_counter() - start
+        with restored_buffers(task):
+            device.synchronize()
+            start = time.perf_counter()
+            with policy.autocast(device.name):
+                loss = task(device_batch)
+            precision.backward(loss.total)
+            device.mark_step()
+            device.synchronize()
+            seconds = time.perf_counter() - start
         task.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for buffer, copy in buffers:
-                buffer.copy_(copy)
         return seconds
 
     return time_step

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import copy_to_host
@@ -41,6 +41,16 @@ def padding_batch(rows: int, samples: int, labels: int) -> Batch:
 
 
 @contextmanager
+def restored_buffers(module: nn.Module) -> Iterator[None]:
+    """Return a context that restores the buffers, such as the statistics of BatchNorm, at its end."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    yield
+    with torch.no_grad():
+        for buffer, copy in buffers:
+            buffer.copy_(copy)
+
+
+@contextmanager
 def without_side_effects(trained: Trained) -> Iterator[None]:
     """Return a context for updates that are computed but not applied.
 
@@ -48,13 +58,10 @@ def without_side_effects(trained: Trained) -> Iterator[None]:
     statistics of BatchNorm, and the optimizer counts its steps. The context restores the buffers and counts.
     """
     module, optimizer, average = trained
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     old_counters = {parameter: _counters(parameter, state) for parameter, state in optimizer.state.items()}
     average_updates = average.updates
-    yield
-    with torch.no_grad():
-        for buffer, copy in buffers:
-            buffer.copy_(copy)
+    with restored_buffers(module):
+        yield
     for parameter, state in optimizer.state.items():
         for name, counter in _counters(parameter, state).items():
             # A counter that did not exist before starts at 0.

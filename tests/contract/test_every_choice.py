@@ -512,6 +512,7 @@ def test_an_encoder_reads_no_padding_and_predicts_its_frames(choice: str, requir
     config = _shrunk(_config(required, "encoder", choice))
     encoder = build(config, "encoder", augment=build(config, "augment")).eval()
     batch = _batch(build(config, "tokenizer"))
+    encoder.check(batch)
     with torch.no_grad():
         frames, lengths = encoder.encode(encoder.prepare(batch, seed=3))
         for row, samples in enumerate(batch.audio_lengths.tolist()):

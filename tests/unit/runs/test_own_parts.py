@@ -1,17 +1,25 @@
-"""Mistakes in a user's own parts end a run with the file, line and class first."""
+"""Mistakes in a user's own parts end a run before its first update, with the file, line and class first."""
 
 from __future__ import annotations
 
+import copy
+import re
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from speechtrain.commands import train
 from speechtrain.commands._cli import exit_code_of
+from speechtrain.commands.doctor import RED, findings
+from speechtrain.config.build import build_data
 from speechtrain.config.targets import ALLOW_TARGETS
+from speechtrain.rank.build import build_task
+from speechtrain.rank.contract import check_contract
+from tests.support.composed import composed
 from tests.support.small_training import SMALL_TRAINING, write_recordings
 
 Capsys = pytest.CaptureFixture[str]
@@ -20,10 +28,13 @@ _UNUSED = ("model=rnnt", "encoder.hidden", "model.", "decoder.")
 _TRAINING = [override for override in SMALL_TRAINING if not override.startswith(_UNUSED)]
 
 _MODULE = """
+import numpy as np
+import torch
 from torch import nn
 
-from speechtrain.encoders.base import LogMelEncoder
+from speechtrain.encoders.base import Encoder, LogMelEncoder
 from speechtrain.models.ctc import CTC
+from speechtrain.task import Evaluation
 
 
 class Tiny(LogMelEncoder):
@@ -53,12 +64,31 @@ class Own(CTC):
         evaluation = super().evaluate(batch)
         return evaluation
 """
+_RETURN = "return frames, lengths"
+_LOSSES = "return loss, terms"
 _EVALUATION = "return evaluation"
 MISTAKES = {
-    "syntax": ("evaluation = super()", "evaluation = super(.", ":32: SyntaxError: "),
+    "syntax": ("evaluation = super()", "evaluation = super(.", ":35: SyntaxError: "),
     "no super().__init__": ("super().__init__(features, augment)", "pass", " in Tiny.__init__: "),
+    "width": ("self.width = width", "self.width = width + 1", " in Tiny: "),
     "shape": ("nn.Linear(features.features, ", "nn.Linear(1 + features.features, ", " in Tiny.forward: "),
-    "error in evaluate": (_EVALUATION, "return batch.ids[99]", ":33 in Own.evaluate: IndexError: "),
+    "lengths doubled": (_RETURN, "return frames, 2 * lengths", " in Tiny: "),
+    "lengths halved": (_RETURN, "return frames, lengths // 2", " in Tiny: "),
+    "padding read": (_RETURN, "return frames * frames.shape[1], lengths", " in Tiny: "),
+    "no new lengths": (_RETURN, "return frames[:, ::2], lengths", " in Tiny: "),
+    "no new frames()": (_RETURN, "return frames[:, ::2], (lengths + 1) // 2", " in Tiny: "),
+    "float lengths": (_RETURN, "return frames, lengths.float()", " in Tiny: "),
+    "frames only": (_RETURN, "return frames", " in Tiny: "),
+    "nothing returned": (_RETURN, "pass", " in Tiny: "),
+    "float in evaluate": (_EVALUATION, "return Evaluation({'wer': 0.5})", " in Own: "),
+    "error in evaluate": (_EVALUATION, "return batch.ids[99]", ":36 in Own.evaluate: IndexError: "),
+    "float metric": (_LOSSES, "return loss, {'mine': 0.5}", " in Own: "),
+    "item": (_LOSSES, "return loss.sum().item(), terms", " in Own: "),
+    "detached": (_LOSSES, "return loss.detach(), terms", " in Own: "),
+    "scalar": (_LOSSES, "return loss.sum(), terms", " in Own: "),
+    "loss only": (_LOSSES, "return loss", " in Own: "),
+    "numpy noise": (_LOSSES, "return loss * np.random.rand(), terms", " in Own: "),
+    "labels changed": (_LOSSES, "batch.labels.add_(1); return loss, terms", " in Own: "),
 }
 """The text of the module, its replacement, and a part of the error after ``tiny.py`` and the line."""
 
@@ -106,6 +136,31 @@ def train_own(tmp_path: Path, recordings: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_right_own_parts_train(train_own: Train) -> None:
     assert train_own(_MODULE) == ""
+
+
+def test_the_doctor_names_a_mistake_in_an_own_part(train_own: Train, recordings: Path) -> None:
+    assert train_own(_MODULE.replace(_RETURN, "return frames, lengths // 2"))
+    overrides = ["model=own", "encoder=tiny", f"data.train={recordings}", *_TRAINING, "device.autotune=false"]
+    texts = [finding.text for finding in findings(overrides, ".") if finding.state == RED]
+    assert len(texts) == 1
+    assert re.match(r"mine/tiny.py:\d+ in Tiny: forward returns lengths .*, but frames\(\) says ", texts[0])
+
+
+def test_the_check_changes_neither_weights_nor_buffers_nor_generators(tmp_path: Path) -> None:
+    write_recordings(tmp_path, 8)
+    overrides = ["model=ctc", "encoder=fastconformer_tiny", f"data.train={tmp_path}", *_TRAINING]
+    config = composed(*overrides, "tokenizer=characters")
+    config.run_dir = str(tmp_path)
+    task, tokenizer = build_task(config)
+    data = build_data(config, tokenizer, task)
+    state = copy.deepcopy({**task.state_dict(), "generator": torch.get_rng_state()})
+    data_state = copy.deepcopy(data.state_dict())
+    assert any("running_mean" in name for name in state)
+    check_contract(task, data, move=lambda batch: batch)
+    for name, tensor in {**task.state_dict(), "generator": torch.get_rng_state()}.items():
+        assert torch.equal(tensor, state[name]), name
+    assert all(parameter.grad is None for parameter in task.parameters())
+    assert str(data.state_dict()) == str(data_state)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
