@@ -119,6 +119,7 @@ class RunResult:
 
     status: str  # finished | target | time | preempted | failed
     metric: float | None = None  # the metric that chose the best checkpoint
+    metric_mode: str = ""  # max: a higher metric is better
     metrics: dict[str, float | None] | None = None  # the metrics of the best checkpoint
     checkpoint: str | None = None  # the name of the best checkpoint
     last_metrics: dict[str, float | None] | None = None  # the metrics of the last checkpoint
@@ -148,9 +149,10 @@ class CheckpointManifest:
     format: int  # the number of the format
     step: int  # updates until the checkpoint
     files: dict[str, str]  # the sha256 of each file by its name
-    metric: float | None = None  # the metric that chooses the best checkpoint, lower is better
+    metric: float | None = None  # the metric that chooses the best checkpoint
     metrics: dict[str, float | None] | None = None  # all metrics of the validation at this step
     wall_s: float = 0.0  # seconds of training until the checkpoint
+    metric_mode: str = ""  # max: a higher metric is better
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class BestCheckpoint:
     """``best.json``: the best checkpoint, for other programs and for reports."""
 
     name: str  # the name of the checkpoint
-    metric: float  # its metric, lower is better
+    metric: float  # its metric
 
 
 @dataclass(frozen=True)

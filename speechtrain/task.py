@@ -14,6 +14,9 @@ from speechtrain.batch import Batch, Footprint
 from speechtrain.errors import ConfigError, require_contract
 from speechtrain.metrics import word_errors
 
+KNOWN_METRICS = ("loss", "wer", "cer", "ser")
+"""Metrics of which a lower value is better."""
+
 Sums = dict[str, tuple[Tensor, Tensor]]
 """Metrics as ``name: (sum, count)`` with scalar tensors. ``MetricSums`` divides them after all reductions."""
 
@@ -127,6 +130,9 @@ class Task(nn.Module, ABC):
 
     metric: str = "loss"
     """The name of the evaluation metric that selects the best checkpoint (``checkpoint/best_metric.py``)."""
+
+    metric_mode: str = ""
+    """``min`` if a lower ``metric`` is better, or ``max``. Only KNOWN_METRICS need none."""
 
     skips_parameters: bool = False
     """Whether an update may not use some trained parameter. DDP must then search for unused parameters."""

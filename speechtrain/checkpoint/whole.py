@@ -239,12 +239,18 @@ class Checkpointer:
         return folder
 
     def add_validation(
-        self, step: int, score: float | None, metrics: Mapping[str, float], wall_s: float = 0.0
+        self,
+        step: int,
+        score: float | None,
+        metrics: Mapping[str, float],
+        wall_s: float = 0.0,
+        metric_mode: str = "",
     ) -> None:
         """Add the result of a validation to the manifest of ``step``, and update ``best.json``.
 
-        ``score`` is the value of the task's metric, and ``metrics`` are all metrics. If the checkpoint of
-        ``step`` does not exist, because it could not be written, this does nothing. Raises OSError.
+        ``score`` is the value of the task's metric with its ``metric_mode``, and ``metrics`` are all metrics.
+        If the checkpoint of ``step`` does not exist, because it could not be written, this does nothing.
+        Raises OSError.
         """
         folder = self.folder(step)
         manifest = read_manifest(folder)
@@ -256,7 +262,8 @@ class Checkpointer:
                 finite[name] = value
         if score is not None and not math.isfinite(score):
             score = None
-        write_manifest(folder, replace(manifest, metric=score, metrics=finite, wall_s=wall_s))
+        validation = {"metric": score, "metric_mode": metric_mode, "metrics": finite, "wall_s": wall_s}
+        write_manifest(folder, replace(manifest, **validation))
         self._name_best()
         self._prune()
 

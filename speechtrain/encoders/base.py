@@ -28,6 +28,7 @@ class Encoder(nn.Module, ABC):
     frozen: bool = False  # if True, ``encode`` records no graph and the weights do not change
     normalise_audio: bool = False  # if True, the data layer gives recordings zero mean and unit variance
     reads_padding: bool = False  # if True, the frames of a row depend on the padding of its batch
+    skips_parameters: bool = False  # if True, an update may not use some parameter
     has_exact_frames: bool = True  # if False, ``frames`` is a bound, because the audio decides
 
     def encode(self, batch: Batch) -> tuple[Tensor, Tensor]:

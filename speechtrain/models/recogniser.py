@@ -57,7 +57,8 @@ class Recogniser(Task, PolicyAware):
         self.encoder = encoder
         self.sample_rate, self.normalise_audio = encoder.sample_rate, encoder.normalise_audio
         self.freeze_encoder_steps = freeze_encoder_steps
-        self.skips_parameters = freeze_encoder_steps > 0
+        if freeze_encoder_steps > 0 or encoder.skips_parameters:
+            self.skips_parameters = True
         self.decoder = Greedy()
         self.policy = PLAIN
 

@@ -25,6 +25,7 @@ class Attempt:
     status: str = "failed"  # the status in ``result.json``. Training replaces it if it ends normally
     progress: Progress = field(default_factory=Progress)
     metric: str = "loss"  # ``Task.metric``
+    metric_mode: str = ""  # ``Task.metric_mode``
     checkpointer: Checkpointer | None = None
     tracker: Tracker | None = None
     group: Group = field(default_factory=SingleProcess)
@@ -51,6 +52,7 @@ class Attempt:
         return {
             "status": self.status,
             "metric": metrics.get(self.metric),
+            "metric_mode": self.metric_mode,
             "metrics": metrics,
             "checkpoint": best_folder and best_folder.name,
             "last_metrics": last_metrics,

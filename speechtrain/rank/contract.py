@@ -14,7 +14,7 @@ from speechtrain.batch import Batch
 from speechtrain.data.base import DataModule
 from speechtrain.errors import require_contract
 from speechtrain.rank.trial_steps import select_rows
-from speechtrain.task import Evaluation, Loss, Task, require_sums
+from speechtrain.task import KNOWN_METRICS, Evaluation, Loss, Task, require_sums
 from speechtrain.training.graph_warmup import restored_buffers
 
 
@@ -37,11 +37,27 @@ def check_contract(task: Task, data: DataModule, move: Callable[[Batch], Batch],
         is_evaluation = isinstance(evaluation, Evaluation)
         require_contract(is_evaluation, task, f"evaluate returns {type(evaluation).__name__}, no Evaluation")
         require_sums(task, "evaluate", evaluation.metrics)
+        problem = f"metric is {task.metric!r}, which evaluate does not return"
+        require_contract(task.metric in evaluation.metrics, task, problem)
+        has_mode = task.metric in KNOWN_METRICS or task.metric_mode in ("min", "max")
+        problem = f'metric is {task.metric!r}. Add metric_mode = "min" or "max", so that the best is known'
+        require_contract(has_mode, task, problem)
         loss = _call(task.train(), task, move(task.prepare(batch, 0)))
         is_scalar = isinstance(loss, Loss) and loss.total.shape == loss.weight.shape == ()
         require_contract(is_scalar, task, "forward does not return a Loss of a scalar total and weight")
         require_contract(loss.total.requires_grad, task, "forward returns a loss without a gradient")
         require_sums(task, "forward", loss.metrics)
+        if ranks > 1 and not task.skips_parameters:
+            _check_gradients(task, loss)
+
+
+def _check_gradients(task: Task, loss: Loss) -> None:
+    """Raise ConfigError for parameters without a gradient, for which DDP would wait."""
+    loss.total.backward()
+    unused = [name for name, p in task.named_parameters() if p.requires_grad and p.grad is None]
+    task.zero_grad(set_to_none=True)
+    problem = f"the loss does not use {', '.join(unused)}. With several ranks, set skips_parameters = True"
+    require_contract(not unused, task, f"{problem} in the class of the model or of the encoder")
 
 
 def _call(task: Task, function: Callable[[Batch], Any], batch: Batch) -> Any:

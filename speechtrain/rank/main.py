@@ -138,8 +138,9 @@ def _fit(rank: _Rank, parts: _Parts, stop: StopRequest, attempt: Attempt, early_
     warn_of_crowded_labels(data, task)
     module, optimizer = _prepare_module(rank, task, parts.policy)
     data.set_stop_check(stop)
-    attempt.metric, attempt.content = task.metric, data.content()
     attempt.computes = parts.policy_record["computes"]
+    attempt.metric, attempt.metric_mode = task.metric, task.metric_mode
+    attempt.content = data.content()
     tracker = open_tracker(config, rank.world, early_lines)
     attempt.tracker = tracker
     _log_start(rank, parts, tracker, schedule, planned_updates=planned_updates)

@@ -26,7 +26,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from speechtrain.checkpoint.best_metric import sort_key
+from speechtrain.checkpoint.best_metric import signed, sort_key
 from speechtrain.config.resolved import with_absolute_paths
 from speechtrain.config.resume_fields import key_of_override
 from speechtrain.config.targets import ALLOW_TARGETS
@@ -311,7 +311,8 @@ class _Outcome:
 
     overrides: str  # the overrides that the sweep varies, separated by blanks
     status: str  # RunResult.status, or the class name of the error
-    metric: float | None = None  # the metric of the best checkpoint, lower is better
+    metric: float | None = None  # the metric of the best checkpoint
+    metric_mode: str = ""  # max: a higher metric is better
     metrics: dict[str, float | None] = field(default_factory=dict)  # all metrics of this checkpoint
     metric_text: str = "-"  # the metric with name and unit
     error: str = ""  # the message of the error
@@ -385,13 +386,15 @@ class _Jobs:
             swept_overrides,
             result.status,
             result.metric,
+            result.metric_mode,
             result.metrics or {},
             _metric_text(result),
             speed=speed_text(result.speed),
             computes=result.computes,
         )
         self._write_outcome(outcome, settings)
-        return result.metric
+        # Hydra's optimizing sweepers minimise by default.
+        return None if result.metric is None else signed(result.metric, result.metric_mode)
 
     def _is_in_command(self) -> bool:
         """Return whether this process is the command itself and not a process of Hydra's launcher."""
@@ -467,7 +470,7 @@ class _Jobs:
         If the jobs computed with different policies, the last column has them. The job that is better than
         all others is marked.
         """
-        keys = [sort_key(outcome.metric, outcome.metrics) for outcome in self.outcomes]
+        keys = [sort_key(job.metric, job.metrics, job.metric_mode) for job in self.outcomes]
         has_speeds = any(outcome.speed for outcome in self.outcomes)
         has_policies = len({outcome.computes for outcome in self.outcomes} - {""}) > 1
         rows = [["job", "metric", "status", "speed" if has_speeds else "", "overrides"]]

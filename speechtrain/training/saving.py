@@ -97,7 +97,9 @@ class Saving:
         if self.group.world.rank == 0 and self._saved_step == progress.step == progress.validated:
             metric = metric_value(parts.task, progress.metrics)
             with handle_failed_write(self.tracker, self.on_save_error, is_last):
-                self.checkpointer.add_validation(progress.step, metric, progress.metrics, progress.wall_s)
+                self.checkpointer.add_validation(
+                    progress.step, metric, progress.metrics, progress.wall_s, parts.task.metric_mode
+                )
 
     @contextlib.contextmanager
     def save_after_error(self, parts: Parts) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from speechtrain.commands._cli import exit_code_of
 from speechtrain.commands.doctor import RED, findings
 from speechtrain.config.build import build_data
 from speechtrain.config.targets import ALLOW_TARGETS
+from speechtrain.errors import ConfigError
 from speechtrain.rank.build import build_task
 from speechtrain.rank.contract import check_contract
 from tests.support.composed import composed
@@ -28,6 +30,8 @@ _UNUSED = ("model=rnnt", "encoder.hidden", "model.", "decoder.")
 _TRAINING = [override for override in SMALL_TRAINING if not override.startswith(_UNUSED)]
 
 _MODULE = """
+import itertools
+
 import numpy as np
 import torch
 from torch import nn
@@ -35,6 +39,9 @@ from torch import nn
 from speechtrain.encoders.base import Encoder, LogMelEncoder
 from speechtrain.models.ctc import CTC
 from speechtrain.task import Evaluation
+
+
+COSINES = itertools.count()
 
 
 class Tiny(LogMelEncoder):
@@ -62,13 +69,14 @@ class Own(CTC):
 
     def evaluate(self, batch):
         evaluation = super().evaluate(batch)
+        evaluation.metrics["cosine"] = (torch.tensor(float(next(COSINES))), torch.tensor(1.0))
         return evaluation
 """
 _RETURN = "return frames, lengths"
 _LOSSES = "return loss, terms"
 _EVALUATION = "return evaluation"
 MISTAKES = {
-    "syntax": ("evaluation = super()", "evaluation = super(.", ":35: SyntaxError: "),
+    "syntax": ("evaluation = super()", "evaluation = super(.", ":40: SyntaxError: "),
     "no super().__init__": ("super().__init__(features, augment)", "pass", " in Tiny.__init__: "),
     "width": ("self.width = width", "self.width = width + 1", " in Tiny: "),
     "shape": ("nn.Linear(features.features, ", "nn.Linear(1 + features.features, ", " in Tiny.forward: "),
@@ -81,7 +89,7 @@ MISTAKES = {
     "frames only": (_RETURN, "return frames", " in Tiny: "),
     "nothing returned": (_RETURN, "pass", " in Tiny: "),
     "float in evaluate": (_EVALUATION, "return Evaluation({'wer': 0.5})", " in Own: "),
-    "error in evaluate": (_EVALUATION, "return batch.ids[99]", ":36 in Own.evaluate: IndexError: "),
+    "error in evaluate": (_EVALUATION, "return batch.ids[99]", ":42 in Own.evaluate: IndexError: "),
     "float metric": (_LOSSES, "return loss, {'mine': 0.5}", " in Own: "),
     "item": (_LOSSES, "return loss.sum().item(), terms", " in Own: "),
     "detached": (_LOSSES, "return loss.detach(), terms", " in Own: "),
@@ -89,6 +97,8 @@ MISTAKES = {
     "loss only": (_LOSSES, "return loss", " in Own: "),
     "numpy noise": (_LOSSES, "return loss * np.random.rand(), terms", " in Own: "),
     "labels changed": (_LOSSES, "batch.labels.add_(1); return loss, terms", " in Own: "),
+    "direction": ("class Own(CTC):", "class Own(CTC):\n    metric = 'cosine'\n", " in Own: "),
+    "no such metric": ("class Own(CTC):", "class Own(CTC):\n    metric = 'mine'\n", " in Own: "),
 }
 """The text of the module, its replacement, and a part of the error after ``tiny.py`` and the line."""
 
@@ -136,6 +146,33 @@ def train_own(tmp_path: Path, recordings: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_right_own_parts_train(train_own: Train) -> None:
     assert train_own(_MODULE) == ""
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_an_own_metric_chooses_the_best_checkpoint_in_its_direction(
+    mode: str, train_own: Train, tmp_path: Path
+) -> None:
+    head = f"class Own(CTC):\n    metric, metric_mode = 'cosine', '{mode}'\n"
+    overrides = ["trainer.max_steps=3", "trainer.validate_every=1", "trainer.save_every=1"]
+    assert train_own(_MODULE.replace("class Own(CTC):\n", head), *overrides) == ""
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["checkpoint"] == ("step-00000003" if mode == "max" else "step-00000001")
+    assert result["metric_mode"] == mode
+
+
+def test_an_unused_parameter_of_several_ranks_is_named(tmp_path: Path) -> None:
+    write_recordings(tmp_path, 8)
+    config = composed("model=ctc", f"data.train={tmp_path}", *_TRAINING, "tokenizer=characters")
+    config.run_dir = str(tmp_path)
+    task, tokenizer = build_task(config)
+    data = build_data(config, tokenizer, task)
+    check_contract(task, data, lambda batch: batch, ranks=2)
+    assert all(parameter.grad is None for parameter in task.parameters())
+    task.encoder.spare = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"encoder.spare.bias\. .*skips_parameters = True"):
+        check_contract(task, data, lambda batch: batch, ranks=2)
+    task.skips_parameters = True
+    check_contract(task, data, lambda batch: batch, ranks=2)
 
 
 def test_the_doctor_names_a_mistake_in_an_own_part(train_own: Train, recordings: Path) -> None:
