@@ -119,7 +119,6 @@ class RunResult:
 
     status: str  # finished | target | time | preempted | failed
     metric: float | None = None  # the metric that chose the best checkpoint
-    metric_mode: str = ""  # max: a higher metric is better
     metrics: dict[str, float | None] | None = None  # the metrics of the best checkpoint
     checkpoint: str | None = None  # the name of the best checkpoint
     last_metrics: dict[str, float | None] | None = None  # the metrics of the last checkpoint
@@ -140,6 +139,7 @@ class RunResult:
     computes: str = ""  # ``DeviceRecord.computes``
     limits: dict[str, Scalar] | None = None  # the ``trainer`` node of the config
     data: dict[str, Scalar] | None = None  # DataModule.content of the training set
+    metric_mode: str = ""  # max: a higher metric is better
 
 
 @dataclass(frozen=True)

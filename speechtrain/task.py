@@ -39,6 +39,15 @@ class Loss:
     total: Tensor  # () fp32, summed over the utterances or the masked frames of a batch
     weight: Tensor  # () fp32, the number of these utterances or frames
     metrics: Sums = field(default_factory=dict)
+    rows: Tensor | None = None  # (B,) the loss of each row without its gradient, for messages
+
+
+def detached(metrics: Sums) -> Sums:
+    """Return the metrics without gradients."""
+    detached_metrics: Sums = {}
+    for name, (total, count) in metrics.items():
+        detached_metrics[name] = (total.detach(), count.detach())
+    return detached_metrics
 
 
 @dataclass(frozen=True)

@@ -262,8 +262,8 @@ class Checkpointer:
                 finite[name] = value
         if score is not None and not math.isfinite(score):
             score = None
-        validation = {"metric": score, "metric_mode": metric_mode, "metrics": finite, "wall_s": wall_s}
-        write_manifest(folder, replace(manifest, **validation))
+        manifest = replace(manifest, metric=score, metric_mode=metric_mode, metrics=finite, wall_s=wall_s)
+        write_manifest(folder, manifest)
         self._name_best()
         self._prune()
 

@@ -124,7 +124,8 @@ class Recogniser(Task, PolicyAware):
     def forward(self, batch: Batch) -> Loss:
         encoded, lengths = self.encoder.encode(batch)
         row_losses, metrics = self.losses(encoded, lengths, batch)
-        return Loss((row_losses * batch.weight).sum(), batch.weight.sum(), metrics)
+        total = (row_losses * batch.weight).sum()
+        return Loss(total, batch.weight.sum(), metrics, row_losses.detach())
 
     def evaluate(self, batch: Batch, decoder: Decoder) -> Evaluation:
         encoded, lengths = self.encoder.encode(batch)

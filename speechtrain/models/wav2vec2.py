@@ -23,7 +23,7 @@ from speechtrain.errors import ConfigError, require_shares
 from speechtrain.losses.contrastive import Contrastive, contrastive_loss, nats_to_bits
 from speechtrain.nn.masking import draw_negatives, frame_table
 from speechtrain.nn.quantizer import GumbelQuantizer, Quantized, code_temperature, gumbel
-from speechtrain.task import Alarm, Evaluation, Loss, Sums, Task
+from speechtrain.task import Alarm, Evaluation, Loss, Sums, Task, detached
 
 # A sign of collapse must last for this number of updates, and for this number of log lines.
 _PATIENCE, _MIN_LINES = 100, 3
@@ -239,7 +239,7 @@ class Wav2Vec2(Task, PolicyAware):
             "masked_share": (count, (lengths * batch.weight).sum()),
             **_codebook_metrics(quantized, temperature, count),
         }
-        return Loss(total, count, _detached(metrics))
+        return Loss(total, count, detached(metrics))
 
     def _contrast(
         self, features: Tensor, lengths: Tensor, temperature: Tensor, extra: Mapping[str, Tensor]
@@ -335,14 +335,6 @@ def _codebook_metrics(quantized: Quantized, temperature: Tensor, count: Tensor) 
     for group in range(len(code_perplexity)):
         metrics[f"code_perplexity_{group}"] = (code_perplexity[group], has_codes)
     return metrics
-
-
-def _detached(metrics: Sums) -> Sums:
-    """Return the metrics without gradients."""
-    detached_metrics: Sums = {}
-    for name, (total, count) in metrics.items():
-        detached_metrics[name] = (total.detach(), count.detach())
-    return detached_metrics
 
 
 def _gather_frames(frames: Tensor, index: Tensor) -> Tensor:

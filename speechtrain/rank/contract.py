@@ -53,7 +53,7 @@ def check_contract(task: Task, data: DataModule, move: Callable[[Batch], Batch],
 
 def _check_gradients(task: Task, loss: Loss) -> None:
     """Raise ConfigError for parameters without a gradient, for which DDP would wait."""
-    loss.total.backward()
+    torch.autograd.backward(loss.total)
     unused = [name for name, p in task.named_parameters() if p.requires_grad and p.grad is None]
     task.zero_grad(set_to_none=True)
     problem = f"the loss does not use {', '.join(unused)}. With several ranks, set skips_parameters = True"

@@ -17,6 +17,21 @@ from speechtrain.training.optimizer_step import StepOutcome
 from speechtrain.training.run_state import Parts
 
 
+def _details(parts: Parts) -> str:
+    """Return the terms and the recordings of this rank whose loss is not finite, as the end of a message."""
+    names: dict[str, None] = {}  # in the order of the batch, without repetitions
+    for batch, (terms, rows) in zip(parts.micro_batches, parts.losses, strict=False):
+        names |= {f"the term {name}": None for name, (total, _) in terms.items() if not total.isfinite()}
+        finite_rows = [True] * len(batch.ids) if rows is None else rows.isfinite().tolist()
+        for name, is_finite in zip(batch.ids, finite_rows, strict=True):
+            if name and not is_finite:
+                names[f"the loss of {name!r}"] = None
+    if not names:
+        return ""
+    hidden_names = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f": {', '.join([*names][:3])}{hidden_names}"
+
+
 @dataclass(frozen=True)
 class Recovery:
     """Counts skipped updates, and handles alarms of the task. All ranks do this alike."""
@@ -46,10 +61,7 @@ class Recovery:
         progress = parts.progress
         progress.bad_updates += 1
         progress.skipped_updates += 1
-        ids: list[str] = []
-        for batch in parts.micro_batches:
-            ids += [name for name in batch.ids if name]
-        cause = f"non-finite loss or gradient (first cut {ids[:1]})"
+        cause = f"non-finite loss or gradient{_details(parts)}"
         emptiness = self._emptiness(parts)
         message = f"update {progress.step} skipped: {emptiness or cause}"
         self.tracker.log("warning", {"step": progress.step, "message": message})

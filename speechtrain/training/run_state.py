@@ -17,7 +17,7 @@ from speechtrain.metrics import MetricSums
 from speechtrain.optim.ema import Average
 from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import Precision
-from speechtrain.task import Loss, Task
+from speechtrain.task import Loss, Sums, Task
 from speechtrain.training.optimizer_step import Trained
 
 
@@ -87,6 +87,8 @@ class Parts:
     wrapped: nn.Module = field(init=False)
     latest: Batch | None = None  # the latest batch of training or evaluation, on the host
     micro_batches: list[Batch] = field(default_factory=list)  # this rank's micro-batches of the current step
+    # the terms and the rows of the loss of each micro-batch, except on a device with static shapes
+    losses: list[tuple[Sums, Tensor | None]] = field(default_factory=list)
     weight: Tensor = field(default_factory=lambda: torch.ones(()))  # (), the loss weight of the latest update
 
     @property

@@ -32,7 +32,7 @@ from speechtrain.errors import Preempted
 from speechtrain.optim.ema import Average
 from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import Precision
-from speechtrain.task import Loss, Task
+from speechtrain.task import Loss, Task, detached
 from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig, is_planned_by_time
 from speechtrain.training.graph_warmup import Graphs, WarmedUpGraphs
@@ -256,7 +256,7 @@ class Trainer:
         """Compute the gradients of this rank's micro-batches. Return the global batch that they belong to."""
         world, accumulate = self.group.world, self.config.accumulate
         weights, finite_flags = [], []
-        parts.micro_batches = []
+        parts.micro_batches, parts.losses = [], []
         self.saving.begin_update()
         for index in range(accumulate):
             # The number of the micro-batch in the global batch addresses its random draws. It does not depend
@@ -270,6 +270,8 @@ class Trainer:
             weights.append(loss.weight)
             finite_flags.append(torch.isfinite(loss.total.detach()).to(torch.float32))
             interval.add(batch, loss)
+            if not self.device.static_shapes:  # There, each stored tensor would be an output of the graph.
+                parts.losses.append((detached(loss.metrics), loss.rows))
             self.device.mark_step()
         self.group.rank_status.begin_phase(step, "all-reduce")
         return self._reduce_status(weights, finite_flags)

@@ -175,6 +175,20 @@ def test_an_unused_parameter_of_several_ranks_is_named(tmp_path: Path) -> None:
     check_contract(task, data, lambda batch: batch, ranks=2)
 
 
+def test_the_warning_of_a_skipped_update_names_the_recording_and_the_term(
+    train_own: Train, tmp_path: Path, recordings: Path
+) -> None:
+    mistake = """
+        for row, name in enumerate(batch.ids):
+            if name.endswith("3") and self.training and loss.requires_grad:
+                loss = loss + torch.where(torch.arange(len(loss)) == row, torch.nan, 0.0)
+        return loss, {"mine": (loss.sum(), batch.weight.sum())}"""
+    source = _MODULE.replace(f"        {_LOSSES}", mistake)
+    train_own(source, "data.hold_out=0", "data.valid={}", "data.batch.count=8", "tracking=jsonl")
+    log = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert re.search(r"skipped: non-finite loss or gradient: the term mine, the loss of '[^']*3'\"", log), log
+
+
 def test_the_doctor_names_a_mistake_in_an_own_part(train_own: Train, recordings: Path) -> None:
     assert train_own(_MODULE.replace(_RETURN, "return frames, lengths // 2"))
     overrides = ["model=own", "encoder=tiny", f"data.train={recordings}", *_TRAINING, "device.autotune=false"]
