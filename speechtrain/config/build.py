@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -11,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from speechtrain.config.check import check_part
-from speechtrain.config.targets import place_of_error, target_class
+from speechtrain.config.targets import parameters_of, place_of_error, target_class
 from speechtrain.errors import ConfigError, SpeechtrainError, first_line
 
 if TYPE_CHECKING:  # A command that builds nothing must not import torch.
@@ -123,7 +122,7 @@ def _construct(path: str, node: Mapping[str, Any], objects: Mapping[str, Any]) -
     for key, value in node.items():
         if key != "_target_":
             arguments[key] = _construct_nested(f"{path}.{key}", value)
-    parameters = inspect.signature(part_class).parameters
+    parameters = parameters_of(part_class)
     injected_objects = {name: value for name, value in objects.items() if name in parameters}
     try:
         return part_class(**{**arguments, **injected_objects})

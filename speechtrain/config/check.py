@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 from speechtrain.config.resolved import resolve
 from speechtrain.config.schema import INJECTED, INTERFACES, Config
-from speechtrain.config.targets import import_class, parameter_types, target_class
+from speechtrain.config.targets import import_class, parameter_types, parameters_of, target_class
 from speechtrain.errors import ConfigError, nearest
 from speechtrain.trainer_config import TrainerConfig, profile_steps
 
@@ -71,8 +71,11 @@ def part_class(group: str, node: Any) -> type[Any]:
     node_class = target_class(target, group)
     interface = import_class(INTERFACES[group], group)
     if inspect.isabstract(node_class):
-        raise ConfigError(f"{group}._target_: {target} is abstract. {fix}")
+        methods = ", ".join(sorted(getattr(node_class, "__abstractmethods__", ())))
+        raise ConfigError(f"{group}._target_: {target} is abstract. It lacks {methods}. {fix}")
     if not issubclass(node_class, interface):
+        methods = ", ".join(sorted(getattr(interface, "__abstractmethods__", ())))
+        fix = f"Inherit from {INTERFACES[group]} and write {methods}. {fix}"
         raise ConfigError(f"{group}._target_: {target} does not implement {interface.__name__}. {fix}")
     return node_class
 
@@ -145,10 +148,9 @@ def check_node(path: str, node: Mapping[str, Any], injected: Collection[str] = (
     ``injected`` are the parameters that the ranks fill in. Raises ConfigError.
     """
     node_class = target_class(str(node["_target_"]), path)
-    parameters = {}
-    for name, parameter in inspect.signature(node_class).parameters.items():
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and name not in injected:
-            parameters[name] = parameter
+    parameters = parameters_of(node_class)
+    for name in injected:
+        parameters.pop(name, None)
     annotations = parameter_types(node_class)
     for key, value in node.items():
         if key == "_target_":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
@@ -66,7 +67,7 @@ def target_class(target: str, path: str) -> type:
     module = named_class.__module__
     if _is_within(module, _allowed_packages()):
         return named_class
-    if module.startswith("torch.optim."):
+    if _is_within(module, ["torch.optim"]):  # Adafactor and Muon are in torch.optim itself.
         optimizer_class = import_class("torch.optim.Optimizer", path)
         if issubclass(named_class, optimizer_class):
             return named_class
@@ -75,17 +76,39 @@ def target_class(target: str, path: str) -> type:
     )
 
 
+def _constructor_classes(node_class: type) -> list[type]:
+    """Return the parents whose constructors get ``**options`` of the class, and the class as the last one."""
+    classes = []
+    for ancestor in node_class.__mro__:
+        classes.append(ancestor)
+        kinds = [parameter.kind for parameter in inspect.signature(ancestor).parameters.values()]
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            break
+    return classes[::-1]
+
+
+def parameters_of(node_class: type) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a constructor by name. The parameters of a parent replace ``**options``."""
+    parameters = {}
+    for ancestor in _constructor_classes(node_class):
+        for name, parameter in inspect.signature(ancestor).parameters.items():
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                parameters[name] = parameter
+    return parameters
+
+
 def parameter_types(node_class: type, include_extras: bool = False) -> dict[str, Any]:
     """Return the annotations of a constructor's parameters by name.
 
-    The result is empty if an annotation cannot be evaluated, such as a class that is imported for type
+    Those of a class are omitted if one of them cannot be evaluated, such as a class that is imported for type
     checkers only.
     """
-    constructor = inspect.unwrap(node_class.__init__)  # type: ignore[misc]
-    try:
-        return typing.get_type_hints(constructor, None, None, include_extras)
-    except (NameError, TypeError):
-        return {}
+    types: dict[str, Any] = {}
+    for ancestor in _constructor_classes(node_class):
+        constructor = inspect.unwrap(ancestor.__init__)  # type: ignore[misc]
+        with contextlib.suppress(NameError, TypeError):
+            types |= typing.get_type_hints(constructor, None, None, include_extras)
+    return types
 
 
 def import_class(target: str, path: str) -> type:

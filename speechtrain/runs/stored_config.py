@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from speechtrain.config.resolved import with_absolute_path
 from speechtrain.config.resume_fields import flat
 from speechtrain.config.schema import BORROWED_GROUPS
 from speechtrain.config.stored import read_config
-from speechtrain.config.targets import parameter_types, target_class
+from speechtrain.config.targets import parameter_types, parameters_of, target_class
 from speechtrain.data.sources import with_former_paths
 from speechtrain.errors import ConfigError, first_line, nearest
 from speechtrain.runs.command_line import translate_arguments
@@ -125,7 +124,7 @@ def _parent(config: DictConfig, key: str) -> tuple[DictConfig, str]:
     parent: Any = OmegaConf.select(config, parent_key) if parent_key else config
     if isinstance(parent, DictConfig) and "_target_" in parent and not _has_key(parent, leaf):
         constructor = target_class(str(parent._target_), parent_key)
-        parameter = inspect.signature(constructor).parameters.get(leaf)
+        parameter = parameters_of(constructor).get(leaf)
         if parameter is not None and parameter.default is not parameter.empty:
             parent[leaf] = parameter.default
     if not isinstance(parent, DictConfig) or not _has_key(parent, leaf):

@@ -67,8 +67,8 @@ class Own(CTC):
         loss, terms = super().losses(encoded, lengths, batch)
         return loss, terms
 
-    def evaluate(self, batch):
-        evaluation = super().evaluate(batch)
+    def evaluate(self, batch, decoder):
+        evaluation = super().evaluate(batch, decoder)
         evaluation.metrics["cosine"] = (torch.tensor(float(next(COSINES))), torch.tensor(1.0))
         return evaluation
 """
@@ -187,6 +187,28 @@ def test_the_warning_of_a_skipped_update_names_the_recording_and_the_term(
     train_own(source, "data.hold_out=0", "data.valid={}", "data.batch.count=8", "tracking=jsonl")
     log = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert re.search(r"skipped: non-finite loss or gradient: the term mine, the loss of '[^']*3'\"", log), log
+
+
+def test_a_class_without_the_interface_is_shown_what_it_lacks(train_own: Train) -> None:
+    error = train_own(_MODULE.replace("class Tiny(LogMelEncoder)", "class Tiny(nn.Module)"))
+    fix = "Inherit from speechtrain.encoders.base.Encoder and write activation_bytes, forward, frames"
+    assert f"mine.tiny.Tiny does not implement Encoder. {fix}" in error
+    error = train_own(_MODULE.replace("def frames(", "def frame_count("))
+    assert "mine.tiny.Tiny is abstract. It lacks frames." in error
+
+
+def test_options_of_a_constructor_are_the_keys_of_its_parent(train_own: Train, tmp_path: Path) -> None:
+    head = """class Own(CTC):
+    def __init__(self, factor: float = 1.0, **options):
+        super().__init__(**options)
+        assert self.encoder_lr_scale == 0.5
+"""
+    source = _MODULE.replace("class Own(CTC):\n", head)
+    assert train_own(source, "+model.dropuot=1").startswith(
+        "model.dropuot: Own takes no 'dropuot'; did you mean 'dropout'?"
+    )
+    assert "model.dropout: 'x' is not a finite number" in train_own(source, "model.dropout=x")
+    assert train_own(source, "+model.encoder_lr_scale=0.5", "+model.factor=2") == ""
 
 
 def test_the_doctor_names_a_mistake_in_an_own_part(train_own: Train, recordings: Path) -> None:
