@@ -69,7 +69,7 @@ def parser() -> Parser:
         "--channel",
         type=int,
         metavar="N",
-        help="read only channel N, from 0, as for two voices on two channels (default: the mean of all)",
+        help="read only channel N, from 0, as for two voices on two channels (default: the run's)",
     )
     parser.add_argument(
         "--format",

@@ -125,8 +125,9 @@ class LoadedRun:
         self.sample_rate = opened.task.sample_rate
         self._max_seconds = max_seconds
         data = opened.config.data
-        longest_pause = data.get("longest_pause") if isinstance(data, DictConfig) else None
-        self.longest_pause = longest_pause or LONGEST_PAUSE
+        keys = data if isinstance(data, DictConfig) else {}
+        self.longest_pause = keys.get("longest_pause") or LONGEST_PAUSE
+        self._channel: int | None = keys.get("channel")
 
     def __repr__(self) -> str:
         opened = self.opened
@@ -262,9 +263,10 @@ class LoadedRun:
     ) -> Iterator[Recording | DataError]:
         """Yield the recordings of ``audio``, or a DataError for a file that cannot be opened.
 
-        ``channel`` of files with several is read, counted from 0. None is the mean of all channels. Each file
-        is opened when the iterator reaches it.
+        ``channel`` of files with several is read, counted from 0. With None, it is the run's data.channel, or
+        the mean of all channels. Each file is opened when the iterator reaches it.
         """
+        channel = self._channel if channel is None else channel
         if isinstance(audio, (str, Path, Tensor, np.ndarray, tuple)):
             audio = [audio]
         for number, source in enumerate(audio, 1):

@@ -103,7 +103,8 @@ def test_opposed_channels_are_refused_and_one_of_them_is_read(
         told = capsys.readouterr()
         assert "two.wav: its channels cancel each other" in told.err
         assert not told.out
-    assert transcribe.run([str(run_dir), str(tmp_path / "two.wav"), ONE, "--channel", "0"]) == 0
+    for choice in (["--channel", "0"], ["data.channel=0"]):
+        assert transcribe.run([str(run_dir), str(tmp_path / "two.wav"), ONE, *choice]) == 0
 
 
 def test_a_link_to_absent_content_names_a_cure(
