@@ -54,6 +54,7 @@ DEVICE = "device.json"
 METRICS = "metrics.jsonl"
 MLPERF = "mlperf.log"
 SKIPPED = "skipped.jsonl"
+SIDES = "recordings.bin"  # the recordings that the run trains on and holds out (see ``data.hold_out``)
 CHECKPOINT = "checkpoint.json"
 BEST = "checkpoints/best.json"
 ERROR = "error.log"

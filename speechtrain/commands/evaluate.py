@@ -114,6 +114,7 @@ def _print_json(
         "metrics": {name: outcome.metrics for name, outcome in outcomes.items()},
         "real_time_factor": {name: outcome.real_time_factor for name, outcome in outcomes.items()},
         "mistakes": mistakes,
+        "warnings": {name: list(outcome.warnings.values()) for name, outcome in outcomes.items()},
     }
     print(json_text(with_finite_numbers(summary)))
 

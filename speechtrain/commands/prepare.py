@@ -12,10 +12,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import soundfile
+from numpy.typing import NDArray
 
 from speechtrain.commands._cli import Parser, add_command, console
 from speechtrain.commands.prepare_lm import add_lm
@@ -42,6 +43,9 @@ from speechtrain.data.sources import open_source
 from speechtrain.data.tar_members import file_of
 from speechtrain.errors import ConfigError, DataError, escape_controls, print_notice
 from speechtrain.files import absolute_path, atomic
+
+if TYPE_CHECKING:
+    from speechtrain.data.hold_out import Sides
 
 _FLAC_RATIO = 0.7  # largest size of FLAC, as a fraction of the size of PCM. Speech has about half the size.
 _EXAMPLES = (
@@ -289,13 +293,39 @@ def write_split(arguments: argparse.Namespace) -> int:
         counts = f"{without_speaker} of {len(cut_table)} cuts"
         raise DataError(f"--by speaker: {counts} name no speaker. Use --by recording")
     groups = {group: cut_table[group] for group in GROUPS}
-    is_held_out, unit = held_out(groups, cut_table["seconds"], arguments.share, by=arguments.by or "")
+    is_held_out, unit = held_out(
+        groups,
+        cut_table["seconds"],
+        arguments.share,
+        by=arguments.by or "",
+        former=_former_sides(arguments.out),
+    )
     if is_held_out.all():
         raise DataError(f"the sources have only one {unit}, which cannot be split. Give more")
     _write_both(arguments.out, source, is_held_out.tolist())
     keys = groups[unit]
     print(f"held out: {len(np.unique(keys[is_held_out]))} of {len(np.unique(keys))} {unit}s")
     return 0
+
+
+def _former_sides(out: Path) -> Sides:
+    """Return the sides of the recordings in an earlier split in ``out``, and print their numbers."""
+    from speechtrain.data.hold_out import NO_SIDES
+
+    trained, held_out = _recordings(out / "train.jsonl"), _recordings(out / "valid.jsonl")
+    sides = NO_SIDES.with_more(trained, held_out)
+    if len(trained):
+        counts = f"{len(sides.trained)} recordings for training and {len(sides.held_out)} held out"
+        print(f"{out} has an earlier split, which stays: {counts}")
+    return sides
+
+
+def _recordings(path: Path) -> NDArray[np.int64]:
+    """Return the keys of the recordings in a file of cuts, which are none if it does not exist."""
+    from speechtrain.data.hold_out import groups_of
+
+    cuts = cuts_of(open_source(str(path))) if path.exists() else ()
+    return np.array([groups_of(cut)[1] for cut in cuts], np.int64)
 
 
 def _write_both(out: Path, source: Source, is_held_out: list[bool]) -> None:

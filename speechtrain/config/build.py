@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -12,6 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from speechtrain.config.check import check_part
 from speechtrain.config.targets import parameters_of, place_of_error, target_class
 from speechtrain.errors import ConfigError, SpeechtrainError, first_line
+from speechtrain.files import absolute_path
+from speechtrain.run_directory import run_of
 
 if TYPE_CHECKING:  # A command that builds nothing must not import torch.
     from torch.optim import Optimizer
@@ -70,10 +73,16 @@ def build_data(config: DictConfig, tokenizer: Tokenizer, task: Task | None = Non
 
     ``task`` decides the predicted memory of a batch, and whether audio is normalised.
     """
-    objects: dict[str, Any] = {"tokenizer": tokenizer}
+    objects: dict[str, Any] = {"tokenizer": tokenizer, "initial_run": str(initial_run(config) or "")}
     if task is not None:
         objects |= {"footprint": task.footprint(), "normalise": task.normalise_audio}
     return cast("DataModule", build(config, "data", **objects))
+
+
+def initial_run(config: DictConfig) -> Path | None:
+    """Return the directory of the run at ``init_from``, or None if that is no run."""
+    path = config.get("init_from") or "hf:"
+    return None if path.startswith("hf:") else run_of(absolute_path(path).resolve())
 
 
 def build_optimizer(config: DictConfig, groups: Iterable[dict[str, Any]], **flags: Any) -> Optimizer:

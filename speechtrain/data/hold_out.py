@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ from scipy.sparse.csgraph import connected_components
 from speechtrain.counter_rng import RunStream, key_of, uniform_at
 from speechtrain.data.audio import recording_of
 from speechtrain.data.formats.manifests import Record, speaker_of
+from speechtrain.files import MOST_LOG_BYTES, atomic, open_regular
+from speechtrain.run_directory import SIDES
 
 GROUPS = ("speaker", "recording", "cut")
 """The kinds of groups. All cuts of a group are either held out or trained on."""
@@ -28,10 +31,53 @@ _TOO_LARGE = 2.0  # Speakers who are connected by recordings may have this multi
 # Independent draws need this expected number of held-out groups, and seconds within this factor of the
 # requested seconds. Otherwise groups are held out one after the other.
 _INDEPENDENT_GROUPS, _INDEPENDENT_FACTOR = 5, 2.0
+_KEPT, _TRAINED = -1.0, 2.0  # in place of the draw of a group that stays held out, or trained on
 _LOG = logging.getLogger(__name__)
 
 _Keys = NDArray[np.int64]
 _Seconds = NDArray[np.float32]
+
+
+class Sides(NamedTuple):
+    """The recordings whose side earlier runs or a split have decided, as keys (see ``groups_of``)."""
+
+    trained: _Keys = np.zeros(0, np.int64)
+    held_out: _Keys = np.zeros(0, np.int64)
+
+    def with_more(self, trained: _Keys, held_out: _Keys) -> Sides:
+        """Return these sides and more recordings. A recording that was once trained on stays trained on."""
+        all_trained = np.union1d(self.trained, trained)
+        return Sides(all_trained, np.setdiff1d(np.union1d(self.held_out, held_out), all_trained))
+
+
+NO_SIDES = Sides()
+
+
+def read_sides(run_dir: str) -> Sides | None:
+    """Return the sides of a run's recordings, or None if the run has no intact list of them.
+
+    The file contains the number of the recordings that were trained on, and then the keys of all, as int64.
+    """
+    if not run_dir:
+        return None
+    try:
+        with open_regular(Path(run_dir, SIDES), MOST_LOG_BYTES, follow=False) as file:
+            count, *_ = values = np.frombuffer(file.read(), "<i8")
+    except (OSError, ValueError):
+        return None
+    return Sides(values[1 : 1 + count], values[1 + count :]) if count >= 0 else None
+
+
+def write_sides(run_dir: str, sides: Sides) -> None:
+    """Write the sides of a run's recordings, unless an earlier start of the run has done so."""
+    path = Path(run_dir, SIDES)
+    if path.exists():
+        return
+    try:
+        with atomic(path) as temporary:
+            np.concatenate([[len(sides.trained)], *sides]).astype("<i8").tofile(temporary)
+    except OSError as error:
+        _LOG.warning("%s cannot be written (%s). A later run may hold out other recordings", path, error)
 
 
 def groups_of(cut: Record, former: Callable[[str], str] = str) -> tuple[int, int, int]:
@@ -46,7 +92,11 @@ def groups_of(cut: Record, former: Callable[[str], str] = str) -> tuple[int, int
 
 
 def held_out(
-    groups: Mapping[str, _Keys], seconds: _Seconds, share: float, by: str = ""
+    groups: Mapping[str, _Keys],
+    seconds: _Seconds,
+    share: float,
+    by: str = "",
+    former: Sides = NO_SIDES,
 ) -> tuple[NDArray[np.bool_], str]:
     """Return a mask (N,) of the held-out cuts, and the kind of the groups that were drawn.
 
@@ -61,7 +111,13 @@ def held_out(
     If there is only one group, all cuts are held out. Speakers who are in the same recording are one group,
     so that a recording is either held out or trained on. If such a group has more than twice the requested
     seconds, recordings are the groups instead, and a warning is logged.
+
+    A recording of ``former`` stays on its side, unless all were trained on. Others of its group follow it.
     """
+    decided = np.isin(groups["recording"], former.held_out).astype(np.int8)
+    decided[np.isin(groups["recording"], former.trained)] = -1
+    if decided.max(initial=-1) < 0:  # Nothing is left to hold out, so all are drawn again.
+        decided[:] = 0
     all_have_speakers = groups["speaker"].min(initial=0) >= 0  # The key of a missing speaker is -1.
     if by == "speaker" or (not by and all_have_speakers):
         speakers = _connected_speakers(groups)
@@ -69,7 +125,7 @@ def held_out(
             _LOG.warning("whole speakers cannot be held out, because too many of them share recordings")
             by = "recording"
         else:
-            is_drawn = _draw_groups(speakers, seconds, share)
+            is_drawn = _draw_groups(speakers, seconds, share, decided)
             fraction = seconds[is_drawn].sum() / max(seconds.sum(), 1e-9)
             is_near_share = share / _TOLERANCE <= fraction <= share * _TOLERANCE
             speaker_groups = len(np.unique(speakers))
@@ -78,7 +134,9 @@ def held_out(
     if not by:
         has_several_recordings = len(np.unique(groups["recording"])) > 1
         by = "recording" if has_several_recordings else "cut"
-    return _draw_groups(groups[by], seconds, share), by
+    if by == "cut":
+        decided[:] = 0
+    return _draw_groups(groups[by], seconds, share, decided), by
 
 
 def _connected_speakers(groups: Mapping[str, _Keys]) -> _Keys:
@@ -112,8 +170,12 @@ def _is_too_large(group_keys: _Keys, speakers: _Keys, seconds: _Seconds, share: 
     return bool(group_seconds.max(initial=0.0) > _TOO_LARGE * share * seconds.sum())
 
 
-def _draw_groups(groups: _Keys, seconds: _Seconds, share: float) -> NDArray[np.bool_]:
+def _draw_groups(
+    groups: _Keys, seconds: _Seconds, share: float, decided: NDArray[np.int8]
+) -> NDArray[np.bool_]:
     """Return a mask (N,) of the cuts whose groups are drawn. ``groups`` (N,) are the keys of the groups.
+
+    ``decided`` (N,) is 1 for a cut that stays held out, -1 for one that stays trained on, and otherwise 0.
 
     A draw depends on the group's key and on the share, but not on the run's seed. Each group is drawn
     independently, so that new recordings do not change which of the others are held out. If there are few
@@ -124,6 +186,8 @@ def _draw_groups(groups: _Keys, seconds: _Seconds, share: float) -> NDArray[np.b
         return np.ones(len(groups), bool)
     group_seconds = np.bincount(group_numbers, seconds)
     draws = uniform_at(0, RunStream.HOLD_OUT, keys)
+    draws[group_numbers[decided > 0]] = _KEPT
+    draws[group_numbers[decided < 0]] = _TRAINED
     is_drawn = draws < share  # for each group
     target_seconds = share * group_seconds.sum()
     drawn_seconds = group_seconds[is_drawn].sum()
@@ -132,10 +196,13 @@ def _draw_groups(groups: _Keys, seconds: _Seconds, share: float) -> NDArray[np.b
         is_drawn = _fill_share(draws, group_seconds, target_seconds)
     # Both training and validation need a group.
     if not is_drawn.any():
-        is_drawn[np.argmin(group_seconds)] = True
+        is_drawn[np.argmin(draws)] = True
     if is_drawn.all():
         is_drawn[np.argmax(group_seconds)] = False
-    return is_drawn[group_numbers]
+        decided = np.zeros_like(decided)
+    # A group may have recordings of both sides, such as a speaker whom another rule has divided.
+    is_held_out: NDArray[np.bool_] = np.where(decided, decided > 0, is_drawn[group_numbers])
+    return is_held_out
 
 
 def _fill_share(
@@ -143,13 +210,17 @@ def _fill_share(
 ) -> NDArray[np.bool_]:
     """Return a mask of the groups that are added, in the order of their draws, up to ``target_seconds``.
 
-    A group that would exceed the target by more than the tolerance is left out.
+    A group that would exceed the target by more than the tolerance is left out, unless the groups are then
+    still shorter than the median group. So the shortest of long recordings, which may be new and incomplete,
+    is not preferred.
     """
-    is_drawn = np.zeros(len(draws), bool)
-    total = 0.0
+    is_drawn: NDArray[np.bool_] = draws == _KEPT
+    total = float(group_seconds[is_drawn].sum())
+    most_seconds = max(_TOLERANCE * target_seconds, float(np.median(group_seconds)))
     for group in np.argsort(draws).tolist():
         total_with_group = total + group_seconds[group]
-        if total < target_seconds and total_with_group <= _TOLERANCE * target_seconds:
+        is_free = _KEPT < draws[group] < _TRAINED
+        if is_free and total < target_seconds and total_with_group <= most_seconds:
             is_drawn[group] = True
             total = total_with_group
     return is_drawn

@@ -64,6 +64,7 @@ class SpeechData(DataModule):
     - ``max_bad`` and ``max_bad_share``: a bad recording becomes a padding row, and one of training is listed
       in ``run_dir``. The run ends if more recordings of a set are bad than ``skips.most_bad`` allows.
     - ``footprint`` is the memory that the model predicts for a batch.
+    - ``initial_run`` is the run whose weights this one starts with. What it held out stays held out.
     - ``normalise``, set by the task, gives each recording zero mean and unit variance.
 
     Raises ValueError for invalid arguments, DataError for unusable data.
@@ -103,6 +104,7 @@ class SpeechData(DataModule):
         run_dir: str | None = None,
         footprint: Footprint | None = None,
         normalise: bool = False,
+        initial_run: str = "",
     ) -> None:
         check_audio(sample_rate, channel, crop_seconds, tokenizer)
         footprint = footprint or Footprint(0.0)
@@ -135,6 +137,8 @@ class SpeechData(DataModule):
             skip_empty,
             hold_out,
             needs_text=tokenizer.reads_text and not allow_empty,
+            run_dir=run_dir or "",
+            initial_run=initial_run,
         )
         self.workers = open_workers(workers, timeout_seconds)
         self.skips = SkipLog(run_dir or "", max_bad, max_bad_share)

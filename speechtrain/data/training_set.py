@@ -12,7 +12,7 @@ import numpy as np
 from speechtrain.batch import Skip
 from speechtrain.counter_rng import RunStream, uniform_at
 from speechtrain.data.formats.manifests import digest
-from speechtrain.data.hold_out import held_out
+from speechtrain.data.hold_out import NO_SIDES, Sides, held_out, read_sides
 from speechtrain.data.index import Index, open_index
 from speechtrain.data.planned_lengths import Integers, Seconds
 from speechtrain.data.sampler import WeightedSet, weighted_sets
@@ -37,7 +37,8 @@ class TrainingSet:
     A recording is filtered, so it is not used at all, if it is shorter than ``min_seconds`` or longer than
     ``max_seconds`` (before the speed change). It is also filtered if ``skip_empty`` is true and it has no
     transcript. The share ``hold_out`` of the other recordings is held out. If ``needs_text`` is true, only
-    recordings with a transcript can be held out. Raises ValueError for invalid arguments.
+    recordings with a transcript can be held out. Recordings stay on the side on which ``run_dir`` or
+    ``initial_run`` had them. Raises ValueError for invalid arguments.
 
     Recordings are rows of ``index``. ``usable`` are all rows that are not filtered. ``held_out`` are the
     usable rows for evaluation, and ``rows`` are the usable rows for training.
@@ -50,6 +51,8 @@ class TrainingSet:
     skip_empty: bool
     hold_out: float
     needs_text: bool
+    run_dir: str = ""
+    initial_run: str = ""  # the run whose weights the run starts with
 
     def __post_init__(self) -> None:
         check_source("train", self.spec)
@@ -96,6 +99,21 @@ class TrainingSet:
         )
 
     @cached_property
+    def initial_sides(self) -> Sides:
+        """The sides of the recordings in the run of the initial weights."""
+        return read_sides(self.initial_run) or NO_SIDES
+
+    @cached_property
+    def former_sides(self) -> Sides:
+        """The sides of the recordings in this run, or before its first start those in the initial run."""
+        return read_sides(self.run_dir) or self.initial_sides
+
+    def sides(self) -> Sides:
+        """Return the sides of these recordings and of all former ones."""
+        recordings = self.index.recordings
+        return self.former_sides.with_more(recordings[self.rows], recordings[self.held_out])
+
+    @cached_property
     def held_out(self) -> Integers:
         """The rows of the index that are held out, ascending."""
         rows, index = self.usable, self.index
@@ -108,7 +126,7 @@ class TrainingSet:
             "recording": index.recordings[rows],
             "cut": index.keys[rows],
         }
-        is_held_out, _ = held_out(groups, index.seconds[rows], self.hold_out)
+        is_held_out, _ = held_out(groups, index.seconds[rows], self.hold_out, former=self.former_sides)
         return rows[is_held_out]
 
     @cached_property
@@ -194,6 +212,11 @@ def sample_rows(rows: Integers, count: int, seed: int) -> Integers:
     draws = uniform_at(seed, RunStream.CHECKS, np.arange(len(rows)))
     smallest_draws = np.argpartition(draws, count)[:count]
     return np.sort(rows[smallest_draws])
+
+
+def heard_rows(index: Index, rows: Integers, sides: Sides) -> Integers:
+    """Return the rows whose recordings are among those trained on."""
+    return rows[np.isin(index.recordings[rows], sides.trained)]
 
 
 def hours(seconds: Seconds) -> float:

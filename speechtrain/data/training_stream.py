@@ -14,6 +14,7 @@ import torch
 from speechtrain.batch import Batch, Skip
 from speechtrain.data.decoded_audio import DecodedAudio
 from speechtrain.data.evaluation_sets import EvaluationSets
+from speechtrain.data.hold_out import write_sides
 from speechtrain.data.index import Index
 from speechtrain.data.loader import BatchLoader
 from speechtrain.data.sampler import BatchSize, CutDraws, MicroBatch, Sampler
@@ -87,13 +88,15 @@ class TrainingStream:
     def start(self, rank: int, world_size: int, accumulate: int) -> Iterator[Batch]:
         """Return the batches of a rank (see ``DataModule.train``).
 
-        Rank 0 also writes the lists of the filtered and of the unusable recordings.
+        Rank 0 also writes the lists of the filtered and of the unusable recordings, and of the sides.
         """
         training_set = self.training_set
         if rank == 0 and len(training_set.usable) < len(training_set.index):
             self.skips.list_filtered(training_set.filtered())
         self.skips.refresh()
         if rank == 0:
+            if self.skips.run_dir:
+                write_sides(self.skips.run_dir, training_set.sides())
             for skip in self.unusable.values():
                 self.skips.add(skip, len(training_set.rows))
         return self._batches(rank, world_size, accumulate)

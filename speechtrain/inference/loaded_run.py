@@ -8,7 +8,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -27,6 +27,7 @@ from speechtrain.data.formats.lhotse_cuts import Samples
 from speechtrain.data.loader import audio_row, collate
 from speechtrain.data.module import SpeechData
 from speechtrain.data.pieces import Recording, recordings
+from speechtrain.data.training_set import heard_rows
 from speechtrain.data.voice_activity import speech_spans
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError
@@ -212,7 +213,7 @@ class LoadedRun:
             if isinstance(data, SpeechData) and data.training_set.hold_out:
                 _check_held_out_set(self.checkpoint, data)
             with self._computing():
-                return evaluate(
+                outcomes = evaluate(
                     opened.task,
                     data.valid(),
                     opened.device,
@@ -220,6 +221,7 @@ class LoadedRun:
                     group=SingleProcess(),
                     examples=None,
                 )
+            return _with_warnings(outcomes, data) if isinstance(data, SpeechData) else outcomes
         finally:
             data.close()
 
@@ -464,6 +466,20 @@ def _choose_sets(config: DictConfig, sets: Mapping[str, str]) -> None:
         config.data.valid = dict(sets)
     if has_sets_key and not config.data.valid and not config.data.get("hold_out"):
         raise ConfigError(f"{config.run_dir} has no evaluation set. Give one with --set NAME=FILE")
+
+
+def _with_warnings(outcomes: Mapping[str, Outcome], data: SpeechData) -> dict[str, Outcome]:
+    """Return the outcomes with a warning for each set that has recordings on which the run was trained."""
+    warned = dict(outcomes)
+    for name, outcome in outcomes.items():
+        loader, plan = data.evaluation_sets[name]
+        rows = heard_rows(loader.index, plan.rows, data.training_set.former_sides)
+        if len(rows):
+            counts = f"the run was trained on {len(rows)} of {len(plan.rows)} recordings of this set"
+            example = f"such as {loader.index.cut(int(rows[0]))['id']!r}"
+            warning = f"{counts}, {example}, so the error rates are too low"
+            warned[name] = replace(outcome, warnings={**outcome.warnings, "trained": warning})
+    return warned
 
 
 def _check_held_out_set(checkpoint: Path, data: SpeechData) -> None:

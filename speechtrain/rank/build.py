@@ -23,6 +23,7 @@ from speechtrain.config.build import (
     build_precision,
     build_schedule,
     build_tokenizer,
+    initial_run,
 )
 from speechtrain.config.stored import read_config
 from speechtrain.counter_rng import RunStream, seed_at
@@ -31,11 +32,9 @@ from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group, open_group
 from speechtrain.distributed.watchdog import MARGIN_SECONDS, START_SECONDS
 from speechtrain.errors import ConfigError, MachineError
-from speechtrain.files import absolute_path
 from speechtrain.launcher import World
 from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import FP32, Precision
-from speechtrain.run_directory import run_of
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.trainer_config import TrainerConfig, is_planned_by_time, planned_steps
@@ -96,7 +95,7 @@ def load_initial_weights(config: DictConfig, task: Task, tokenizer: Tokenizer) -
     from speechtrain.interop.weights import initialise, read_weights
 
     weights = migrate_names(read_weights(path), task.state_dict())
-    labels, old_labels = tokenizer.labels, _labels_of_weights(path)
+    labels, old_labels = tokenizer.labels, _labels_of_weights(config)
     facts = {}
     # A model without text, such as a pre-trained encoder, has the labels [] and no rows of labels.
     if old_labels not in ([], labels):
@@ -143,18 +142,13 @@ def _with_kept_rows(
         return stored
 
 
-def _labels_of_weights(path: str) -> list[str] | None:
-    """Return the labels of the model at ``path``, or None if they are not known.
-
-    ``path`` is the value of ``init_from``.
-    """
+def _labels_of_weights(config: DictConfig) -> list[str] | None:
+    """Return the labels of the model at ``init_from``, or None if they are not known."""
     from speechtrain.interop.weights import read_labels
 
-    run_dir = None
-    if not path.startswith("hf:"):
-        run_dir = run_of(absolute_path(path).resolve())
+    run_dir = initial_run(config)
     if run_dir is None:
-        return read_labels(path)
+        return read_labels(config.init_from)
     return build_tokenizer(read_config(run_dir)).labels
 
 

@@ -57,7 +57,18 @@ from speechtrain.launcher import (
     holds_secret,
 )
 from speechtrain.report.advice import advice
-from speechtrain.run_directory import ABOUT, CONFIG, DEVICE, ERROR, RANKS, RESULT, About, RunLock, RunResult
+from speechtrain.run_directory import (
+    ABOUT,
+    CONFIG,
+    DEVICE,
+    ERROR,
+    RANKS,
+    RESULT,
+    SIDES,
+    About,
+    RunLock,
+    RunResult,
+)
 from speechtrain.runs.command_line import Command
 from speechtrain.runs.on_host import host_environment, raise_or_warn
 from speechtrain.runs.recipe_needs import config_for_plan
@@ -69,7 +80,18 @@ _FIXABLE = (ConfigError, DataError, MachineError)
 """Errors that the user corrects. If a new run ends with such an error before its first step, the files that
 it has written are removed."""
 
-_FIRST_FILES = (CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", RANKS, "tokenizer.model", "tokenizer.json")
+_FIRST_FILES = (
+    CONFIG,
+    ABOUT,
+    DEVICE,
+    RESULT,
+    ERROR,
+    "lock",
+    RANKS,
+    "tokenizer.model",
+    "tokenizer.json",
+    SIDES,
+)
 """The files and folders that a run writes before its first step. The files of its launcher are in
 ``Launcher.files``."""
 _COMPLETE_STATUSES = ("finished", "target", "time")

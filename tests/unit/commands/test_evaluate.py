@@ -16,6 +16,9 @@ import yaml
 
 from speechtrain.commands import evaluate
 from speechtrain.commands._cli import exit_code_of
+from speechtrain.data.hold_out import NO_SIDES, write_sides
+from speechtrain.data.index import open_index
+from speechtrain.data.sources import open_source
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError
 from speechtrain.inference.loaded_run import LoadedRun, load
 from speechtrain.run_directory import RunLock, read_manifest, write_manifest
@@ -64,6 +67,26 @@ def test_a_model_is_shared_without_the_state_of_its_training(
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1] + b"x")
     with pytest.raises(RunError, match=r"model\.safetensors does not match its sha256"):
         evaluate.run([str(shared), ONE])
+
+
+def test_recordings_of_the_training_are_a_warning(
+    run_dir: Path, dev: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    source = str(dev / "valid.jsonl")
+    argv = [str(run), ONE, "--json", "--set", f"mine={source}"]
+    assert evaluate.run(argv) == 0
+    said = capsys.readouterr()
+    assert "trained on" not in said.err
+    assert json.loads(said.out)["warnings"] == {"mine": []}
+    keys = open_index(open_source(source)).recordings
+    (run / "recordings.bin").unlink(missing_ok=True)
+    write_sides(str(run), NO_SIDES.with_more(keys[:2], keys[2:]))
+    assert evaluate.run(argv) == 0
+    said = capsys.readouterr()
+    (warning,) = json.loads(said.out)["warnings"]["mine"]
+    assert warning.startswith("the run was trained on 2 of 4 recordings of this set, such as ")
+    assert f"warning: mine: {warning}" in said.err
 
 
 def test_rates_are_in_percent_with_their_counts(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

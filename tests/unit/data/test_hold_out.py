@@ -13,7 +13,7 @@ import soundfile
 from speechtrain.commands import prepare
 from speechtrain.counter_rng import key_of
 from speechtrain.data.equal_content import equal_files
-from speechtrain.data.hold_out import GROUPS, held_out
+from speechtrain.data.hold_out import GROUPS, NO_SIDES, Sides, held_out
 from speechtrain.data.index import Index, open_index
 from speechtrain.data.module import SpeechData
 from speechtrain.data.sampler import BatchLimits
@@ -273,3 +273,97 @@ def test_copies_are_a_warning_if_recordings_are_held_out(tmp_path: Path) -> None
     options = {"tokenizer": Characters(), "batch": BatchLimits(count=2), "workers": 0, "cache": str(tmp_path)}
     (message,) = SpeechData(open_source(path), valid={}, hold_out=0.2, **options).warnings()
     assert message.startswith("data.train: 10 recordings are copies of others, such as ")
+
+
+# --- recordings that are added ------------------------------------------------------------------
+
+
+def mask_of(names: list[str], seconds: list[float], share: float, former: Sides, speakers: int) -> list[bool]:
+    voices = [f"speaker-{key_of(name) % speakers}" if speakers else "" for name in names]
+    keys = {
+        "speaker": np.array([key_of(voice) if voice else -1 for voice in voices]),
+        "recording": np.array([key_of(name) for name in names]),
+        "cut": np.arange(len(names)),
+    }
+    mask, _ = held_out(keys, np.array(seconds, np.float32), share, former=former)
+    result: list[bool] = mask.tolist()
+    return result
+
+
+@pytest.mark.parametrize("speakers", [0, 30])
+@pytest.mark.parametrize("share", [0.05, 0.1])
+def test_added_recordings_move_no_other_one(share: float, speakers: int) -> None:
+    """Each step takes over the sides of the step before it, as ``init_from`` and a second split do."""
+    for order in range(8):
+        rng = np.random.default_rng(order)
+        names = [f"{i}.wav" for i in rng.permutation(120)]
+        seconds = rng.uniform(0.5, 1.5, 120).tolist()
+        sides, previous = NO_SIDES, list[bool]()
+        for count in range(3, 121):
+            mask = mask_of(names[:count], seconds[:count], share, sides, speakers)
+            assert mask[: len(previous)] == previous
+            assert any(mask)
+            fraction = np.dot(mask, seconds[:count]) / sum(seconds[:count])
+            assert speakers or count < 20 or share / 2 <= fraction <= 2 * share
+            keys = np.array([key_of(name) for name in names[:count]])
+            sides, previous = sides.with_more(keys[~np.array(mask)], keys[mask]), mask
+
+
+@pytest.mark.parametrize("added", [1, 2, 30])
+def test_what_a_run_held_out_stays_held_out(cache: Path, recordings: Any, tmp_path: Path, added: int) -> None:
+    first = data_of(recordings.corpus("m", 10), run_dir=str(tmp_path / "first"))
+    next(first.train())
+    others = recordings.corpus("a", added)
+    second = data_of(
+        f"{others},{recordings.folder / 'm.jsonl'}",
+        run_dir=str(tmp_path / "second"),
+        initial_run=str(tmp_path / "first"),
+    )
+    held = files_in(second, second.training_set.held_out)
+    assert {name for name in held if name.startswith("m-")} == files_in(first, first.training_set.held_out)
+    assert not any("init_from was trained" in line for line in second.warnings())
+    next(second.train())
+    resumed = data_of(second.training_set.spec, run_dir=str(tmp_path / "second"))
+    resumed.load_state_dict(second.state_dict())
+    # Recordings on which an earlier run was trained stay trained on, also if this run's set lacks them.
+    third = data_of(str(recordings.folder / "m.jsonl"), initial_run=str(tmp_path / "second"))
+    assert files_in(third, third.training_set.held_out) == files_in(first, first.training_set.held_out)
+
+
+def files_in(data: SpeechData, rows: Any) -> set[str]:
+    """The names of the recordings of those rows, with their folders."""
+    cuts = [data.index.cut(row) for row in rows.tolist()]
+    return {"/".join(cut["recording"]["sources"][0]["source"].split("/")[-2:]) for cut in cuts}
+
+
+def test_validation_on_recordings_of_the_initial_run_is_a_warning(
+    cache: Path, recordings: Any, tmp_path: Path
+) -> None:
+    path = recordings.corpus("m", 10)
+    next(data_of(path, hold_out=0.0, run_dir=str(tmp_path / "first")).train())
+    options = {"initial_run": str(tmp_path / "first")}
+    (line,) = data_of(path, **options).warnings()
+    assert line.startswith("data.train: 3 of 10 recordings (")
+    assert "validate, and init_from was trained on them, such as 'm:" in line
+    new = recordings.corpus("n", 3)
+    (line,) = data_of(new, valid={"dev": path}, **options).warnings()
+    assert line.startswith("data.valid.dev: 10 of 10 recordings (")
+    assert not list(data_of(path, valid={"dev": new}, **options).warnings())
+    (tmp_path / "first/recordings.bin").write_bytes(b"damaged")
+    assert not list(data_of(path, **options).warnings())
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_second_split_into_the_same_folder_moves_nothing(tmp_path: Path) -> None:
+    def split(count: int) -> list[set[str]]:
+        path, out = manifest(tmp_path, count), tmp_path / "d"
+        assert prepare.run(["split", path, "--out", str(out), "--share", "0.05"]) == 0
+        texts = [(out / f"{name}.jsonl").read_text() for name in ("train", "valid")]
+        return [{json.loads(line)["id"] for line in text.splitlines()} for text in texts]
+
+    sides = split(4)
+    for count in (6, 8, 9, 10, 11, 12, 40, 200):
+        former, sides = sides, split(count)
+        assert sides[0] >= former[0]
+        assert sides[1] >= former[1]
+    assert 5 <= len(sides[1]) <= 20
