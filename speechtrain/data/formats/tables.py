@@ -120,7 +120,8 @@ class Table(Nemo):
         cells_by_delimiter = {delimiter: _cells(header, delimiter) for delimiter in _DELIMITERS}
         known_names = set(self.columns.values())
         if not known_names:
-            known_names.update(*COLUMNS.values())
+            # Names of times, such as stop, may be the transcript in the first row of LJSpeech's form.
+            known_names.update(COLUMNS["audio"], COLUMNS["text"])
         for delimiter, cells in cells_by_delimiter.items():
             if not known_names.isdisjoint([*cells, *map(_column_key, cells)]):
                 return Form(delimiter, cells, has_header=True)

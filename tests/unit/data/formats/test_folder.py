@@ -71,6 +71,11 @@ def test_annotations_beside_recordings_are_named_before_their_length(
     with pytest.raises(DataError) as caught:
         data.micro_batches_per_epoch  # noqa: B018
     assert str(caught.value).startswith(f"data.train: no recording has a transcript: {fact}")
+    table = tmp_path / "t.csv"
+    table.write_text("file,start,end,text\nc/1.wav,0,0.5,one\nc/2.wav,0.5,1,two\n")
+    assert SpeechData(
+        str(table), {}, Characters(), skip_empty=skip_empty, max_seconds=1.0
+    ).micro_batches_per_epoch
     # Transcribed recordings and recordings alone need no annotation.
     assert not list(AudioFolder(tmp_path / "c").warnings())
     for number in (1, 2):

@@ -81,6 +81,8 @@ def test_ljspeech(tmp_path: Path, recordings: Any) -> None:
         ("LJ001-0002.wav", "two"),
         ("LJ001-0001.flac", "three"),
     ]
+    path.write_text("LJ001-0001|stop\nLJ001-0002|from\n")  # These words name columns, too.
+    assert [row[1] for row in rows_of(str(path))] == ["stop", "from"]
 
 
 @pytest.mark.parametrize("column", ["text", "transcription", "sentence"])
