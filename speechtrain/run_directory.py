@@ -61,7 +61,7 @@ ERROR = "error.log"
 RANKS = "ranks"
 STUCK = "stuck"
 """Folder with a subfolder for each time that a rank hung: the phase and the stacks of all ranks."""
-_FOLDERS = ("checkpoints", RANKS, STUCK, "tensorboard")  # folders into which a run writes
+_FOLDERS = ("checkpoints", RANKS, STUCK, "tensorboard", "parts")  # folders into which a run writes
 _MAX_VALUE_CHARACTERS = 30_000
 """Limit for one value in a config. An alphabet of all Chinese characters has 21,000."""
 _MAX_ROWS = 600_000
@@ -86,8 +86,10 @@ class About:
 
     overrides: list[str]  # the overrides of the first start
     argv: list[str] | None = None  # the command line of the first start
-    git: dict[str, Scalar] = field(default_factory=dict)  # the commit, and whether files differ from it
-    versions: dict[str, str] = field(default_factory=dict)  # the versions of Python and of packages
+    # the commit of speechtrain, and whether its files differ from it
+    git: dict[str, Scalar] = field(default_factory=dict)
+    folder_commit: str = ""  # the commit of the working folder
+    versions: dict[str, str] = field(default_factory=dict)  # the versions of Python and of all packages
     host: str = ""  # the name of the host
     platform: str = ""  # the operating system
     executable: str = ""  # the path of Python
@@ -97,6 +99,9 @@ class About:
     swept: list[str] = field(default_factory=list)  # keys that a sweep varies
     # The texts of the YAML files that the user has written, by group/choice, at the first start.
     written: dict[str, str] = field(default_factory=dict)
+    # The modules outside speechtrain whose classes the config names, by name: the group of the config, file,
+    # sha256, version, commit, diff to the commit. After a resume, they are those of the latest start.
+    parts: dict[str, dict[str, Scalar]] = field(default_factory=dict)
     latest: dict[str, Fact] | None = None  # the fields from argv to device, for the latest start
     start_id: str = ""  # a random id, which is also in the state folder of the user who started the run
     hosts: dict[str, dict[str, str]] = field(default_factory=dict)  # environment variables by host name
@@ -598,11 +603,13 @@ def is_error_rate(name: str) -> bool:
 
 def origin(argv: list[str]) -> dict[str, Any]:
     """Return the fields of ``About`` that describe a start: command line, git state, versions and host."""
-    libraries = ("torch", "numpy", "hydra-core", "omegaconf", "lhotse", "soundfile", "sentencepiece")
+    packages = {distribution.name for distribution in metadata.distributions()} - {None}
     return {
         "argv": argv,
         "git": git_state(Path(__file__).resolve().parent),
-        "versions": versions_of("speechtrain", *libraries),
+        # git status could execute commands that the configuration of a stranger's repository names.
+        "folder_commit": git_output(Path.cwd(), "rev-parse", "HEAD"),
+        "versions": versions_of(*sorted(packages)),
         "host": platform.node(),
         "platform": platform.platform(),
         "executable": sys.executable,
@@ -618,18 +625,25 @@ def versions_of(*packages: str) -> dict[str, str]:
     return versions
 
 
-def git_state(folder: Path) -> dict[str, Any]:
-    """Return the git ``commit`` of ``folder``, and whether its files differ from the commit (``dirty``).
-
-    The mapping is empty if the folder is not in a git repository.
-    """
-
-    def git(*arguments: str) -> str:
-        command = ["git", *arguments]
-        process = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True)
-        return process.stdout.strip()
-
+def git_output(folder: Path, *arguments: str) -> str:
+    """Return the output of a git command in ``folder``, or an empty text if it fails."""
+    command = ["git", *arguments]
     try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", "."))}
+        process = subprocess.run(command, cwd=folder, capture_output=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
+        return ""
+    return process.stdout.decode(errors="replace").strip()
+
+
+def git_state(path: Path) -> dict[str, Any]:
+    """Return the git ``commit`` of a folder or file, and whether it differs from the commit (``dirty``).
+
+    The mapping is empty if the path is not in a git repository.
+    """
+    commit = git_output(path.parent, "rev-parse", "HEAD")
+    if not commit:
         return {}
+    return {
+        "commit": commit,
+        "dirty": bool(git_output(path.parent, "status", "--porcelain", "--", path.name)),
+    }

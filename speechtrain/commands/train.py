@@ -35,6 +35,7 @@ keys:
   seed=N                     seed of every random decision
   run_dir=DIR                default runs/<model>-<data>-<hash>. run_dir=RUN alone continues the run RUN
   resume=auto|never|must     auto: continue if there are checkpoints, never: refuse them, must: require them
+  accept_code=true           continue a run although the code of your own classes has changed
   dry_run=true               start nothing. Print the command of the ranks and the needs of the run
   trainer.max_steps=N        optimizer updates (also max_epochs, max_hours, and target, a WER as a fraction)
   trainer.max_hours=H        a limit. If max_steps and max_epochs are null, the updates are planned to fill it

@@ -16,7 +16,7 @@ from typing import Any
 
 from speechtrain.files import absolute_path
 
-PER_START = ("resume", "dry_run")
+PER_START = ("resume", "accept_code", "dry_run")
 """Keys that apply to one start of a run only."""
 
 _VOLATILE = (

@@ -18,6 +18,7 @@ class Config:
     seed: int = 1
     run_dir: str | None = None
     resume: str = "auto"
+    accept_code: bool = False
     dry_run: bool = False
     init_from: str | None = None
     # ``scratch`` or ``finetune``: keys that are not set follow from the data (runs/sizing.py). The stored

@@ -34,6 +34,7 @@ _TRAIN_CHARTS = {  # title and unit of each metric
 }
 _MIN_SMOOTHED = 10  # the fewest values of a curve that is smoothed
 _MAX_CHARTS = 200  # A task has up to 30, and each takes 5 ms.
+_PACKAGES = ("python", "speechtrain", "torch", "numpy", "hydra-core", "omegaconf", "lhotse", "soundfile")
 _CODE = Markup("<code>{}</code>")
 
 
@@ -200,7 +201,10 @@ def _facts(run: Run) -> dict[str, str]:
         commit += " with uncommitted changes"
     if commit:
         facts["commit"] = _CODE.format(commit)
-    facts["versions"] = ", ".join(f"{name} {version}" for name, version in about.versions.items())
+    facts["folder's commit"] = about.folder_commit
+    facts["own code"] = ", ".join(f"{name} {part.get('sha256')}" for name, part in about.parts.items())
+    versions = [f"{name} {about.versions[name]}" for name in _PACKAGES if name in about.versions]
+    facts["versions"] = ", ".join(versions)
     facts["platform"] = about.platform
     if run.result and run.result.metrics:
         facts["result"] = _metrics(run.result.metrics)

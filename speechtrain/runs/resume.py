@@ -87,7 +87,7 @@ def config_to_continue(run_dir: Path, command: Command) -> DictConfig:
     """
     config = config_at(run_dir)
     about = read_about(run_dir)
-    config.resume, config.dry_run = "auto", False
+    config.resume, config.dry_run, config.accept_code = "auto", False, False
     new_overrides = _new_overrides(about, command)
     user_files = about.written  # the texts of the user's YAML files at the first start
     changes = {**_file_changes(command.config_dir, user_files), **_parse(new_overrides)}

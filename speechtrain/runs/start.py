@@ -71,6 +71,7 @@ from speechtrain.run_directory import (
 )
 from speechtrain.runs.command_line import Command
 from speechtrain.runs.on_host import host_environment, raise_or_warn
+from speechtrain.runs.own_code import copy_modules, own_code, refuse_changes
 from speechtrain.runs.recipe_needs import config_for_plan
 from speechtrain.runs.resume import new_run_line
 from speechtrain.runs.started_runs import remember, start_id
@@ -88,6 +89,7 @@ _FIRST_FILES = (
     ERROR,
     "lock",
     RANKS,
+    "parts",
     "tokenizer.model",
     "tokenizer.json",
     SIDES,
@@ -327,15 +329,18 @@ def _about(config: DictConfig, device: Device, command: Command, user_files: Map
     """Return the new content of ``run.json``.
 
     Its main fields describe the first start of the run. If the run exists already, these fields stay, and
-    ``latest`` describes this start.
+    ``latest`` describes this start. Raises RunError if the run's own code has changed.
     """
     run_dir = Path(config.run_dir)
     start = {**run_directory.origin(command.argv), "seed": config.seed, "device": device.name}
+    parts = own_code(config)
     if (run_dir / CONFIG).exists():
         about = replace(run_directory.read_about(run_dir), latest=start)
+        if not config.accept_code:
+            refuse_changes(about.parts, parts, run_dir)
     else:
         about = About(**start, **command.identity(user_files))
-    return replace(about, start_id=start_id(run_dir))
+    return replace(about, start_id=start_id(run_dir), parts=parts)
 
 
 def _job(config: DictConfig, device: Device, rank_bytes: int) -> Job:
@@ -444,6 +449,7 @@ def _write_files(
         # run.json is written first. If a kill left a config without run.json, the same command would be
         # refused, because all its overrides would seem to be new.
         write_json(job.run_dir / ABOUT, content, private=is_private)
+        copy_modules(about.parts, job.run_dir)
         write_text(job.config, text, private=is_private)
         run_directory.remove_results(job.run_dir)
     finally:
@@ -536,7 +542,7 @@ def _discard_files(run_dir: Path, launcher: Launcher) -> None:
         if not any(fnmatchcase(path.name, pattern) for pattern in patterns):
             return
     for path in paths:
-        if path.name == RANKS:
+        if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink()

@@ -207,10 +207,21 @@ WRONG_VALUES = (7, 1.5, True, "x", [7], [None], {"a": [1]}, {"a": {"b": {}}}, [[
 READERS: dict[str, tuple[Callable[[Path], Any], Any, Any]] = {
     "run.json": (
         read_about,
-        About(["a=1"], ["a"], {"dirty": True}, latest={"argv": ["a"]}, hosts={"node-7": {"threads": "2"}}),
+        About(
+            ["a=1"],
+            ["a"],
+            {"dirty": True},
+            parts={"a.b": {"dirty": True}},
+            latest={"argv": ["a"]},
+            hosts={"node-7": {"threads": "2"}},
+        ),
         About([]),
     ),
-    "device.json": (read_device, DeviceRecord("cpu", "one", "fp32", {"lstm": "loop"}, {"plain": 1.5}), None),
+    "device.json": (
+        read_device,
+        DeviceRecord("cpu", "one", "fp32", {"lstm": "loop"}, "fp32 lstm=loop", {"fp32": 1.5}),
+        None,
+    ),
     "result.json": (
         read_result,
         RunResult("finished", 0.5, {"wer": 0.5, "x": None}, speed={"epoch_s": 1.5}, limits={"keep": 2}),

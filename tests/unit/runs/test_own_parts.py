@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.errors import ConfigError
 from speechtrain.rank.build import build_task
 from speechtrain.rank.contract import check_contract
+from speechtrain.run_directory import git_output
 from tests.support.composed import composed
 from tests.support.small_training import SMALL_TRAINING, write_recordings
 
@@ -234,6 +237,34 @@ def test_the_check_changes_neither_weights_nor_buffers_nor_generators(tmp_path: 
         assert torch.equal(tensor, state[name]), name
     assert all(parameter.grad is None for parameter in task.parameters())
     assert str(data.state_dict()) == str(data_state)
+
+
+def test_a_run_stores_its_own_code_and_refuses_changed_code(train_own: Train, tmp_path: Path) -> None:
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/tiny.py").write_text("# The first commit\n")
+    for arguments in (["init", "-q"], ["add", "mine"], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *arguments], cwd=tmp_path, check=True)
+    assert train_own(_MODULE) == ""
+    about = json.loads((tmp_path / "run/run.json").read_text())
+    part = about["parts"]["mine.tiny"]
+    assert part["file"] == str(tmp_path / "mine/tiny.py")
+    assert part["sha256"] == hashlib.sha256(_MODULE.encode()).hexdigest()
+    assert part["dirty"]
+    assert "-# The first commit" in part["diff"]
+    assert part["commit"] == about["folder_commit"] == git_output(tmp_path, "rev-parse", "HEAD")
+    assert about["versions"]["pytest"] == pytest.__version__
+    (copy,) = (tmp_path / "run/parts").iterdir()
+    assert copy.read_text() == _MODULE
+
+    changed = _MODULE.replace("return loss, terms", "return 3 * loss, terms")
+    error = train_own(changed, "trainer.max_steps=3")
+    assert error.startswith(f"{tmp_path / 'mine/tiny.py'} has changed since {tmp_path / 'run'} started")
+    assert "accept_code=true" in error
+    assert train_own(_MODULE, "trainer.max_steps=3") == ""
+    assert train_own(changed, "trainer.max_steps=4", "accept_code=true") == ""
+    assert train_own(changed, "trainer.max_steps=5") == ""
+    assert len(list((tmp_path / "run/parts").iterdir())) == 2
 
 
 @pytest.mark.parametrize("name", MISTAKES)
