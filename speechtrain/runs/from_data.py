@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from speechtrain.batch import Footprint
 from speechtrain.config.build import (
     build,
     build_device,
@@ -37,7 +38,7 @@ from speechtrain.data.prepare.stats_table import LONG
 from speechtrain.data.skips import most_bad
 from speechtrain.devices import host
 from speechtrain.devices.base import Device
-from speechtrain.errors import ConfigError, DataError, SpeechtrainError
+from speechtrain.errors import ConfigError, DataError, SpeechtrainError, print_notice
 from speechtrain.files import print_line, writing
 from speechtrain.launcher import Job
 from speechtrain.runs.resume import BATCH_KEYS, drop_recipe_hours
@@ -108,6 +109,8 @@ def follow_data(config: DictConfig, explicit_keys: Collection[str], *, is_plan: 
             rank_cores=_rank_cores(config, device, explicit_keys),
         )
         settings |= _apply_table(config, speech, explicit_keys)
+        if _is_explicit("data.max_seconds", explicit_keys):
+            _warn_of_long_recordings(config, device, transcripts, speech.labels_per_second)
         if default_max_seconds is not None:
             settings |= _settle_max_seconds(
                 config, device, transcripts, speech.labels_per_second, default_max_seconds
@@ -167,19 +170,44 @@ def _settle_max_seconds(
     longest_seconds = math.ceil(max(transcripts.seconds))
     if longest_seconds <= default_seconds:
         return {}
-    try:
-        with torch.device("meta"):
-            footprint = build_model(config, build_tokenizer(config), build_encoder(config)).footprint()
-    except (NotImplementedError, RuntimeError):  # This network cannot be built on the meta device.
-        return {}
-    batch_size = int(config.data.batch.count or 1)
-    free_bytes = host.free_memory() / int(config.world_size) if device.on_host else _ASSUMED_DEVICE_BYTES
+    footprint, free_bytes = _footprint(config), _free_bytes(config, device)
     for seconds in range(longest_seconds, int(default_seconds), -1):
-        labels = math.ceil(labels_per_second * seconds)
-        if footprint.bytes(batch_size, seconds, labels) <= _BATCH_FRACTION * free_bytes:
+        if _batch_bytes(config, footprint, seconds, labels_per_second) <= _BATCH_FRACTION * free_bytes:
             config.data.max_seconds = float(seconds)
             return {"data.max_seconds": float(seconds)}
     return {}
+
+
+def _warn_of_long_recordings(
+    config: DictConfig, device: Device, transcripts: _Transcripts, labels_per_second: float
+) -> None:
+    """Print a warning if a batch of the longest recordings needs more memory than a batch may use."""
+    seconds = max(transcripts.seconds)
+    batch_bytes = _batch_bytes(config, _footprint(config), seconds, labels_per_second)
+    free_bytes = _free_bytes(config, device)
+    if _BATCH_FRACTION * free_bytes < batch_bytes < math.inf:
+        needs = f"needs about {batch_bytes / 2**30:.0f} of {free_bytes / 2**30:.0f} GiB of free memory"
+        cure = "Lower data.max_seconds. Long texts need timestamps: name segments with start and end"
+        print_notice(f"warning: a batch of the longest recordings ({seconds:.0f} s) {needs}. {cure}")
+
+
+def _footprint(config: DictConfig) -> Footprint:
+    """Return the predicted memory of a step, which is infinite if it is not known."""
+    try:
+        with torch.device("meta"):
+            return build_model(config, build_tokenizer(config), build_encoder(config)).footprint()
+    except (NotImplementedError, RuntimeError):  # This network cannot be built on the meta device.
+        return Footprint(math.inf)
+
+
+def _free_bytes(config: DictConfig, device: Device) -> float:
+    return host.free_memory() / int(config.world_size) if device.on_host else _ASSUMED_DEVICE_BYTES
+
+
+def _batch_bytes(config: DictConfig, footprint: Footprint, seconds: float, labels_per_second: float) -> float:
+    """Return the predicted bytes of a batch of recordings of ``seconds`` with fast speech."""
+    labels = math.ceil(labels_per_second * seconds)
+    return footprint.bytes(int(config.data.batch.count or 1), seconds, labels)
 
 
 def _check_table_name(config: DictConfig) -> None:

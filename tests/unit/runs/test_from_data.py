@@ -345,6 +345,22 @@ def test_the_longest_recording_follows_from_the_data_and_the_memory(
 
 
 @pytest.mark.usefixtures("cache")
+def test_a_limit_of_the_user_that_does_not_fit_into_memory_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host, "free_memory", lambda: 2**33)
+    train = write_manifest(tmp_path, ["a quick brown fox " * 200] * 9, seconds=400.0)
+    base = ["recipe=scratch", "device=cpu", f"data.train={train}"]
+    assert config_from_data(*base, "data.max_seconds=600").data.max_seconds == 600.0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert "a batch of the longest recordings (400 s) needs about " in line
+    assert "of 8 GiB of free memory. Lower data.max_seconds. Long texts need timestamps" in line
+    monkeypatch.setattr(host, "free_memory", lambda: 2**50)
+    config_from_data(*base, "data.max_seconds=600")
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("cache")
 def test_bad_data_is_one_line(tmp_path: Path) -> None:
     absent = ["recipe=scratch", f"data.train={tmp_path}/nowhere"]
     with pytest.raises(DataError, match="nowhere does not exist") as error:
