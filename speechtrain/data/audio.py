@@ -41,6 +41,7 @@ _ZERO_CROSSINGS = 32  # zero crossings of the sinc on each side of a steep filte
 _ROLLOFF = 0.94  # cutoff frequency of a steep filter, relative to the lower Nyquist frequency
 _BETA = 6.5  # shape parameter of the Kaiser window
 _BLOCK_VALUES = 2**24  # float32 values that one matmul of the resampler reads: 64 MiB
+_LOWEST_RATE, _HIGHEST_RATE = 1_000, 768_000  # in Hz. A lower rate makes hours of samples of a second.
 _HIGHEST_PEAK = 1e4  # the largest absolute sample of a float file that is accepted. Full scale is 1.
 # The peak of silence, −60 dBFS, which is 33 of 16 bits. A muted microphone with dither has −80 dBFS, and the
 # mean of opposed channels has −96 dBFS. The peaks of speech are 10 to 20 dB above its RMS. So even speech of
@@ -105,7 +106,7 @@ def read_file(
     decoded = _decode(path, start, seconds)
     mono, faults = _to_mono(decoded.samples, path, channel)
     refuse_opposed_channels(faults)
-    return _check_and_resample(mono, decoded.rate, sample_rate, path=path)
+    return check_and_resample(mono, decoded.rate, sample_rate, path=path)
 
 
 def change_rate(samples: Samples, rate: int, new_rate: int) -> Samples:
@@ -291,7 +292,7 @@ def _read_simple(
     if len(named_samples) < len(samples):
         channel = None
     mono, channel_faults = _to_mono(named_samples, path, channel)
-    return _check_and_resample(mono, rate, sample_rate, path=path), faults + channel_faults
+    return check_and_resample(mono, rate, sample_rate, path=path), faults + channel_faults
 
 
 def check_headers(cut: Mapping[str, Any]) -> None:
@@ -465,7 +466,7 @@ def _read_mixed(cut: Mapping[str, Any], sample_rate: int) -> Samples:
     path = first_file(cut, default=str(cut["id"]))
     if samples.shape[1] == 0:
         raise Unusable("no_samples", path)
-    return _check_and_resample(_average(samples), rate, sample_rate, path=path)
+    return check_and_resample(_average(samples), rate, sample_rate, path=path)
 
 
 def _change_rate_fast(samples: Samples, rate: int, new_rate: int) -> Samples:
@@ -491,8 +492,10 @@ def _check_file_lengths(cut: Mapping[str, Any]) -> None:
             raise _wrong_length(source["source"], detail)
 
 
-def _check_and_resample(mono: Samples, rate: int, sample_rate: int, path: str) -> Samples:
-    """Return the samples (S,) at ``sample_rate``. Raises Unusable for NaN and impossible values."""
+def check_and_resample(mono: Samples, rate: int, sample_rate: int, path: str) -> Samples:
+    """Return the samples (S,) at ``sample_rate``. Raises Unusable for NaN, impossible values and rates."""
+    if not _LOWEST_RATE <= rate <= _HIGHEST_RATE:
+        raise Unusable("unreadable", f"{path}: a rate of {rate} Hz. Give 1,000 to 768,000 Hz")
     if len(mono) * sample_rate > MOST_SAMPLES * rate:
         raise _wrong_length(path, f"{len(mono) / rate:.0f} s are too much to resample. Cut it")
     peak = max(float(mono.max()), -float(mono.min()))

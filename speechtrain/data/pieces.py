@@ -64,7 +64,7 @@ class Recording:
                 start += end / self.sample_rate
             yield start, self.read(start, self.seconds - start)
         except Unusable as problem:
-            raise _recording_error(problem, self.name, self.audio) from None
+            raise recording_error(problem, self.name, self.audio) from None
 
 
 def piece_end(samples: Samples, sample_rate: int) -> int:
@@ -121,7 +121,7 @@ def _file_recording(
         seconds = read_header(path).duration
         check_seconds(seconds, max_seconds, path)
     except Unusable as problem:
-        return _recording_error(problem, path, path)
+        return recording_error(problem, path, path)
     return Recording(path, path, seconds, partial(read_file, path, sample_rate, channel=channel), sample_rate)
 
 
@@ -151,11 +151,12 @@ def _cut_recording(
     try:
         check_seconds(seconds, max_seconds, path)
     except Unusable as problem:
-        return _recording_error(problem, name, path)
+        return recording_error(problem, name, path)
     return Recording(name, path, seconds, read_part, sample_rate)
 
 
-def _recording_error(problem: Unusable, name: str, audio: str) -> RecordingError:
+def recording_error(problem: Unusable, name: str, audio: str) -> RecordingError:
+    """Return the error of a recording that cannot be used."""
     message = problem.detail
     if problem.reason != "unreadable":  # The detail of an unreadable file has the reason.
         message += f": {REASONS[problem.reason]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import logging
 import os
 from collections import deque
@@ -22,15 +23,16 @@ from speechtrain.compute_policy import TorchSettings, unchanged_torch
 from speechtrain.config.build import build, build_data
 from speechtrain.config.check import part_class
 from speechtrain.counter_rng import seed_at
-from speechtrain.data.audio import change_rate
+from speechtrain.data.audio import check_and_resample, check_seconds
 from speechtrain.data.formats.lhotse_cuts import Samples
 from speechtrain.data.loader import audio_row, collate
 from speechtrain.data.module import SpeechData
-from speechtrain.data.pieces import Recording, recordings
+from speechtrain.data.pieces import Recording, recording_error, recordings
+from speechtrain.data.recordings import Unusable
 from speechtrain.data.training_set import heard_rows
 from speechtrain.data.voice_activity import speech_spans
 from speechtrain.distributed.group import SingleProcess
-from speechtrain.errors import ConfigError, DataError, MachineError, RunError
+from speechtrain.errors import ConfigError, DataError, MachineError, RunError, first_line, require_least
 from speechtrain.inference.open_run import OpenedRun, open_run
 from speechtrain.inference.transcript import Segment, Transcript
 from speechtrain.runs.compose import process_lock
@@ -62,6 +64,14 @@ LONGEST_SECONDS = 86_400.0
 _LOADERS: set[int] = set()
 """The id of each process that has loaded a run: this one, and those whose fork it is."""
 
+_ONE_RECORDING = (
+    *(str, Path, Tensor, np.ndarray, tuple),
+    *(bytes, bytearray, memoryview, io.IOBase, Mapping),  # They have an error of one recording.
+)
+_AUDIO_ADVICE = (
+    "Give the path of a file, or samples: floats in [-1, 1] or integers of 8, 16 or 32 bits, alone or as "
+    "(samples, rate in Hz)"
+)
 _FORK_ADVICE = "Call speechtrain.load in the new processes only, or start them with spawn"
 
 Audio = str | Path | Tensor | np.ndarray | tuple[Any, int]
@@ -269,27 +279,31 @@ class LoadedRun:
         the mean of all channels. Each file is opened when the iterator reaches it.
         """
         channel = self._channel if channel is None else channel
-        if isinstance(audio, (str, Path, Tensor, np.ndarray, tuple)):
-            audio = [audio]
-        for number, source in enumerate(audio, 1):
+        sources: Iterable[Any] = [audio]
+        if isinstance(audio, Iterable) and not isinstance(audio, _ONE_RECORDING):
+            sources = audio
+        for number, source in enumerate(sources, 1):
             if isinstance(source, str | Path):
                 yield from recordings(str(source), self.sample_rate, self._max_seconds, channel)
-            else:
-                yield self._recording_of_samples(source, f"recording {number}")
+                continue
+            name = f"recording {number}"
+            try:
+                yield self._recording_of_samples(source, name)
+            except Unusable as problem:
+                yield recording_error(problem, name, audio="")
 
-    def _recording_of_samples(self, samples: Any, name: str) -> Recording:
-        """Return a recording of ``samples`` (S,) or of (samples, rate in Hz).
-
-        Raises DataError for samples of another shape or type, and for infinite samples.
-        """
-        rate = self.sample_rate
-        if isinstance(samples, tuple):
-            samples, rate = samples
-        waveform = _scale_to_one(np.asarray(samples), name)
-        if waveform.ndim != 1 or not len(waveform) or not np.isfinite(waveform).all():
-            raise DataError(f"{name}: samples of shape {waveform.shape}. Give finite samples of shape (S,)")
+    def _recording_of_samples(self, source: Any, name: str) -> Recording:
+        """Return a recording of samples (S,) or of (samples, rate in Hz). Raises Unusable."""
+        try:
+            samples, rate = source if isinstance(source, tuple) else (source, self.sample_rate)
+            waveform, rate = _scale_to_one(samples), int(rate)
+        except Exception as error:  # The objects of a program may raise any error.
+            raise Unusable("unreadable", f"{name}: {first_line(error)}. {_AUDIO_ADVICE}") from None
+        if waveform.ndim != 1 or not len(waveform):
+            raise Unusable("unreadable", f"{name}: samples of shape {waveform.shape}. Give the shape (S,)")
+        check_seconds(len(waveform) / max(rate, 1), self._max_seconds, name)
         with self._computing(fp32_matmul="highest"):
-            waveform = change_rate(waveform, int(rate), self.sample_rate)
+            waveform = check_and_resample(waveform, rate, self.sample_rate, name)
 
         def read(start_seconds: float, seconds: float) -> Samples:
             start = round(start_seconds * self.sample_rate)
@@ -316,6 +330,10 @@ class LoadedRun:
         ``decoder`` writes the texts. None is the decoder of the run.
         A batch of ``batch`` pieces may contain pieces of several recordings.
         """
+        try:
+            require_least(1, batch=batch, piece_seconds=piece_seconds)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(str(error)) from None
         decoder = decoder or self.opened.task.decoder
         queue: deque[_PendingTranscript | DataError] = deque()  # the recordings that are not yielded yet
         pieces: list[_Piece] = []  # the next batch
@@ -329,7 +347,7 @@ class LoadedRun:
                 for piece in self._reading(self._spoken_pieces(transcript, piece_seconds)):
                     pieces.append(piece)
                     transcript.undecoded += 1
-                    if len(pieces) == batch:
+                    if len(pieces) >= batch:
                         self._decode(pieces, decoder)
                         yield from _take_complete(queue)
             except DataError as error:
@@ -377,21 +395,29 @@ class LoadedRun:
         return cast("Encoder", encoder)
 
 
-def _scale_to_one(samples: np.ndarray, name: str) -> Samples:
+def _scale_to_one(audio: Any) -> Samples:
     """Return samples in fp32. Integers are scaled to [-1, 1] by the range of their type.
 
-    The middle of an unsigned range becomes 0. Raises DataError for other types. Integers of 64 bits are
+    The middle of an unsigned range becomes 0. Raises TypeError for other types. Integers of 64 bits are
     refused, because NumPy also uses this type for lists and sums of smaller integers, so the range is
     unknown.
     """
+    if isinstance(audio, bytearray | memoryview):
+        audio = bytes(audio)  # NumPy would take it for integers.
+    if isinstance(audio, Tensor):
+        audio = audio.detach().cpu()
+        if audio.is_floating_point():
+            audio = audio.float()  # NumPy lacks bfloat16.
+    samples = np.asarray(audio)
     if samples.dtype.kind == "f":
-        return samples.astype(np.float32, copy=False)
+        with np.errstate(over="ignore"):  # An infinite sample is refused later.
+            return np.require(samples, np.float32, ["C", "W"])  # torch wants an array that may be written.
     is_unsigned = samples.dtype.kind == "u"
     is_integer = is_unsigned or samples.dtype.kind == "i"
     bits = 8 * samples.dtype.itemsize
     if not is_integer or bits == 64:
-        types = "floats in [-1, 1], or integers of 8, 16 or 32 bits"
-        raise DataError(f"{name}: samples of type {samples.dtype}. Give {types}")
+        kind = samples.dtype if samples.ndim else type(audio).__name__
+        raise TypeError(f"samples of type {kind}")
     full_scale = 2.0 ** (bits - 1)
     middle = full_scale if is_unsigned else 0.0
     return ((samples - middle) / full_scale).astype(np.float32)

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import soundfile
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
 
-from speechtrain.errors import ConfigError, DataError, RunError
+from speechtrain.errors import ConfigError, DataError, RunError, SpeechtrainError
 from speechtrain.inference.loaded_run import LoadedRun, TranscriptionError, load
+from speechtrain.inference.transcript import Transcript
 from tests.support.digits import write_sample
 from tests.support.tiny_run import untrained
 
 ONE = "device.threads=1"
+EXAMPLES = int(os.environ.get("SPEECHTRAIN_EXAMPLES", "50"))
+
+
+def torch_tensor(array: np.ndarray) -> Any:
+    """Return the array as a tensor, if torch has its type."""
+    try:
+        return torch.from_numpy(array.copy())
+    except (TypeError, ValueError):
+        return array
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +141,29 @@ def test_a_pretrained_model_has_features_and_no_text(cache: Path, wav: Path, tmp
 
 
 def test_errors_name_what_is_wrong(loaded: LoadedRun, wav: Path, tmp_path: Path) -> None:
-    for samples in (np.zeros((2, 100)), np.zeros(0), np.array([np.nan])):
+    for samples in (np.zeros((2, 100)), np.zeros(0)):
         with pytest.raises(DataError, match="recording 1: samples of shape"):
             loaded.transcribe([samples])
+    faults: dict[str, Any] = {
+        "its peak is nan": np.array([np.nan]),
+        "its peak is 1e\\+06": np.array([0.0, 1e6, 0.0]),
+        "samples of type dict": {"array": samples, "sampling_rate": 16_000},
+        "samples of type bytes": wav.read_bytes(),
+        "samples of type BytesIO": io.BytesIO(),
+        "samples of type str": (str(wav), 16_000),
+        "too many values to unpack": (str(wav),) * 3,
+        "samples of type NoneType": None,
+        "a rate of 999 Hz. Give 1,000 to 768,000 Hz": (np.zeros(9), 999),
+        "a rate of -1 Hz": (np.zeros(9), -1),
+        "cannot convert float NaN": (np.zeros(9), np.nan),
+    }
+    for fault, samples in faults.items():
+        with pytest.raises(DataError, match=f"recording 1: {fault}"):
+            loaded.transcribe(samples)
+    settings_of_call: dict[str, Any] = {"batch": 0, "piece_seconds": np.nan}
+    for key, value in settings_of_call.items():
+        with pytest.raises(ConfigError, match=f"{key} is {value}: it must be at least 1"):
+            loaded.transcribe(wav, **{key: value})
     with pytest.raises(RunError):
         load(tmp_path)
 
@@ -150,7 +187,7 @@ def test_integers_have_the_full_scale_of_their_type(loaded: LoadedRun, wav: Path
 
 @pytest.mark.parametrize("kind", ["int64", "bool", "complex128"])
 def test_samples_whose_full_scale_is_unknown_are_refused(loaded: LoadedRun, kind: str) -> None:
-    with pytest.raises(DataError, match=f"recording 1: samples of type {kind}. Give floats"):
+    with pytest.raises(DataError, match=f"recording 1: samples of type {kind}. Give"):
         loaded.transcribe([(np.ones(8000, kind), 16_000)])
 
 
@@ -162,6 +199,54 @@ def test_a_bad_file_loses_no_text_of_a_list(loaded: LoadedRun, wav: Path, tmp_pa
     assert isinstance(error, DataError)
     with pytest.raises(DataError, match=r"none\.wav: the file does not exist$"):
         loaded.transcribe(tmp_path / "none.wav")
+
+
+def test_a_bad_array_loses_no_text_of_a_list(loaded: LoadedRun, wav: Path) -> None:
+    samples, _ = soundfile.read(wav, dtype="float32")
+    with pytest.raises(TranscriptionError, match=r"recording 2: .* \(2 of 4 recordings failed") as caught:
+        loaded.transcribe([samples, samples[:0], (samples, 0), samples])
+    first, empty, unrated, last = caught.value.results
+    assert isinstance(first, Transcript)
+    assert isinstance(last, Transcript)
+    assert first.text == last.text != ""
+    assert str(empty) == "recording 2: samples of shape (0,). Give the shape (S,)"
+    assert str(unrated) == "recording 3: a rate of 0 Hz. Give 1,000 to 768,000 Hz"
+
+
+def test_tensors_of_a_model_and_read_only_arrays_have_the_text_of_an_array(
+    loaded: LoadedRun, wav: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    samples, _ = soundfile.read(wav, dtype="float32")
+    tensor = torch.from_numpy(samples).bfloat16()
+    rounded = tensor.float().numpy()
+    read_only = np.frombuffer(rounded.tobytes(), np.float32)
+    same = [rounded, read_only, tensor, tensor.float().requires_grad_(), rounded.astype(">f4")]
+    texts = {transcript.text for transcript in loaded.transcribe([*same, rounded[::-1].copy()[::-1]])}
+    assert len(texts) == 1
+    assert not recwarn.list
+
+
+DTYPES = st.one_of(
+    *(npst.floating_dtypes(), npst.integer_dtypes(), npst.unsigned_integer_dtypes(), npst.boolean_dtypes()),
+    *(npst.complex_number_dtypes(), npst.datetime64_dtypes(), npst.byte_string_dtypes(max_len=3)),
+)
+ARRAYS = npst.arrays(DTYPES, npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=60))
+RATES = st.one_of(st.integers(), st.floats(), st.none(), st.text(), st.integers(1_000, 768_000))
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.binary())
+SAMPLES = st.one_of(ARRAYS, SCALARS, st.lists(st.floats(width=32), max_size=9), ARRAYS.map(torch_tensor))
+RECORDINGS = st.one_of(SAMPLES, st.tuples(SAMPLES, RATES), st.tuples(SAMPLES), st.text(max_size=9))
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(source=RECORDINGS)
+def test_any_array_rate_and_type_is_a_result_or_an_error_of_its_own(loaded: LoadedRun, source: Any) -> None:
+    samples = np.zeros(1600, np.float32)
+    results = list(loaded.transcripts(loaded.recordings([samples, source, samples])))
+    assert len(results) >= 3
+    for result in (results[0], results[-1]):
+        assert isinstance(result, Transcript)
+    with contextlib.suppress(SpeechtrainError):
+        loaded.transcribe(source)
 
 
 def test_a_notebook_shows_one_line(loaded: LoadedRun, wav: Path) -> None:
