@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
 from speechtrain.files import write_json
 from speechtrain.precision import Precision
-from speechtrain.run_directory import DEVICE, DeviceRecord, read_device
+from speechtrain.run_directory import DEVICE, DeviceRecord, read_about, read_device
 from speechtrain.task import Task
 from speechtrain.training.graph_warmup import restored_buffers
 
@@ -122,6 +122,18 @@ def _warn_of_other_chip(recorded_chip: str, chip: str) -> None:
         )
 
 
+def _records(run_dir: Path) -> Iterator[DeviceRecord | None]:
+    """Yield the record of a run, then those of the runs beside it that the same command has started.
+
+    So a sweep times once, and its jobs do not differ in their kernels.
+    """
+    yield read_device(run_dir)
+    argv = read_about(run_dir).argv
+    for path in sorted(run_dir.parent.glob(f"*/{DEVICE}")):
+        if argv and read_about(path.parent).argv == argv:
+            yield read_device(path.parent)
+
+
 def resolve_policy(
     device: Device, precision: Precision, group: Group, *, run_dir: Path, task: Task, data: DataModule
 ) -> tuple[ComputePolicy, dict[str, Any]]:
@@ -131,7 +143,8 @@ def resolve_policy(
     """
     if group.world.rank == 0:
         stored_record = read_device(run_dir)
-        chosen_record = choose_policy(stored_record, device, precision, task=task, data=data)
+        records = (record for record in _records(run_dir) if recorded_policy(record, device, precision))
+        chosen_record = choose_policy(next(records, None), device, precision, task=task, data=data)
         if chosen_record != stored_record:
             write_json(run_dir / DEVICE, asdict(chosen_record))
     group.barrier()

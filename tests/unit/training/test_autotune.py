@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from speechtrain.data.base import DataModule
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError
+from speechtrain.files import write_json
 from speechtrain.precision import BF16, FP32, NAMES, Auto, Precision
 from speechtrain.rank.build import build_task
-from speechtrain.run_directory import DeviceRecord, read_device
+from speechtrain.run_directory import About, DeviceRecord, read_device
 from speechtrain.runs.compose import compose
 from speechtrain.task import Task
 from speechtrain.training import autotune
@@ -119,6 +120,28 @@ def test_auto_chooses_the_precision_by_the_times(
     assert choose(None, Chip(policies=[PLAIN]), parts, Auto()).computes == "fp32"
     other_chip = Chip("without bf16", [PLAIN, ComputePolicy(fp32_matmul="medium")])
     assert (recorded_policy(record, other_chip, Auto()) is None) == (computes == "bf16")
+
+
+def test_a_sweep_times_once(
+    tmp_path: Path, step_seconds: dict[ComputePolicy, float], parts: tuple[Task, DataModule]
+) -> None:
+    def computes(name: str, argv: list[str], precision: Precision, milliseconds: tuple[int, int]) -> str:
+        step_seconds.update(zip((NARROW, LOOP), milliseconds, strict=True))
+        run_dir = tmp_path / name
+        run_dir.mkdir()
+        write_json(run_dir / "run.json", asdict(About([], argv)))
+        policy, _ = resolve_policy(
+            Chip(), precision, SingleProcess(), run_dir=run_dir, task=parts[0], data=parts[1]
+        )
+        return policy.describe()
+
+    step_seconds[PLAIN] = 2.0
+    sweep = ["-m", "seed=1,2", "precision=bf16,auto"]
+    assert computes("b", sweep, BF16(), (9, 5)) == "bf16 lstm=loop"
+    assert computes("a", sweep, BF16(), (5, 9)) == "bf16 lstm=loop"
+    assert computes("c", sweep, Auto(), (9, 9)) == "fp32"
+    assert computes("d", sweep, Auto(), (1, 1)) == "fp32"
+    assert computes("e", ["another"], BF16(), (5, 9)) == "bf16"
 
 
 @pytest.mark.parametrize(
