@@ -218,6 +218,11 @@ class Task(nn.Module, ABC):
         """Return the optimizer's parameter groups. A group may have ``lr_scale``, a factor of the rate."""
         return [{"params": [p for p in self.parameters() if p.requires_grad]}]
 
+    def frozen(self) -> str:
+        """Return which weights do not change, and for how long, for the log. "" if all change."""
+        weights = sum(p.numel() for p in self.parameters() if not p.requires_grad)
+        return f"{weights:,} weights in all updates" if weights else ""
+
     def footprint(self) -> Footprint:
         """Return the predicted memory of a step, for batch limits by memory and out-of-memory messages."""
         return Footprint(per_second=0.0)

@@ -28,7 +28,7 @@ class Recogniser(Task, PolicyAware):
 
     - The loss of a batch is the sum over its utterances, and its weight is the number of utterances.
     - In the first ``freeze_encoder_steps`` updates, the encoder does not change. If this number is below 1,
-      it is a fraction of the planned updates.
+      it is a fraction of the planned updates. Otherwise it is an integer.
     - ``encoder_lr_scale`` multiplies the learning rate of the encoder's parameters.
     """
 
@@ -48,6 +48,9 @@ class Recogniser(Task, PolicyAware):
         super().__init__()
         if not encoder_lr_scale >= 0:
             raise ValueError(f"encoder_lr_scale is {encoder_lr_scale}. It must be 0 or above")
+        if isinstance(freeze_encoder_steps, float) and freeze_encoder_steps >= 1:
+            numbers = "A share of the updates is below 1, and a number of updates is an integer"
+            raise ValueError(f"freeze_encoder_steps is {freeze_encoder_steps}. {numbers}")
         if not tokenizer.reads_text:
             raise ConfigError(f"{type(self).__name__} learns from transcripts. Replace tokenizer=none")
         if not encoder.width:
@@ -88,6 +91,14 @@ class Recogniser(Task, PolicyAware):
             frozen_updates *= self.planned_updates
         self.encoder.frozen = step < frozen_updates
         self.encoder.advance(step, seed)
+
+    def frozen(self) -> str:
+        span = self.freeze_encoder_steps
+        if not span:
+            return super().frozen()
+        weights = sum(p.numel() for p in self.encoder.parameters())
+        updates = f"{span:.3g} of the" if span < 1 else f"{span:,}"
+        return f"encoder ({weights:,} weights) in the first {updates} updates"
 
     def parameter_groups(self) -> Iterable[dict[str, Any]]:
         if self.encoder_lr_scale == 1:

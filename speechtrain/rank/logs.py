@@ -73,6 +73,9 @@ def log_start(config: DictConfig, task: Task, data: DataModule, tracker: Tracker
     tracker.log("data", {**sizes, "report": data.report(), **preparation})
     parameters = sum(p.numel() for p in task.parameters())
     network_facts = {"model": type(task).__name__, "parameters": parameters, "shapes": data.shapes()}
+    frozen = task.frozen()
+    if frozen:
+        network_facts["frozen"] = frozen
     tracker.log("start", facts | network_facts)
 
 

@@ -214,6 +214,16 @@ def test_options_of_a_constructor_are_the_keys_of_its_parent(train_own: Train, t
     assert train_own(source, "+model.encoder_lr_scale=0.5", "+model.factor=2") == ""
 
 
+def test_a_frozen_encoder_is_a_share_or_a_number_of_updates_and_the_start_says_it(
+    train_own: Train, tmp_path: Path
+) -> None:
+    error = train_own(_MODULE, "+model.freeze_encoder_steps=1.0")
+    assert error.startswith("model.freeze_encoder_steps is 1.0. A share of the updates is below 1")
+    assert train_own(_MODULE, "+model.freeze_encoder_steps=1", "tracking=jsonl") == ""
+    log = (tmp_path / "run" / "output.log").read_text()
+    assert re.search(r"frozen encoder \([\d,]+ weights\) in the first 1 updates", log), log
+
+
 def test_the_doctor_names_a_mistake_in_an_own_part(train_own: Train, recordings: Path) -> None:
     assert train_own(_MODULE.replace(_RETURN, "return frames, lengths // 2"))
     overrides = ["model=own", "encoder=tiny", f"data.train={recordings}", *_TRAINING, "device.autotune=false"]
