@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from speechtrain.commands._cli import Parser, console
-from speechtrain.errors import RunError, escape_controls
+from speechtrain.errors import ConfigError, RunError, escape_controls
 from speechtrain.files import write_text
 
 
@@ -21,6 +21,8 @@ def run(argv: Sequence[str]) -> int:
         runs += [read_run(run_dir) for run_dir in runs_in(path)]
     if arguments.out:
         out = Path(arguments.out)
+        if out.suffix not in ("", ".html", ".htm"):
+            raise ConfigError(f"--out {out}: the report is an HTML page. Name it {out.stem}.html")
     elif len(runs) == 1:
         out = runs[0].folder / "report.html"
     else:

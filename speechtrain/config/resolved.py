@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import typing
@@ -83,6 +84,8 @@ def _check_storable(value: Any, stored: Any, key: str) -> Any:
         return {name: _check_storable(value[name], stored[name], f"{key}.{name}") for name in value}
     if isinstance(value, list) and isinstance(stored, list) and len(value) == len(stored):
         return [_check_storable(*pair, key) for pair in zip(value, stored, strict=True)]
+    if isinstance(value, float) and math.isnan(value):
+        raise ConfigError(f"{key[1:]}: nan is no value that a run stores. As a text, write \"'nan'\"")
     is_reference = value != stored and isinstance(stored, str) and isinstance(value, str | None)
     if not is_storable(str(stored)) or (value != stored and not is_reference):
         raise ConfigError(

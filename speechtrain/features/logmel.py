@@ -184,6 +184,8 @@ class LogMel(MovedModule, PolicyAware):
       ``none``. A column is loud if the mean of its logarithms is at most 8 (35 dB) below the loudest
       column's. So silence around an utterance does not change the features of the utterance.
     - ``splice`` is the number of columns in an output frame.
+    - The attribute ``features`` is the number of values of an output frame, F, and ``width`` is the number of
+      samples of a window.
     - ``pad_features_to``: features are padded with zeros to a multiple of it. 0 does not pad.
     - ``trim_silence_db`` is the ``decibels`` of ``trim_silence``, and null does not trim.
 

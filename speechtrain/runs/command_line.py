@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from speechtrain.config.resume_fields import PLAIN, quoted, shell_word, unquoted, volatile_keys_of_sweep
+from speechtrain.config.resume_fields import PLAIN, quoted, shell_word, unquoted
 from speechtrain.errors import ConfigError, nearest
 from speechtrain.run_directory import ABOUT
 from speechtrain.runs.choices import config_dir
@@ -67,7 +67,7 @@ class Command:
         return {
             "overrides": self.overrides,
             "folder": os.getcwd(),
-            "swept": volatile_keys_of_sweep(self.swept),
+            "swept": sorted(self.swept),
             "written": dict(user_files),
         }
 

@@ -54,7 +54,7 @@ class RunNames:
         unnamed_dirs: list[Path] = []  # matching runs that were started without run_dir=
         named_dirs: list[Path] = []
         for run_dir, about in self._started_runs():
-            if about.argv is None or about.swept != swept_keys:
+            if about.argv is None or volatile_keys_of_sweep(about.swept) != swept_keys:
                 continue  # run.json is damaged, or the run belongs to another sweep.
             first_folder, current_folder = folders_of(about)
             command_overrides = identifying_overrides(overrides, swept, current_folder)

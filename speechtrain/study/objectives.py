@@ -72,6 +72,13 @@ def numbers_of(result: RunResult) -> dict[str, float]:
     return {name: float(number) for name, number in numbers.items() if number is not None}
 
 
+def check_direction(objectives: Sequence[Objective], result: RunResult) -> None:
+    """Raise ConfigError if the objective ``metric`` is minimised, although a higher value is better."""
+    for objective in objectives:
+        if objective.name == "metric" and result.metric_mode == "max" and objective.direction == "minimize":
+            raise ConfigError("objective metric: a higher value is better. Set direction: maximize")
+
+
 def values_of(objectives: Sequence[Objective], numbers: Mapping[str, float]) -> list[float]:
     """Return the value of each objective, in their order. Raises ConfigError if ``numbers`` lacks one."""
     for objective in objectives:

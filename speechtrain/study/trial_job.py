@@ -32,7 +32,7 @@ from speechtrain.errors import (
 )
 from speechtrain.files import print_line
 from speechtrain.run_directory import RunLock, RunResult, Validations
-from speechtrain.study.objectives import numbers_of, values_of
+from speechtrain.study.objectives import check_direction, numbers_of, values_of
 from speechtrain.study.store import Outcome, Study
 
 UNMEASURED = "unmeasured"
@@ -124,6 +124,7 @@ class TrialJob:
             self._study.finish(trial, Outcome(PRUNED), state=TrialState.PRUNED)
             return
         try:
+            check_direction(self._study.spec.objectives, result)
             values = values_of(self._study.spec.objectives, numbers)
         except ConfigError as error:
             self._study.finish(trial, Outcome(UNMEASURED, numbers, str(error)))

@@ -22,7 +22,7 @@ from rapidfuzz.distance import Levenshtein
 from speechtrain import run_directory
 from speechtrain.commands._cli import exit_code_of
 from speechtrain.commands.report import run as report
-from speechtrain.errors import RunError
+from speechtrain.errors import ConfigError, RunError
 from speechtrain.report import page as page_module
 from speechtrain.report.chart import Chart, Line, short_number, smooth_curve
 from speechtrain.report.page import align, page
@@ -550,6 +550,9 @@ def test_the_command_writes_and_names_the_page(tmp_path: Path, capsys: pytest.Ca
     Page((folder / "report.html").read_text())
     assert report([str(folder), str(folder), "--out", str(tmp_path / "both.html")]) == 0
     assert "2 runs compared" in (tmp_path / "both.html").read_text()
+    with pytest.raises(ConfigError, match=r"t.csv: the report is an HTML page. Name it t.html"):
+        report([str(folder), "--out", str(tmp_path / "t.csv")])
+    assert not (tmp_path / "t.csv").exists()
     assert report([str(folder), str(folder)]) == 0
     assert (folder / "comparison.html").exists()
 

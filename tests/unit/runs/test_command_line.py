@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,8 @@ def test_a_new_run_directory_may_have_any_name_but_a_list_stays_a_list() -> None
     assert values == ["a b", ["a", "b"], {"a": "b"}, ["a", "b"], "a b"]
     swept = read_command(["-m", "model=rnnt,ctc", "trainer.max_steps=1,2", "device=glob(*)"])
     assert swept.overrides == ["model=rnnt,ctc", "trainer.max_steps=1,2", "device=glob(*,exclude=_*)"]
+    job = replace(swept, swept=("trainer.max_steps", "model"))
+    assert job.identity({})["swept"] == ["model", "trainer.max_steps"]
 
 
 def test_names_of_folders_do_not_change_other_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.errors import ConfigError
 from speechtrain.rank.build import build_task
 from speechtrain.rank.contract import check_contract
-from speechtrain.run_directory import git_output
+from speechtrain.run_directory import RunResult, git_output
+from speechtrain.study.objectives import Objective, check_direction
 from tests.support.composed import composed
 from tests.support.small_training import SMALL_TRAINING, write_recordings
 
@@ -192,6 +193,13 @@ def test_the_warning_of_a_skipped_update_names_the_recording_and_the_term(
     assert re.search(r"skipped: non-finite loss or gradient: the term mine, the loss of '[^']*3'\"", log), log
 
 
+def test_a_study_that_minimises_a_metric_where_higher_is_better_is_refused() -> None:
+    result = RunResult("finished", 0.5, {"accuracy": 0.5}, metric_mode="max")
+    check_direction([Objective("metric", "maximize"), Objective("wall_s")], result)
+    with pytest.raises(ConfigError, match="Set direction: maximize"):
+        check_direction([Objective("metric")], result)
+
+
 def test_a_class_without_the_interface_is_shown_what_it_lacks(train_own: Train) -> None:
     error = train_own(_MODULE.replace("class Tiny(LogMelEncoder)", "class Tiny(nn.Module)"))
     fix = "Inherit from speechtrain.encoders.base.Encoder and write activation_bytes, forward, frames"
@@ -209,6 +217,10 @@ def test_options_of_a_constructor_are_the_keys_of_its_parent(train_own: Train, t
     source = _MODULE.replace("class Own(CTC):\n", head)
     assert train_own(source, "+model.dropuot=1").startswith(
         "model.dropuot: Own takes no 'dropuot'; did you mean 'dropout'?"
+    )
+    mode = _MODULE.replace("class Own(CTC):\n", head.replace("factor: float = 1.0", "mode='a'"))
+    assert train_own(mode, "+model.encoder_lr_scale=0.5", "+model.mode=nan").startswith(
+        "model.mode: nan is no value that a run stores"
     )
     assert "model.dropout: 'x' is not a finite number" in train_own(source, "model.dropout=x")
     assert train_own(source, "+model.encoder_lr_scale=0.5", "+model.factor=2") == ""

@@ -286,7 +286,7 @@ def test_existing_run_compares_the_volatile_keys_that_a_sweep_varies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
-    swept = ["trainer.max_steps"]
+    swept = ["seed", "trainer.max_steps"]
     for steps in (1, 2):
         run_dir = tmp_path / f"job-{steps}"
         run_dir.mkdir()
