@@ -179,6 +179,20 @@ def test_an_unused_parameter_of_several_ranks_is_named(tmp_path: Path) -> None:
     check_contract(task, data, lambda batch: batch, ranks=2)
 
 
+def test_the_losses_are_the_same_without_the_check(
+    train_own: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ["trainer.max_steps=4", "trainer.validate_every=2", "tracking=jsonl"]
+    losses = []
+    for name in ("checked", "unchecked"):
+        assert train_own(_MODULE, *overrides, f"run_dir={tmp_path / name}") == ""
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        losses.append([row["loss"] for row in rows if row["event"] in ("train", "valid")])
+        monkeypatch.setattr("speechtrain.rank.main.check_contract", lambda *arguments: None)
+    assert len(losses[0]) == 6
+    assert losses[0] == losses[1]
+
+
 def test_the_warning_of_a_skipped_update_names_the_recording_and_the_term(
     train_own: Train, tmp_path: Path, recordings: Path
 ) -> None:
