@@ -23,11 +23,14 @@ from speechtrain.run_directory import ABOUT, read_about
 def state_folder() -> Path:
     """Return ``$XDG_STATE_HOME/speechtrain``.
 
-    It is ``~/.local/state/speechtrain`` if the variable is not set to an absolute path.
+    It is ``~/.local/state/speechtrain`` if the variable is not set to an absolute path. Without a home
+    folder, it is a path that does not exist. A folder ``~`` here may be the data of another user.
     """
     base = os.environ.get("XDG_STATE_HOME", "")
     if not os.path.isabs(base):
-        base = "~/.local/state"
+        base = os.path.expanduser("~/.local/state")
+    if not os.path.isabs(base):
+        base = os.devnull
     return absolute_path(f"{base}/speechtrain")
 
 

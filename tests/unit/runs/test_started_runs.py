@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -184,3 +185,18 @@ def test_a_folder_of_another_user_needs_an_explicit_run_dir(
         == 0
     )
     assert f"{run_dir} belongs to user 65534" in capsys.readouterr().out
+
+
+def test_a_user_without_a_home_folder_has_started_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_STATE_HOME")
+    no_users: dict[int, pwd.struct_passwd] = {}
+    monkeypatch.setattr(pwd, "getpwuid", no_users.__getitem__)  # A container's user may have no entry.
+    monkeypatch.chdir(tmp_path)
+    remember(tmp_path / "run")
+    assert f"only run_dir={tmp_path}/run continues this run" in capsys.readouterr().out
+    assert not list(tmp_path.glob("~*"))
+    with pytest.raises(RunError, match="was started by another user"):
+        require_started(tmp_path / "run")
