@@ -616,6 +616,13 @@ def origin(argv: list[str]) -> dict[str, Any]:
     }
 
 
+def provenance(run_dir: Path) -> dict[str, Scalar]:
+    """Return the version of speechtrain, its commit and the name of a run, for files that leave the run."""
+    about = read_about(run_dir)
+    version, commit = about.versions.get("speechtrain"), about.git.get("commit")
+    return {"speechtrain": version, "commit": commit, "run": run_dir.resolve().name}
+
+
 def versions_of(*packages: str) -> dict[str, str]:
     """Return the versions of Python, and of each of ``packages`` that is installed, by name."""
     versions = {"python": platform.python_version()}

@@ -22,6 +22,7 @@ from speechtrain.files import sha256, write_json
 from speechtrain.inference.loaded_run import LoadedRun
 from speechtrain.models.ctc import CTC
 from speechtrain.models.rnnt import RNNT
+from speechtrain.run_directory import provenance
 
 PRECISIONS = ("fp32", "int8")
 
@@ -38,7 +39,8 @@ def write(loaded: LoadedRun, folder: Path, has_features: bool) -> list[str]:
     write_graphs(graphs, folder)
     if has_features and "features" in graphs:
         _merge_features(folder)
-    write_json(folder / "model.json", settings(loaded, graphs) | {"sha256": digests(folder)})
+    content = settings(loaded, graphs) | {"sha256": digests(folder)}
+    write_json(folder / "model.json", content | provenance(Path(loaded.opened.config.run_dir)))
     copy_programs(folder, "recognise.py")
     exports = {}
     for precision in PRECISIONS:

@@ -25,6 +25,7 @@ from speechtrain.export.recognise_sherpa import open_recogniser, transcribe
 from speechtrain.export.search import Search
 from speechtrain.files import sha256, write_json, write_text
 from speechtrain.inference.loaded_run import LoadedRun
+from speechtrain.run_directory import provenance
 
 
 class _Transducer(nn.Module):
@@ -123,7 +124,7 @@ def write(loaded: LoadedRun, folder: Path) -> list[str]:
         "longest_pause": loaded.longest_pause,
         "sha256": sums,
     }
-    write_json(folder / "model.json", settings)
+    write_json(folder / "model.json", settings | provenance(Path(loaded.opened.config.run_dir)))
     copy_programs(folder, "recognise_sherpa.py")
     exports = {precision: SherpaExport(folder, precision) for precision in PRECISIONS}
     result = held_out.check(loaded, exports)

@@ -35,6 +35,7 @@ from speechtrain.run_directory import (
     note_environment,
     origin,
     outcome_text,
+    provenance,
     read_about,
     read_best,
     read_device,
@@ -201,6 +202,9 @@ def test_about_says_how_a_run_came_to_be(tmp_path: Path) -> None:
     assert {"python", "torch", "lhotse", "speechtrain"} <= set(said["versions"])
     assert said["host"] == platform.node()
     assert git_state(tmp_path) == {}
+    about = About([], versions={"speechtrain": "0.1.0", "torch": "2.13"}, git={"commit": "abc"})
+    write_json(tmp_path / "run.json", asdict(about))
+    assert provenance(tmp_path) == {"speechtrain": "0.1.0", "commit": "abc", "run": tmp_path.name}
 
 
 WRONG_VALUES = (7, 1.5, True, "x", [7], [None], {"a": [1]}, {"a": {"b": {}}}, [["a"]], 10**400)

@@ -76,6 +76,7 @@ def test_write_checks_every_precision(folder: Path) -> None:
     assert result["ties"] == []
     assert result["error_rates"]["fp32"] == result["error_rates"]["pytorch"]
     assert set(result["error_rates"]) == {"pytorch", "fp32", "int8"}
+    assert json.loads((folder / "model.json").read_text())["run"] == "rnnt"
 
 
 def test_recognise_prints_the_text_of_pytorch(run_directory: Path, folder: Path, tmp_path: Path) -> None:

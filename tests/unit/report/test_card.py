@@ -63,6 +63,7 @@ def write(
         "overrides": [],
         "argv": argv,
         "versions": {"torch": "2.13.0"},
+        "git": {"commit": "c0ffee"},
         "host": "secret-host",
         "device": "cpu",
     }
@@ -107,6 +108,7 @@ def test_card_is_accepted_by_the_hub_with_the_figures_of_the_result(tmp_path: Pa
     assert "| unheard | Greedy | WER | 12.35 % | not measured | not stored |" in text
     assert "3.25 hours, 1,200 recordings, 7 speakers" in text
     assert "1:02:05, 6 updates" in text
+    assert f"- Run: {export.run_dir.name}, commit c0ffee of speechtrain\n- Software" in text
     assert r"cpu, Xeon \<b\>" in text
     assert "    speechtrain train model=ctc data.train=corpus\n" in text
     assert "8000 samples per second" in text
