@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from speechtrain.batch import Batch, Skip
+from speechtrain.data.hold_out import Sides
 from speechtrain.data.index import open_index
 from speechtrain.data.loader import REASONS, BatchLoader, collate
 from speechtrain.data.sampler import BatchSize, Plan, evaluation_plan
@@ -86,6 +87,17 @@ class EvaluationSets:
             loader, plan = self[name]
             batches[name] = EvaluationBatches(name, loader, plan, self.workers, self.skips, rank, world_size)
         return batches
+
+    def heard(self, sides: Sides) -> dict[str, str]:
+        """Return the number of recordings among those trained on, with an example, by the set."""
+        counts = {}
+        for name in self.names:
+            index, rows = self[name].loader.index, self[name].plan.rows
+            heard = rows[np.isin(index.recordings[rows], sides.trained)]
+            if len(heard):
+                example = index.cut(int(heard.min()))["id"]
+                counts[name] = f"{len(heard)} of {len(rows)} recordings, such as {example!r}"
+        return counts
 
     def shapes(self) -> list[tuple[int, int, int]]:
         """Return the fixed (rows, samples, labels) of all sets. Without fixed shapes it is empty."""

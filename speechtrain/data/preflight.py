@@ -12,7 +12,6 @@ from speechtrain.batch import Skip
 from speechtrain.data.audio import files_of, first_file, read_cut
 from speechtrain.data.equal_content import equal_files
 from speechtrain.data.formats.manifests import Record, text_of
-from speechtrain.data.hold_out import Sides
 from speechtrain.data.index import Index, crowded_transcripts_line, label_count
 from speechtrain.data.loader import REASONS
 from speechtrain.data.planned_lengths import Integers
@@ -22,7 +21,6 @@ from speechtrain.data.tar_members import file_of
 from speechtrain.data.training_set import (
     FILTERS,
     TrainingSet,
-    heard_rows,
     hours,
     sample_rows,
     where_transcripts_are,
@@ -214,10 +212,8 @@ def warnings(stream: TrainingStream) -> Iterator[str]:
     for name in sets.specs:
         loader, plan = sets[name]
         yield from _name_warnings(f"valid.{name}", loader.index, np.sort(plan.rows))
-        yield from _heard_warning(f"valid.{name}", loader.index, plan.rows, training_set.initial_sides)
-    if training_set.hold_out:
-        rows = training_set.held_out
-        yield from _heard_warning("train", training_set.index, rows, training_set.initial_sides)
+    for name, counts in sets.heard(training_set.initial_sides).items():
+        yield f"{name}: the weights of init_from were trained on {counts}, so its error rates are too low"
     yield from _low_rate_warning(stream)
     yield from _copies_warning(training_set)
     if stream.loader.tokenizer.reads_text:
@@ -278,14 +274,6 @@ def _name_warnings(key: str, index: Index, rows: Integers) -> Iterator[str]:
             f"data.{key}: {len(others)} of {len(paths)} checked files have names in another Unicode form "
             f"on the disk, such as {path_on_disk(others[0])}. They are used"
         )
-
-
-def _heard_warning(key: str, index: Index, rows: Integers, initial: Sides) -> Iterator[str]:
-    """Yield a line if validation recordings are among those on which the initial weights were trained."""
-    heard = heard_rows(index, rows, initial)
-    if len(heard):
-        fact = f"validate, and init_from was trained on them, such as {index.cut(int(heard[0]))['id']!r}"
-        yield from _describe_rows(key, index, heard, f"{fact}. Their error rates are too low")
 
 
 def _low_rate_warning(stream: TrainingStream) -> Iterator[str]:

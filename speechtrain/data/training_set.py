@@ -214,10 +214,5 @@ def sample_rows(rows: Integers, count: int, seed: int) -> Integers:
     return np.sort(rows[smallest_draws])
 
 
-def heard_rows(index: Index, rows: Integers, sides: Sides) -> Integers:
-    """Return the rows whose recordings are among those trained on."""
-    return rows[np.isin(index.recordings[rows], sides.trained)]
-
-
 def hours(seconds: Seconds) -> float:
     return float(seconds.sum(dtype=np.float64)) / 3600

@@ -9,7 +9,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -29,7 +29,6 @@ from speechtrain.data.loader import audio_row, collate
 from speechtrain.data.module import SpeechData
 from speechtrain.data.pieces import Recording, recording_error, recordings
 from speechtrain.data.recordings import Unusable
-from speechtrain.data.training_set import heard_rows
 from speechtrain.data.voice_activity import speech_spans
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError, first_line, require_least
@@ -231,7 +230,11 @@ class LoadedRun:
                     group=SingleProcess(),
                     examples=None,
                 )
-            return _with_warnings(outcomes, data) if isinstance(data, SpeechData) else outcomes
+            if isinstance(data, SpeechData):
+                for name, counts in data.evaluation_sets.heard(data.training_set.former_sides).items():
+                    warning = f"the run was trained on {counts}, so the error rates are too low"
+                    outcomes[name].warnings["trained"] = warning
+            return outcomes
         finally:
             data.close()
 
@@ -492,20 +495,6 @@ def _choose_sets(config: DictConfig, sets: Mapping[str, str]) -> None:
         config.data.valid = dict(sets)
     if has_sets_key and not config.data.valid and not config.data.get("hold_out"):
         raise ConfigError(f"{config.run_dir} has no evaluation set. Give one with --set NAME=FILE")
-
-
-def _with_warnings(outcomes: Mapping[str, Outcome], data: SpeechData) -> dict[str, Outcome]:
-    """Return the outcomes with a warning for each set that has recordings on which the run was trained."""
-    warned = dict(outcomes)
-    for name, outcome in outcomes.items():
-        loader, plan = data.evaluation_sets[name]
-        rows = heard_rows(loader.index, plan.rows, data.training_set.former_sides)
-        if len(rows):
-            counts = f"the run was trained on {len(rows)} of {len(plan.rows)} recordings of this set"
-            example = f"such as {loader.index.cut(int(rows[0]))['id']!r}"
-            warning = f"{counts}, {example}, so the error rates are too low"
-            warned[name] = replace(outcome, warnings={**outcome.warnings, "trained": warning})
-    return warned
 
 
 def _check_held_out_set(checkpoint: Path, data: SpeechData) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -110,7 +110,8 @@ def follow_data(config: DictConfig, explicit_keys: Collection[str], *, is_plan: 
         )
         settings |= _apply_table(config, speech, explicit_keys)
         if _is_explicit("data.max_seconds", explicit_keys):
-            _warn_of_long_recordings(config, device, transcripts, speech.labels_per_second)
+            memory_share = _memory_share(config, device, speech.labels_per_second)
+            _warn_of_long_recordings(max(transcripts.seconds), memory_share)
         if default_max_seconds is not None:
             settings |= _settle_max_seconds(
                 config, device, transcripts, speech.labels_per_second, default_max_seconds
@@ -170,44 +171,39 @@ def _settle_max_seconds(
     longest_seconds = math.ceil(max(transcripts.seconds))
     if longest_seconds <= default_seconds:
         return {}
-    footprint, free_bytes = _footprint(config), _free_bytes(config, device)
+    memory_share = _memory_share(config, device, labels_per_second)
     for seconds in range(longest_seconds, int(default_seconds), -1):
-        if _batch_bytes(config, footprint, seconds, labels_per_second) <= _BATCH_FRACTION * free_bytes:
+        if memory_share(seconds) <= _BATCH_FRACTION:
             config.data.max_seconds = float(seconds)
             return {"data.max_seconds": float(seconds)}
     return {}
 
 
-def _warn_of_long_recordings(
-    config: DictConfig, device: Device, transcripts: _Transcripts, labels_per_second: float
-) -> None:
-    """Print a warning if a batch of the longest recordings needs more memory than a batch may use."""
-    seconds = max(transcripts.seconds)
-    batch_bytes = _batch_bytes(config, _footprint(config), seconds, labels_per_second)
-    free_bytes = _free_bytes(config, device)
-    if _BATCH_FRACTION * free_bytes < batch_bytes < math.inf:
-        needs = f"needs about {batch_bytes / 2**30:.0f} of {free_bytes / 2**30:.0f} GiB of free memory"
+def _warn_of_long_recordings(seconds: float, memory_share: Callable[[float], float]) -> None:
+    """Print a warning if a batch of the longest recordings, of ``seconds``, takes too much memory."""
+    if _BATCH_FRACTION < memory_share(seconds) < math.inf:
+        needs = f"needs about {memory_share(seconds):.0%} of the free memory"
         cure = "Lower data.max_seconds. Long texts need timestamps: name segments with start and end"
         print_notice(f"warning: a batch of the longest recordings ({seconds:.0f} s) {needs}. {cure}")
 
 
-def _footprint(config: DictConfig) -> Footprint:
-    """Return the predicted memory of a step, which is infinite if it is not known."""
+def _memory_share(config: DictConfig, device: Device, labels_per_second: float) -> Callable[[float], float]:
+    """Return the predicted share of the free memory that a batch needs, as a function of its seconds.
+
+    It is infinite for a network that cannot be built on the meta device.
+    """
     try:
         with torch.device("meta"):
-            return build_model(config, build_tokenizer(config), build_encoder(config)).footprint()
-    except (NotImplementedError, RuntimeError):  # This network cannot be built on the meta device.
-        return Footprint(math.inf)
+            footprint = build_model(config, build_tokenizer(config), build_encoder(config)).footprint()
+    except (NotImplementedError, RuntimeError):
+        footprint = Footprint(math.inf)
+    batch_size = int(config.data.batch.count or 1)
+    free_bytes = host.free_memory() / int(config.world_size) if device.on_host else _ASSUMED_DEVICE_BYTES
 
+    def share(seconds: float) -> float:
+        return footprint.bytes(batch_size, seconds, math.ceil(labels_per_second * seconds)) / free_bytes
 
-def _free_bytes(config: DictConfig, device: Device) -> float:
-    return host.free_memory() / int(config.world_size) if device.on_host else _ASSUMED_DEVICE_BYTES
-
-
-def _batch_bytes(config: DictConfig, footprint: Footprint, seconds: float, labels_per_second: float) -> float:
-    """Return the predicted bytes of a batch of recordings of ``seconds`` with fast speech."""
-    labels = math.ceil(labels_per_second * seconds)
-    return footprint.bytes(int(config.data.batch.count or 1), seconds, labels)
+    return share
 
 
 def _check_table_name(config: DictConfig) -> None:

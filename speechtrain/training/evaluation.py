@@ -39,8 +39,9 @@ class Outcome:
     examples: tuple[Example, ...]  # the worst utterances of this rank, or all of them
     seconds: float  # the time of this rank's evaluation, with reading, loss and search
     audio_seconds: float  # the audio of all ranks
-    # Warnings by kind: ``dropped``, each of FAULTS, and ``contradiction``: a low loss, but texts too short
-    warnings: Mapping[str, str] = field(default_factory=dict)
+    # Warnings by kind: ``dropped``, each of FAULTS, ``contradiction``: a low loss, but texts too short, and
+    # ``trained``: the run was trained on some of the recordings
+    warnings: dict[str, str] = field(default_factory=dict)
 
     @property
     def real_time_factor(self) -> float:

@@ -85,7 +85,7 @@ def test_recordings_of_the_training_are_a_warning(
     assert evaluate.run(argv) == 0
     said = capsys.readouterr()
     (warning,) = json.loads(said.out)["warnings"]["mine"]
-    assert warning.startswith("the run was trained on 2 of 4 recordings of this set, such as ")
+    assert warning.startswith("the run was trained on 2 of 4 recordings, such as ")
     assert f"warning: mine: {warning}" in said.err
 
 

@@ -343,11 +343,12 @@ def test_validation_on_recordings_of_the_initial_run_is_a_warning(
     next(data_of(path, hold_out=0.0, run_dir=str(tmp_path / "first")).train())
     options = {"initial_run": str(tmp_path / "first")}
     (line,) = data_of(path, **options).warnings()
-    assert line.startswith("data.train: 3 of 10 recordings (")
-    assert "validate, and init_from was trained on them, such as 'm:" in line
+    assert line.startswith(
+        "held_out: the weights of init_from were trained on 3 of 3 recordings, such as 'm:"
+    )
     new = recordings.corpus("n", 3)
     (line,) = data_of(new, valid={"dev": path}, **options).warnings()
-    assert line.startswith("data.valid.dev: 10 of 10 recordings (")
+    assert line.startswith("dev: the weights of init_from were trained on 10 of 10 recordings")
     assert not list(data_of(path, valid={"dev": new}, **options).warnings())
     (tmp_path / "first/recordings.bin").write_bytes(b"damaged")
     assert not list(data_of(path, **options).warnings())
