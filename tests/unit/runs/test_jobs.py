@@ -33,7 +33,9 @@ def test_differing_policies_are_the_last_column(capsys: pytest.CaptureFixture[st
 
 def outcome(seed: int, wer: float, loss: float, speed: str = "") -> _Outcome:
     metrics: dict[str, float | None] = {"wer": wer, "loss": loss, "cer": wer}
-    return _Outcome(f"seed={seed}", "finished", wer, metrics, f"wer {wer:.2%}", speed=speed)
+    return _Outcome(
+        *(f"seed={seed}", "finished", wer), metrics=metrics, metric_text=f"wer {wer:.2%}", speed=speed
+    )
 
 
 def test_the_columns_of_a_table_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
