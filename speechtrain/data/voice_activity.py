@@ -35,7 +35,7 @@ _LEAST_EXCESS_DB = 4.0
 _CHANGE_HOPS = 51
 _LEAST_CHANGE_DB = 4.0
 _LEAST_SPEECH_HOPS = 15  # A click has fewer, because the smoothing widens it.
-_LOUD_PERCENTILE = 90  # of the power in a span. A click may be much louder than the speech.
+_LOUD_PERCENTILE = 90  # of the power of speech. A click may be much louder than the speech.
 _WEAK = 3e-3  # -25 dB, relative to the power at this percentile
 _PAUSE_HOPS = 25  # The smoothing shortens pauses by 0.1 s, so a pause of 0.35 s has as many.
 _SHORTEST_SECONDS = 0.1
@@ -45,9 +45,8 @@ _WHOLE_SECONDS = 0.5  # A shorter recording has too few frames to compare, and i
 def speech_spans(samples: Array, sample_rate: int, longest_pause: float) -> list[tuple[int, int]]:
     """Return the spans of samples (S,) with speech, as (start, end) in samples, in order.
 
-    Before and after speech, a span has half of ``longest_pause`` seconds if the recording has so much. A
-    shorter pause of at least 0.35 s also ends a span, and the next span begins in its middle, because a model
-    that has learned utterances writes no space at a pause. Without speech, there are no spans.
+    Before and after speech, a span has half of ``longest_pause`` seconds if the recording has so much. So
+    the pauses between spans are longer than ``longest_pause``. Without speech, there are no spans.
     """
     seconds = len(samples) / sample_rate
     if seconds < _SHORTEST_SECONDS:
@@ -71,28 +70,27 @@ def speech_spans(samples: Array, sample_rate: int, longest_pause: float) -> list
     is_kept = _without_short_gaps(_extended(is_loud, margin) & is_changing, margin)
     hop = round(_HOP_SECONDS * sample_rate)
     spans = []
-    for first, last in _runs(is_kept):
-        is_speech = (is_loud & is_changing)[first:last]
-        if is_speech.sum() < _LEAST_SPEECH_HOPS:
+    for first, end in _runs(is_kept):
+        if (is_loud & is_changing)[first:end].sum() < _LEAST_SPEECH_HOPS:
             continue
-        power = powers[first:last].sum(1)
-        is_strong = power > _WEAK * np.percentile(power, _LOUD_PERCENTILE)
-        for part_start, part_end in _cut_at_pauses(is_speech & is_strong):
-            start, end = first + part_start, first + part_end
-            spans.append((start * hop, len(samples) if end == len(is_kept) else end * hop))
+        is_last_frame = end == len(is_kept)
+        spans.append((int(first * hop), len(samples) if is_last_frame else int(end * hop)))
     return spans
 
 
-def _cut_at_pauses(is_speech: Array) -> list[tuple[int, int]]:
-    """Return the parts of a mask (T,) of speech, as (start, end). They meet in the middle of its pauses."""
-    cuts = [0]
-    for (_, pause_start), (pause_end, _) in itertools.pairwise(_runs(is_speech)):
-        speech_hops = is_speech[cuts[-1] : pause_start].sum()
-        remaining_hops = is_speech[pause_end:].sum()
-        is_short = pause_end - pause_start < _PAUSE_HOPS
-        if not is_short and min(speech_hops, remaining_hops) >= _LEAST_SPEECH_HOPS:
-            cuts.append((pause_start + pause_end) // 2)
-    return list(itertools.pairwise([*cuts, len(is_speech)]))
+def pause_middles(samples: Array, sample_rate: int) -> list[float]:
+    """Return the middle of each pause of 0.35 s or more between two parts of speech (S,), in seconds."""
+    hop = round(_HOP_SECONDS * sample_rate)
+    powers = np.square(samples[: len(samples) // hop * hop]).reshape(-1, hop).mean(1)
+    if len(powers) < _SMOOTHED_HOPS:
+        return []
+    powers = np.convolve(powers, np.full(_SMOOTHED_HOPS, 1.0 / _SMOOTHED_HOPS), "same")
+    is_strong = powers > _WEAK * np.percentile(powers, _LOUD_PERCENTILE)
+    middles = []
+    for (_, pause_start), (pause_end, _) in itertools.pairwise(_runs(is_strong)):
+        if pause_end - pause_start >= _PAUSE_HOPS:
+            middles.append((pause_start + pause_end) / 2 * _HOP_SECONDS)
+    return middles
 
 
 def shorten_pauses(samples: Array, sample_rate: int, longest_pause: float) -> Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -60,6 +60,19 @@ class Hypothesis:
             confidence = min(self.confidences[begin:end])
             words.append(Word(text, self.times[begin], self.ends[end - 1], confidence))
         return tuple(words)
+
+    def part(self, begin: int, end: int) -> Hypothesis:
+        """Return the hypothesis of the labels from ``begin`` to before ``end``."""
+        labels = self.labels[begin:end]
+        return replace(
+            self,
+            labels=labels,
+            text=self.tokenizer.decode(labels) if self.tokenizer else "",
+            times=self.times[begin:end],
+            ends=self.ends[begin:end],
+            confidences=self.confidences[begin:end],
+            alternatives=(),
+        )
 
 
 def _word_spans(tokenizer: Tokenizer, labels: Sequence[int]) -> list[tuple[int, int]]:

@@ -83,8 +83,13 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 
 def text_of(loaded: LoadedRun, samples: np.ndarray) -> str:
-    """Return PyTorch's text of samples (S,), which are decoded as a single piece."""
-    return loaded.transcribe(samples, batch=1, piece_seconds=LONGEST_SECONDS)[0].text
+    """Return PyTorch's text of samples (S,), which are decoded as a single piece.
+
+    An export writes no spaces at pauses, because it has no times of labels.
+    """
+    (transcript,) = loaded.transcribe(samples, batch=1, piece_seconds=LONGEST_SECONDS)
+    texts = [segment.hypothesis.text.strip() for segment in transcript.segments]
+    return " ".join([text for text in texts if text])
 
 
 def utterances(loaded: LoadedRun) -> Iterator[Utterance]:

@@ -29,7 +29,7 @@ from speechtrain.data.loader import audio_row, collate
 from speechtrain.data.module import SpeechData
 from speechtrain.data.pieces import Recording, recording_error, recordings
 from speechtrain.data.recordings import Unusable
-from speechtrain.data.voice_activity import speech_spans
+from speechtrain.data.voice_activity import pause_middles, speech_spans
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError, first_line, require_least
 from speechtrain.inference.open_run import OpenedRun, open_run
@@ -377,7 +377,9 @@ class LoadedRun:
             opened.device.mark_step()
         for piece, hypothesis in zip(pieces, hypotheses, strict=True):
             end = piece.start + len(piece.samples) / self.sample_rate
-            piece.transcript.segments.append(Segment(piece.start, end, hypothesis))
+            middles = pause_middles(piece.samples, self.sample_rate)
+            pauses = tuple(piece.start + middle for middle in middles)
+            piece.transcript.segments.append(Segment(piece.start, end, hypothesis, pauses))
             piece.transcript.undecoded -= 1
         pieces.clear()
 

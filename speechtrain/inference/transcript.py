@@ -8,6 +8,7 @@ import textwrap
 from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +39,16 @@ class Segment:
     start: float  # in seconds of the recording
     end: float  # in seconds of the recording
     hypothesis: Hypothesis  # the text, with times that count from ``start``
+    pauses: tuple[float, ...] = ()  # the middles of the pauses, in seconds of the recording
+
+    @property
+    def parts(self) -> list[Hypothesis]:
+        """The hypothesis, divided at the pauses. A model of utterances writes no space there."""
+        hypothesis = self.hypothesis
+        bounds = [0, *[bisect(hypothesis.times, pause - self.start) for pause in self.pauses]]
+        bounds.append(len(hypothesis.times))
+        parts = [hypothesis.part(begin, end) for begin, end in pairwise(bounds) if begin < end]
+        return parts if len(parts) > 1 else [hypothesis]
 
 
 @dataclass(frozen=True)
@@ -54,8 +65,8 @@ class Transcript:
 
     @property
     def text(self) -> str:
-        """The texts of the segments, joined by spaces."""
-        texts = [segment.hypothesis.text.strip() for segment in self.segments]
+        """The texts between pauses, joined by spaces."""
+        texts = [part.text.strip() for segment in self.segments for part in segment.parts]
         return " ".join([text for text in texts if text])
 
     @property
@@ -87,7 +98,7 @@ class Transcript:
         """Return the words with times in seconds of the recording, grouped by equal starts."""
         groups: list[list[Word]] = []
         for segment in self.segments:
-            for word in segment.hypothesis.words:
+            for word in [word for part in segment.parts for word in part.words]:
                 start = min(segment.start + word.start, self.seconds)
                 end = min(segment.start + word.end, self.seconds)
                 if not groups or start != groups[-1][0].start:
@@ -98,17 +109,16 @@ class Transcript:
     def captions(self) -> Iterator[tuple[float, float, str]]:
         """Yield start, end (seconds of the recording) and text of each caption.
 
-        A caption has at most two lines and lasts at most 7 s. Captions do not overlap. A segment begins a new
-        caption, because it begins after a pause. A word that is longer than two lines is divided.
+        A caption has at most two lines and lasts at most 7 s. Captions do not overlap. A pause ends a
+        caption. A word that is longer than two lines is divided.
         """
-        segment_starts = [segment.start for segment in self.segments]
+        pauses = [pause for segment in self.segments for pause in (segment.start, *segment.pauses)]
         parts: list[_Caption] = []  # of the current caption
-        segment_number = 0
+        pause_count = 0  # before the current caption
         for part in self._caption_parts():
-            next_number = bisect(segment_starts, part.start)
-            is_same_segment = next_number == segment_number
-            segment_number = next_number
-            if parts and not (is_same_segment and _can_follow(parts, part)):
+            is_after_pause = bisect(pauses, part.start) > pause_count
+            pause_count = bisect(pauses, part.start)
+            if parts and (is_after_pause or not _can_follow(parts, part)):
                 yield _join(parts)
                 parts = []
             parts.append(part)

@@ -80,12 +80,26 @@ def test_captions_have_two_lines_and_7_seconds_and_never_overlap(
 
 
 def test_a_caption_ends_at_a_pause() -> None:
+    words = [("a", 0.1, 0.5), ("bc", 0.6, 1.0), ("d", 1.4, 1.6)]
     segments = (
-        Segment(0.0, 1.0, spoken([("a", 0.1, 0.5), ("b", 0.6, 1.0)], True)),
-        Segment(1.0, 3.0, spoken([("c", 0.0, 0.5)], True)),
+        Segment(10.0, 12.0, spoken(words, True), pauses=(11.2,)),
+        Segment(12.0, 13.0, spoken([("e", 0.0, 0.5)], True)),
     )
-    captions = Transcript("a.wav", "a.wav", 3.0, segments).captions()
-    assert [(start, text) for start, _, text in captions] == [(0.1, "a b"), (1.0, "c")]
+    captions = Transcript("a.wav", "a.wav", 13.0, segments).captions()
+    assert [(start, text) for start, _, text in captions] == [(10.1, "a bc"), (11.4, "d"), (12.0, "e")]
+
+
+def test_a_word_ends_at_a_pause() -> None:
+    labels = Characters().encode("ab cd")
+    times = (0.0, 0.1, 0.2, 0.3, 0.9)
+    ends = tuple(time + 0.1 for time in times)
+    hypothesis = Hypothesis(
+        tuple(labels), "ab cd", -1.0, times, ends, (0.5,) * len(labels), tokenizer=Characters()
+    )
+    transcript = Transcript("a", "a", 2.0, (Segment(1.0, 2.0, hypothesis, pauses=(1.6,)),))
+    assert transcript.text == "ab c d"
+    assert [(word.text, word.start) for word in transcript.words] == [("ab", 1.0), ("c", 1.3), ("d", 1.9)]
+    assert transcript.score == -1.0
 
 
 @pytest.mark.parametrize("seed", range(5))
