@@ -315,6 +315,7 @@ TOUCH_FILES = {
     "devices/cpu.py": "/proc",
     "devices/affinity.py": "/sys",
     "runs/user_yaml.py": "the user's own YAML files",
+    "commands/transcribe.py": "--list FILE, the user's choice",
     "commands/report.py": "--out FILE, the user's choice",
     "commands/_cli.py": "a new temporary file",
     "launchers/slurm.py": "a template of the package, and the log, which is checked before",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speechtrain.errors import ConfigError, DataError, RecordingError, escape_controls
-from speechtrain.files import atomic, json_text, writing
+from speechtrain.files import atomic, json_text, read_text, writing
 from speechtrain.inference.transcript import Transcript, format_transcript, utf8
 
 if TYPE_CHECKING:
@@ -86,8 +86,9 @@ class ResultFolder:
         self._paths = {key: folder / path for key, path in paths.items()}
         text = json_text([form, command])
         with writing(f"--out {folder}", OUT_FIX):
-            if not self._command_file.exists() or self._command_file.read_text() != text:
-                self._command_file.write_text(text)
+            if not self._command_file.exists() or read_text(self._command_file) != text:
+                with atomic(self._command_file) as temporary:
+                    temporary.write_text(text)
 
     def lacks(self, recording: Recording | DataError) -> bool:
         """Return whether the result of ``recording`` has yet to be written."""
