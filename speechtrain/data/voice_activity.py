@@ -6,7 +6,7 @@ transcription and exports alike.
 
 Noise and hum do not change, but speech changes several times in a second. A frame belongs to speech if
 
-- the 0.1 s around it are above -70 dBFS,
+- the 0.1 s around it are above -70 dBFS, and at most 30 dB below the loud frames,
 - it is 4 dB above the level that the recording exceeds in nine of ten audible frames, as the mean over 16
   bands, unless the recording has less than a second of sound,
 - the bands change by 4 dB within 0.5 s around it, as the mean over 16 bands.
@@ -36,6 +36,7 @@ _CHANGE_HOPS = 51
 _LEAST_CHANGE_DB = 4.0
 _LEAST_SPEECH_HOPS = 15  # A click has fewer, because the smoothing widens it.
 _LOUD_PERCENTILE = 90  # of the power of speech. A click may be much louder than the speech.
+_FAINT = 1e-3  # -30 dB, relative to the power at this percentile. The room of a recording is below.
 _WEAK = 3e-3  # -25 dB, relative to the power at this percentile
 _PAUSE_HOPS = 25  # The smoothing shortens pauses by 0.1 s, so a pause of 0.35 s has as many.
 _SHORTEST_SECONDS = 0.1
@@ -52,9 +53,11 @@ def speech_spans(samples: Array, sample_rate: int, longest_pause: float) -> list
     if seconds < _SHORTEST_SECONDS:
         return []
     powers = _windows(_band_powers(samples, sample_rate), _SMOOTHED_HOPS).mean(-1)  # (T, bands)
-    is_audible = powers.sum(1) > _AUDIBLE_POWER
+    power = powers.sum(1)
+    is_audible = power > _AUDIBLE_POWER
     if not is_audible.any():
         return []
+    is_audible &= power > _FAINT * np.percentile(power[is_audible], _LOUD_PERCENTILE)
     if seconds < _WHOLE_SECONDS:
         return [(0, len(samples))]
     levels = 10.0 * np.log10(np.maximum(powers, _AUDIBLE_POWER / _BANDS))

@@ -120,6 +120,19 @@ def test_a_short_pause_stays_and_has_a_middle(utterances: list[Samples], level: 
     assert not pause_middles(recording[:100], RATE)
 
 
+def test_a_voice_of_20_db_less_is_speech_and_the_room_of_a_recording_is_not(
+    utterances: list[Samples],
+) -> None:
+    loud, quiet = utterances[0], 0.1 * utterances[1]
+    room = np.resize(np.concatenate([0.01 * utterances[2][::-1], 0.01 * utterances[2]]), 3 * RATE)
+    recording = np.concatenate([loud, room, quiet])
+    (start, end), (other_start, other_end) = speech_spans(recording, RATE, PAUSE)
+    assert start == 0
+    assert end <= len(loud) + 0.4 * RATE
+    assert other_start >= len(loud) + len(room) - 0.4 * RATE
+    assert other_end >= len(recording) - 0.05 * RATE
+
+
 def test_a_long_pause_becomes_short(utterances: list[Samples]) -> None:
     pause = np.zeros(round(0.5 * RATE), np.float32)
     shortened = shorten_pauses(np.concatenate([utterances[0], *4 * [pause], utterances[1]]), RATE, PAUSE)
