@@ -32,9 +32,10 @@ def own_code(config: DictConfig) -> dict[str, dict[str, Any]]:
     for group in INTERFACES:
         for target in _TARGET.findall(OmegaConf.to_yaml(config[group])):
             name = target_class(target, group).__module__
-            package = sys.modules[name.partition(".")[0]]
+            package_name, _, _ = name.partition(".")
+            package = sys.modules[package_name]
             file = getattr(sys.modules[name], "__file__", None)
-            if package.__name__ in ("speechtrain", "torch") or file is None or name in modules:
+            if package_name in ("speechtrain", "torch") or file is None or name in modules:
                 continue
             path = Path(file)
             facts = {"group": group, "file": file, "sha256": sha256(path)}

@@ -157,14 +157,16 @@ if IS_WARM == "True":
     torch.rand(2000, 200) @ torch.rand(200, 2000)
     text()
 child = os.fork()
-print(text(), flush=True)
+text_of_process = text()
+if child:
+    assert os.waitpid(child, 0)[1] == 0  # Otherwise the lines of the two processes may be mixed.
+print(text_of_process, flush=True)
 if not child:
     try:
         speechtrain.load(RUN)
     except MachineError as error:
         print(error, flush=True)
     os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
 """
 
 
