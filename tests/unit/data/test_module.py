@@ -379,7 +379,8 @@ def texts(recordings: Any, *said: str) -> str:
 def test_transcripts_that_training_changes_are_counted_once(cache: Path, recordings: Any) -> None:
     train = texts(recordings, "\u200fone\u200b\u200b", "o\ufffdne", "two", "no\u200f", "eno")
     data = SpeechData(train, {}, Characters(" eno\ufffd", "unicode"), sample_rate=8_000)
-    invisible, damaged = data.warnings()
+    left_out, invisible, damaged = data.warnings()
+    assert left_out.startswith("data.train: 1 of 5 recordings")
     start = (
         "data.train: 4 remarks, tags and invisible characters were dropped from 2 of 5 transcripts, such as "
     )

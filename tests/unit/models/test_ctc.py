@@ -82,7 +82,7 @@ def test_it_learns_to_read_noise() -> None:
         optimizer.zero_grad()
         task(batch).total.backward()
         optimizer.step()
-    result = task.eval().evaluate(batch)
+    result = task.eval().evaluate(batch, task.decoder)
     assert [(e.reference, e.hypothesis) for e in result.examples] == [("one", "one"), ("two", "two")]
     assert result.metrics["wer"][0].item() == 0
     assert result.metrics["wer"][1].item() == 2

@@ -221,7 +221,7 @@ def test_greedy_decoding_equals_one_utterance_at_a_time(limits: tuple[int, int |
         model.joint.output.bias[model.tokenizer.blank] += 6.0
         batch = a_batch([1.4, 0.3, 0.9, 0.06], [[], [], [], []])
         encoded, lengths = model.encoder(batch)
-        together = [found.text for found in model.transcribe(batch)]
+        together = [found.text for found in model.transcribe(batch, model.decoder)]
         separately = []
         for row, length in enumerate(lengths.tolist()):
             limit = limits[1] or math.ceil(length * 50 * 0.06)  # 50 labels a second, 60 ms a frame
@@ -236,7 +236,7 @@ def test_evaluation_reports_corpus_sums() -> None:
     batch = a_batch([0.5, 0.5], [[1, 2], [3]], weight=[1.0, 0.0])
     batch = Batch(**{**vars(batch), "ids": ("a", ""), "texts": ("one two", "")})
     with torch.no_grad():
-        result = model.evaluate(batch)
+        result = model.evaluate(batch, model.decoder)
     assert [example.id for example in result.examples] == ["a"]
     assert float(result.metrics["wer"][1]) == 2.0
     assert float(result.metrics["cer"][1]) == 7.0
@@ -274,7 +274,7 @@ def test_a_tdt_learns_and_skips_frames(prediction: str) -> None:
         total.backward()
         optimizer.step()
     assert float(total.detach()) < 0.5 * float(without.detach().sum())
-    found = model.transcribe(batch)
+    found = model.transcribe(batch, model.decoder)
     assert len(found) == 2
     assert all(isinstance(one.text, str) for one in found)
 

@@ -136,7 +136,7 @@ def test_a_run_ends_at_a_validation_after_which_no_other_fits(
 
         def evaluate(self, batch: Batch, decoder: Any) -> Evaluation:
             self.batch_s = 1.0 if self.clock_s < SECONDS / 20 else 45.0
-            return super().evaluate(batch)
+            return super().evaluate(batch, decoder)
 
     monkeypatch.setattr("tests.support.timed_run.Timed", Slower)
     run = Run(tmp_path, monkeypatch, validate_every=100)
