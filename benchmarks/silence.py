@@ -1,11 +1,15 @@
 """Error rates of a run with silence and noise before, after and between its held-out recordings.
 
-    python benchmarks/silence.py RUN [--recordings N] [--room-tone] [KEY=VALUE …]
+    python benchmarks/silence.py RUN [KEY=VALUE …] [--recordings N] [--room-tone]
 
-Silence is zeros, or white noise of -60 and -40 dBFS. With --room-tone, it is also the quietest half second of
-each recording, played forwards and backwards, so each recording needs a pause of this length. "Between" joins
-ten recordings, and is compared with the ten joined without silence. The program then transcribes half a
-minute of silence, hum and noise, and an hour of silence. Each word that it finds in them is wrong.
+Silence is zeros, or white noise of -60 and -40 dBFS. "Between" joins ten recordings, and is compared with the
+ten joined without silence. The program then transcribes half a minute of silence, hum and noise, and an hour
+of silence. Each word that it finds in them is wrong.
+
+With --room-tone, the silence is the room of real recordings: the quietest half second of each recording,
+played forwards and backwards, if it is 30 dB below the loudest tenth of a second. A recording without such a
+pause has the room of an earlier one. The program then prints the rates of the recordings alone, with 2 s of
+it before and after, and joined in tens with 1 to 6 s of it between.
 """
 
 from __future__ import annotations
@@ -46,12 +50,30 @@ def noise(decibels: float) -> Silence:
     return white
 
 
-def room_tone(recording: Samples, seconds: float) -> Samples:
+def level(samples: Samples) -> float:
+    """Return the power in dB of full scale."""
+    return 10.0 * math.log10(float(np.square(samples).mean()) + 1e-12)
+
+
+def quietest(recording: Samples) -> Samples:
+    """Return the half second of a recording with the least power."""
     half_second = RATE // 2
     starts = range(0, max(1, len(recording) - half_second), RATE // 100)
-    quietest = min(starts, key=lambda start: float(np.square(recording[start : start + half_second]).sum()))
-    tone = recording[quietest : quietest + half_second]
-    return np.resize(np.concatenate([tone, tone[::-1]]), round(seconds * RATE))
+    start = min(starts, key=lambda start: level(recording[start : start + half_second]))
+    return recording[start : start + half_second]
+
+
+def rooms(recordings: Sequence[Samples]) -> list[Samples]:
+    """Return the room of each recording, forwards and backwards."""
+    tone = quietest(recordings[0])
+    tones = []
+    for recording in recordings:
+        tenths = recording[: len(recording) // 1600 * 1600].reshape(-1, 1600)
+        own_tone = quietest(recording)
+        if level(own_tone) <= max(map(level, tenths)) - 30.0:
+            tone = own_tone
+        tones.append(np.concatenate([tone, tone[::-1]]))
+    return tones
 
 
 KINDS: dict[str, Silence] = {
@@ -98,6 +120,34 @@ def differences(loaded: LoadedRun, held_out: Sequence[Utterance], kinds: dict[st
             print(f"| {kind} | {seconds:g} | {' | '.join(cells)} |", flush=True)
 
 
+def room_tones(loaded: LoadedRun, held_out: Sequence[Utterance]) -> None:
+    """Print the error rates with the silence of rooms."""
+    recordings = [utterance.samples for utterance in held_out]
+    references = [utterance.reference for utterance in held_out]
+    tones = rooms(recordings)
+    generator = np.random.default_rng(0)
+    surrounded, joined, joined_references = [], [], []
+    for recording, tone in zip(recordings, tones, strict=True):
+        around = np.resize(tone, 2 * RATE)
+        surrounded.append(np.concatenate([around, recording, around]))
+    for first in range(0, len(recordings), JOINED):
+        parts = []
+        for recording, tone in zip(recordings[first:][:JOINED], tones[first:][:JOINED], strict=True):
+            pause = np.resize(tone, round(generator.uniform(1, 6) * RATE))
+            parts += [recording, pause]
+        joined.append(np.concatenate(parts[:-1]))
+        joined_references.append(" ".join(references[first : first + JOINED]))
+    print("| recordings | CER | WER |\n|---|---|---|")
+    rows = (
+        ("alone", recordings, references),
+        ("2 s before and after", surrounded, references),
+        ("1 to 6 s between ten", joined, joined_references),
+    )
+    for name, samples, texts in rows:
+        found = rates(loaded, samples, texts)
+        print(f"| {name} | {found['cer']:.2f} | {found['wer']:.2f} |", flush=True)
+
+
 def cell(found: dict[str, float], clean: dict[str, float]) -> str:
     return f"{found['wer'] - clean['wer']:+.2f}, {found['cer'] - clean['cer']:+.2f}"
 
@@ -125,15 +175,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--recordings", type=int, default=300, help="the largest number of recordings")
-    parser.add_argument("--room-tone", action="store_true", help="also repeat the quietest half second")
+    parser.add_argument(
+        "--room-tone", action="store_true", help="use the silence of the recordings' rooms only"
+    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
     loaded = speechtrain.load(arguments.run, *arguments.overrides)
     if loaded.sample_rate != RATE:
         parser.error(f"the run has {loaded.sample_rate} Hz, not {RATE}")
     held_out = list(utterances(loaded))[: arguments.recordings]
-    kinds = KINDS | {"room tone": room_tone} if arguments.room_tone else KINDS
-    differences(loaded, held_out, kinds)
+    if arguments.room_tone:
+        room_tones(loaded, held_out)
+        return
+    differences(loaded, held_out, KINDS)
     words_of_silence(loaded)
 
 
