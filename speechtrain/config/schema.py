@@ -60,7 +60,7 @@ INTERFACES = {
 INJECTED = {
     "model": {"tokenizer", "encoder"},
     "encoder": {"augment"},
-    "data": {"tokenizer", "footprint", "normalise"},
+    "data": {"tokenizer", "footprint", "normalise", "initial_run"},
     "optimizer": {"params"},
     "schedule": {"steps_per_epoch", "planned_steps"},
 }

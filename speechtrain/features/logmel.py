@@ -236,9 +236,7 @@ class LogMel(MovedModule, PolicyAware):
         self.features = splice * mels  # F
         if pad_features_to:
             self.features = math.ceil(self.features / pad_features_to) * pad_features_to
-        with torch.device("cpu"):  # On the meta device, ``arange`` would import the compiler, in 1 s.
-            constants = self._constants()
-        for name, constant in constants.items():
+        for name, constant in self._constants().items():
             self.register_buffer(name, constant, persistent=False)
 
     @property
@@ -442,23 +440,25 @@ class LogMel(MovedModule, PolicyAware):
 
     def _constants(self) -> dict[str, Tensor]:
         """Return the buffers by their names. They are computed in float64 and returned in fp32."""
-        window = self._window_of_form()
-        bins = torch.arange(self.n_fft // 2 + 1, dtype=torch.float64)
-        frequencies = bins * (self.sample_rate / self.n_fft)
-        low, high = slaney_mel(self.f_min), slaney_mel(self.f_max)
-        mels = torch.linspace(low, high, self.mels + 2, dtype=torch.float64)
-        edges = slaney_hertz(mels)
-        constants = {
-            "window": F.pad(window, (0, self.n_fft - self.width)),
-            "bank": mel_bank(edges, frequencies),
-            "edges": edges,
-            "frequencies": frequencies,
-        }
-        if self._spectrum != "fft":
-            constants["basis"] = window[:, None] * self._fourier_basis(bins)
-        if self.dither != 0.0:
-            constants["noise"] = _dither_table()
-        return {name: constant.float().contiguous() for name, constant in constants.items()}
+        device = torch.get_default_device()
+        with torch.device("cpu"):  # On the meta device, ``arange`` would import the compiler, in 1 s.
+            window = self._window_of_form()
+            bins = torch.arange(self.n_fft // 2 + 1, dtype=torch.float64)
+            frequencies = bins * (self.sample_rate / self.n_fft)
+            low, high = slaney_mel(self.f_min), slaney_mel(self.f_max)
+            mels = torch.linspace(low, high, self.mels + 2, dtype=torch.float64)
+            edges = slaney_hertz(mels)
+            constants = {
+                "window": F.pad(window, (0, self.n_fft - self.width)),
+                "bank": mel_bank(edges, frequencies),
+                "edges": edges,
+                "frequencies": frequencies,
+            }
+            if self._spectrum != "fft":
+                constants["basis"] = window[:, None] * self._fourier_basis(bins)
+            if self.dither != 0.0:
+                constants["noise"] = _dither_table()
+            return {name: constant.float().contiguous().to(device) for name, constant in constants.items()}
 
     def _window_of_form(self) -> Tensor:
         """Return the window of the form (samples of the window,)."""

@@ -27,7 +27,7 @@ class RecordedWav2Vec2(Wav2Vec2):
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
         prepared = super().prepare(batch, seed)
-        if self.training:
+        if self.training and seed:  # The check of the parts before the first update has the seed 0.
             drawn = {"audio": batch.audio, **prepared.extra}
             sums = {name: zlib.crc32(value.contiguous().numpy().tobytes()) for name, value in drawn.items()}
             with Path(os.environ["DRAWN"]).open("a", buffering=1) as file:

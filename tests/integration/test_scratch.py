@@ -98,9 +98,9 @@ def test_ranks_have_one_plan(scratch: Command) -> None:
 @pytest.mark.skipif(len(usable_cpus()) < 2, reason="one core has one rank")
 def test_two_cores_have_two_ranks(scratch: Command, folder: Path, tmp_path: Path) -> None:
     """The recipe chooses two ranks of eight recordings. One rank continues the run."""
-    table = tmp_path / "thousand.csv"
-    rows = [f"{path},été\n" for path in folder.glob("*.wav")]
-    table.write_text("path,text\n" + "".join(rows * 84))
+    table = tmp_path / "thousand.jsonl"
+    rows = [json.dumps({"audio_filepath": str(path), "text": "été"}) + "\n" for path in folder.glob("*.wav")]
+    table.write_text("".join(rows * 84))
     skipped = ("device.threads=", "data.train=", "trainer.max_hours=")
     scratch.arguments = [key for key in scratch.arguments if not key.startswith(skipped)]
     scratch.arguments += [f"data.train={table}", "trainer.max_steps=3", "trainer.max_hours=null"]

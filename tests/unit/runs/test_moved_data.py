@@ -32,9 +32,10 @@ def project(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 def start(run_dir: str, steps: int, *overrides: str) -> int:
     """Start a run on ``rec``."""
-    lengths = (f"trainer.max_steps={steps}", "data.batch.count=2", "schedule.steps=9")
+    # With autotune, two runs may choose kernels that round differently.
+    exact = ("device.autotune=false", "data.batch.count=2", f"trainer.max_steps={steps}", "schedule.steps=9")
     return train.run(
-        [*SMALL_TRAINING, "tracking=jsonl", "data.train=rec", *lengths, f"run_dir={run_dir}", *overrides]
+        [*SMALL_TRAINING, "tracking=jsonl", "data.train=rec", *exact, f"run_dir={run_dir}", *overrides]
     )
 
 
@@ -43,18 +44,12 @@ def resume(run_dir: str, *overrides: str) -> int:
 
 
 def outcome(run_dir: str) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """Return the losses and metrics of the steps after the second one, and the last weights.
-
-    The loss of a validation is compared to six digits. Once, in a process that had run many other tests, its
-    last bit differed although the losses of the updates were equal.
-    """
+    """Return the losses and metrics of the steps after the second one, and the last weights."""
     rows = []
     for line in Path(run_dir, "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         if row.get("step", 0) > 2:
             rows.append({key: row[key] for key in ("step", "loss", "wer", "cer") if key in row})
-            if row["event"] == "valid":
-                rows[-1]["loss"] = pytest.approx(row["loss"], rel=1e-6)
     (*_, last) = sorted(Path(run_dir, "checkpoints").glob("*/model.safetensors"))
     return rows, load_file(last)
 

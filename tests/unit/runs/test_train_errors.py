@@ -77,7 +77,7 @@ WRONG_COMMANDS = [
     (["+model=rnnt_small"], CONFIG, ["model", "without a +"]),
     (["model="], CONFIG, ["model=", "rnnt_small"]),
     (["model=null"], CONFIG, ["model=null", "takes a name"]),
-    (["precision=16"], CONFIG, ["precision=16: a group takes a name: bf16, fp16, fp32"]),
+    (["precision=16"], CONFIG, ["precision=16: a group takes a name: auto, bf16, fp16, fp32"]),
     (["model={a: 1}"], CONFIG, ["model is a group"]),
     # a base YAML is not a choice
     (
