@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
@@ -82,7 +83,8 @@ def build_data(config: DictConfig, tokenizer: Tokenizer, task: Task | None = Non
 def initial_run(config: DictConfig) -> Path | None:
     """Return the directory of the run at ``init_from``, or None if that is no run."""
     path = config.get("init_from") or "hf:"
-    return None if path.startswith("hf:") else run_of(absolute_path(path).resolve())
+    # Path.resolve would raise RuntimeError for a link to itself.
+    return None if path.startswith("hf:") else run_of(Path(os.path.realpath(absolute_path(path))))
 
 
 def build_optimizer(config: DictConfig, groups: Iterable[dict[str, Any]], **flags: Any) -> Optimizer:
