@@ -43,8 +43,13 @@ class Segment:
 
     @property
     def parts(self) -> list[Hypothesis]:
-        """The hypothesis, divided at the pauses. A model of utterances writes no space there."""
-        hypothesis = self.hypothesis
+        """The hypothesis, divided at the pauses. A model of utterances writes no space there.
+
+        A text that is not the text of its labels cannot be divided, such as one that a task has changed.
+        """
+        hypothesis, tokenizer = self.hypothesis, self.hypothesis.tokenizer
+        if tokenizer is None or tokenizer.decode(hypothesis.labels) != hypothesis.text:
+            return [hypothesis]
         bounds = [0, *[bisect(hypothesis.times, pause - self.start) for pause in self.pauses]]
         bounds.append(len(hypothesis.times))
         parts = [hypothesis.part(begin, end) for begin, end in pairwise(bounds) if begin < end]

@@ -102,6 +102,12 @@ def test_a_word_ends_at_a_pause() -> None:
     assert transcript.score == -1.0
 
 
+def test_a_text_that_a_task_has_changed_stays_at_a_pause() -> None:
+    hypothesis = spoken([("a", 0.1, 0.5), ("b", 1.4, 1.6)], True)
+    for changed in (replace(hypothesis, text="A B"), replace(hypothesis, tokenizer=None)):
+        assert Transcript("a", "a", 2.0, (Segment(0.0, 2.0, changed, pauses=(1.0,)),)).text == changed.text
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_word_ends_before_the_next_one_begins(seed: int) -> None:
     transcript = random_transcript(seed)
