@@ -55,9 +55,11 @@ class Input:
         return os.path.dirname(source) if self.is_file else os.path.splitext(source)[0]
 
     @property
-    def place(self) -> str:
+    def path(self) -> str:
         """The path of the recording below ``folder``."""
-        return os.path.abspath(self.audio) if self.is_file else f"{self.folder}/{_safe_name(self.name)}"
+        if self.is_file:
+            return os.path.abspath(self.audio)
+        return f"{self.folder}/{_safe_name(self.name)}"
 
 
 def format_outcome(outcome: Outcome, form: str) -> str:
@@ -126,13 +128,13 @@ def result_paths(inputs: Sequence[Input], suffix: str) -> dict[tuple[str, str], 
     if not files:
         return {}
     common_folder = os.path.commonpath([recording.folder for recording in files])
-    places = {recording: os.path.relpath(recording.place, common_folder) for recording in files}
-    stem_counts = Counter(os.path.splitext(place)[0] for place in set(places.values()))
+    relative_paths = {recording: os.path.relpath(recording.path, common_folder) for recording in files}
+    stem_counts = Counter(os.path.splitext(path)[0] for path in set(relative_paths.values()))
     keys = dict[str, tuple[str, str]]()  # by the path of the result
-    for recording, place in places.items():
-        stem, _ = os.path.splitext(place)
+    for recording, relative_path in relative_paths.items():
+        stem, _ = os.path.splitext(relative_path)
         is_stem_unique = recording.is_file and stem_counts[stem] == 1
-        path = (stem if is_stem_unique else place) + suffix
+        path = (stem if is_stem_unique else relative_path) + suffix
         if keys.setdefault(path, recording.key) != recording.key:
             both = f"{escape_controls(recording.name)} and {escape_controls(keys[path][0])}"
             raise ConfigError(f"--out: {both} would both be written to {path}. Transcribe them one by one")

@@ -139,16 +139,15 @@ def run(argv: list[str]) -> int:
 
 
 def _lines_of(path: Path) -> list[str]:
-    """Return the lines of ``--list``, without empty ones."""
-    try:
-        text = (
-            sys.stdin.read()
-            if str(path) == "-"
-            else path.read_text(encoding="utf-8", errors="surrogateescape")
-        )
-    except OSError as error:
-        raise DataError(f"--list {path}: {error.strerror}") from None
-    return [line for line in text.splitlines() if line]
+    """Return the lines of ``--list``, without empty ones. Names of files need not be UTF-8."""
+    if str(path) == "-":
+        content = sys.stdin.buffer.read()
+    else:
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise DataError(f"--list {path}: {error.strerror}") from None
+    return [os.fsdecode(line) for line in content.splitlines() if line]
 
 
 def _inputs(loaded: LoadedRun, sources: list[str]) -> list[Input]:
@@ -163,12 +162,12 @@ def _inputs(loaded: LoadedRun, sources: list[str]) -> list[Input]:
 
 def _check_ctm_names(inputs: Iterable[Input]) -> None:
     """Raise ConfigError if two recordings have the same name in a CTM file."""
-    audio_of_name = dict[str, Input]()
+    inputs_by_name = dict[str, Input]()
     for recording in inputs:
         name = ctm_name(recording.name, recording.audio)
-        other = audio_of_name.setdefault(name, recording)
-        if other.key != recording.key:
-            both = f"{escape_controls(other.name)} and {escape_controls(recording.name)}"
+        former = inputs_by_name.setdefault(name, recording)
+        if former.key != recording.key:
+            both = f"{escape_controls(former.name)} and {escape_controls(recording.name)}"
             raise ConfigError(
                 f"--format ctm: {both} would both be {name}. Use --format json, or a manifest with other ids"
             )

@@ -406,9 +406,13 @@ def test_a_killed_command_decodes_each_recording_once(run_dir: Path, batch: Path
 def test_a_list_comes_from_standard_input(
     run_dir: Path, batch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("d2/x.wav\n"))
+    latin_name = b"d2/caf\xe9.wav"
+    shutil.copy("d1/x.wav", os.fsdecode(latin_name))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"d2/x.wav\n" + latin_name)))
     assert transcribe.run([str(run_dir), "d1/x.wav", ONE, "--list", "-"]) == 0
-    assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == ["d1/x.wav", "d2/x.wav"]
+    names = [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()]
+    assert names[:2] == ["d1/x.wav", "d2/x.wav"]
+    assert len(names) == 3
     with pytest.raises(DataError, match="--list missing: No such file"):
         transcribe.run([str(run_dir), ONE, "--list", "missing"])
 
