@@ -40,7 +40,7 @@ def advice(result: RunResult, events: Sequence[Event]) -> Iterator[str]:
         for event in events:
             if event.get("from data"):
                 amount = str(event["from data"]).partition(":")[0]
-                yield f"it heard {amount}. docs/scratch.md has the error rates of other amounts and times"
+                yield f"it heard {amount}. docs/scratch.md has the error rates of other amounts, docs/wer.md has causes"
                 yield "with recordings that you add, begin a new run: run_dir=NEW"
                 break
 
