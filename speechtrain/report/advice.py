@@ -40,7 +40,8 @@ def advice(result: RunResult, events: Sequence[Event]) -> Iterator[str]:
         for event in events:
             if event.get("from data"):
                 amount = str(event["from data"]).partition(":")[0]
-                yield f"it heard {amount}. docs/scratch.md has the error rates of other amounts, docs/wer.md has causes"
+                yield f"it heard {amount}. docs/scratch.md has the error rates of other amounts"
+                yield "docs/wer.md has the causes of a high error rate"
                 yield "with recordings that you add, begin a new run: run_dir=NEW"
                 break
 
