@@ -66,14 +66,6 @@ def broken_links(paths: list[Path]) -> list[str]:
     return broken
 
 
-def test_each_class_that_a_choice_names_is_a_stored_name() -> None:
-    """A run's config names the classes of its choices, so a class of conf/ keeps its name."""
-    stored_names = (DOCS / "stored-names.md").read_text()
-    for path in sorted((ROOT / "conf").rglob("*.yaml")):
-        for name in re.findall(r"_target_: (speechtrain[\w.]+)", path.read_text()):
-            assert f"`{name}`" in stored_names, f"{path}: docs/stored-names.md does not list {name}"
-
-
 def test_the_table_of_exit_codes_has_each_error() -> None:
     page = (DOCS / "runs.md").read_text()
     for error in errors.SpeechtrainError.__subclasses__():

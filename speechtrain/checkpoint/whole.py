@@ -33,7 +33,6 @@ from torch import Tensor
 
 from speechtrain.checkpoint.best_metric import selection_key
 from speechtrain.checkpoint.fit import check_fit, load_optimizer
-from speechtrain.checkpoint.migrations import current_name, migrate_names
 from speechtrain.dtensor import empty_shard_like, is_sharded, load_shares, shard_like
 from speechtrain.errors import MALFORMED, RunError, SpeechtrainError, one_line
 from speechtrain.files import apply_umask, flush, names_in_archive, remove_temporaries, sha256, write_json
@@ -117,8 +116,6 @@ class _ShardedTensors:
 
     def find(self, path: str, saved: Tensor) -> Tensor | None:
         """Return the run's tensor whose sharding ``saved`` must get, or None if ``saved`` stays whole."""
-        if path not in self._tensors:
-            path = current_name(path)
         tensor = self._tensors.get(path)
         if tensor is None:  # ``path`` may be NAME/state/INDEX/KEY, of a tensor in the state of a parameter.
             parent_path, _, _ = path.rpartition("/")
@@ -188,21 +185,6 @@ def _check_size(state: dict[str, Any]) -> None:
             nodes += node.values()
         elif isinstance(node, list | tuple):
             nodes += node
-
-
-def _migrate(saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Return ``saved`` with the current names of weights, also in the average of the weights."""
-    task = states.get("task")
-    if not isinstance(task, torch.nn.Module):
-        return dict(saved)
-    names = task.state_dict().keys()
-    migrated = {**saved, "task": migrate_names(saved["task"], names)}
-    # The part ``average`` is the state of ``optim.ema``. Its entry of the same name has the averaged weights.
-    average_state = dict(saved.get("average", {}))
-    if "average" in average_state:
-        averaged_weights = migrate_names(average_state["average"], names)
-        migrated["average"] = {**average_state, "average": averaged_weights}
-    return migrated
 
 
 class Checkpointer:
@@ -460,7 +442,7 @@ class Checkpointer:
         Raises RunError if the state does not fit.
         """
         try:
-            saved = _migrate(_shard(saved, states, folder / SHARDS), states)
+            saved = _shard(saved, states, folder / SHARDS)
             for name, part in states.items():
                 if isinstance(part, torch.optim.Optimizer):
                     load_optimizer(part, saved[name])

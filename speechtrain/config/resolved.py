@@ -14,26 +14,32 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 from yaml import YAMLError
 
-from speechtrain.config.migrations import FORMAT, migrate
 from speechtrain.config.schema import Config
 from speechtrain.config.targets import parameter_types, target_class
 from speechtrain.errors import MALFORMED, ConfigError, first_line
 from speechtrain.files import FilePath, absolute_path
 from speechtrain.run_directory import damaged_config, is_storable, read_stored_config, with_digest
 
+_FORMAT = 3
+"""The format of ``config.yaml``, which is its first number."""
+
 
 def load(path: Path) -> DictConfig:
-    """Return the config in a file of a run, migrated to the current format.
+    """Return the config in a file of a run.
 
-    Raises ConfigError if the file is missing or this version cannot read its format, RunError if it is
-    damaged.
+    Raises ConfigError if the file is missing or has another format, RunError if it is damaged.
     """
     text = read_stored_config(path).text
     try:
         content = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
         assert isinstance(content, dict)
-        migrated = migrate(typing.cast("dict[str, Any]", content), str(path))
-        merged = OmegaConf.merge(OmegaConf.structured(Config), migrated)
+        number = content.pop("format", None)
+        if number != _FORMAT:
+            raise ConfigError(
+                f"{path} has format {number!r:.40}, which this version does not read. "
+                "Use the version that run.json names, or make the run again with run_dir=NEW"
+            )
+        merged = OmegaConf.merge(OmegaConf.structured(Config), content)
         missing = OmegaConf.missing_keys(merged)
         if missing:
             raise ValueError(f"{min(missing)} is missing")
@@ -62,7 +68,7 @@ def dump(config: DictConfig) -> str:
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     checked = _check_storable(values, values_with_references, "")
-    return with_digest(OmegaConf.to_yaml(OmegaConf.create({"format": FORMAT, **checked})))
+    return with_digest(OmegaConf.to_yaml(OmegaConf.create({"format": _FORMAT, **checked})))
 
 
 def _reference(name: Any, *default: Any) -> str:

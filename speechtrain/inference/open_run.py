@@ -14,7 +14,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from speechtrain.checkpoint.migrations import migrate_names
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.config.build import build_device, build_precision, build_tokenizer, size_of_network
@@ -75,7 +74,7 @@ def open_run(
     task, tokenizer = build_task(config)
     apply_policy(task, policy)
     try:
-        task.load_state_dict(migrate_names(weights, task.state_dict()))
+        task.load_state_dict(weights)
     except RuntimeError as error:
         raise RunError(f"{misfit}: {one_line(str(error), 200)}") from None
     torch_device = device.tensor(torch.zeros(())).device

@@ -14,7 +14,6 @@ import yaml
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from speechtrain.checkpoint.migrations import migrate_names
 from speechtrain.checkpoint.whole import WEIGHTS, Checkpointer
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError, SpeechtrainError
@@ -162,23 +161,22 @@ def initialise(module: nn.Module, weights: Mapping[str, Tensor], path: str) -> I
     the encoder, and if no tensor would be loaded.
     """
     targets = module.state_dict()
-    stored = migrate_names(weights, targets)
     for name, target in targets.items():
         is_in_encoder = name.startswith("encoder.")
-        if is_in_encoder and name not in stored:
-            raise ConfigError(f"init_from={path}: {name} is missing in it ({_encoder_advice(stored)})")
-        if name in stored and stored[name].shape != target.shape:
+        if is_in_encoder and name not in weights:
+            raise ConfigError(f"init_from={path}: {name} is missing in it ({_encoder_advice(weights)})")
+        if name in weights and weights[name].shape != target.shape:
             advice = "set the keys below model. as in the run that wrote it"
             if is_in_encoder:
-                advice = _encoder_advice(stored)
-            shapes = f"{tuple(stored[name].shape)} there and {tuple(target.shape)} here"
+                advice = _encoder_advice(weights)
+            shapes = f"{tuple(weights[name].shape)} there and {tuple(target.shape)} here"
             raise ConfigError(f"init_from={path}: {name} is {shapes} ({advice})")
-    loaded = [name for name in targets if name in stored]
+    loaded = [name for name in targets if name in weights]
     if not loaded:
         raise ConfigError(f"init_from={path}: none of its tensors fits {type(module).__name__}")
     for name in loaded:
-        targets[name].copy_(stored[name])
-    return Initialised(loaded, fresh=[name for name in targets if name not in stored])
+        targets[name].copy_(weights[name])
+    return Initialised(loaded, fresh=[name for name in targets if name not in weights])
 
 
 def _encoder_advice(weights: Mapping[str, Tensor]) -> str:

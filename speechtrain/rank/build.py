@@ -14,7 +14,6 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from speechtrain.checkpoint.migrations import migrate_names
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.config.build import (
     build_device,
@@ -94,7 +93,7 @@ def load_initial_weights(config: DictConfig, task: Task, tokenizer: Tokenizer) -
         return {}
     from speechtrain.interop.weights import initialise, read_weights
 
-    weights = migrate_names(read_weights(path), task.state_dict())
+    weights = read_weights(path)
     labels, old_labels = tokenizer.labels, _labels_of_weights(config)
     facts = {}
     # A model without text, such as a pre-trained encoder, has the labels [] and no rows of labels.
