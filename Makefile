@@ -14,7 +14,7 @@ PEERS_VENV := .venv-peers
 MLPERF_VENV := .venv-mlperf
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup setup-dev demo test test-all test-faults test-attacks test-cluster check docs-reference bench wheel test-ipex peers test-peers test-nightly test-marked-nightly clean
+.PHONY: setup setup-dev demo test test-all test-faults test-attacks test-cluster check docs bench wheel test-ipex peers test-peers test-nightly test-marked-nightly clean
 
 # The environment of a user: the package and its dependencies.
 setup: .setup-stamp
@@ -70,9 +70,10 @@ check: setup-dev
 	$(BIN)/mypy launchers
 	$(BIN)/python tools/check_workflows.py
 
-# Pages of all keys, commands and Python interfaces in build/reference/, from the code.
-docs-reference: setup-dev
-	$(BIN)/python tools/reference.py
+# The searchable site of docs/ in build/site/, with pages of the Python API and of conf/.
+docs: setup-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The benchmarks that need no argument. The help of the others (--help) lists their arguments.
 bench: setup-dev
