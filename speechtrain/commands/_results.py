@@ -86,11 +86,20 @@ class ResultFolder:
         self._sources = {recording.key: recording.source for recording in inputs}
         paths = result_paths(inputs, _SUFFIXES.get(form, f".{form}"))
         self._paths = {key: folder / path for key, path in paths.items()}
+        self._check_folder()
         text = json_text([form, command])
         with writing(f"--out {folder}", OUT_FIX):
             if not self._command_file.exists() or read_text(self._command_file) != text:
                 with atomic(self._command_file) as temporary:
                     temporary.write_text(text)
+
+    def _check_folder(self) -> None:
+        """Raise ConfigError if the folder has a file of another origin where a result would be written."""
+        if self._command_file.exists():
+            return
+        for path in self._paths.values():
+            if os.path.lexists(path):
+                raise ConfigError(f"--out: {escape_controls(str(path))} exists. Name another folder")
 
     def lacks(self, recording: Recording | DataError) -> bool:
         """Return whether the result of ``recording`` has yet to be written."""

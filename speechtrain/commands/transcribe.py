@@ -17,7 +17,7 @@ from speechtrain import __version__
 from speechtrain.commands._cli import Parser, console
 from speechtrain.commands._results import OUT_FIX, Input, Outcome, ResultFolder, format_outcome
 from speechtrain.errors import ConfigError, DataError, RecordingError, escape_controls, print_notice
-from speechtrain.files import atomic, writing
+from speechtrain.files import writing
 from speechtrain.inference.transcript import FORMATS, ONE_RECORDING, Transcript, ctm_name
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def parser() -> Parser:
         choices=FORMATS,
         default="text",
         help="text (default), json (an object per line, with the times and confidence of each word), srt or "
-        "vtt (captions, of several recordings in a file beside each), ctm (a line per word)",
+        "vtt (captions, of several recordings with --out), ctm (a line per word)",
     )
     parser.add_argument(
         "--json", action="store_const", const="json", dest="format", help="the same as --format json"
@@ -129,7 +129,9 @@ def run(argv: list[str]) -> int:
         output = folder.write
     elif arguments.format in ONE_RECORDING:
         recordings = list(recordings)
-        output = _captions_output(recordings, sources, arguments.format)
+        if len(recordings) > 1:
+            fix = "Name a folder for them by --out DIR. It may be the folder of the recordings"
+            raise ConfigError(f"--format {arguments.format}: there are {len(recordings)} recordings. {fix}")
     with _progress(inputs) as count_recording:
         recordings = map(count_recording, recordings)
         if folder is not None:
@@ -224,44 +226,6 @@ def _check_arguments(arguments: argparse.Namespace, sources: list[str]) -> None:
 
 def _print_outcome(outcome: Outcome, form: str) -> None:
     print(format_outcome(outcome, form), end="", flush=True)
-
-
-def _captions_output(recordings: list[Recording | DataError], sources: list[str], form: str) -> Output:
-    """Return an output that writes a file of captions beside each recording.
-
-    The captions of a single recording are printed instead, unless ``sources`` names a folder. Raises
-    ConfigError if a file exists already, if two recordings have the same file, or if a recording is from a
-    manifest, because it may begin in the middle of its file.
-    """
-    if len(recordings) <= 1 and not os.path.isdir(sources[0]):
-        return _print_outcome
-    paths: dict[str, Path] = {}
-    for recording in recordings:
-        if isinstance(recording, DataError):
-            continue
-        path = Path(recording.audio).with_suffix(f".{form}")
-        problem = ""
-        if recording.name != recording.audio:
-            problem = f"{recording.name} is part of a manifest"
-        elif path in paths.values():
-            problem = f"two recordings would write {path}"
-        elif os.path.lexists(path):
-            problem = f"{path} exists"
-        if problem:
-            fix = "Name a folder for the captions by --out DIR"
-            raise ConfigError(f"--format {form}: {escape_controls(problem)}. {fix}")
-        paths[recording.audio] = path
-
-    def output(outcome: Outcome, form: str) -> None:
-        captions = format_outcome(outcome, form)
-        if not captions:  # The recording cannot be read.
-            return
-        path = paths[outcome.audio]
-        with writing(str(path), OUT_FIX), atomic(path) as temporary:
-            temporary.write_text(captions, encoding="utf-8")
-        print(escape_controls(str(path)), flush=True)
-
-    return output
 
 
 @contextlib.contextmanager

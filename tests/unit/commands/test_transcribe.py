@@ -22,7 +22,6 @@ from speechtrain.commands._results import Input, result_paths
 from speechtrain.data.pieces import Recording
 from speechtrain.decoding.base import Hypothesis
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError
-from speechtrain.inference.loaded_run import LoadedRun
 from speechtrain.inference.transcript import Segment, Transcript, format_transcript
 from speechtrain.text.vocabulary import Characters
 from tests.support.digits import write_sample
@@ -266,52 +265,21 @@ def test_another_decoder_gives_its_other_texts(
     assert len(merits) == 3
 
 
-def test_captions_of_a_folder_lie_beside_its_recordings(
-    run_dir: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("a.wav", "deep/b.wav"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(folder / "a.wav", tmp_path / name)
-    (tmp_path / "bad.wav").touch()
-    command = [str(run_dir), str(tmp_path), ONE, "--format", "srt"]
-    assert transcribe.run(command) == 3
-    paths = [str(tmp_path / name) for name in ("a.srt", "deep/b.srt")]
-    assert sorted(capsys.readouterr().out.splitlines()) == paths
-    for path in paths:
-        assert re.match(FORM["srt"], Path(path).read_text())
-    assert not (tmp_path / "bad.srt").exists()
+def test_captions_of_several_recordings_need_a_folder(run_dir: Path, batch: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--format srt: there are 3 recordings\. Name a folder .* by --out DIR"
+    ):
+        transcribe.run([str(run_dir), ".", ONE, "--format", "srt"])
+    assert transcribe.run([str(run_dir), ".", ONE, "--format", "srt", "--out", "."]) == 0
+    assert results_in(batch, "*.srt") == ["d1/x.srt", "d2/deep/y.srt", "d2/x.srt"]
+    assert re.match(FORM["srt"], (batch / "d1/x.srt").read_text())
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "audio", "message"),
-    [
-        ("a.srt", "by hand", [""], r"a\.srt exists"),
-        ("a.flac", "RIFF", ["a.wav", "a.flac"], r"two recordings would write .*a\.srt"),
-        (
-            "m.jsonl",
-            json.dumps({"audio_filepath": "a.wav", "text": ""}),
-            ["m.jsonl"],
-            "is part of a manifest",
-        ),
-    ],
-)
-def test_captions_that_cannot_lie_beside_are_refused_before_decoding(
-    run_dir: Path,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    content: str,
-    audio: list[str],
-    message: str,
-) -> None:
-    monkeypatch.setattr(LoadedRun, "transcripts", None)
-    shutil.copy(folder / "a.wav", tmp_path / "a.wav")
-    (tmp_path / name).write_text(f"{content}\n{content}\n")
-    if content == "RIFF":
-        shutil.copy(folder / "stereo.flac", tmp_path / name)
-    with pytest.raises(ConfigError, match=rf"--format srt: .*{message}\. Name a folder .* --out DIR"):
-        transcribe.run([str(run_dir), *(str(tmp_path / path) for path in audio), ONE, "--format", "srt"])
+def test_out_never_replaces_a_file_of_another_origin(run_dir: Path, batch: Path) -> None:
+    (batch / "d1/x.srt").write_text("by hand")
+    with pytest.raises(ConfigError, match=r"--out: .*x\.srt exists\. Name another folder"):
+        transcribe.run([str(run_dir), "d1", ONE, "--format", "srt", "--out", "d1"])
+    assert (batch / "d1/x.srt").read_text() == "by hand"
 
 
 @pytest.fixture
