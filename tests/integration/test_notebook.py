@@ -23,9 +23,7 @@ def test_the_notebook_goes_from_a_folder_to_a_transcript(tmp_path: Path) -> None
     for before, after in SMALL.items():
         assert source.count(before) == 1, before
         source = source.replace(before, after)
-    (tmp_path / "cells.py").write_text(
-        source + "\nassert frames.shape[0] > 1 and outcome.examples, frames.shape\n"
-    )
+    (tmp_path / "cells.py").write_text(source + "\nassert outcome.examples\nassert transcript.seconds > 0\n")
     done = subprocess.run(
         [sys.executable, "cells.py"], cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False
     )
