@@ -303,7 +303,6 @@ _CHECKED = ("temporary", "str(temporary)")
 """What ``atomic`` yields, a file that was made for this write."""
 TOUCH_FILES = {
     "data/index.py": "the cache below the user's own home",
-    "data/corpora/unpacking.py": "archives below the root that the user names",
     "data/corpora/connected.py": "a new file of the corpus",
     "data/formats/manifests.py": "manifests that the user names",
     "interop/pickles.py": "a model that the user names",

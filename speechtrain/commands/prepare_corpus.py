@@ -125,7 +125,7 @@ def _download(corpus: Corpus, root: Path) -> None:
         archive = build_part(Archive, node, f"archives.{name}")
         if any(part in parts for part in archive.parts):
             archives[name] = archive
-    fetch(root, corpus.url, archives, corpus.folder)
+    fetch(root, corpus.url, archives)
 
 
 def _parts(corpus: Corpus) -> Collection[str]:

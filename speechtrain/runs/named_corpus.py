@@ -52,10 +52,6 @@ class Corpus:
     # archives to download by file name, with the keys of an archive
     archives: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.archives and not self.folder:
-            self.folder = self.corpus
-
 
 def corpus_by_name(pairs: Mapping[str, str], folder: str | None = None) -> Corpus:
     """Return the corpus whose name is ``pairs["corpus"]``.

@@ -114,7 +114,7 @@ def _recipe_function(name: str) -> Any:
     names = recipe_names()
     if name not in names:
         raise ConfigError(f"recipe: lhotse has no {name!r}{nearest(name, [*names, *OWN])}")
-    return getattr(_lhotse_recipes(), f"prepare_{name}")
+    return getattr(import_recipes(), f"prepare_{name}")
 
 
 def _complete_arguments(
@@ -165,11 +165,11 @@ def _run(recipe: str, function: Any, arguments: dict[str, Any], folder: str) -> 
 
 def recipe_names() -> list[str]:
     """Return the names of lhotse's recipes."""
-    functions = vars(_lhotse_recipes())
+    functions = vars(import_recipes())
     return [name.removeprefix("prepare_") for name in functions if name.startswith("prepare_")]
 
 
-def _lhotse_recipes() -> Any:
+def import_recipes() -> Any:
     """Import the module of lhotse's recipes. Their progress bars are disabled if stderr is not a terminal."""
     is_set = "TQDM_DISABLE" in os.environ
     if not is_set and not sys.stderr.isatty():
