@@ -25,7 +25,7 @@ MODELS = {
         *("data.train.utterances=8", "trainer.accumulate=1"),
         *("encoder.hidden=16", "encoder.features.mels=20", "model.prediction.hidden=16"),
         *("model.prediction.embedding=8", "model.joint.hidden=16", "decoder.max_symbols=20"),
-        *("encoder.dropout=0", "model.prediction.dropout=0", "model.joint.dropout=0"),
+        *("encoder.dropout=0", "model.prediction.dropout=0", "model.joint.dropout=0.1"),
         *("encoder.features.dither=0", "augment.warp=0", "trainer.ema=0.9"),
     ],
     "wav2vec2": [

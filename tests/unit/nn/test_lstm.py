@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,7 +10,6 @@ from torch import Tensor, nn
 
 from speechtrain.compute_policy import STATIC, ComputePolicy, apply_policy
 from speechtrain.devices.cuda import CUDA
-from speechtrain.nn import lstm as module
 from speechtrain.nn.lstm import LSTM
 
 LOOP = ComputePolicy(lstm="loop")
@@ -96,12 +93,6 @@ def test_a_gradient_may_be_asked_for_twice(policy: ComputePolicy) -> None:
     assert all(map(torch.equal, first, again))
 
 
-@LOOPS
-def test_checkpoints_know_no_form(policy: ComputePolicy) -> None:
-    one, other = pair(policy)
-    assert one.state_dict().keys() == other.state_dict().keys() >= {"lstm.weight_ih_l0", "lstm.bias_hh_l2"}
-
-
 def test_what_records_no_gradient_is_torchs_own() -> None:
     one, other = pair(LOOP, torch.float32)
     x = torch.randn(2, 1, 5)
@@ -151,51 +142,6 @@ def test_bfloat16_is_close_to_fp32(policy: ComputePolicy) -> None:
     for a, b in zip(result, expected, strict=True):
         assert float(((a - b).norm() / b.norm()).detach()) < 0.02
     assert any(not torch.equal(a, b) for a, b in zip(result, expected, strict=True))
-
-
-_LAZY = """
-import torch
-import torch._lazy.metrics as metrics
-from speechtrain.devices.lazy import Lazy
-Lazy().open(0)
-from speechtrain.compute_policy import STATIC
-from speechtrain.nn.lstm import LSTM
-torch.manual_seed(0)
-one, other = LSTM(5, 7, 2), LSTM(5, 7, 2)
-other.load_state_dict(one.state_dict())
-other.apply_policy(STATIC)
-other.to("lazy")
-x = torch.randn(4, 6, 5)
-for _ in range(4):
-    one.zero_grad(), other.zero_grad()
-    y, (h, c) = one(x)
-    (y.square().sum() + h.sum() + c.sum()).backward()
-    z, (h, c) = other(x.to("lazy"))
-    (z.square().sum() + h.sum() + c.sum()).backward()
-    torch._lazy.mark_step()
-torch.testing.assert_close(z.cpu(), y, rtol=1e-5, atol=1e-6)
-for p, q in zip(one.parameters(), other.parameters()):
-    torch.testing.assert_close(q.grad.cpu(), p.grad, rtol=1e-5, atol=1e-5)
-names = [n for n in metrics.counter_names() if n.startswith("aten::")]
-assert not [n for n in names if n != "aten::_local_scalar_dense"], names
-print(metrics.counter_value("UncachedCompile"))
-"""
-
-
-@pytest.mark.slow
-def test_the_static_loop_trains_on_lazy_tensors_without_a_fallback() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _LAZY], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) <= 4
-
-
-def test_a_broken_derivative_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    derivatives = module._derivatives
-    monkeypatch.setattr(module, "_derivatives", lambda gates, cells: derivatives(gates, 1.001 * cells))
-    with pytest.raises(AssertionError):
-        test_the_loop_computes_what_torch_does(LOOP, torch.float64, 1e-9, False, 4, 9)
 
 
 def test_the_reference_initialisation() -> None:
