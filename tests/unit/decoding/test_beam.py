@@ -189,12 +189,3 @@ def test_a_model_with_durations_is_sent_to_greedy() -> None:
     scorer.joint.durations = (0, 1)
     with pytest.raises(ConfigError, match=r"durations.*decoder=greedy"):
         TransducerBeam().decode(scorer, frames, lengths)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("width", 0), ("nbest", 0), ("max_symbols_per_step", 0), ("gamma", 0), ("max_symbols_per_step", 10**9)],
-)
-def test_a_setting_out_of_range_is_refused(key: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f"^{key} is {value}"):
-        TransducerBeam(**{key: value})

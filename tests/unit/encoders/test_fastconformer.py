@@ -243,20 +243,3 @@ def test_the_tiny_one_has_two_million_parameters_at_most() -> None:
     assert parameters("model=rnnt", "encoder=fastconformer_tiny") <= 2_000_000
     config = compose(["model=rnnt", "encoder=fastconformer_tiny", "data=digits"])
     assert build_encoder(config).frames(16000) == 25
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"width": 30}, "width is 30"),
-        ({"kernel": 4}, "kernel is 4"),
-        ({"subsampling": 6}, "subsampling is 6"),
-        ({"subsampling": 32}, "subsampling is 32"),
-        ({"layers": 0}, "layers is 0"),
-        ({"residual_dropout": 1.0}, "residual_dropout is 1.0"),
-        ({"context": [1]}, "context is"),
-    ],
-)
-def test_wrong_values_name_their_key(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        encoder(**changes)

@@ -394,12 +394,6 @@ def test_true_base_shape() -> None:
     assert y.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["dropout", "attention_dropout", "input_dropout", "layer_drop"])
-def test_wrong_probabilities_are_named(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name} is"):
-        make(**{name: 1.0})
-
-
 def test_static_forms_change_nothing_but_rounding() -> None:
     encoder = make(mask=SpanMask(0.5, 4), **CALM)
     batch = encoder.prepare(make_batch(9000, 6000), 2)

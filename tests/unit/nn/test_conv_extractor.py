@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from speechtrain.compute_policy import ComputePolicy, apply_policy
-from speechtrain.errors import ConfigError
-from speechtrain.nn.conv_extractor import CONVOLUTIONS, ConvExtractor, InstanceNorm, conv1d, matmul
+from speechtrain.nn.conv_extractor import CONVOLUTIONS, ConvExtractor, InstanceNorm, matmul
 
 PUBLISHED = [[512, 10, 5], *[[512, 3, 2]] * 4, *[[512, 2, 2]] * 2]
 THIN = [[8, 10, 5], *[[8, 3, 2]] * 4, *[[8, 2, 2]] * 2]
@@ -50,13 +49,6 @@ def test_a_form_is_the_convolution_and_so_are_its_gradients(
         gradients = torch.autograd.grad(y, inputs, cotangent)
         for ours, theirs in zip(gradients, torch.autograd.grad(plain, inputs, cotangent), strict=True):
             assert worst(ours, theirs) < tolerance
-
-
-def test_the_product_form_takes_rows_that_are_parts_of_larger_tensors() -> None:
-    whole = torch.randn(3, 40, 4, dtype=torch.float64)
-    weight = torch.randn(5, 4, 3, dtype=torch.float64)
-    for x in (whole[1:, 3:30], whole.transpose(1, 2).contiguous().transpose(1, 2), whole[:, ::2]):
-        torch.testing.assert_close(matmul(x, weight, None, 2), conv1d(x, weight, None, 2))
 
 
 def test_the_product_form_passes_gradients_only_where_they_are_asked_for() -> None:
@@ -180,18 +172,3 @@ def test_kaiming_normal_weights() -> None:
     extractor = ConvExtractor([[64, 10, 5], [64, 3, 2]])
     for layer, fan in zip(extractor.layers, (10, 192), strict=True):
         assert float(layer.conv.weight.detach().std()) == pytest.approx((2 / fan) ** 0.5, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("values", "named"),
-    [
-        ({"conv_layers": []}, "conv_layers"),
-        ({"conv_layers": [[4, 3]]}, "conv_layers"),
-        ({"conv_layers": [[4, 0, 1]]}, "conv_layers"),
-        ({"conv_norm": "batch"}, "conv_norm"),
-        ({"gradient_scale": -1.0}, "gradient_scale"),
-    ],
-)
-def test_wrong_values_are_named(values: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{named} is"):
-        ConvExtractor(**({"conv_layers": THIN} | values))  # type: ignore[arg-type]

@@ -71,19 +71,3 @@ def test_a_joint_is_one_linear_layer_over_the_concatenation(bias: str) -> None:
     expected = joint.output(hidden)
     torch.testing.assert_close(joint(joint.encoder(frames), joint.prediction(predicted)), expected)
     assert (joint.prediction.bias is None) == (bias == "single")
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: LSTMPrediction(embedding=0), "embedding is 0"),
-        (lambda: LSTMPrediction(dropout=1.0), "dropout is 1.0"),
-        (lambda: StatelessPrediction(context=0), "context is 0"),
-        (lambda: Joint(hidden=0), "hidden is 0"),
-        (lambda: Joint(bias="none"), "bias is 'none'"),
-        (lambda: Joint(dropout=-0.1), "dropout is -0.1"),
-    ],
-)
-def test_a_wrong_value_names_its_parameter(make: object, said: str) -> None:
-    with pytest.raises(ValueError, match=f"^{said}"):
-        make()  # type: ignore[operator]

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from speechtrain.errors import ConfigError
 from speechtrain.nn.stack_time import StackTime, stack_time
 
 
@@ -27,15 +26,6 @@ def test_equals_the_form_by_shifted_copies(frames: int, factor: int) -> None:
     assert torch.equal(stacked, shifted_copies(x, factor))
     assert stacked.shape == (3, -(-frames // factor), 4 * factor)
     assert stacked_lengths.tolist() == [stacked.shape[1]] * 3
-
-
-@pytest.mark.parametrize("factor", [1, 2, 3, 8])
-def test_gradient_equals_that_of_shifted_copies(factor: int) -> None:
-    x = torch.randn(2, 13, 5, requires_grad=True)
-    weight = torch.randn(2, -(-13 // factor), 5 * factor)
-    ours = torch.autograd.grad((StackTime(factor)(x, torch.tensor([13, 13]))[0] * weight).sum(), x)[0]
-    theirs = torch.autograd.grad((shifted_copies(x, factor) * weight).sum(), x)[0]
-    assert torch.equal(ours, theirs)
 
 
 def test_lengths_are_rounded_up_for_every_row() -> None:
@@ -63,8 +53,3 @@ def test_keeps_the_precision_and_the_frame_order() -> None:
     assert y.dtype == torch.bfloat16
     assert y.tolist() == [[[0, 1, 2], [3, 4, 5]]]
     assert stack_time(x[:, :4], 3).tolist() == [[[0, 1, 2], [3, 0, 0]]]
-
-
-def test_a_factor_below_one_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"StackTime\.factor is 0"):
-        StackTime(0)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from speechtrain.compute_policy import ComputePolicy, apply_policy
-from speechtrain.errors import ConfigError
 from speechtrain.nn.dropout import Dropout
 from speechtrain.nn.transformer import Attention, PositionalConv, Transformer
 
@@ -155,30 +154,6 @@ def test_dropouts_act_in_training_only() -> None:
             assert not torch.equal(model(x, LENGTHS), model(x, LENGTHS)), name
             model.eval()
             assert torch.equal(model(x, LENGTHS), model(x, LENGTHS)), name
-
-
-def test_bf16_autocast() -> None:
-    x = frames().float()
-    for attention in ("sdpa", "slices"):
-        model = make(attention=attention).float().eval()
-        with torch.autocast("cpu", torch.bfloat16):
-            y = model(x, LENGTHS)
-        plain = model(x, LENGTHS)
-        assert float((y[0] - plain[0]).detach().abs().max() / plain.detach().abs().max()) < 0.05
-
-
-@pytest.mark.parametrize(
-    ("values", "named"),
-    [
-        ({"heads": 3}, "heads"),
-        ({"position_groups": 3}, "position_groups"),
-        ({"layers": 0}, "layers"),
-        ({"length_multiple": 0}, "length_multiple"),
-    ],
-)
-def test_wrong_values_are_named(values: dict[str, object], named: str) -> None:
-    with pytest.raises((ConfigError, ValueError), match=f"^{named} is"):
-        make(**values)
 
 
 def test_attention_by_matmuls_is_that_of_torch_if_dropout_keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:

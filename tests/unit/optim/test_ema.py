@@ -237,12 +237,6 @@ def test_an_average_of_another_model_is_refused(change: str) -> None:
     assert average.updates == 0
 
 
-@pytest.mark.parametrize("decay", [0.0, 1.0, -0.1, float("nan")])
-def test_a_decay_out_of_range_is_named(decay: float) -> None:
-    with pytest.raises(ValueError, match=r"trainer\.ema"):
-        EMA(network(), decay)
-
-
 def test_no_average_is_the_weights_themselves() -> None:
     module = network()
     average: Average = NoEMA()

@@ -102,9 +102,3 @@ def test_the_gradients_stay_and_the_closure_is_called() -> None:
     matrix.grad = gradient
     assert Muon([matrix], min_side=4).step(lambda: 2.5) == 2.5
     assert matrix.grad is gradient
-
-
-@pytest.mark.parametrize("momentum", [-0.1, 1.0])
-def test_a_wrong_momentum_is_refused(momentum: float) -> None:
-    with pytest.raises(ValueError, match="momentum"):
-        Muon(parameters_of((4, 4)), momentum=momentum)

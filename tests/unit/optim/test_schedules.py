@@ -192,10 +192,6 @@ def test_the_worker_offers_the_plan(cls: Any) -> None:
     offered, own = cls(0.1, warmup_steps=5, planned_steps=50), cls(0.1, warmup_steps=5, steps=50)
     assert [offered.rate(s) for s in range(1, 70)] == [own.rate(s) for s in range(1, 70)]
     assert cls(0.1, warmup_steps=5, steps=50, planned_steps=9).rate(40) == own.rate(40)  # the user's wins
-    with pytest.raises(ValueError, match=r"steps is null\. Set it"):
-        cls(0.1, warmup_steps=5)
-    with pytest.raises(ValueError, match="steps is 0"):
-        cls(0.1, warmup_steps=5, steps=0)
 
 
 @pytest.mark.parametrize("cls", [Polynomial, Cosine, IntelQuadratic])
@@ -232,25 +228,6 @@ def test_a_schedule_without_a_plan_has_no_state() -> None:
     schedule = Constant(0.1)
     assert schedule.state_dict() == {}
     schedule.load_state_dict({})
-
-
-@pytest.mark.parametrize(
-    ("cls", "wrong"),
-    [
-        (Constant, {"peak": -1.0}),
-        (Constant, {"warmup_steps": -1}),
-        (Cosine, {"end": -1.0, "steps": 5}),
-        (Polynomial, {"power": -1.0, "steps": 5}),
-        (TriStage, {"phases": [0.5, 0.6], "steps": 5}),
-        (TriStage, {"last": 0.0, "steps": 5}),
-        (IntelQuadratic, {"min_lr": math.nan, "steps": 5}),
-        (WarmupHoldExponential, {"gamma": 1.5, "steps_per_epoch": 5}),
-        (WarmupHoldExponential, {"steps_per_epoch": 0}),
-    ],
-)
-def test_settings_out_of_range_are_named(cls: Any, wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        cls(**({"peak": 0.1} | wrong))
 
 
 OFFERED = {"steps_per_epoch": 20, "planned_steps": 300}
