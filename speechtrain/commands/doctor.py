@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
     from speechtrain.compute_policy import ComputePolicy
     from speechtrain.data.base import DataModule
-    from speechtrain.data.index import Index
-    from speechtrain.data.module import SpeechData
-    from speechtrain.data.planned_lengths import Integers
     from speechtrain.devices.base import Device, DeviceFacts
     from speechtrain.precision import Precision
     from speechtrain.task import Task
@@ -41,7 +38,6 @@ GREEN, AMBER, RED = "green", "amber", "red"
 """States of a finding: fine, works with a drawback, does not work."""
 _COLOURS = {GREEN: "\033[32m", AMBER: "\033[33m", RED: "\033[31m"}  # escape sequences of the terminal
 _END_OF_COLOUR = "\033[0m"
-_MAX_TRANSCRIPTS = 10_000  # transcripts that are checked in each set
 _COUNTED_SHAPES = 2  # shapes whose graphs are counted: the second one shows a dynamic shape
 _MAX_SHAPES = 8  # shapes that the finding on shapes lists
 
@@ -350,7 +346,6 @@ class Recipe:
     def _data_findings(self) -> Iterator[Finding]:
         """Yield findings on recordings, shapes, transcripts, and labels per encoder frame."""
         from speechtrain.config.build import build_data
-        from speechtrain.data.module import SpeechData
         from speechtrain.rank.batch_memory import fill_batch_memory, free_batch_memory
 
         fill_batch_memory(self.config, lambda: free_batch_memory(self.config, self.device, self.task))
@@ -369,8 +364,10 @@ class Recipe:
         for warning in data.warnings():
             yield Finding(AMBER, "data", warning)
         yield self._shapes_finding()
-        if isinstance(data, SpeechData):
-            yield from self._speech_findings(data)
+        encoder = getattr(self.task, "encoder", None)
+        line = data.crowded_transcripts(encoder.frames) if encoder else ""
+        if line:
+            yield Finding(AMBER, "data", line)
 
     def _shapes_finding(self) -> Finding:
         """Return the finding on the fixed shapes of training batches and their predicted memory.
@@ -392,58 +389,6 @@ class Recipe:
         if len(texts) > _MAX_SHAPES:
             line += f" and {len(texts) - _MAX_SHAPES} more"
         return Finding(GREEN, "shapes", line)
-
-    def _speech_findings(self, data: SpeechData) -> Iterator[Finding]:
-        """Yield findings on the recordings that are not used, and on the transcripts of each set."""
-        from speechtrain.data.training_set import FILTERS
-
-        counts = [f"{count} {reason}" for reason, count in data.report().items() if reason in FILTERS]
-        if counts:
-            text = (
-                f"{', '.join(counts)} of {len(data.index)} recordings are not trained on (data.max_seconds)"
-            )
-            yield Finding(AMBER, "filtered", text)
-        yield from self._transcript_findings("train", data.index, data.training_set.rows)
-        for name in data.evaluation_sets.names:
-            loader, plan = data.evaluation_sets[name]
-            yield from self._transcript_findings(name, loader.index, plan.rows)
-
-    def _transcript_findings(self, name: str, index: Index, all_rows: Integers) -> Iterator[Finding]:
-        """Yield findings on transcripts that cannot be spelled, or that have more labels than frames.
-
-        ``all_rows`` are the rows of the set ``name`` in ``index``. If there are too many, every n-th row is
-        checked.
-        """
-        from speechtrain.data.index import crowded_transcripts_line
-
-        spacing = len(all_rows) // _MAX_TRANSCRIPTS + 1
-        rows = all_rows[::spacing].tolist()
-        yield self._spelling_finding(name, index, rows)
-        encoder = getattr(self.task, "encoder", None)
-        if encoder:
-            line = crowded_transcripts_line(index, rows, self.tokenizer, encoder.frames, self._sample_rate)
-            if line:
-                yield Finding(AMBER, f"lengths {name}", line)
-
-    def _spelling_finding(self, name: str, index: Index, rows: list[int]) -> Finding:
-        """Return the finding on transcripts with symbols that have no label."""
-        from speechtrain.data.index import label_count
-
-        unspellable, unknown_symbols = 0, set[str]()
-        for row in rows:
-            text = index.text(row, self.tokenizer.normalise)
-            if label_count(text, self.tokenizer) < 0:  # The text cannot be spelled.
-                unspellable += 1
-                unknown_symbols |= self.tokenizer.unknown(text)
-        if not unspellable:
-            return Finding(GREEN, f"text {name}", f"all of {len(rows)} transcripts can be spelled")
-        shown_symbols = " ".join(repr(symbol) for symbol in sorted(unknown_symbols)[:10])
-        effect = "are skipped" if name == "train" else "count as errors"
-        fix = "Change tokenizer.normaliser or the vocabulary"
-        if "tokenizer=" in str(self.config.from_data):
-            fix = "The vocabulary of this recipe has no label for such rare characters"
-        line = f"{unspellable} of {len(rows)} transcripts cannot be spelled ({shown_symbols})"
-        return Finding(AMBER, f"text {name}", f"{line} and {effect}. {fix}")
 
     def _check_parts(self) -> str:
         """Return a line. Raises ConfigError with the class of a part that breaks its contract."""

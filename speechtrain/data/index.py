@@ -210,37 +210,6 @@ def label_count(text: str, tokenizer: Tokenizer) -> int:
         return -1
 
 
-def crowded_transcripts_line(
-    index: Index,
-    rows: Iterable[int],
-    tokenizer: Tokenizer,
-    frames: Callable[[int], int],
-    sample_rate: int,
-    tolerance: float = 0.0,
-) -> str:
-    """Return a warning about the transcripts of ``rows`` with more labels than encoder frames.
-
-    It is empty if the share of these transcripts is at most ``tolerance``. ``frames`` maps a number of
-    samples at ``sample_rate`` to its number of encoder frames.
-    """
-    transcripts, crowded, example = 0, 0, ""
-    for row in rows:
-        transcripts += 1
-        labels = label_count(index.text(row, tokenizer.normalise), tokenizer)
-        samples = round(float(index.seconds[row]) * sample_rate)
-        if labels > frames(samples):
-            crowded += 1
-            if not example:
-                example = f"{index.cut(row)['id']!r} has {labels} labels and {frames(samples)} frames"
-    if crowded <= tolerance * transcripts:
-        return ""
-    return (
-        f"{crowded} of {transcripts} transcripts have more labels than encoder frames ({example}), which is "
-        "hard to learn, and impossible for CTC. Use shorter frames (encoder.stack_time, another encoder), or "
-        "larger subwords (speechtrain prepare tokenizer)"
-    )
-
-
 def open_index(source: Source, cache: str = "") -> Index:
     """Return the index of ``source``. It is built if the cache has none for the source's fingerprint.
 

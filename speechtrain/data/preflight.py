@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -11,8 +11,9 @@ import numpy as np
 from speechtrain.batch import Skip
 from speechtrain.data.audio import files_of, first_file, read_cut
 from speechtrain.data.equal_content import equal_files
-from speechtrain.data.formats.manifests import Record, text_of
-from speechtrain.data.index import Index, crowded_transcripts_line, label_count
+from speechtrain.data.evaluation_sets import EvaluationSet
+from speechtrain.data.formats.manifests import text_of
+from speechtrain.data.index import Index, label_count
 from speechtrain.data.loader import REASONS
 from speechtrain.data.planned_lengths import Integers
 from speechtrain.data.recordings import Unusable, header_or_none, path_on_disk
@@ -28,48 +29,34 @@ from speechtrain.data.training_set import (
 from speechtrain.data.training_stream import MOST_CHECKED, TrainingStream
 from speechtrain.errors import DataError, one_line
 from speechtrain.text.normalise import DAMAGED, REMARK, invisible
-from speechtrain.text.vocabulary import Tokenizer
 
-_LOG = logging.getLogger(__name__)
-_SAMPLED_RECORDINGS = 1_000  # recordings of each set whose files must exist
+_SAMPLED_RECORDINGS = 1_000  # recordings of each evaluation set whose files must exist
 _SAMPLED_ACOUSTICS = 200  # noises and room responses that are read. The noises of MUSAN take 2 s.
-_ALL_TRANSCRIPTS = 100_000  # All transcripts of a set of up to this size are checked, which takes 2 s.
-_SAMPLED_TRANSCRIPTS = 10_000  # transcripts of a larger set that are checked
 _SAMPLED_AUDIO = 20  # recordings of data.train that are decoded, and whose rate is read
 _CROWDED_SHARE = 0.01  # A smaller share of transcripts with more labels than frames causes no warning.
 _MOST_COMPARED = 100_000  # A larger set is not searched for copies, because reading a cut takes 30 µs.
 
 
 def check(stream: TrainingStream) -> None:
-    """Check recordings of each set and transcripts of the training set, before the run starts.
+    """Check recordings and transcripts of each set before the run starts. Raises DataError if
 
-    Of each set, 1,000 recordings are checked. Of a training set with more than 100,000 cuts, 10,000
-    transcripts are checked, of a smaller one all. Raises DataError if
-
-    - too many recordings of a set are missing,
-    - too many training recordings have no transcript,
-    - too many training transcripts cannot be encoded,
-    - too many of some training recordings cannot be loaded,
     - too many training recordings are known to be unusable (see ``TrainingStream.unusable``),
     - a checked noise or room response cannot be read or is silent,
+    - too many of some training recordings cannot be loaded,
+    - too many of 1,000 recordings of an evaluation set are missing,
     - no recording of an evaluation set has a transcript.
 
     Too many means half of the checked ones, or more than ``most_bad`` of the SkipLog. An evaluation
     transcript may have unknown symbols.
     """
-    training_set, tokenizer = stream.training_set, stream.loader.tokenizer
-    _check_files(stream, "train", training_set.index, training_set.rows)
-    if tokenizer.reads_text:
-        _check_transcripts(stream)
+    _check_unusable(stream)
     _check_acoustics(stream)
     _load_some(stream)
-    _check_unusable(stream)
-    sets = stream.evaluation_sets
+    tokenizer, sets = stream.loader.tokenizer, stream.evaluation_sets
     for name in sets.names:
         loader, plan = sets[name]
         index, rows = loader.index, np.sort(plan.rows)
-        key = f"valid.{name}" if sets.specs else "train"
-        _check_files(stream, key, index, rows)
+        _check_files(stream, name, index, rows)
         texts = (index.text(row, tokenizer.normalise) for row in rows.tolist())
         if tokenizer.reads_text and len(rows) and not any(text.strip() for text in texts):
             raise DataError(
@@ -78,8 +65,29 @@ def check(stream: TrainingStream) -> None:
             )
 
 
-def _check_files(stream: TrainingStream, key: str, index: Index, rows: Integers) -> None:
-    """Raise DataError if too many recordings of the set ``key`` are missing."""
+def _check_unusable(stream: TrainingStream) -> None:
+    """Raise DataError if too many training recordings are known to be unusable."""
+    checked = min(len(stream.training_set.rows), MOST_CHECKED)
+    if not _is_too_many(stream, len(stream.unusable), checked):
+        return
+    advice = {
+        "missing": "Correct the paths, or mount the folder",
+        "empty_transcript": f"Places of transcripts: {where_transcripts_are(stream.training_set.source)}. "
+        "data.allow_empty=true trains without them",
+        "unknown_symbol": "Set tokenizer=auto, or its normaliser or alphabet",
+    }
+    (most_frequent, _), *_ = _reasons(stream).most_common()
+    repair = f"Repair or remove them, or raise data.max_bad={stream.skips.most_bad(checked):.0f}"
+    raise DataError(f"{next(_unusable_warning(stream))}. {advice.get(most_frequent, repair)}")
+
+
+def _reasons(stream: TrainingStream) -> Counter[str]:
+    """Return the number of training recordings that are known to be unusable, by reason."""
+    return Counter(skip.reason for skip in stream.unusable.values())
+
+
+def _check_files(stream: TrainingStream, name: str, index: Index, rows: Integers) -> None:
+    """Raise DataError if too many recordings of the evaluation set ``name`` are missing."""
     sample = sample_rows(rows, _SAMPLED_RECORDINGS, stream.loader.seed)
     missing = []
     for row in sample.tolist():
@@ -89,47 +97,8 @@ def _check_files(stream: TrainingStream, key: str, index: Index, rows: Integers)
     if _is_too_many(stream, len(missing), len(sample)):
         raise DataError(
             f"{missing[0]} does not exist: {len(missing)} of {len(sample)} checked recordings of "
-            f"data.{key} are missing. Correct the paths, or mount the folder"
+            f"data.valid.{name} are missing. Correct the paths, or mount the folder"
         )
-
-
-def _check_transcripts(stream: TrainingStream) -> None:
-    """Raise DataError if too many training transcripts are empty or cannot be encoded."""
-    loader, rows = stream.loader, stream.training_set.rows
-    if len(rows) > _ALL_TRANSCRIPTS:
-        rows = sample_rows(rows, _SAMPLED_TRANSCRIPTS, loader.seed)
-    empty_cuts, unencodable_ids, unknown_symbols = list[Record](), list[str](), set[str]()
-    for row in rows.tolist():
-        cut = loader.index.cut(row)
-        text = loader.index.text(row, loader.tokenizer.normalise, cut)
-        if not text.strip() and not loader.allow_empty:
-            empty_cuts.append(cut)
-        if label_count(text, loader.tokenizer) < 0:
-            unencodable_ids.append(cut["id"])
-            unknown_symbols |= loader.tokenizer.unknown(text)
-    if _is_too_many(stream, len(empty_cuts), len(rows)):
-        example = text_of(empty_cuts[0])
-        advice = where_transcripts_are(stream.training_set.source)
-        if example.strip():
-            advice = f"no word is left of {example[:40]!r}. Remove them, or set data.allow_empty=true"
-        raise DataError(
-            f"{len(empty_cuts)} of {len(rows)} recordings of data.train have no transcript, such as "
-            f"{empty_cuts[0]['id']!r}: {advice}"
-        )
-    if not unencodable_ids:
-        return
-    listed_symbols = one_line(" ".join(map(repr, sorted(unknown_symbols))), 80)
-    if _is_too_many(stream, len(unencodable_ids), len(rows)):
-        raise DataError(
-            f"the tokenizer cannot encode {len(unencodable_ids)} of {len(rows)} transcripts of data.train, "
-            f"such as {unencodable_ids[0]!r}: unknown symbols {listed_symbols}. Set tokenizer=auto, or its "
-            "normaliser or alphabet"
-        )
-    _LOG.warning(
-        f"data.train: {len(unencodable_ids)} of {len(rows)} transcripts would not come back from their "
-        f"labels and are skipped, such as {unencodable_ids[0]!r}: the tokenizer has no labels for "
-        f"{listed_symbols}. If these symbols are not rare, set tokenizer=auto, or its normaliser or alphabet"
-    )
 
 
 def _check_acoustics(stream: TrainingStream) -> None:
@@ -166,24 +135,15 @@ def _load_some(stream: TrainingStream) -> None:
         )
 
 
-def _check_unusable(stream: TrainingStream) -> None:
-    """Raise DataError if too many training recordings are known to be unusable."""
-    checked = min(len(stream.training_set.rows), MOST_CHECKED)
-    if _is_too_many(stream, len(stream.unusable), checked):
-        raise DataError(
-            f"{next(_unusable_warning(stream))}. Repair or remove them, or raise "
-            f"data.max_bad={stream.skips.most_bad(checked):.0f}"
-        )
-
-
 def _unusable_warning(stream: TrainingStream) -> Iterator[str]:
-    """Yield a line with the number, the hours and the three longest of the unusable training recordings."""
+    """Yield a line with the number, the hours, the reasons and the three longest unusable recordings."""
     index, unusable = stream.training_set.index, stream.unusable
     rows = np.array(sorted(unusable, key=lambda row: -index.seconds[row]), np.int32)
     skips = [unusable[row] for row in rows[:3].tolist()]
     longest = ", ".join(f"{skip.id!r} ({skip.reason}: {skip.detail})" for skip in skips)
     checked = min(len(stream.training_set.rows), MOST_CHECKED)
-    fact = f"cannot be used and are left out ({checked} were checked), the longest are {longest}"
+    reasons = ", ".join(f"{count} {reason}" for reason, count in _reasons(stream).most_common())
+    fact = f"cannot be used ({reasons}; {checked} were checked), the longest are {longest}"
     yield from _describe_rows("train", index, rows, fact)
 
 
@@ -208,10 +168,9 @@ def warnings(stream: TrainingStream) -> Iterator[str]:
         index = sets[name].loader.index
         rows = np.flatnonzero(index.seconds > np.float32(training_set.max_seconds))
         yield from _describe_rows(f"valid.{name}", index, rows, f"{too_long}, as no training recording is")
+        yield from _symbols_warning(name, sets[name])
+        yield from _name_warnings(f"valid.{name}", index, np.sort(sets[name].plan.rows))
     yield from _name_warnings("train", training_set.index, training_set.rows)
-    for name in sets.specs:
-        loader, plan = sets[name]
-        yield from _name_warnings(f"valid.{name}", loader.index, np.sort(plan.rows))
     for name, counts in sets.heard(training_set.initial_sides).items():
         yield f"{name}: the weights of init_from were trained on {counts}, so its error rates are too low"
     yield from _low_rate_warning(stream)
@@ -220,10 +179,24 @@ def warnings(stream: TrainingStream) -> Iterator[str]:
         yield from _text_warnings(stream)
 
 
+def _symbols_warning(name: str, evaluation_set: EvaluationSet) -> Iterator[str]:
+    """Yield a line if transcripts of an evaluation set have symbols without a label."""
+    loader, plan = evaluation_set
+    rows = sample_rows(np.sort(plan.rows), MOST_CHECKED, loader.seed).tolist()
+    symbols = [loader.tokenizer.unknown(loader.index.text(row, loader.tokenizer.normalise)) for row in rows]
+    count = sum(map(bool, symbols))
+    if count and loader.tokenizer.reads_text:
+        listed_symbols = one_line(" ".join(map(repr, sorted(set().union(*symbols)))), 80)
+        yield (
+            f"data.valid.{name}: {count} of {len(rows)} transcripts have symbols without a label "
+            f"({listed_symbols}). They count as errors, and have no loss"
+        )
+
+
 def _text_warnings(stream: TrainingStream) -> Iterator[str]:
     """Yield lines on training transcripts with remarks, invisible or damaged characters, or that change."""
     loader, tokenizer = stream.loader, stream.loader.tokenizer
-    rows = sample_rows(stream.training_set.rows, _SAMPLED_TRANSCRIPTS, loader.seed)
+    rows = sample_rows(stream.training_set.rows, MOST_CHECKED, loader.seed)
     dropped_count = 0
     dropped, damaged, changed = list[str](), list[str](), list[str]()  # an example for each transcript
     for row in rows.tolist():
@@ -236,9 +209,12 @@ def _text_warnings(stream: TrainingStream) -> Iterator[str]:
             dropped.append(f"{one_line(ascii(dropped_parts[0]), 80)} in {cut['id']!r}")
         if DAMAGED in text:
             damaged.append(repr(cut["id"]))
-        change = _change_of(text, tokenizer)
-        if change:
-            changed.append(f"{cut['id']!r} ({one_line(change, 200)})")
+        if row in stream.unusable:  # Its text may have unknown symbols, and the run does not use it.
+            continue
+        decoded_text = tokenizer.decode(tokenizer.encode(text))
+        if decoded_text != text:
+            change = one_line(f"{text!r} becomes {decoded_text!r}", 200)
+            changed.append(f"{cut['id']!r} ({change})")
     facts = {
         f"{dropped_count} remarks, tags and invisible characters were dropped from {{}}": dropped,
         "{} have U+FFFD, which stands for damaged text": damaged,
@@ -248,14 +224,6 @@ def _text_warnings(stream: TrainingStream) -> Iterator[str]:
         if examples:
             share = f"{len(examples)} of {len(rows)} transcripts"
             yield f"data.train: {fact.format(share)}, such as {examples[0]}"
-
-
-def _change_of(text: str, tokenizer: Tokenizer) -> str:
-    """Return how the labels of a normalised text change it, or "" if they give it back or there are none."""
-    if label_count(text, tokenizer) < 0:
-        return ""  # ``_check_transcripts`` counts it.
-    decoded_text = tokenizer.decode(tokenizer.encode(text))
-    return "" if decoded_text == text else f"{text!r} becomes {decoded_text!r}"
 
 
 def _describe_rows(key: str, index: Index, rows: Integers, fact: str) -> Iterator[str]:
@@ -318,13 +286,25 @@ def _paths(index: Index, rows: Integers) -> set[str]:
 def crowded_transcripts(stream: TrainingStream, frames: Callable[[int], int]) -> str:
     """Return a warning about training transcripts with more labels than encoder frames, or "".
 
-    ``frames`` maps a number of samples to its number of encoder frames.
+    ``frames`` maps a number of samples to its number of encoder frames. A share of 1 % causes no warning.
     """
-    loader = stream.loader
-    if not loader.tokenizer.reads_text:
+    loader, tokenizer = stream.loader, stream.loader.tokenizer
+    if not tokenizer.reads_text:
         return ""
-    rows = sample_rows(stream.training_set.rows, _SAMPLED_TRANSCRIPTS, loader.seed).tolist()
-    line = crowded_transcripts_line(
-        loader.index, rows, loader.tokenizer, frames, loader.sample_rate, _CROWDED_SHARE
+    rows = sample_rows(stream.training_set.rows, MOST_CHECKED, loader.seed).tolist()
+    crowded, example = 0, ""
+    for row in rows:
+        labels = label_count(loader.index.text(row, tokenizer.normalise), tokenizer)
+        row_frames = frames(round(float(loader.index.seconds[row]) * loader.sample_rate))
+        if labels > row_frames:
+            crowded += 1
+            example = example or (
+                f"{loader.index.cut(row)['id']!r} has {labels} labels and {row_frames} frames"
+            )
+    if crowded <= _CROWDED_SHARE * len(rows):
+        return ""
+    return (
+        f"data.train: {crowded} of {len(rows)} transcripts have more labels than encoder frames ({example}), "
+        "which is hard to learn, and impossible for CTC. Use shorter frames (encoder.stack_time, another "
+        "encoder), or larger subwords (speechtrain prepare tokenizer)"
     )
-    return f"data.train: {line}" if line else ""

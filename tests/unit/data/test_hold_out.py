@@ -156,7 +156,7 @@ def test_recordings_without_a_transcript_are_in_neither_part(
     texts = ["" if i % 3 == 0 else "one two" for i in range(30)]
     records = [{**json.loads(line), "text": text} for line, text in zip(lines, texts, strict=True)]
     path = recordings.nemo("third.jsonl", records)
-    with pytest.raises(DataError, match="have no transcript"):
+    with pytest.raises(DataError, match="10 empty_transcript"):
         data_of(path, max_bad=2).check()
     data = data_of(path, skip_empty=True, run_dir=str(tmp_path))
     data.check()
