@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
 from speechtrain.export import held_out
 from speechtrain.export.graphs import Graph, graphs_of, write_graph
-from speechtrain.export.recognise import open_export
-from speechtrain.export.search import Search, settings
+from speechtrain.export.model_json import settings
+from speechtrain.export.recognise import open_export, transcribe
 from speechtrain.files import sha256, write_json
 from speechtrain.inference.loaded_run import LoadedRun
 from speechtrain.models.ctc import CTC
@@ -31,7 +32,7 @@ def write(loaded: LoadedRun, folder: Path, has_features: bool) -> list[str]:
     """Write the export of a run into the empty ``folder``. Return lines for the user.
 
     With ``has_features``, the graph of the encoder reads the waveform. Otherwise the features have a graph of
-    their own. Raises DataError if a text in fp32 differs from PyTorch's text, ConfigError for a model
+    their own. Raises DataError if the texts in fp32 differ from PyTorch's texts, ConfigError for a model
     that has no form in ONNX, and MachineError without the packages.
     """
     task = greedy_task(loaded, "--to onnx")
@@ -44,7 +45,8 @@ def write(loaded: LoadedRun, folder: Path, has_features: bool) -> list[str]:
     copy_programs(folder, "recognise.py")
     exports = {}
     for precision in PRECISIONS:
-        exports[precision] = Search(*open_export(folder, precision))  # type: ignore[no-untyped-call]
+        model, sessions = open_export(folder, precision)  # type: ignore[no-untyped-call]
+        exports[precision] = partial(transcribe, model, sessions)
     result = held_out.check(loaded, exports)
     write_json(folder / "error_rates.json", result)
     return held_out.lines(result)

@@ -9,10 +9,10 @@ Legend: B rows, T frames of features, F features, N frames of the encoder, W enc
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +22,6 @@ from speechtrain.export import held_out
 from speechtrain.export.graphs import Graph, graphs_of
 from speechtrain.export.onnx_folder import PRECISIONS, copy_programs, digests, greedy_task, write_graphs
 from speechtrain.export.recognise_sherpa import open_recogniser, transcribe
-from speechtrain.export.search import Search
 from speechtrain.files import sha256, write_json, write_text
 from speechtrain.inference.loaded_run import LoadedRun
 from speechtrain.run_directory import provenance
@@ -92,24 +91,11 @@ class _Joint(nn.Module):
         return scores[:, None, None]
 
 
-class SherpaExport:
-    """The export in a folder, in one precision, as sherpa-onnx recognises with it."""
-
-    def __init__(self, folder: Path, precision: str) -> None:
-        self._model, self._recogniser = open_recogniser(folder, precision)  # type: ignore[no-untyped-call]
-
-    def text(self, samples: np.ndarray) -> str:
-        return str(transcribe(self._model, self._recogniser, samples))  # type: ignore[no-untyped-call]
-
-    def margin(self, reference: Search, text: str) -> float:
-        return reference.margin_before(text)
-
-
 def write(loaded: LoadedRun, folder: Path) -> list[str]:
     """Write the export of a run into the empty ``folder``. Return lines for the user.
 
-    Raises ConfigError for a model that sherpa-onnx cannot run, and DataError if a text in fp32 differs from
-    PyTorch's text.
+    Raises ConfigError for a model that sherpa-onnx cannot run, and DataError if the texts in fp32 differ from
+    PyTorch's texts.
     """
     task = greedy_task(loaded, "--to sherpa")
     require_fit(task)
@@ -126,7 +112,10 @@ def write(loaded: LoadedRun, folder: Path) -> list[str]:
     }
     write_json(folder / "model.json", settings | provenance(Path(loaded.opened.config.run_dir)))
     copy_programs(folder, "recognise_sherpa.py")
-    exports = {precision: SherpaExport(folder, precision) for precision in PRECISIONS}
+    exports = {}
+    for precision in PRECISIONS:
+        model, recogniser = open_recogniser(folder, precision)  # type: ignore[no-untyped-call]
+        exports[precision] = partial(transcribe, model, recogniser)
     result = held_out.check(loaded, exports)
     write_json(folder / "error_rates.json", result)
     return held_out.lines(result)

@@ -73,7 +73,7 @@ def recording_of(run_directory: Path, folder: Path) -> Path:
 def test_write_checks_every_precision(folder: Path) -> None:
     result = json.loads((folder / "error_rates.json").read_text())
     assert result["recordings"] == 4
-    assert result["ties"] == []
+    assert result["differences"] == []
     assert result["error_rates"]["fp32"] == result["error_rates"]["pytorch"]
     assert set(result["error_rates"]) == {"pytorch", "fp32", "int8"}
     assert json.loads((folder / "model.json").read_text())["run"] == "rnnt"
@@ -228,7 +228,7 @@ def test_write_refuses_another_text(
     run_directory: Path, outside: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(held_out, "text_of", lambda loaded, samples: "another text")
-    with copied_graphs(outside), pytest.raises(DataError, match="Nothing is written"):
+    with copied_graphs(outside), pytest.raises(DataError, match="so nothing is written"):
         export.run([str(run_directory), "--to", "onnx", "--out", str(tmp_path / "onnx")])
     assert not (tmp_path / "onnx").exists()
 

@@ -1,0 +1,51 @@
+"""The content of model.json: what ``recognise.py`` needs to know of a model beside its graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from speechtrain.export.graphs import Graph
+from speechtrain.inference.loaded_run import LoadedRun
+
+
+def settings(loaded: LoadedRun, graphs: Mapping[str, Graph]) -> dict[str, Any]:
+    """Return the content of model.json without the digests."""
+    task: Any = loaded.opened.task
+    durations = list(task.joint.durations) if "joint" in graphs else []
+    kind = "ctc"
+    if "joint" in graphs:
+        kind = "tdt" if durations else "rnnt"
+    states = {}
+    if "prediction" in graphs:
+        inputs = graphs["prediction"].inputs
+        states = {name: list(state.shape) for name, state in inputs.items() if name != "label"}
+    return {
+        "kind": kind,
+        "sample_rate": task.sample_rate,
+        "longest_pause": loaded.longest_pause,
+        "frame_seconds": task.frame_seconds,
+        "labels": task.tokenizer.spelling(),
+        "blank": task.tokenizer.blank,
+        "durations": durations,
+        "states": states,
+        "max_symbols_per_step": task.decoder.max_symbols_per_step,
+        "max_symbols": task.decoder.max_symbols,
+        "features": _features(task.encoder),
+    }
+
+
+_FEATURE_SETTINGS = (
+    *("form", "n_fft", "mels", "f_min", "f_max", "preemphasis", "dither", "padding", "log_floor"),
+    *("normalise", "splice", "splice_first", "trim_silence_db"),
+)
+"""The arguments of ``LogMel`` that model.json contains."""
+
+
+def _features(encoder: Any) -> dict[str, Any]:
+    """Return the parameters of the features, or nothing for an encoder that reads the waveform."""
+    features = getattr(encoder, "features", None)
+    if features is None:
+        return {"normalise_audio": encoder.normalise_audio}
+    settings = {name: getattr(features, name) for name in _FEATURE_SETTINGS}
+    return settings | {"window_samples": features.width, "hop_samples": features.hop}
