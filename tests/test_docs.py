@@ -5,7 +5,6 @@ A training command gets small fixtures in place of the data, tokenizers and runs
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -90,9 +89,11 @@ def comments_of(text: str) -> str:
 
 def is_whole(line: str) -> bool:
     """Return True if the command of a line closes each of its quotes, or if the line has no command."""
-    with contextlib.suppress(ValueError):
-        return bool(shlex.split(line, comments=True)) or not line
-    return COMMAND.search(line) is None
+    try:
+        shlex.split(line, comments=True)
+    except ValueError:
+        return COMMAND.search(line) is None
+    return True
 
 
 def documented() -> list[Example]:
