@@ -77,7 +77,7 @@ docs: setup-dev
 
 # The benchmarks that need no argument. The help of the others (--help) lists their arguments.
 bench: setup-dev
-	for name in accelerators cpu_step data_resume features memory openmp scaling transducer_loss wav2vec2; do \
+	for name in accelerators cpu_step data_resume features memory scaling transducer_loss wav2vec2; do \
 		$(BIN)/python benchmarks/$$name.py || exit 1; done
 
 # The wheel and the sdist in dist/.

@@ -22,25 +22,17 @@ SMALLEST = {
     "accelerators": ("--smoke",),
     "cpu_step": ("--smoke",),
     "data_resume": ("--smoke",),
-    "resampling": ("--seconds", "1", "--rounds", "1"),
     "features": ("--rows", "1", "--seconds", "1", "--rounds", "1"),
-    "greedy": ("speechtrain/decoding/greedy.py", "--smoke"),
-    "conformer_parts": ("--smoke",),
     "memory": ("--smoke",),
-    "negatives": ("--smoke",),
-    "openmp": ("--smoke",),
     "scaling": ("--smoke",),
-    "stack_time": ("--smoke",),
     "study": ("--rounds", "1"),
     "transducer_loss": ("--smoke",),
     "wav2vec2": ("--smoke",),
 }
 # These train for minutes or hours, or need a run.
 TRAINS = {
-    "ladder",
     "cut_words",
     "decoders",
-    "evaluation",
     "first_contact",
     "onnx",
     "pretraining",
@@ -49,8 +41,6 @@ TRAINS = {
     "silence",
     "survival",
     "transcribe",
-    "update_parts",
-    "voices",
 }
 PEERS = {"parakeet", "parakeet_speech"}  # in the environment of `make peers`
 
