@@ -10,24 +10,21 @@ the loss by the whole (B, T, U + 1, V) lattice of logits. The other contenders h
 torch's LSTM or the loop LSTM, in fp32 and, if the chip has instructions for it, in bf16. There
 ``device=cpu`` chooses the loop LSTM in bf16.
 
-Contenders take turns (A B A B ...), since other work on the machine comes and goes. A ratio is the median of
-each round's ratio to the baseline of the same round. It compares processor times, since with one thread these
-equal the wall times of an idle machine.
+Contenders take turns, and ratios are of processor times (measuring.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import transducer_loss as lattice
+from measuring import in_turn, time_cells
 from torch import Tensor
 
 from speechtrain.batch import Batch
@@ -162,22 +159,18 @@ def noise(rows: int, seconds: float, labels: int, classes: int) -> Batch:
 def measure(task: RNNT, batch: Batch, rounds: int) -> None:
     """Print a line for each contender."""
     measured_contenders = contenders()
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in measured_contenders}
     losses = {}
-    for number in range(rounds + 1):  # The first round builds the kernels of oneDNN and does not count.
-        for name, contender in measured_contenders.items():
-            wall, processor = time.perf_counter(), time.process_time()
-            losses[name] = contender.step(task, batch)
-            if number:
-                times[name].append((time.perf_counter() - wall, time.process_time() - processor))
+
+    def runner(name: str) -> Callable[[int], None]:
+        def run(number: int) -> None:
+            losses[name] = measured_contenders[name].step(task, batch)
+
+        return run
+
+    times = in_turn({name: runner(name) for name in measured_contenders}, rounds)
     for name, measured in times.items():
-        wall, processor = (statistics.median(column) for column in zip(*measured, strict=True))
-        ratios = []
-        for (_, processor_seconds), (_, base_seconds) in zip(measured, times[BASELINE], strict=True):
-            ratios.append(processor_seconds / base_seconds)
-        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        row = f"{len(batch.ids)} | {name} | {wall:.2f} | {processor:.2f} | {ratio} | {losses[name]:.2f}"
-        print(f"| {row} |", flush=True)
+        cells = time_cells(measured, times[BASELINE])
+        print(f"| {len(batch.ids)} | {name} | {cells} | {losses[name]:.2f} |", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measuring import peak_bytes, reset_peak
 from torch import Tensor
 
+MiB = 2**20
 ROWS, FRAMES, LABELS, PIECES = 8, 1000, 60, 1024
 ENCODER = {
     "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 1024, "num_attention_heads": 4,
@@ -153,19 +155,14 @@ def serve(implementation: str, kind: str, folder: Path) -> None:
             checkpoint_layers(model)
         whole_step, joint_step = speechtrain_steps(model, kind)
     steps = {"whole": whole_step, "joint": joint_step}
-    Path("/proc/self/clear_refs").write_text("5")  # The peak does not include the building of the model.
-    before = peak()
+    reset_peak()  # The peak does not include the building of the model.
+    before = peak_bytes()
     print("ready", flush=True)
     for line in sys.stdin:
         start = time.perf_counter()
         steps[line.strip()]()
-        print(json.dumps([time.perf_counter() - start, peak() - before]), flush=True)
-
-
-def peak() -> float:
-    """Return the peak memory of this process in MiB since its last reset."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+        seconds = time.perf_counter() - start
+        print(json.dumps([seconds, (peak_bytes() - before) / MiB]), flush=True)
 
 
 def write_model(kind: str, folder: Path) -> None:

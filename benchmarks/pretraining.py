@@ -13,13 +13,13 @@ Markdown. KEY=VALUE arguments go to every run (`device.threads=1`).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
 from recipes import TRAIN, unheard
+from scratch import events_of, result_of
 
 SPEAKER = "nicolas"
 PLANTED = {
@@ -36,9 +36,7 @@ def train(run_dir: Path, overrides: list[str]) -> tuple[dict[str, Any], list[dic
     """Train a run or continue it. Return its result and its events. A finished run stays as it is."""
     command = [str(TRAIN), *overrides, f"run_dir={run_dir}", "tracking=jsonl"]
     subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
-    result = json.loads((run_dir / "result.json").read_text())
-    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return result, events
+    return result_of(run_dir), events_of(run_dir)
 
 
 def learn(out: Path, seeds: list[int], overrides: list[str]) -> None:

@@ -63,9 +63,10 @@ def result_of(run_dir: Path) -> dict[str, Any]:
     return content
 
 
-def events_of(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+def events_of(run_dir: Path, kind: str = "") -> list[dict[str, Any]]:
+    """Return the events in ``metrics.jsonl``, or with ``kind`` only the events of this kind."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
+    return [event for event in map(json.loads, lines) if kind in ("", event["event"])]
 
 
 def print_row(*cells: object) -> None:

@@ -13,10 +13,8 @@ With ``--against torchaudio`` the same lattice goes to ``torchaudio.functional.r
 baseline. The wheels of torchaudio need the torch that they were built for. They need the libraries of CUDA
 even on a machine without a GPU. This program needs only the folder of speechtrain on PYTHONPATH.
 
-Contenders take turns (A B C A B C ...), since other work on the machine comes and goes. A ratio is the
-median of each round's ratio to the first contender in the same round. Each round draws another batch and
-joint, since the share of cells that backward visits depends on the draw. Processor time is of user and
-kernel. With one thread it equals the wall time of an idle machine. Peak memory is the growth of the resident
+Contenders take turns (measuring.py). Each round draws another batch and joint, since the share of cells that
+backward visits depends on the draw. Peak memory is the growth of the resident
 set over a forward and backward, each contender in a new process, after a small lattice has loaded the
 libraries.
 """
@@ -30,7 +28,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +35,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measuring import in_turn, peak_bytes, ratio, reset_peak, resident_bytes
 from torch import Tensor
 
 from speechtrain.losses.transducer import transducer_loss
@@ -200,37 +198,13 @@ def contenders() -> dict[str, Contender]:
     return without_dropout | with_dropout | {TORCHAUDIO: Contender(torchaudio_loss, fp32)}
 
 
-@dataclass
-class Times:
-    """The wall and processor seconds of a contender, one for each round."""
-
-    wall: list[float]
-    processor: list[float]
+def runner(name: str, problems: list[Problem]) -> Callable[[int], None]:
+    """Return a function that runs a contender on the problem of a round."""
+    contender = contenders()[name]
+    return lambda number: contender.run(problems[number])
 
 
-def seconds(names: list[str], problems: list[Problem]) -> dict[str, Times]:
-    """Time the contenders in turn, one round for each problem. A round before these does not count."""
-    times = {name: Times([], []) for name in names}
-    all_contenders = contenders()
-    for name in names:
-        all_contenders[name].run(problems[0])
-    for problem in problems:
-        for name in names:
-            wall, processor = time.perf_counter(), time.process_time()
-            all_contenders[name].run(problem)
-            times[name].wall.append(time.perf_counter() - wall)
-            times[name].processor.append(time.process_time() - processor)
-    return times
-
-
-def relative(times: list[float], baseline: list[float]) -> str:
-    """Return the cells ``median seconds | median ratio (smallest to largest)``."""
-    ratios = [a / b for a, b in zip(times, baseline, strict=True)]
-    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    return f"{statistics.median(times):.2f} | {statistics.median(ratios):.2f} ({spread})"
-
-
-def peak_bytes(name: str, shape: Shape, initialisation: str) -> int:
+def growth(name: str, shape: Shape, initialisation: str) -> int:
     """Return the growth of the resident set over one run in this process, which must be a new one."""
     contender = contenders()[name]
     contender.run(Problem.draw(Shape(2, 20, 6, 64, 32), initialisation))
@@ -238,21 +212,14 @@ def peak_bytes(name: str, shape: Shape, initialisation: str) -> int:
     for tensor in problem.inputs:
         tensor.data.add_(0)  # This touches every page of the inputs.
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # This resets VmHWM to VmRSS.
-    before = _status("VmRSS")
+    reset_peak()
+    before = resident_bytes()
     contender.run(problem)
-    return _status("VmHWM") - before
+    return peak_bytes() - before
 
 
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
-
-
-def peak_bytes_apart(name: str, arguments: argparse.Namespace) -> int:
-    """Return ``peak_bytes`` of a new process."""
+def growth_apart(name: str, arguments: argparse.Namespace) -> int:
+    """Return ``growth`` of a new process."""
     shape = map(str, arguments.shape)
     command = [sys.executable, __file__, "--memory-of", name, "--shape", *shape]
     command += ["--initialisation", arguments.initialisation, "--threads", str(arguments.threads)]
@@ -276,25 +243,29 @@ def error(problem: Problem, contender: Contender) -> float:
     return max(errors)
 
 
+def median_and_ratio(seconds: list[float], baseline: list[float]) -> str:
+    return f"{statistics.median(seconds):.2f} | {ratio(seconds, baseline)}"
+
+
 def report(names: list[str], arguments: argparse.Namespace) -> None:
     """Print the table, in Markdown."""
     shape = Shape(*arguments.shape)
     problems = [Problem.draw(shape, arguments.initialisation, seed) for seed in range(arguments.rounds)]
     visited = sorted(occupied(problem) for problem in problems)
     print(f"cells that backward visits: {visited[0]:.2f} to {visited[-1]:.2f} of all\n")
-    times = seconds(names, problems)
+    times = in_turn({name: runner(name, problems) for name in names}, arguments.rounds)
     memory = {}
     for name in names:
         if arguments.smoke and memory:  # A smoke test starts one process only, since each takes seconds.
-            memory[name] = peak_bytes(name, shape, arguments.initialisation)
+            memory[name] = growth(name, shape, arguments.initialisation)
         else:
-            memory[name] = peak_bytes_apart(name, arguments)
+            memory[name] = growth_apart(name, arguments)
     print("| contender | wall s | ratio | processor s | ratio | peak MiB | ratio | gradient error |")
     print("|---|---|---|---|---|---|---|---|")
     base = times[names[0]]
     for name in names:
-        wall = relative(times[name].wall, base.wall)
-        processor = relative(times[name].processor, base.processor)
+        wall = median_and_ratio(times[name].wall, base.wall)
+        processor = median_and_ratio(times[name].processor, base.processor)
         share = f"{memory[name] / MiB:.0f} | {memory[name] / memory[names[0]]:.3f}"
         gradient_error = ""
         if "dropout" not in name:
@@ -344,7 +315,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     if arguments.memory_of:
         shape = Shape(*arguments.shape)
-        print(json.dumps(peak_bytes(arguments.memory_of, shape, arguments.initialisation)))
+        print(json.dumps(growth(arguments.memory_of, shape, arguments.initialisation)))
         return
     has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     print_machine(arguments, has_bf16)

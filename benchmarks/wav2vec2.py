@@ -5,10 +5,8 @@
     python benchmarks/wav2vec2.py --smoke          # thin, seconds
     python benchmarks/wav2vec2.py extractor --rows 4 --seconds 10 --threads 2 --fp32-matmul medium
 
-The candidates are timed in turn (A B C A B C ...), because the load of the machine may change. A ratio is the
-median over the rounds of the ratio to the baseline, in the same precision and round. The baseline is Hugging
-Face's model, or conv1d for the extractor. Processor time includes user and kernel. With one thread it equals
-the wall time of an idle machine. Both models get the same audio, mask and negatives, and the published
+The candidates take turns (measuring.py). The baseline of a ratio is Hugging Face's model, or conv1d for the
+extractor. Both models get the same audio, mask and negatives, and the published
 dropouts. Layer drop is off, because Hugging Face skips a dropped layer and speechtrain computes it.
 """
 
@@ -26,6 +24,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cpu_step import noise
+from measuring import Times, in_turn, time_cells
 from torch import Tensor
 
 from speechtrain.batch import Batch
@@ -112,21 +112,6 @@ class Setup:
 Objective = Callable[[Setup, Tensor, Tensor], Tensor]
 
 
-def noise(rows: int, seconds: float) -> Batch:
-    """Return a batch of noise without labels."""
-    samples = int(seconds * 16000)
-    return Batch(
-        audio=torch.randn(rows, samples) * 0.1,
-        audio_lengths=torch.full((rows,), samples),
-        labels=torch.zeros(rows, 0, dtype=torch.int64),
-        label_lengths=torch.zeros(rows, dtype=torch.int64),
-        weight=torch.ones(rows),
-        keys=torch.arange(rows),
-        ids=tuple(map(str, range(rows))),
-        texts=("",) * rows,
-    )
-
-
 def inputs_of_hugging_face(batch: Batch, negative_count: int) -> dict[str, Tensor]:
     """Return the audio, mask and negatives of a batch as ``Wav2Vec2ForPreTraining.forward`` expects them."""
     index = batch.extra["index"]  # (rows, M), the frame of each masked frame
@@ -151,13 +136,13 @@ def set_up(options: argparse.Namespace) -> Setup:
     task = Wav2Vec2(encoder).train()
     config = wav2vec2_hf.config_of(describe(task, {}))
     model = transformers.Wav2Vec2ForPreTraining(transformers.Wav2Vec2Config(**config)).train()
-    batch = noise(options.rows, options.seconds)
+    batch = noise(options.rows, options.seconds, labels=0, classes=2)
     task.advance(0, seed=1)
     batch = task.prepare(batch, seed=2)
     return Setup(task, model, batch, inputs_of_hugging_face(batch, task.negatives))
 
 
-def steps(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
+def steps(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[int], None]]:
     """Return a function for each model that computes forward, backward and AdamW.
 
     The third model is speechtrain with the dropout and the attention of torch.
@@ -169,10 +154,10 @@ def steps(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable
     apply_policy(task, policy)
     apply_policy(other_task, replace(policy, dropout="torch"))
 
-    def stepper(module: torch.nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
+    def stepper(module: torch.nn.Module, loss: Callable[[], Tensor]) -> Callable[[int], None]:
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
 
-        def run() -> None:
+        def run(_round: int) -> None:
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
                 total = loss()
@@ -219,15 +204,15 @@ def hugging_face_objective(setup: Setup, features: Tensor, context: Tensor) -> T
     return loss + 0.1 * unused / config.num_codevectors_per_group * mask.sum()
 
 
-def objectives(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
+def objectives(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[int], None]]:
     """Return a function for each model that computes its loss and its backward from the same features."""
     setup = set_up(options)
     mask = setup.inputs["mask_time_indices"]
     features = torch.randn(*mask.shape, setup.task.encoder.extractor.channels)
     context = torch.randn(*mask.shape, setup.task.encoder.width)
 
-    def runner(module: torch.nn.Module, objective: Objective) -> Callable[[], None]:
-        def run() -> None:
+    def runner(module: torch.nn.Module, objective: Objective) -> Callable[[int], None]:
+        def run(_round: int) -> None:
             module.zero_grad(set_to_none=True)
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
                 loss = objective(setup, features, context)
@@ -241,37 +226,20 @@ def objectives(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Cal
     }
 
 
-def time_in_turn(models: dict[str, Callable[[], None]], rounds: int, part: str, dtype: torch.dtype) -> None:
+def print_times(times: dict[str, Times], part: str, dtype: torch.dtype) -> None:
     """Print a line for each model: median times, and the median, lowest and highest ratio."""
-    wall_times: dict[str, list[float]] = {name: [] for name in models}
-    processor_times: dict[str, list[float]] = {name: [] for name in models}
-    for number in range(rounds + 1):
-        is_warmup = number == 0  # The first round builds the kernels of oneDNN and does not count.
-        for name, run in models.items():
-            wall_start = time.perf_counter()
-            processor_start = time.process_time()
-            run()
-            if not is_warmup:
-                wall_times[name].append(time.perf_counter() - wall_start)
-                processor_times[name].append(time.process_time() - processor_start)
     precision = precision_name(dtype)
-    for name in models:
-        wall = statistics.median(wall_times[name])
-        processor = statistics.median(processor_times[name])
-        ratios = []
-        for seconds, base_seconds in zip(processor_times[name], processor_times[HUGGING_FACE], strict=True):
-            ratios.append(seconds / base_seconds)
-        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"| {part} | {precision} | {name} | {wall:.2f} | {processor:.2f} | {ratio} |", flush=True)
+    for name, measured in times.items():
+        print(f"| {part} | {precision} | {name} | {time_cells(measured, times[HUGGING_FACE])} |", flush=True)
 
 
 def profile(options: argparse.Namespace, dtype: torch.dtype) -> None:
     """Print the operators of a step of speechtrain, sorted by processor time."""
     print(precision_name(dtype))
     run = steps(options, dtype)[SPEECHTRAIN]
-    run()
+    run(0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        run()
+        run(0)
     print(
         profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50)
     )
@@ -307,7 +275,7 @@ def print_parts(options: argparse.Namespace, precisions: list[torch.dtype], audi
         print("| part | precision | | wall, s | processor, s | of theirs |\n|---|---|---|---|---|---|")
     for part in model_parts:
         for dtype in precisions:
-            time_in_turn(builders[part](options, dtype), options.rounds, part, dtype)
+            print_times(in_turn(builders[part](options, dtype), options.rounds), part, dtype)
     if "extractor" in parts:
         print("| norm | precision | form | forward, s | backward, s | of conv1d |\n|---|---|---|---|---|---|")
         for norm in options.norms:
