@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from speechtrain.config.build import dry_build
 from speechtrain.decoding.beam import TransducerBeam
+from speechtrain.decoding.greedy import Greedy
 from speechtrain.encoders.convolutional import ConvolutionalEncoder
 from speechtrain.encoders.fastconformer import FastConformer
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
-from speechtrain.errors import ConfigError
+from speechtrain.errors import ConfigError, SpeechtrainError
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.features.specaugment import SpecAugment
@@ -38,6 +40,9 @@ from speechtrain.optim.schedules import (
     TriStage,
     WarmupHoldExponential,
 )
+from speechtrain.precision import FP16
+from speechtrain.runs.compose import compose
+from speechtrain.tracking.console import Console
 
 Part = Callable[..., Any]
 WEIGHTS = [nn.Parameter(torch.ones(4, 4))]
@@ -169,6 +174,12 @@ ROWS: list[tuple[Part, dict[str, Any], str]] = [
     (TransducerBeam, {"max_symbols_per_step": 0}, "max_symbols_per_step is 0"),
     (TransducerBeam, {"max_symbols_per_step": 10**9}, "max_symbols_per_step is 1000000000"),
     (TransducerBeam, {"gamma": 0}, "gamma is 0"),
+    (Greedy, {"max_symbols_per_step": 0}, "max_symbols_per_step is 0"),
+    (FP16, {"floor": 0.0}, "floor"),
+    (FP16, {"initial_scale": 1.0, "floor": 2.0}, "floor"),
+    (FP16, {"growth_interval": 0}, "floor"),
+    (Console, {"mode": "lively"}, "mode is 'lively', but it must be"),
+    (Console, {"form": "csv"}, "form is 'csv', but it must be speechtrain, full or dll"),
 ]
 
 
@@ -177,4 +188,53 @@ def test_a_wrong_value_is_named_in_one_line(part: Part, values: dict[str, Any], 
     with pytest.raises((ConfigError, ValueError)) as error:
         part(**values)
     assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+TDT = "model.joint.durations=[0,1]"
+OVERRIDES = [
+    ("data.batch.window=0", "data.batch.window=0: it must be at least 1 (plain shuffling)"),
+    ("data.shapes=-1", "data.shapes=-1: it must be at least 0 (no fixed shapes)"),
+    ("data.sample_rate=8000", "data.sample_rate=8000: the encoder expects 16000"),
+    ("data.batch.memory_gib=most", "data.batch.memory_gib=most: it must be above 0, or null for no limit"),
+    ("tokenizer.alphabet=aa", "tokenizer.alphabet repeats 'a'. List each character once"),
+    ("tokenizer=sentencepiece tokenizer.model=/no", "tokenizer.model: /no: No such file or directory"),
+    ("tokenizer=none", "RNNT learns from transcripts. Replace tokenizer=none"),
+    ("augment.warp=1", "augment.warp is 1. It must be 0 or more and below 0.5"),
+    ("encoder=contextnet_tiny encoder.blocks=[{kernel: 4}]", "encoder.blocks[0].kernel is 4: it must be odd"),
+    ("encoder=wav2vec2 encoder.mask.length=0", "encoder.mask.length is 0. It must be 1 frame or more"),
+    ("decoder.max_symbols=0", "decoder.max_symbols is 0: it must be at least 1"),
+    (
+        "decoder.max_symbols_per_step=1001",
+        "decoder.max_symbols_per_step is 1001, but it must be at most 1000",
+    ),
+    ("optimizer.form=apex", "optimizer.form is 'apex'. Choose one of torch, fairseq, intel"),
+    ("optimizer=adamw8bit device=hpu", "optimizer=adamw8bit does not run on device=hpu"),
+    ("model.joint_rows=-1", "model.joint_rows is -1: it must be at least 0"),
+    ("model.fastemit=-0.1", "model.fastemit is -0.1: it must be at least 0"),
+    ("model.joint.durations=[1,0]", "model.joint.durations is [1, 0]. It must be whole numbers of frames"),
+    ("model.joint.durations=[0]", "model.joint.durations is [0]. It must be whole numbers of frames"),
+    ("model.sigma=0.1", "model.sigma=0.1: it must be at least 0, and 0 without joint.durations"),
+    (f"{TDT} model.sigma=-1", "model.sigma=-1: it must be at least 0"),
+    (f"{TDT} model.fastemit=0.01", "model.fastemit=0.01: it must be 0 with joint.durations"),
+    (f"{TDT} decoder=beam", "decoder: this model has no beam search. Set decoder=greedy"),
+    (f"{TDT} decoder@final_decoder=beam", "final_decoder: this model has no beam search"),
+    ("model=ctc tokenizer=none", "CTC learns from transcripts. Replace tokenizer=none"),
+    ("model=ctc model.dropout=1.0", "model.dropout is 1.0: it must be at least 0 and below 1"),
+    ("model=wav2vec2_small encoder=lstm_small", "model=wav2vec2 cannot pretrain LSTMEncoder"),
+    ("model=wav2vec2_small encoder.mask=null", "encoder.mask is null"),
+    ("model=wav2vec2_small model.temperature=[0.5,2,1]", "model.temperature is [0.5, 2, 1]. It must be"),
+    ("model=wav2vec2_small model.negatives=0", "model.negatives must be at least 1"),
+    ("model=wav2vec2_small model.target_dropout=1", "model.target_dropout is 1"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), OVERRIDES)
+def test_dry_build_names_the_key_of_a_wrong_value(overrides: str, words: str) -> None:
+    keys = overrides.replace(": ", ":").split()
+    if "optimizer=adamw8bit" in keys:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing (extra 'memory')")
+    with pytest.raises(SpeechtrainError) as error:
+        dry_build(compose([*keys, "run_dir=x"]))
+    assert str(error.value).startswith(words)
     assert "\n" not in str(error.value)

@@ -11,13 +11,13 @@ import torch
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from speechtrain.config.build import build, dry_build
+from speechtrain.config.build import build
 from speechtrain.config.check import check, mismatch
 from speechtrain.config.resolved import dump, load, resolve, with_absolute_paths
 from speechtrain.config.resume_fields import fingerprint, flat, is_volatile
 from speechtrain.config.targets import ALLOW_TARGETS, target_class
 from speechtrain.devices.cpu import CPU
-from speechtrain.errors import ConfigError, RunError, SpeechtrainError, nearest
+from speechtrain.errors import ConfigError, RunError, nearest
 from speechtrain.runs.compose import compose
 from tests.support.composed import composed
 
@@ -390,37 +390,6 @@ def test_a_file_that_cannot_be_read_is_named(config: DictConfig, tmp_path: Path)
         (tmp_path / "config.yaml").write_text(text)
         with pytest.raises(RunError, match=r"config\.yaml is damaged \(.*\)\. Delete it, and the command "):
             load(tmp_path / "config.yaml")
-
-
-def test_the_encoder_owns_the_sample_rate(config: DictConfig) -> None:
-    dry_build(config)
-    config.data.sample_rate = 8000
-    with pytest.raises(ConfigError, match=r"data\.sample_rate=8000: the encoder expects 16000"):
-        dry_build(config)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["encoder=wav2vec2", "encoder.mask.length=0"],
-            "encoder.mask.length is 0. It must be 1 frame or more",
-        ),
-        (["data.batch.window=0"], "data.batch.window=0: it must be at least 1 (plain shuffling)"),
-        (["data.shapes=-1"], "data.shapes=-1: it must be at least 0 (no fixed shapes)"),
-        (["tokenizer.alphabet=aa"], "tokenizer.alphabet repeats 'a'. List each character once"),
-        (
-            ["tokenizer=sentencepiece", "tokenizer.model=/no"],
-            "tokenizer.model: /no: No such file or directory",
-        ),
-        (["augment.warp=1"], "augment.warp is 1. It must be 0 or more and below 0.5"),
-        (["model=wav2vec2", "encoder=wav2vec2", "encoder.mask=null"], "encoder.mask is null"),
-    ],
-)
-def test_an_error_of_a_class_names_the_key(overrides: list[str], message: str) -> None:
-    with pytest.raises(SpeechtrainError) as caught:
-        dry_build(compose(overrides, None))
-    assert str(caught.value).startswith(message)
 
 
 # --- the default parts, and who names its own ------------------------------------------------------

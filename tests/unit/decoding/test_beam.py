@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from speechtrain.decoding.base import CTCScorer, Decoder, Hypothesis, TransducerScorer
+from speechtrain.decoding.base import CTCScorer, Hypothesis, TransducerScorer
 from speechtrain.decoding.beam import TransducerBeam
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
@@ -88,54 +85,6 @@ def test_scores_are_minus_the_loss_and_times_lie_in_the_utterance() -> None:
             0 <= begin < end <= lengths[row] * 0.5 for begin, end in zip(one.times, one.ends, strict=True)
         )
         assert all(0 < sure <= 1 for sure in one.confidences)
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(
-    "decoder",
-    [TransducerBeam(), TransducerBeam(hotwords=["ab", "ca"]), Greedy()],
-    ids=["beam", "fused", "greedy"],
-)
-def test_a_text_does_not_depend_on_its_batch(seed: int, decoder: Decoder) -> None:
-    scorer, frames, lengths = lattices(seed)
-    together = [one.labels for one in decoder.decode(scorer, frames[:32], lengths[:32])]
-    for size in (1, 7):
-        parts = zip(frames[:32].split(size), lengths[:32].split(size), strict=True)
-        assert together == [one.labels for part in parts for one in decoder.decode(scorer, *part)]
-
-
-class Reads(TorchDispatchMode):
-    """Counts what makes the host wait for a device: reading a number, or copying a tensor to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.slow
-def test_greedy_reads_from_the_device_once_in_four_steps() -> None:
-    scorer, _, _ = lattices(1)
-    frames, lengths = torch.randn(32, 60, 8), torch.full((32,), 60)
-    steps = 0
-    advance = scorer.step
-
-    def counted(labels: Tensor, state: Any) -> tuple[Tensor, Any]:
-        nonlocal steps
-        steps += 1
-        return advance(labels, state)
-
-    scorer = replace(scorer)
-    scorer.step = counted  # type: ignore[method-assign]
-    with Reads() as reads:
-        found = Greedy().decode(scorer, frames, lengths)
-    most = max(len(one.labels) for one in found)
-    assert most > 20
-    assert steps >= most
-    assert most / 8 < reads.count <= steps / 4 + 1
 
 
 def test_rows_without_frames_have_no_text() -> None:

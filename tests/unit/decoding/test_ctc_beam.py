@@ -56,14 +56,6 @@ def test_ctc_beam_returns_the_likeliest_text_by_default() -> None:
         assert hypothesis.score >= max(alternative.score for alternative in hypothesis.alternatives)
 
 
-def test_a_text_does_not_depend_on_its_batch() -> None:
-    frames, lengths, decoder = lattices()[:32], LENGTHS[:32], CTCBeam()
-    together = [one.labels for one in decoder.decode(FRAMES, frames, lengths)]
-    for size in (1, 7):
-        parts = zip(frames.split(size), lengths.split(size), strict=True)
-        assert together == [one.labels for part in parts for one in decoder.decode(FRAMES, *part)]
-
-
 def test_a_label_lasts_from_its_first_frame_to_its_last() -> None:
     scores = one_hot(3, 0, 0, 3, 0, 1, 1)[None]
     (found,) = CTCBeam().decode(FRAMES, scores, torch.tensor([7]))

@@ -15,7 +15,6 @@ from speechtrain.decoding.base import NoDecoder, Scorer, TransducerScorer
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
 from speechtrain.nn.joint import Joint
-from speechtrain.nn.prediction import Prediction
 from tests.support.scorers import BLANK, FRAMES, Counting, Letters, one_hot
 
 
@@ -68,33 +67,6 @@ def test_a_transducer_emits_at_its_frame_and_scores_every_symbol() -> None:
     assert shorter.text == "abc"  # The second frame begins with one label, which is not more than one.
 
 
-def mlperf_decode(logits: Tensor, length: int, limit: int, frame_limit: int) -> list[int]:
-    """MLPerf's rule: the limit is compared at the start of each frame, with >."""
-    labels = list[int]()
-    for frame in range(length):
-        if len(labels) > limit:
-            break
-        for _ in range(frame_limit):
-            label = int(logits[frame, len(labels)].argmax())
-            if label == BLANK:
-                break
-            labels.append(label)
-    return labels
-
-
-@pytest.mark.parametrize(("limit", "frame_limit"), [(1, 30), (3, 2), (5, 4), (8, 1)])
-def test_greedy_ends_a_row_by_the_rule_of_mlperf(limit: int, frame_limit: int) -> None:
-    torch.manual_seed(limit)
-    logits = torch.randn(30, 200, 4)
-    logits[..., BLANK] += 0.5
-    frames = torch.arange(30.0)[None, :, None].expand(12, -1, -1)
-    lengths = torch.arange(12) + 19
-    decoder = Greedy(max_symbols=limit, max_symbols_per_step=frame_limit)
-    hypotheses = decoder.decode(table(logits), frames, lengths)
-    for hypothesis, length in zip(hypotheses, lengths.tolist(), strict=True):
-        assert list(hypothesis.labels) == mlperf_decode(logits, length, limit, frame_limit)
-
-
 def with_durations(logits: Tensor, chosen: list[list[int]]) -> Tensor:
     return torch.cat((logits, (torch.eye(3)[torch.tensor(chosen)] * 9).log_softmax(-1)), -1)
 
@@ -114,84 +86,6 @@ def test_durations_skip_frames_and_a_blank_takes_one_at_least() -> None:
         table(endless, [0, 1, 2]), frames[:, :2], torch.tensor([2])
     )
     assert found.times == (0.0, 0.0, 0.0, 0.5, 0.5, 0.5)
-
-
-class Theirs(Prediction):
-    """The prediction network of transformers' Parakeet, of one LSTM layer."""
-
-    def __init__(self, decoder: Any) -> None:
-        super().__init__()
-        self.decoder = decoder
-
-    def connect(self, labels: int) -> None:
-        pass
-
-    def forward(self, labels: Tensor) -> Tensor:
-        raise AssertionError("a search takes one label at a time")
-
-    def start(self, rows: int) -> tuple[Tensor, Any]:
-        none = torch.zeros(rows, self.decoder.lstm.hidden_size)
-        return self.step(torch.full((rows,), self.decoder.blank_token_id), (none, none))
-
-    def step(self, labels: Tensor, state: Any) -> tuple[Tensor, Any]:
-        given = tuple(x[None].contiguous() for x in state)
-        output, new = self.decoder.lstm(self.decoder.embedding(labels)[:, None], given)
-        return self.decoder.decoder_projector(output[:, 0]), tuple(x[0] for x in new)
-
-    def select(self, mask: Tensor, new: Any, old: Any) -> Any:
-        return tuple(torch.where(mask[:, None], a, b) for a, b in zip(new, old, strict=True))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_texts_are_those_that_transformers_generates(seed: int) -> None:
-    transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers, "ParakeetForTDT"):
-        pytest.skip("this transformers has no ParakeetForTDT")
-    torch.manual_seed(seed)
-    encoder = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    encoder |= {"num_mel_bins": 16, "subsampling_conv_channels": 8}
-    config = transformers.ParakeetTDTConfig(
-        vocab_size=BLANK + 1,
-        blank_token_id=BLANK,
-        pad_token_id=BLANK,
-        decoder_hidden_size=16,
-        num_decoder_layers=1,
-        durations=[0, 1, 2, 3, 4],
-        encoder_config=encoder,
-    )
-    model = transformers.ParakeetForTDT(config).eval()
-    for parameter in model.parameters():  # likelier to say something than the small weights of a beginner
-        parameter.data.normal_(0, 0.4)
-    model.joint.head.bias.data[BLANK + 1] -= 3  # neither has a limit of labels in a frame here
-    features, mask = torch.randn(3, 400, 16), torch.ones(3, 400, dtype=torch.long)
-    mask[1, 250:] = 0
-    with torch.no_grad():
-        encoded = model.get_audio_features(
-            input_features=features, attention_mask=mask, output_attention_mask=True
-        )
-        generated = model.generate(
-            input_features=features,
-            attention_mask=mask,
-            decoder_start_token_id=BLANK,
-            pad_token_id=BLANK,
-            max_new_tokens=500,
-            suppress_tokens=[*range(BLANK + 1, BLANK + 6)],  # it would take durations for tokens
-        )
-    joint = Joint(hidden=16, durations=[0, 1, 2, 3, 4])
-    joint.connect(16, 16, BLANK + 1)
-    joint.output, joint.prediction = model.joint.head, torch.nn.Identity()
-    scorer = TransducerScorer(Letters(), 1.0, prediction=Theirs(model.decoder), joint=joint)
-    lengths = encoded.attention_mask.sum(-1)
-    found = Greedy(max_symbols_per_step=1000).decode(scorer, encoded.pooler_output, lengths)
-    at = generated.durations.cumsum(1).roll(1, 1)  # the frame in which each was written
-    at[:, 0] = 0
-    for row, one in enumerate(found):
-        before = at[row] < lengths[row]
-        kept = before & (generated.sequences[row] != BLANK)
-        theirs = generated.sequences[row][kept].tolist()
-        assert list(one.labels) == theirs
-        assert list(one.times) == at[row][kept].tolist()
-    assert sum(len(one.labels) for one in found) >= 10
 
 
 def test_without_a_limit_a_row_gets_50_labels_a_second() -> None:
@@ -255,19 +149,6 @@ def test_the_host_reads_once_in_many_symbols() -> None:
     assert numbers.count + copies.count <= symbols / 4
 
 
-def test_a_text_does_not_depend_on_its_batch() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(60, 400, 4)
-    logits[..., BLANK] += 1
-    lengths = torch.arange(32) + 29
-    paths = torch.randn(32, 60, 4).log_softmax(-1)
-    for scorer, frames in ((table(logits), torch.randint(60, (32, 60, 1)).float()), (FRAMES, paths)):
-        together = [one.labels for one in Greedy().decode(scorer, frames, lengths)]
-        for size in (1, 7):
-            parts = zip(frames.split(size), lengths.split(size), strict=True)
-            assert together == [one.labels for part in parts for one in Greedy().decode(scorer, *part)]
-
-
 def test_a_model_that_it_cannot_search_is_named() -> None:
     class Other(Scorer):
         pass
@@ -276,17 +157,6 @@ def test_a_model_that_it_cannot_search_is_named() -> None:
         Greedy().decode(Other(Letters(), 0.5), torch.zeros(1, 1, 1), torch.tensor([1]))
 
 
-@pytest.mark.parametrize("name", ["max_symbols_per_step", "max_symbols"])
-def test_a_limit_below_one_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name} is 0"):
-        Greedy(**{name: 0})
-
-
 def test_no_decoder_writes_nothing() -> None:
     found = NoDecoder().decode(FRAMES, torch.zeros(2, 3, 4), torch.tensor([3, 3]))
     assert [h.text for h in found] == ["", ""]
-
-
-def test_a_limit_of_labels_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_symbols_per_step is 1000000000, but it must be at most 1000"):
-        Greedy(max_symbols_per_step=10**9)

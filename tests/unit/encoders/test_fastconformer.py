@@ -21,6 +21,7 @@ from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.runs.compose import compose
 from tests.support.composed import composed
+from tests.support.noise import batch
 
 NOTHING_DROPPED = dict.fromkeys(
     ("dropout", "attention_dropout", "activation_dropout", "residual_dropout"), 0.0
@@ -43,15 +44,6 @@ def encoder(**changes: Any) -> FastConformer:
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.1)
     return made
-
-
-def batch(*samples: int) -> Batch:
-    longest, lengths = max(samples), torch.tensor(samples)
-    audio = 0.1 * torch.randn(len(samples), longest, generator=torch.Generator().manual_seed(0))
-    audio *= torch.arange(longest) < lengths[:, None]
-    one = torch.ones(len(samples), dtype=torch.int64)
-    names = ("a",) * len(samples)
-    return Batch(audio, lengths, one[:, None], one, torch.ones(len(samples)), one, names, names)
 
 
 def theirs(**changes: Any) -> Any:
@@ -129,19 +121,6 @@ def test_its_gradients_are_parakeets(samples: tuple[int, ...]) -> None:
         torch.testing.assert_close(
             value, expected[name], atol=1e-4 * float(expected[name].abs().max()) + 1e-4, rtol=0, msg=name
         )
-
-
-@pytest.mark.parametrize("changes", [{}, {"context": [3, 1]}, {"subsampling": 8}])
-def test_a_row_alone_is_that_of_a_batch(changes: dict[str, Any]) -> None:
-    mine, given = encoder(**changes).eval(), batch(16000, 12345, 4000, 0)
-    with torch.no_grad():
-        frames, lengths = mine(given)
-        for row, samples in enumerate(given.audio_lengths.tolist()[:-1]):
-            alone, length = mine(replace(batch(samples), audio=given.audio[row : row + 1, :samples]))
-            assert int(length) == int(lengths[row]) == mine.frames(samples)
-            torch.testing.assert_close(alone[0], frames[row, : int(length)], atol=1e-5, rtol=1e-5)
-    assert int(lengths[-1]) == 0
-    assert frames.isfinite().all()
 
 
 def test_slices_of_rows_change_the_memory_and_no_value(monkeypatch: pytest.MonkeyPatch) -> None:

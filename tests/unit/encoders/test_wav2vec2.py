@@ -1,30 +1,21 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from speechtrain.batch import Batch
-from speechtrain.compute_policy import PLAIN, STATIC, ComputePolicy, apply_policy
+from speechtrain.compute_policy import PLAIN, ComputePolicy, apply_policy
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.features.augment import Augment
 from speechtrain.nn.masking import SpanMask
+from tests.support import noise
+from tests.support.stored import stored_bytes
 
 THIN = [[32, 10, 5], *[[32, 3, 2]] * 4, *[[32, 2, 2]] * 2]
 SIZES = {"width": 48, "layers": 3, "feed_forward": 96, "heads": 4}
 CALM = {"dropout": 0.0, "attention_dropout": 0.0, "input_dropout": 0.0, "layer_drop": 0.0}
-LARGE = {
-    "conv_bias": True,
-    "conv_norm": "layer",
-    "width": 1024,
-    "layers": 24,
-    "feed_forward": 4096,
-    "heads": 16,
-    "pre_norm": True,
-}
 
 
 def make(policy: ComputePolicy = PLAIN, **values: object) -> Wav2Vec2Encoder:
@@ -34,81 +25,13 @@ def make(policy: ComputePolicy = PLAIN, **values: object) -> Wav2Vec2Encoder:
     return encoder
 
 
-def make_batch(*lengths: int) -> Batch:
-    torch.manual_seed(1)
-    audio = torch.randn(len(lengths), max(lengths)) * 0.3
-    samples = torch.tensor(lengths)
-    rows = len(lengths)
-    return Batch(
-        audio=audio * (torch.arange(max(lengths)) < samples[:, None]),
-        audio_lengths=samples,
-        labels=torch.zeros(rows, 0, dtype=torch.int64),
-        label_lengths=torch.zeros(rows, dtype=torch.int64),
-        weight=torch.ones(rows),
-        keys=torch.arange(rows),
-        ids=tuple("abcdef"[:rows]),
-        texts=("",) * rows,
-    )
-
-
 # --- parameters -----------------------------------------------------------------------------------
-
-
-def beside_the_encoder(width: int, codes: int, final: int) -> int:
-    """Parameters of quantizer, project_q and final_proj (reference shapes): 2 × 320 entries."""
-    quantizer = 640 * (codes // 2) + 640 * 512 + 640
-    return quantizer + codes * final + final + width * final + final
-
-
-@pytest.mark.parametrize(
-    ("values", "codes", "total"), [({}, 256, 95_044_608), (LARGE, 768, 317_390_592)], ids=["base", "large"]
-)
-def test_golden_parameter_counts(values: dict[str, object], codes: int, total: int) -> None:
-    with torch.device("meta"):
-        encoder = Wav2Vec2Encoder(**values)  # type: ignore[arg-type]
-    count = sum(p.numel() for p in encoder.parameters())
-    assert count + beside_the_encoder(encoder.width, codes, codes) == total
-
-
-def expected_shapes(width: int, feed_forward: int, layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "mask_embedding", (width,)
-    yield "norm.weight", (512,)
-    yield "norm.bias", (512,)
-    yield "projection.weight", (width, 512)
-    yield "projection.bias", (width,)
-    yield "transformer.position.weight_g", (1, 1, 128)
-    yield "transformer.position.weight_v", (width, width // 16, 128)
-    yield "transformer.position.bias", (width,)
-    yield "transformer.norm.weight", (width,)
-    yield "transformer.norm.bias", (width,)
-    for i in range(layers):
-        layer = f"transformer.layers.{i}"
-        for part in ("query", "key", "value", "output"):
-            yield f"{layer}.attention.{part}.weight", (width, width)
-            yield f"{layer}.attention.{part}.bias", (width,)
-        for part in ("attention_norm", "norm"):
-            yield f"{layer}.{part}.weight", (width,)
-            yield f"{layer}.{part}.bias", (width,)
-        yield f"{layer}.feed_forward_in.weight", (feed_forward, width)
-        yield f"{layer}.feed_forward_in.bias", (feed_forward,)
-        yield f"{layer}.feed_forward_out.weight", (width, feed_forward)
-        yield f"{layer}.feed_forward_out.bias", (width,)
-
-
-@pytest.mark.parametrize("values", [{}, LARGE], ids=["base", "large"])
-def test_names_and_shapes(values: dict[str, object]) -> None:
-    with torch.device("meta"):
-        encoder = Wav2Vec2Encoder(**values)  # type: ignore[arg-type]
-    state = {name: tuple(value.shape) for name, value in encoder.state_dict().items()}
-    own = {name: shape for name, shape in state.items() if not name.startswith("extractor.")}
-    wide = encoder.transformer.layers[0].feed_forward_in.out_features
-    assert own == dict(expected_shapes(encoder.width, wide, len(encoder.transformer.layers)))
 
 
 def test_no_projection_where_the_widths_agree() -> None:
     encoder = make(width=32)
     assert not [name for name in encoder.state_dict() if name.startswith("projection")]
-    assert encoder(make_batch(2000))[0].shape == (1, 6, 32)
+    assert encoder(noise.batch(2000))[0].shape == (1, 6, 32)
 
 
 def test_initial_mask_embedding_is_uniform() -> None:
@@ -191,7 +114,7 @@ def test_hidden_states_and_gradients_of_hugging_face(
     ours = make(policy, conv_norm=norm, conv_bias=bias, pre_norm=pre_norm, gradient_scale=1.0, **CALM)
     theirs = hugging_face(ours, norm, bias, pre_norm).double()
     ours.double()
-    batch = make_batch(9000, 6000)
+    batch = noise.batch(9000, 6000)
     batch = replace(batch, audio=batch.audio.double())
     frames = torch.tensor([ours.frames(9000), ours.frames(6000)])
     chosen = torch.rand(2, int(frames[0])) < 0.4
@@ -230,7 +153,7 @@ def test_penalty_is_scaled_like_the_rest_of_the_gradient() -> None:
     gradients = {}
     for scale in (1.0, 0.1):
         encoder = make(gradient_scale=scale)
-        batch = make_batch(3000, 2000)
+        batch = noise.batch(3000, 2000)
         features, _, penalty = encoder.extract(batch.audio, batch.audio_lengths)
         assert penalty.dtype == torch.float32
         assert penalty.shape == ()
@@ -260,7 +183,7 @@ def test_masked_frames_and_channels() -> None:
 
 def test_prepare_draws_by_address_and_only_in_training() -> None:
     encoder = make(mask=SpanMask(0.5, 4), channel_mask=SpanMask(0.2, 3), layer_drop=0.5)
-    batch = make_batch(16000, 9000, 5000)
+    batch = noise.batch(16000, 9000, 5000)
     one, again, other = (encoder.prepare(batch, seed).extra for seed in (3, 3, 4))
     assert one.keys() == {"mask", "channel_mask", "keep"}
     assert all(torch.equal(one[name], again[name]) for name in one)
@@ -281,13 +204,13 @@ def test_prepare_draws_by_address_and_only_in_training() -> None:
 
 def test_a_row_too_short_for_spans_ends_no_run() -> None:
     encoder = make(mask=SpanMask(0.65, 10))
-    drawn = encoder.prepare(make_batch(16000, 1200), 3).extra["mask"]
+    drawn = encoder.prepare(noise.batch(16000, 1200), 3).extra["mask"]
     assert drawn[1].sum() <= encoder.frames(1200)
 
 
 def test_masks_are_used_in_training_and_not_in_evaluation() -> None:
     encoder = make(mask=SpanMask(0.5, 4), **CALM)
-    batch = make_batch(16000, 9000)
+    batch = noise.batch(16000, 9000)
     drawn = encoder.prepare(batch, 3)
     assert not torch.equal(encoder(drawn)[0], encoder(batch)[0])
     features, lengths, _ = encoder.extract(batch.audio, batch.audio_lengths)
@@ -318,29 +241,15 @@ def test_layers_are_dropped_at_their_rate() -> None:
 @pytest.mark.parametrize("norm", ["group", "layer"])
 def test_every_parameter_has_a_gradient(mask: SpanMask | None, norm: str) -> None:
     encoder = make(mask=mask, layer_drop=0.6, conv_norm=norm)
-    batch = encoder.prepare(make_batch(9000, 6000), 2)
+    batch = encoder.prepare(noise.batch(9000, 6000), 2)
     assert 0.0 in batch.extra["keep"]
     encoder(batch)[0].square().sum().backward()
     assert not [name for name, p in encoder.named_parameters() if p.grad is None]
 
 
-def test_padding_independence_with_layer_norm() -> None:
-    encoder = make(conv_norm="layer").eval()
-    batch = make_batch(9000, 6000)
-    y, lengths = encoder(batch)
-    alone = encoder(make_one(batch, 1, 6000))[0]
-    frames = int(lengths[1])
-    torch.testing.assert_close(y[1, :frames], alone[0], atol=1e-5, rtol=1e-5)
-
-
-def make_one(batch: Batch, row: int, samples: int) -> Batch:
-    whole = make_batch(samples)
-    return Batch(**(vars(whole) | {"audio": batch.audio[row : row + 1, :samples]}))
-
-
 def test_noise_is_added_to_the_waveform_in_training() -> None:
     encoder = make(augment=Augment(noise_db=[5.0, 10.0]), **CALM)
-    batch = make_batch(4000)
+    batch = noise.batch(4000)
     assert not torch.equal(encoder(batch)[0], encoder(batch)[0])
     encoder.eval()
     assert torch.equal(encoder(batch)[0], encoder(batch)[0])
@@ -357,49 +266,5 @@ def test_noise_is_added_to_the_waveform_in_training() -> None:
 )
 def test_predicted_activations_are_within_a_factor_of_two(values: dict[str, object]) -> None:
     encoder = make(**({"position_kernel": 8} | values))
-    weights = {p.untyped_storage().data_ptr() for p in encoder.parameters()}
-    stored: dict[int, tuple[int, Tensor]] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in weights:
-            stored[storage.data_ptr()] = (storage.nbytes(), x)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        encoder(make_batch(16000 * 10))
-    measured = sum(size for size, _ in stored.values()) / 10
+    measured = stored_bytes(encoder, noise.batch(160_000))[0] / 10
     assert 0.5 < encoder.activation_bytes() / measured < 2.0
-
-
-def test_no_operation_depends_on_the_data() -> None:
-    """The whole step runs on the meta device, which has shapes and no values to read or to index by."""
-    policy = ComputePolicy(conv="conv1d", attention="slices")
-    encoder = make(policy, mask=SpanMask(0.5, 4), layer_drop=0.5)
-    batch = encoder.prepare(make_batch(9000, 6000), 2)
-    meta = encoder.to("meta")
-    y, lengths = meta(batch.to(lambda x: x.to("meta")))
-    assert y.shape == (2, meta.frames(9000), 48)
-    y.sum().backward()
-    assert lengths.shape == (2,)
-
-
-def test_true_base_shape() -> None:
-    torch.manual_seed(0)
-    encoder = Wav2Vec2Encoder().eval()
-    with torch.no_grad():
-        y, lengths = encoder(make_batch(16000))
-    assert y.shape == (1, 49, 768)
-    assert lengths.tolist() == [49]
-    assert y.isfinite().all()
-
-
-def test_static_forms_change_nothing_but_rounding() -> None:
-    encoder = make(mask=SpanMask(0.5, 4), **CALM)
-    batch = encoder.prepare(make_batch(9000, 6000), 2)
-    plain = encoder(batch)[0]
-    apply_policy(encoder, STATIC)
-    assert encoder.state_dict().keys() == make().state_dict().keys()
-    written = encoder(batch)[0]
-    assert not any(layer.attention.fused for layer in encoder.transformer.layers)
-    torch.testing.assert_close(written[0], plain[0], atol=1e-5, rtol=1e-5)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.commands import export
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError, SpeechtrainError
@@ -27,6 +27,7 @@ from speechtrain.models.ctc import CTC
 from speechtrain.nn.masking import SpanMask
 from speechtrain.runs.compose import compose
 from speechtrain.text.vocabulary import Characters
+from tests.support.noise import batch
 
 from .conftest import KINDS, make
 
@@ -264,19 +265,14 @@ def test_a_ctc_model_writes_the_same_text_in_hugging_face(kind: str, tmp_path: P
         heard = processor(one.numpy(), sampling_rate=16000, return_tensors="pt")
         with torch.no_grad():
             theirs = processor.batch_decode(model.eval()(**heard).logits.argmax(-1))
-            (ours,) = task.hypotheses(*task.encoder.encode(batch_of(one)), task.decoder)
+            (ours,) = task.hypotheses(
+                *task.encoder.encode(replace(batch(len(one)), audio=one[None])), task.decoder
+            )
         assert theirs == [ours.text.strip()]  # their tokenizer strips its text
         assert len(set(ours.text)) > 4
     assert processor.tokenizer("abc's <b").input_ids == task.tokenizer.encode("abc's <b")
     encoder, _ = wav2vec2_hf.read(tmp_path / "ctc")
     assert encoder.is_encoder
-
-
-def batch_of(audio: Tensor) -> Batch:
-    """One row without a transcript."""
-    empty = torch.zeros(1, dtype=torch.int64)
-    lengths, ones = torch.tensor([len(audio)]), torch.ones(1)
-    return Batch(audio[None], lengths, empty[:, None], empty, ones, empty, ("a",), ("",))
 
 
 def test_a_recogniser_that_the_format_cannot_hold_is_refused_without_encoder(tmp_path: Path) -> None:

@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from speechtrain.config.build import build
-from speechtrain.errors import ConfigError
 from speechtrain.optim.adamw import AdamW
-from speechtrain.runs.compose import compose
 
 STEPS = {
     "torch": (0.9987696078431372549, 0.9982601509671139886),
@@ -52,9 +49,3 @@ def test_a_resumed_run_of_intels_form_is_bit_equal() -> None:
     optimizer.step()
     resumed.step()
     assert torch.equal(parameter, twin)
-
-
-def test_an_unknown_form_is_refused_by_its_key() -> None:
-    config = compose(["optimizer.form=apex"])
-    with pytest.raises(ConfigError, match=r"optimizer\.form is 'apex'\. Choose one of torch, fairseq, intel"):
-        build(config, "optimizer", params=[nn.Parameter(torch.ones(1))])

@@ -68,20 +68,6 @@ def test_the_average_follows_its_formula(values: list[float], decay: float, warm
     assert float(average.averaged_state_dict(module)["weight"]) == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-def test_warm_up_makes_early_evaluations_mean_something() -> None:
-    """After 12 updates a plain average of decay 0.999 is still the initial weights."""
-    module = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(module.weight, 100.0)
-    averages = EMA(module, 0.999), EMA(module, 0.999, warmup=False)
-    nn.init.constant_(module.weight, 0.0)
-    for average in averages:
-        for _ in range(12):
-            average.update(module)
-    warm, plain = (float(average.averaged_state_dict(module)["weight"]) for average in averages)
-    assert plain > 98
-    assert warm < 1e-2
-
-
 def test_counters_are_copied_statistics_averaged_constants_left_out() -> None:
     module = network()
     average = EMA(module, 0.5, warmup=False)
@@ -149,39 +135,6 @@ def test_swapped_in_and_back_to_the_bit() -> None:
         failing_evaluation()
     assert same(copied(module), own)
     assert same(average.averaged_state_dict(module), averaged)
-
-
-def test_what_is_exported_is_what_was_evaluated() -> None:
-    module = network()
-    average = EMA(module, 0.9)
-    disturb(module, 1)
-    average.update(module)
-    other = network(5)
-    other.load_state_dict(average.averaged_state_dict(module))
-    inputs = torch.randn(4, 3)
-    with average.use_average(module):
-        assert torch.equal(module.eval()(inputs), other.eval()(inputs))
-
-
-def test_training_goes_on_through_a_swap() -> None:
-    outcomes = []
-    for swap in (False, True):
-        module = network()
-        average = EMA(module, 0.9)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-        for step in range(5):
-            module.train()
-            loss = module(torch.randn(5, 3, generator=torch.Generator().manual_seed(step))).square().sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            average.update(module)
-            if swap:
-                with average.use_average(module), torch.no_grad():
-                    module.eval()(torch.randn(5, 3))
-        outcomes.append((copied(module), average.averaged_state_dict(module)))
-    assert same(outcomes[0][0], outcomes[1][0])
-    assert same(outcomes[0][1], outcomes[1][1])
 
 
 def test_a_resume_is_bit_equal() -> None:

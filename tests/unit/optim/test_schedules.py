@@ -5,26 +5,20 @@ from __future__ import annotations
 import json
 import math
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speechtrain.optim import schedules
 from speechtrain.optim.schedules import (
     Constant,
     Cosine,
     IntelQuadratic,
     Polynomial,
-    Schedule,
     TriStage,
     WarmupHoldExponential,
 )
-
-CONF = Path(__file__).parents[3] / "conf" / "schedule"
 
 
 def test_mlperf_warm_up_of_ten_epochs() -> None:
@@ -228,19 +222,3 @@ def test_a_schedule_without_a_plan_has_no_state() -> None:
     schedule = Constant(0.1)
     assert schedule.state_dict() == {}
     schedule.load_state_dict({})
-
-
-OFFERED = {"steps_per_epoch": 20, "planned_steps": 300}
-
-
-@pytest.mark.parametrize("path", sorted(CONF.glob("[!_]*.yaml")), ids=lambda path: path.stem)
-def test_the_configured_choices_build_and_list_every_argument(path: Path) -> None:
-    node = yaml.safe_load(path.read_text())
-    assert node.pop("peak") == "${optimizer.lr}"
-    module, _, name = node.pop("_target_").rpartition(".")
-    assert module == schedules.__name__
-    cls = getattr(schedules, name)
-    taken = set(cls.__init__.__annotations__) - {"return"}
-    assert taken - set(OFFERED) == {"peak", *node}
-    schedule: Schedule = cls(peak=0.1, **node, **{k: v for k, v in OFFERED.items() if k in taken})
-    assert all(0 <= schedule.rate(step) <= 0.1 for step in range(1, 2000))

@@ -20,6 +20,7 @@ from speechtrain.task import Task, units_of
 from speechtrain.training.recompute import checkpoint_layers
 from tests.support.composed import composed
 from tests.support.noise import batch
+from tests.support.stored import stored_bytes
 
 SMALL = {
     "hidden": 8, "width": 16, "layers": 2, "heads": 2, "feed_forward": 16, "position_kernel": 4,
@@ -46,17 +47,8 @@ def model_of(encoder: str, *more: str, checkpointed: bool = False) -> Task:
 
 
 def kept_bytes(model: nn.Module, *inputs: object) -> tuple[int, Tensor]:
-    """The bytes of distinct tensors that forward keeps, and the loss."""
-    sizes: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
     torch.manual_seed(7)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(*inputs)
-    return sum(sizes.values()), loss
+    return stored_bytes(model, *inputs)
 
 
 ENCODERS = [name for name in choices(None)["encoder"] if name != "none"]
@@ -73,7 +65,7 @@ def test_every_encoder_trains_the_same_with_less_memory(encoder: str, dtype: tor
         kept = []
         for samples in (4000, 8000):  # two micro-batches
             with policy.autocast("cpu"):
-                given = model.prepare(batch(samples), 3)
+                given = model.prepare(batch(samples, samples // 2), 3)
                 size, loss = kept_bytes(model, given)
             loss.total.backward()  # type: ignore[attr-defined]
             kept.append((size, loss.total.detach()))  # type: ignore[attr-defined]
