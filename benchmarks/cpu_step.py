@@ -1,6 +1,6 @@
 """Time of a training step of MLPerf's base RNN-T on the CPU, against torch's LSTM and the full lattice.
 
-    python benchmarks/cpu_step.py                       # the table of docs/benchmarks/cpu.md
+    python benchmarks/cpu_step.py                       # the table of docs/benchmarks/steps.md
     python benchmarks/cpu_step.py --smoke               # a small model, seconds
     python benchmarks/cpu_step.py --rows 16 --rounds 5 --threads 2
 

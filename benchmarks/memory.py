@@ -1,6 +1,6 @@
 """Peak memory and time of training steps with and without each key that saves memory.
 
-    python benchmarks/memory.py                 # the table of docs/benchmarks/memory.md
+    python benchmarks/memory.py                 # the table of docs/benchmarks/steps.md
     python benchmarks/memory.py --smoke         # one short row each, seconds
     python benchmarks/memory.py --rounds 5 --only joint_rows
 

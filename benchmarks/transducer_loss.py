@@ -1,6 +1,6 @@
 """Time and peak memory of the transducer loss with its joint, forward and backward, against the full lattice.
 
-    python benchmarks/transducer_loss.py                     # the table of docs/benchmarks/transducer-loss.md
+    python benchmarks/transducer_loss.py                     # the table of docs/benchmarks/loss.md
     python benchmarks/transducer_loss.py --smoke             # a small lattice, seconds
     python benchmarks/transducer_loss.py --shape 16 300 80 512 640 --rounds 5 --threads 2
     python benchmarks/transducer_loss.py --against torchaudio --shape 8 200 50 1024 512

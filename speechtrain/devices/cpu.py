@@ -120,7 +120,7 @@ class CPU(Device):
     on_host = True
     facts = DeviceFacts(
         forwarded_variables=("OMP_*", "KMP_*", "GOMP_*", "ONEDNN_*", "DNNL_*", "MALLOC_CONF", "CCL_*"),
-        # Search is 7 % slower alone and a third faster beside busy processes (docs/benchmarks/evaluation.md).
+        # Search is 7 % slower alone and a third faster beside busy processes (docs/benchmarks/decoding.md).
         evaluation_variables={"GOMP_SPINCOUNT": "3000"},
     )
 
@@ -179,7 +179,7 @@ class CPU(Device):
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
             # By default, an idle thread of libgomp spins 300,000 times before it sleeps, which keeps a core
             # busy that other processes need. If it sleeps at once (1,000), an idle machine trains at half the
-            # speed (docs/benchmarks/openmp.md).
+            # speed (docs/benchmarks/steps.md).
             "GOMP_SPINCOUNT": "12000",
         }
         if self.isa is not None:

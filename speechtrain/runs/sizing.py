@@ -173,7 +173,7 @@ def _choose_network(speech: Speech) -> _Network:
 def _choose_ranks(batch: int, cores: int) -> int:
     """Return the number of ranks for ``batch`` recordings in an update, on ``cores`` cores.
 
-    A second thread saves only a quarter of the time of the small network (docs/benchmarks/scratch.md).
+    A second thread saves only a quarter of the time of the small network (docs/benchmarks/steps.md).
     """
     ranks = 1
     while 2 * ranks <= cores and batch >= 2 * ranks * _ROWS_OF_RANK:

@@ -1,4 +1,4 @@
-"""The doctor's outcome for planted faults. The table of all is in docs/benchmarks/accelerators.md."""
+"""The doctor's outcome for planted faults. The table of all is in docs/benchmarks/devices.md."""
 
 from __future__ import annotations
 
