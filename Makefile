@@ -99,7 +99,7 @@ $(IPEX_VENV)/.stamp: setup.py pyproject.toml tools/install_torch.py
 	touch $(IPEX_VENV)/.stamp
 
 # Other training systems, as oracles. torchaudio needs the CUDA build of the same torch version (6 GB), which also
-# runs on a CPU. benchmarks/parakeet.py and parakeet_speech.py run in this environment.
+# runs on a CPU. benchmarks/parakeet.py, parakeet_speech.py and transducer_loss.py --against torchaudio run in it.
 peers: $(PEERS_VENV)/.stamp
 
 test-peers: peers

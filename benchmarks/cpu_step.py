@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 import transducer_loss as lattice
-from measuring import in_turn, time_cells
+from measuring import in_turn, machine, time_cells
 from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN, ComputePolicy, apply_policy
-from speechtrain.devices.cpu import CPU, chip, is_medium_exact
+from speechtrain.devices.cpu import CPU, is_medium_exact
 from speechtrain.encoders.lstm import LSTMEncoder
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
@@ -193,12 +193,10 @@ def main() -> None:
     options = parse_arguments()
     torch.set_num_threads(options.threads)
     task = model(options.smoke)
-    name, _ = chip()
     bf16 = "yes"
     if CPU().precision_fallback_reason(torch.bfloat16):
         bf16 = "no; contenders in bf16 are left out"
-    print(f"{name}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}, load ", end="")
-    print(f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores at the start")
+    print(f"{machine()} at the start, {torch.backends.cpu.get_cpu_capability()}")
     print(f"bf16 instructions: {bf16}")
     print(f"fp32 products through oneDNN are as exact: {is_medium_exact()}")
     size = sum(parameter.numel() for parameter in task.parameters()) / 1e6

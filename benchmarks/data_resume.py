@@ -16,7 +16,6 @@ import gzip
 import io
 import json
 import os
-import platform
 import resource
 import shutil
 import subprocess
@@ -25,11 +24,12 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from measuring import machine
 
 if TYPE_CHECKING:
     from speechtrain.data.module import SpeechData
@@ -88,15 +88,6 @@ def table(head: str, rows: list[tuple[str, dict[str, float]]]) -> str:
         increase = peak - case_figures["before"]
         lines.append(f"| {title} | {seconds:.2f} | {cpu:.2f} | {peak:.0f} | {increase:.0f} |")
     return "\n".join(lines)
-
-
-def machine() -> str:
-    """Return a line about the date, the interpreter and the machine."""
-    load = os.getloadavg()[0]
-    return (
-        f"{date.today()}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores, "
-        f"load {load:.1f} at the end."
-    )
 
 
 COUNT = {"count": 16}

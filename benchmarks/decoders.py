@@ -25,13 +25,13 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from measuring import machine
 from recipes import TRAIN, speakers, unheard
 from torch import Tensor
 
@@ -245,7 +245,7 @@ def main() -> None:
     arguments = parse_arguments()
     grid = list(product(arguments.weights, arguments.bonuses))
     options = Options(arguments.overrides, arguments.width, arguments.order, grid, arguments.rounds)
-    print(f"{date.today()}, torch {torch.__version__}, load average {os.getloadavg()[0]:.1f}\n")
+    print(f"{machine()}\n")
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
     choices = []
     if arguments.smoke:

@@ -1,4 +1,4 @@
-"""What several benchmarks share: contenders that take turns, and the memory of a process.
+"""What several benchmarks share: contenders that take turns, the memory of a process, a line on the machine.
 
 Contenders take turns (A B C A B C ...), since other work on the machine comes and goes. A ratio compares
 processor times (user and kernel) of the same round. With one thread they equal the wall times of an idle
@@ -7,10 +7,12 @@ machine.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 
@@ -68,3 +70,14 @@ def peak_bytes() -> int:
 def _status(field: str) -> int:
     status = Path("/proc/self/status").read_text()
     return int(status.partition(f"{field}:")[2].split()[0]) * 1024
+
+
+def machine() -> str:
+    """Return the date, the processor, the release of torch and the load, for the line above a table."""
+    import torch  # data_resume.py imports this module in processes whose imports it counts.
+
+    from speechtrain.devices.cpu import chip
+
+    name, _ = chip()
+    load = os.getloadavg()[0]
+    return f"{date.today()}, {name}, {os.cpu_count()} cores, torch {torch.__version__}, load {load:.1f}"

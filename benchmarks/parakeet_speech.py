@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import soundfile
 import torch
 from transformers import (
@@ -30,6 +29,8 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from speechtrain.metrics import error_rates
 
 ENCODER = {
     "hidden_size": 128, "num_hidden_layers": 5, "intermediate_size": 256, "num_attention_heads": 4,
@@ -129,29 +130,14 @@ def transcribe(model: ParakeetForRNNT, recordings: Recordings, index: int, colla
 
 def errors(model: ParakeetForRNNT, recordings: Recordings, collate: Collator) -> tuple[float, float]:
     """Return the CER and the WER over all recordings."""
-    distances, sizes = np.zeros(2), np.zeros(2)
     model.eval()
+    pairs = []
     for index, text in enumerate(recordings.texts):
-        hypothesis = transcribe(model, recordings, index, collate)
-        if index < 5:
-            print(repr(text), repr(hypothesis), sep="\n", flush=True)
-        for column, split in enumerate((list, str.split)):
-            reference = split(text)
-            distances[column] += distance(reference, split(hypothesis))
-            sizes[column] += len(reference)
-    cer, wer = distances / sizes
-    return float(cer), float(wer)
-
-
-def distance(reference: list[str], hypothesis: list[str]) -> int:
-    """Return the edit distance of two lists."""
-    row = list(range(len(hypothesis) + 1))
-    for i, symbol in enumerate(reference, 1):
-        diagonal, row[0] = row[0], i
-        for j, other_symbol in enumerate(hypothesis, 1):
-            substituted = diagonal + (symbol != other_symbol)
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, substituted)
-    return row[-1]
+        pairs.append((text, transcribe(model, recordings, index, collate)))
+    print(*pairs[:5], sep="\n", flush=True)
+    rates = error_rates(pairs)
+    cer, wer = (float(errors / units) for errors, units in (rates["cer"], rates["wer"]))
+    return cer, wer
 
 
 def seconds_per_update(train: Recordings, out: Path, end: float) -> float:

@@ -36,11 +36,12 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from cpu_step import model as rnnt_base
 from cpu_step import noise
+from measuring import machine
 
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.config.build import build_precision
-from speechtrain.devices.cpu import CPU, chip
+from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import Group, SingleProcess, open_group
 from speechtrain.launcher import World
 from speechtrain.optim.ema import NoEMA
@@ -226,7 +227,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.smoke:
         options.rounds = 2
-    print(f"{chip()[0]}, {os.cpu_count()} cores, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}\n")
+    print(f"{machine()}\n")
     two, four = run(2, options), run(4, options)
     latency, bandwidth = fit({2: two["reductions"], 4: four["reductions"]})
     print("| ranks | bytes | reduction, ms | fitted |\n|---|---|---|---|")

@@ -3,20 +3,18 @@
     python benchmarks/transducer_loss.py                     # the table of docs/benchmarks/loss.md
     python benchmarks/transducer_loss.py --smoke             # a small lattice, seconds
     python benchmarks/transducer_loss.py --shape 16 300 80 512 640 --rounds 5 --threads 2
-    python benchmarks/transducer_loss.py --against torchaudio --shape 8 200 50 1024 512
+    make peers && .venv-peers/bin/python benchmarks/transducer_loss.py --against torchaudio
 
 The full lattice is the usual form, written as well as plain PyTorch allows: one (B, T, U + 1, V) tensor of
 logits, one log-softmax, one gather of blank and label together, and the recursion of ``transducer_loss`` as
 one autograd function. All utterances have full length, so no contender gains from padding.
 
 With ``--against torchaudio`` the same lattice goes to ``torchaudio.functional.rnnt_loss``, which is then the
-baseline. The wheels of torchaudio need the torch that they were built for. They need the libraries of CUDA
-even on a machine without a GPU. This program needs only the folder of speechtrain on PYTHONPATH.
+baseline. The environment of `make peers` has it.
 
 Contenders take turns (measuring.py). Each round draws another batch and joint, since the share of cells that
-backward visits depends on the draw. Peak memory is the growth of the resident
-set over a forward and backward, each contender in a new process, after a small lattice has loaded the
-libraries.
+backward visits depends on the draw. Peak memory is the growth of the resident set over a forward and backward.
+Each contender has a new process, in which a small lattice has loaded the libraries.
 """
 
 from __future__ import annotations
@@ -24,18 +22,16 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import in_turn, peak_bytes, ratio, reset_peak, resident_bytes
+from measuring import in_turn, machine, peak_bytes, ratio, reset_peak, resident_bytes
 from torch import Tensor
 
 from speechtrain.losses.transducer import transducer_loss
@@ -304,7 +300,7 @@ def measured_names(arguments: argparse.Namespace, has_bf16: bool) -> list[str]:
 
 def print_machine(arguments: argparse.Namespace, has_bf16: bool) -> None:
     bf16 = "yes" if has_bf16 else "no; contenders in bf16 are left out"
-    print(f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
+    print(f"{machine()}, {torch.backends.cpu.get_cpu_capability()}")
     print(f"bfloat16 instructions: {bf16}")
     print(f"B T U V H = {arguments.shape}, {arguments.initialisation} initialisation, ", end="")
     print(f"{arguments.threads} threads, {arguments.rounds} rounds")
@@ -327,12 +323,6 @@ def main() -> None:
             return
         print(f"torchaudio {torchaudio.__version__}")
     report(measured_names(arguments, has_bf16), arguments)
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{len(models)} × {models[0]}" if models else platform.processor()
 
 
 if __name__ == "__main__":

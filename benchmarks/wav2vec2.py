@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import date
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from cpu_step import noise
-from measuring import Times, in_turn, time_cells
+from measuring import Times, in_turn, machine, time_cells
 from torch import Tensor
 
 from speechtrain.batch import Batch
@@ -292,9 +290,9 @@ def main() -> None:
         precisions.append(torch.bfloat16)
     torch.manual_seed(0)
     audio = torch.randn(options.rows, int(options.seconds * 16000)) * 0.1
-    print(f"{date.today()}, {options.rows} x {options.seconds} s, {options.channels} channels, "
-          f"{options.threads} thread(s), fp32 matmul precision {options.fp32_matmul}, "
-          f"torch {torch.__version__}, load average {os.getloadavg()[0]:.1f}")  # fmt: skip
+    print(machine())
+    print(f"{options.rows} x {options.seconds} s, {options.channels} channels, ", end="")
+    print(f"{options.threads} threads, fp32 matmul precision {options.fp32_matmul}")
     if torch.bfloat16 not in precisions:
         print("no bf16: this processor has no instructions for it")
     if options.profile:
