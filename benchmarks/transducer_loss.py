@@ -13,8 +13,8 @@ With ``--against torchaudio`` the same lattice goes to ``torchaudio.functional.r
 baseline. The environment of `make peers` has it.
 
 Contenders take turns (measuring.py). Each round draws another batch and joint, since the share of cells that
-backward visits depends on the draw. Peak memory is the growth of the resident set over a forward and backward.
-Each contender has a new process, in which a small lattice has loaded the libraries.
+backward visits depends on the draw. Peak memory is the growth of the resident set over a forward and backward
+in a new process, in which a small lattice has loaded the libraries.
 """
 
 from __future__ import annotations
