@@ -23,10 +23,10 @@ TRIALS = 500
 def finished_study(folder: Path) -> None:
     """Write a study with ``TRIALS`` finished trials and room for more."""
     space = {"optimizer.lr": FloatDistribution(1e-3, 1e-2, log=True), "warmup": IntDistribution(20, 200)}
-    study = Study(folder, StudySpec(space, (Objective("wer"),), n_trials=2 * TRIALS))
+    study = Study(folder, StudySpec(space, [Objective("wer")], n_trials=2 * TRIALS))
     for number in range(TRIALS):
         params = {"optimizer.lr": 1e-3 + number * 1e-5, "warmup": 20 + number % 180}
-        attributes = {"worker": None, "attempts": 0}
+        attributes = {"worker": None}
         trial = create_trial(
             state=TrialState.COMPLETE,
             value=abs(number - 250) / 500,

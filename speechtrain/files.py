@@ -19,7 +19,7 @@ import stat
 import sys
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
@@ -485,6 +485,16 @@ def print_line(line: str) -> None:
     problem = stdout_problem(f"{line}\n")
     if problem:
         print_notice(f"warning: stdout: {problem}: {line}")
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row. The cells of a column are aligned, and an empty column is omitted."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def json_text(content: Any) -> str:

@@ -109,13 +109,13 @@ def _tell_line(study: Study, line: str) -> None:
         number, values, failure = content["id"], content.get("values"), content.get("failed")
     except (AttributeError, KeyError, TypeError, *MALFORMED):
         raise form_error from None
-    if type(number) is int and failure and values is None:
-        study.finish(number, Outcome("failed", error=str(failure)))
-        return
-    has_numbers = isinstance(values, dict) and all(map(_is_finite_number, values.values()))
-    if type(number) is not int or failure or not has_numbers:
+    are_numbers = isinstance(values, dict) and all(map(_is_finite_number, values.values()))
+    if type(number) is not int or bool(failure) == are_numbers:
         raise form_error
-    study.finish(number, Outcome("finished", values), values_of(study.spec.objectives, values))
+    if failure:
+        study.finish(number, Outcome("failed", str(failure)))
+    else:
+        study.finish(number, Outcome("finished"), values_of(study.spec.objectives, values))
 
 
 def _is_finite_number(value: Any) -> bool:
@@ -128,7 +128,8 @@ def _status(arguments: Namespace) -> None:
     from speechtrain.study.store import Study
 
     study = Study(arguments.study)
-    print(escape_controls(table(study), keep="\n"))
+    for line in table(study):
+        print(escape_controls(line))
     if arguments.html:
         write_page(study)
         print(escape_controls(str(arguments.study / PAGE)))
@@ -138,23 +139,24 @@ def _import(arguments: Namespace) -> None:
     """Make a study from a YAML file in SigOpt's form, and print its size."""
     import yaml
 
-    from speechtrain.study.objectives import read_objectives
+    from speechtrain.study.objectives import Objective
     from speechtrain.study.store import Study, StudySpec
 
     try:
         content = yaml.safe_load(yaml_text(arguments.file))
         model = content.get("model_parameter", content)
         parameters = {str(node["name"]): _distribution(node) for node in model["parameters"]}
-        metrics = [_objective(node) for node in content.get("metrics", model.get("metrics"))]
+        objectives = []
+        for node in content.get("metrics", model.get("metrics")):
+            direction, threshold = node.get("objective", "maximize"), node.get("threshold")
+            threshold = None if threshold is None else float(threshold)
+            objectives.append(Objective(node["name"], direction, threshold))
         n_trials = int(content.get("observation_budget", StudySpec.n_trials))
     except (AttributeError, KeyError, TypeError, yaml.YAMLError, *MALFORMED) as error:
         message = f"{arguments.file}: it needs parameters (name, bounds or grid, type) and metrics"
         raise ConfigError(f"{message}: {type(error).__name__}: {error}") from None
-    spec = StudySpec(
-        parameters, read_objectives(metrics), n_trials, sampler=arguments.sampler, seed=arguments.seed
-    )
-    Study(arguments.study, spec)
-    sizes = f"{len(parameters)} parameters, {len(metrics)} objectives, {n_trials} trials"
+    Study(arguments.study, StudySpec(parameters, objectives, n_trials, arguments.sampler, arguments.seed))
+    sizes = f"{len(parameters)} parameters, {len(objectives)} objectives, {n_trials} trials"
     print(escape_controls(f"{arguments.study}: {sizes}"))
 
 
@@ -172,14 +174,6 @@ def _distribution(node: Mapping[str, Any]) -> Any:
     if node["type"] != "double":
         raise ValueError(f"{node['name']} has the type {node['type']}, and it must be double, int or a grid")
     return FloatDistribution(float(low), float(high), log=is_log)
-
-
-def _objective(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a SigOpt metric in the form that ``read_objectives`` reads."""
-    fields = {"name": node["name"], "direction": node.get("objective", "maximize")}
-    if "threshold" in node:
-        fields["threshold"] = float(node["threshold"])
-    return fields
 
 
 main = console(run)

@@ -39,7 +39,7 @@ from speechtrain.errors import (
     class_of,
     print_notice,
 )
-from speechtrain.files import print_line, read_json, write_json
+from speechtrain.files import print_line, read_json, table_lines, write_json
 from speechtrain.run_directory import CONFIG, RunResult, metric_text, speed_text
 from speechtrain.runs.auto_device import announce_auto, auto_device, check_same_device, may_be_auto
 from speechtrain.runs.choices import option_value
@@ -55,8 +55,9 @@ from speechtrain.runs.resume import config_to_continue
 from speechtrain.runs.run_name import RunNames, base_folder
 from speechtrain.runs.start import start_run
 from speechtrain.runs.started_runs import require_started
-from speechtrain.runs.study_jobs import conclude_study, is_study, job_name, register_study, run_job, trial_of
+from speechtrain.runs.study_jobs import is_study, job_name, register_study, run_job, trial_of
 from speechtrain.runs.user_yaml import user_yaml_files
+from speechtrain.study import trial_folder
 from speechtrain.supervision.supervise import stop_signals
 from speechtrain.supervision.sweep import ending_with, stop_ranks
 
@@ -140,7 +141,7 @@ def _register_resolvers(command: Command, names: RunNames, folders: _Folders, jo
         settings = _root_.hydra
         trial_number = trial_of(settings)
         if trial_number is not None:
-            return f"trial-{trial_number:03}"
+            return trial_folder(trial_number)
         return names.name(settings.runtime.choices, _overrides(settings), _swept_keys(command, settings))
 
     def run_dir(*, _root_: DictConfig) -> str:
@@ -301,6 +302,10 @@ class _Folders:
                     path.rmdir()
 
 
+_Return = float | RunResult | Exception | None
+"""What a job returns to Hydra's sweeper."""
+
+
 class _Stop(BaseException):
     """Ends Hydra silently. It is not an Exception, because Hydra would print lines about an Exception."""
 
@@ -357,15 +362,18 @@ class _Jobs:
         self.sweep_dir: str | None = None  # folder of the runs of a sweep. The resolver of Hydra sets it.
         self.outcomes: list[_Outcome] = []
 
-    def __call__(self, config: DictConfig) -> float | None:
-        """Start the run of a job and return its metric, which an optimizing sweeper of Hydra reads."""
+    def __call__(self, config: DictConfig) -> _Return:
+        """Start the run of a job and return its metric, which an optimizing sweeper of Hydra reads.
+
+        The sweeper of studies reads the result of the job, or its error.
+        """
         # Jobs of a batch system have another session, and outlive the command.
         if self._is_in_command() or self.command_session != _session():
             return self._start_run(config)
         with ending_with(self.command_pid):
             return self._start_run(config)
 
-    def _start_run(self, config: DictConfig) -> float | None:
+    def _start_run(self, config: DictConfig) -> _Return:
         os.environ |= self.inherited_variables  # The job may run in another process.
         settings = HydraConfig.get()
         job = replace(self.command, overrides=_overrides(settings), swept=_swept_keys(self.command, settings))
@@ -382,6 +390,8 @@ class _Jobs:
         finally:
             with contextlib.suppress(OSError):  # rmdir removes an empty folder only.
                 Path(settings.runtime.output_dir).rmdir()
+        if is_study(settings):
+            return result
         outcome = _Outcome(
             swept_overrides,
             result.status,
@@ -411,20 +421,21 @@ class _Jobs:
         stop_ranks()
         raise _Stop
 
-    def _handle_error(self, error: Exception, swept_overrides: str, settings: Any) -> float:
-        """Store the error of a job. Return NaN as its metric if the sweep continues, otherwise end Hydra."""
+    def _handle_error(self, error: Exception, swept_overrides: str, settings: Any) -> _Return:
+        """Store the error of a job. Return a value for the sweeper if the sweep continues, else end Hydra."""
         is_failure = isinstance(error, SpeechtrainError) and not isinstance(error, Preempted)
         exit_code = getattr(error, "exit_code", 1) if is_failure else 0
         outcome = _Outcome(swept_overrides, type(error).__name__, error=str(error), exit_code=exit_code)
         self._write_outcome(outcome, settings)
         if is_failure and settings.mode == RunMode.MULTIRUN:
             print_notice(f"error: {job_name(settings)} ({swept_overrides}): {error}")
-            return math.nan  # An optimizing sweeper continues with its next job.
+            # An optimizing sweeper continues with its next job.
+            return error if is_study(settings) else math.nan
         if self._is_in_command():
             self.error = error
             raise _Stop from error
         if is_study(settings) and isinstance(error, Preempted):
-            return math.nan  # The study starts the trial again, which continues from its checkpoint.
+            return error  # The study starts the trial again, which continues from its checkpoint.
         raise error  # Hydra's launcher passes the error from this process to the command.
 
     def _write_outcome(self, outcome: _Outcome, settings: Any) -> None:
@@ -448,15 +459,12 @@ class _Jobs:
     def conclude(self) -> None:
         """Print a table of the outcomes if there are several. Raise the error that ended the command, if any.
 
-        Otherwise print the table of a study, and raise an error if jobs of a sweep failed. It has the exit
-        code of the first of them.
+        Otherwise raise an error if jobs of a sweep failed. It has the exit code of the first of them.
         """
         if len(self.outcomes) > 1:
             self._print_table()
         if self.error is not None:
             raise self.error
-        if self.sweep_dir is not None:
-            conclude_study(Path(self.sweep_dir))
         failures = [outcome for outcome in self.outcomes if outcome.exit_code]
         if failures:
             message = failures[0].error
@@ -482,7 +490,5 @@ class _Jobs:
             rows.append([f"job {number}", outcome.metric_text, outcome.status, outcome.speed, overrides])
             if has_policies:
                 rows[-1].append(outcome.computes)
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width]
-            print_line("  ".join(cells).rstrip())
+        for line in table_lines(rows):
+            print_line(line)

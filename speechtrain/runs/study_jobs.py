@@ -11,8 +11,6 @@ from typing import Any
 
 from hydra.core.plugins import Plugins
 
-from speechtrain.errors import RunError
-from speechtrain.files import print_line
 from speechtrain.run_directory import RunResult
 from speechtrain.study import require_optuna
 
@@ -50,31 +48,11 @@ def job_name(settings: Any) -> str:
 
 
 def run_job(start: Callable[[], RunResult], settings: Any) -> RunResult:
-    """Call ``start``, which runs a job, and return its result. A trial's result is also stored in the study.
-
-    Raises the error of the job.
-    """
+    """Call ``start``, which runs a job, and return its result. Raises the error of the job."""
     if trial_of(settings) is None:
         return start()
-    from speechtrain.study.trial_job import TrialJob, trial_settings
+    from speechtrain.study.trial_job import run_trial
 
     folder = Path(settings.sweep.dir).resolve()
     run_dir = Path(settings.runtime.output_dir).resolve()
-    return TrialJob(folder, run_dir, trial_settings(settings.sweeper)).run(start)
-
-
-def conclude_study(folder: Path) -> None:
-    """Print the table of the study in ``folder``, if the folder has a study.
-
-    Raises RunError if no trial is complete.
-    """
-    if not (folder / "study.journal").is_file():
-        return
-    from speechtrain.study.output import table
-    from speechtrain.study.store import Study
-
-    study = Study(folder)
-    for line in table(study).splitlines():
-        print_line(line)
-    if study.best() is None:
-        raise RunError(f"no trial of the study in {folder} is complete")
+    return run_trial(start, folder, run_dir, settings.sweeper)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from speechtrain.errors import ConfigError
@@ -40,22 +40,20 @@ class Objective:
         return max(values) if self.direction == "minimize" else min(values)
 
 
-def read_objectives(nodes: Sequence[Any]) -> tuple[Objective, ...]:
+def read_objectives(nodes: Sequence[Any]) -> list[Objective]:
     """Return objectives from names, and from mappings with the keys ``name``, ``direction``, ``threshold``.
 
     Raises ConfigError for other keys or values.
     """
     objectives = []
     for node in nodes:
-        fields = {"name": node} if isinstance(node, str) else dict(node)
         try:
-            objectives.append(Objective(**fields))
+            objectives.append(Objective(node) if isinstance(node, str) else Objective(**node))
         except TypeError:
-            allowed = ", ".join(asdict(Objective("")))
-            raise ConfigError(f"objective {fields}: its keys are {allowed}") from None
+            raise ConfigError(f"objective {node}: its keys are name, direction and threshold") from None
     if not objectives:
         raise ConfigError("a study needs an objective, as hydra.sweeper.objectives=[wer]")
-    return tuple(objectives)
+    return objectives
 
 
 def numbers_of(result: RunResult) -> dict[str, float]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from optuna.trial import FrozenTrial
 
-from speechtrain.files import write_text
+from speechtrain.files import table_lines, write_text
 from speechtrain.study.space import override_texts
 from speechtrain.study.store import Study, outcome_of
 
@@ -18,7 +18,7 @@ RECIPE = "recipe/best.yaml"
 PAGE = "study.html"
 
 
-def table(study: Study) -> str:
+def table(study: Study) -> list[str]:
     """Return a line for each trial: status, objectives, assignments, error."""
     best = study.best()
     names = [objective.name for objective in study.spec.objectives]
@@ -31,14 +31,7 @@ def table(study: Study) -> str:
         if best is not None and trial.number == best.number:
             assignments += "  (best)"
         rows.append([str(trial.number), _status(trial), *values, assignments])
-    widths = [0] * len(rows[0])
-    for row in rows:
-        widths = [max(width, len(cell)) for width, cell in zip(widths, row, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return table_lines(rows)
 
 
 def _status(trial: FrozenTrial) -> str:
@@ -64,11 +57,10 @@ def write_recipe(study: Study, groups: Collection[str]) -> None:
     """Write the overrides of the best trial as a recipe for ``--config-dir STUDY recipe=best``.
 
     ``groups`` are the config groups. An override that chooses from one of them becomes an entry of the
-    recipe's defaults. Nothing is written if no trial is complete, or if the keys of the study are not keys of
-    the config.
+    recipe's defaults. Nothing is written if no trial is complete.
     """
     best = study.best()
-    if best is None or study.spec.fixed is None:
+    if best is None:
         return
     parser = OverridesParser.create()
     overrides = parser.parse_overrides([*study.spec.fixed, *override_texts(best.params)])
@@ -96,29 +88,27 @@ def write_page(study: Study) -> None:
     """Write the table and optuna's plots of the study as one HTML file that needs no network."""
     if len(study.complete_trials()) < 2:  # The plots need two complete trials.
         return
-    plots: list[str] = []
-    for figure in _figures(study):
-        is_first = not plots  # The first plot contains the library of all plots.
-        plots.append(figure.to_html(full_html=False, include_plotlyjs=is_first))
     title = html.escape(study.folder.name)
-    body = f"<h1>{title}</h1><pre>{html.escape(table(study))}</pre>{''.join(plots)}"
+    rows = html.escape("\n".join(table(study)))
+    body = f"<h1>{title}</h1><pre>{rows}</pre>"
+    for number, figure in enumerate(_figures(study)):
+        # The first plot contains the library of all plots.
+        body += figure.to_html(full_html=False, include_plotlyjs=number == 0)
     write_text(study.folder / PAGE, f"<!doctype html><meta charset=utf-8><title>{title}</title>{body}")
 
 
-def _figures(study: Study) -> list[Any]:
-    """Return optuna's plots of the study."""
+def _figures(study: Study) -> Iterator[Any]:
+    """Yield optuna's plots of the study."""
     from optuna import visualization
 
-    figures = []
     for index, objective in enumerate(study.spec.objectives):
 
         def target(trial: FrozenTrial, index: int = index) -> float:
             return float(trial.values[index])
 
         options: dict[str, Any] = {"target": target, "target_name": objective.name}
-        figures.append(visualization.plot_optimization_history(study.optuna, **options))
-        figures.append(visualization.plot_slice(study.optuna, **options))
+        yield visualization.plot_optimization_history(study.optuna, **options)
+        yield visualization.plot_slice(study.optuna, **options)
     if len(study.spec.objectives) > 1:
-        figures.append(visualization.plot_pareto_front(study.optuna))
-    figures.append(visualization.plot_timeline(study.optuna))
-    return figures
+        yield visualization.plot_pareto_front(study.optuna)
+    yield visualization.plot_timeline(study.optuna)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,8 +20,6 @@ from speechtrain.errors import ConfigError
 
 Space = Mapping[str, BaseDistribution]
 """The distribution of each parameter, by the name of its key."""
-Assignments = Mapping[str, Any]
-"""The value of each parameter of a trial, by the name of its key."""
 
 
 def split_overrides(overrides: Iterable[Override]) -> tuple[list[str], dict[str, BaseDistribution]]:
@@ -101,7 +98,7 @@ def grid(space: Space) -> list[dict[str, Any]]:
     return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*values)]
 
 
-def first_assignments(space: Space, points: Any, parser: OverridesParser) -> tuple[Assignments, ...]:
+def first_assignments(space: Space, points: Any, parser: OverridesParser) -> list[dict[str, Any]]:
     """Return ``points``, the assignments of the first trials, with values of ``space``.
 
     A point may lack keys of the space. Raises ConfigError unless ``points`` is a list of mappings from keys
@@ -109,34 +106,30 @@ def first_assignments(space: Space, points: Any, parser: OverridesParser) -> tup
     """
     first = []
     for point in points:
-        if not isinstance(point, Mapping):
-            raise ConfigError(
-                f"hydra.sweeper.first has {point}: it is a list such as [{{optimizer.lr: 3e-3}}]"
-            )
-        assignments = {}
-        for key, value in point.items():
-            if key not in space:
-                raise ConfigError(f"hydra.sweeper.first: {key} is not a key that the study searches")
-            assignments[key] = _element(key, space[key], value, parser)
+        try:
+            assignments = {key: _element(key, space[key], value, parser) for key, value in point.items()}
+            distributions = {key: space[key] for key in assignments}
+            # The constructor checks the values.
+            create_trial(state=TrialState.RUNNING, params=assignments, distributions=distributions)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            example = "a list such as [{optimizer.lr: 3e-3}], with keys and values of the search space"
+            raise ConfigError(f"hydra.sweeper.first has {point}: it is {example} ({error})") from None
         first.append(assignments)
-    return tuple(first)
+    return first
 
 
 def _element(key: str, parameter: BaseDistribution, value: Any, parser: OverridesParser) -> Any:
-    """Return the element of a distribution that equals ``value``. Raises ConfigError if there is none."""
+    """Return the choice that means ``value``, or ``value`` itself.
+
+    Choices are texts in Hydra's syntax, such as "8" and "true".
+    """
     if isinstance(parameter, CategoricalDistribution):
-        for text in parameter.choices:  # The choices are texts in Hydra's syntax, such as "8" and "true".
+        for text in parameter.choices:
             if value in (text, parser.parse_override(f"{key}={text}").value()):
                 return text
-        values = ", ".join(map(str, parameter.choices))
-    else:
-        with contextlib.suppress(ValueError):  # The constructor checks the value.
-            create_trial(state=TrialState.RUNNING, params={key: value}, distributions={key: parameter})
-            return value
-        values = repr(parameter)
-    raise ConfigError(f"hydra.sweeper.first: {key}={value} is not in the search space ({values})")
+    return value
 
 
-def override_texts(assignments: Assignments) -> list[str]:
+def override_texts(assignments: Mapping[str, Any]) -> list[str]:
     """Return the assignments of a trial as overrides in Hydra's syntax."""
     return [f"{key}={value}" for key, value in assignments.items()]

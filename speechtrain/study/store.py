@@ -6,11 +6,14 @@ process may be killed at any moment.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy
 import optuna
@@ -21,17 +24,20 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from speechtrain.errors import ConfigError, RunError
-from speechtrain.study.journal import JOURNAL, Claims, JournalLock
-from speechtrain.study.objectives import Objective, read_objectives
+from speechtrain.files import open_append
+from speechtrain.study.objectives import Objective
 from speechtrain.study.space import Space, grid
 
+JOURNAL = "study.journal"
+"""The trials of a study, one record in each line."""
+_LOCK = "study.lock"
+_CLAIMS = "claims"
 SAMPLERS = ("tpe", "random", "grid")
 _NAME = "study"  # the name of the only study in a journal
 # The names of our attributes in the journal: of the study, then of trials.
 _SPEC = "spec"
 _WORKER = "worker"
 _OUTCOME = "outcome"
-_ATTEMPTS = "attempts"
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -41,12 +47,12 @@ class StudySpec:
     """The definition of a study, which does not change."""
 
     space: Space
-    objectives: tuple[Objective, ...]
+    objectives: list[Objective]
     n_trials: int = 20  # including failed trials
     sampler: str = "tpe"
     seed: int = 1  # The values of trial n are sampled with the seed (seed, n).
-    first: tuple[Mapping[str, Any], ...] = ()  # from ``first_assignments``
-    fixed: tuple[str, ...] | None = None  # overrides of all trials, None if the keys are not the config's
+    first: list[dict[str, Any]] = field(default_factory=list)  # from ``first_assignments``
+    fixed: list[str] = field(default_factory=list)  # overrides of all trials
 
     def __post_init__(self) -> None:
         if self.sampler not in SAMPLERS:
@@ -57,21 +63,14 @@ class StudySpec:
     def to_json(self) -> dict[str, Any]:
         """Return the content that :meth:`from_json` reads."""
         space = {name: distribution_to_json(parameter) for name, parameter in self.space.items()}
-        objectives = [asdict(objective) for objective in self.objectives]
-        content = {**vars(self), "space": space, "objectives": objectives, "first": list(self.first)}
-        if self.fixed is not None:
-            content["fixed"] = list(self.fixed)
-        return content
+        return {**asdict(self), "space": space}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> StudySpec:
         """Return the definition from the content that :meth:`to_json` has written."""
         space = {name: json_to_distribution(text) for name, text in content["space"].items()}
-        objectives = read_objectives(content["objectives"])
-        fields = {**content, "space": space, "objectives": objectives, "first": tuple(content["first"])}
-        if content["fixed"] is not None:
-            fields["fixed"] = tuple(content["fixed"])
-        return cls(**fields)
+        objectives = [Objective(**fields) for fields in content["objectives"]]
+        return cls(**{**content, "space": space, "objectives": objectives})
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,6 @@ class Outcome:
     """How a trial has ended."""
 
     status: str  # finished | target | time | pruned | refused | diverged | out_of_memory | failed
-    numbers: Mapping[str, float] = field(default_factory=dict)  # the numbers in result.json
     error: str = ""  # the message of the error that has ended the trial
 
 
@@ -93,18 +91,33 @@ class Study:
         """
         if spec is None and not (folder / JOURNAL).is_file():
             raise RunError(f"{folder} holds no study ({JOURNAL} is missing)")
-        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._lock = JournalLock(folder)
-        self._claims: Claims | None = None
-        with self._lock:
-            backend = JournalFileBackend(str(folder / JOURNAL), lock_obj=self._lock)  # type: ignore[arg-type]
-            self._storage = JournalStorage(backend)
+        self._thread_lock = threading.RLock()
+        self._claims: dict[int, IO[bytes]] = {}  # the locked files of this process, by the trial
+        with self._locked():
+            # Every record is written in a context of ``_locked``, so optuna needs no lock of its own.
+            lock: Any = self._thread_lock
+            self._storage = JournalStorage(JournalFileBackend(str(folder / JOURNAL), lock_obj=lock))
             if spec is None:
                 self.optuna, self.spec = self._load()
             else:
-                self.optuna = self._create(spec)
-                self.spec = spec
+                self.optuna, self.spec = self._create(spec), spec
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Return a context in which no other thread, process or host writes the journal. It is not nested.
+
+        - The end of a process releases the lock. optuna's own locks would stay, and the next command would
+          wait for 30 s.
+        - A killed process may leave an incomplete line in the journal, to which optuna would append the next
+          record. The line is removed.
+        """
+        with self._thread_lock, open_append(self.folder / _LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with open_append(self.folder / JOURNAL) as journal:
+                journal.seek(0)
+                journal.truncate(journal.read().rfind(b"\n") + 1)
+            yield
 
     def _load(self) -> tuple[optuna.Study, StudySpec]:
         """Return the stored study and its definition. Raises RunError if the journal has none."""
@@ -140,62 +153,67 @@ class Study:
         """Return all trials in the order of their numbers."""
         return self.optuna.get_trials(deepcopy=False)
 
-    def claim(self, count: int) -> list[FrozenTrial]:
-        """Return up to ``count`` trials that this process has now claimed.
+    def claim(self) -> FrozenTrial | None:
+        """Return a trial that this process has now claimed, or None if there is none.
 
-        These are unfinished trials whose process has ended, then new trials. Trials of ``ask`` are left out.
+        It is an unfinished trial whose process has ended, or else a new trial, and no trial of ``ask``.
+        A claim is a lock on a file, so the end of the process also ends its claims.
         """
-        if self._claims is None:
-            self._claims = Claims(self.folder)
-        trials: list[FrozenTrial] = []
-        with self._lock:
-            for trial in self.trials():
-                is_unfinished = trial.state == TrialState.RUNNING and trial.user_attrs[_WORKER] is None
-                if len(trials) < count and is_unfinished and self._claims.claim(trial.number):
-                    trials.append(trial)
-            while len(trials) < count and not self.is_full():
-                trial = self._add_trial(worker=None)
-                self._claims.claim(trial.number)
-                trials.append(trial)
-        return trials
+        with self._locked():
+            for trial in self._unfinished(worker=None):
+                if self._claim(trial.number):
+                    return trial
+            new_trial = self._add_trial(worker=None)
+            if new_trial is not None:
+                self._claim(new_trial.number)
+            return new_trial
+
+    def _claim(self, number: int) -> bool:
+        """Claim a trial. Return False if this or another process has claimed it."""
+        if number in self._claims:
+            return False
+        file = open_append(self.folder / _CLAIMS / str(number))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return False
+        self._claims[number] = file
+        return True
 
     def release(self, number: int) -> None:
         """Release the claim of a trial. If the trial is unfinished, ``claim`` returns it again."""
-        if self._claims is not None:
-            self._claims.release(number)
+        self._claims.pop(number).close()
 
     def ask(self, worker: str) -> FrozenTrial | None:
         """Return a new trial for a program of the user, or None if the study is full.
 
         If ``worker`` is not empty and has an unfinished trial, return this trial.
         """
-        with self._lock:
-            for trial in self.trials():
-                is_unfinished = trial.state == TrialState.RUNNING
-                if worker and is_unfinished and trial.user_attrs[_WORKER] == worker:
+        with self._locked():
+            if worker:
+                for trial in self._unfinished(worker):
                     return trial
-            if self.is_full():
-                return None
             return self._add_trial(worker)
 
-    def is_full(self) -> bool:
-        """Return whether all trials of the study have been started. Some of them may be unfinished."""
+    def _unfinished(self, worker: str | None) -> list[FrozenTrial]:
+        """Return the unfinished trials of a worker. It is None for trials that processes claim."""
+        trials = [trial for trial in self.trials() if trial.state == TrialState.RUNNING]
+        return [trial for trial in trials if trial.user_attrs[_WORKER] == worker]
+
+    def _add_trial(self, worker: str | None) -> FrozenTrial | None:
+        """Store the next trial as one record, and return it. Return None if the study has all its trials."""
+        trials = self.trials()
         count = self.spec.n_trials
         if self.spec.sampler == "grid":
             count = min(count, len(grid(self.spec.space)))
-        return len(self.trials()) >= count
-
-    def _add_trial(self, worker: str | None) -> FrozenTrial:
-        """Store the next trial as one record, and return it.
-
-        ``worker`` is None for a trial that a process claims. ``ask`` passes the name of a program, or "".
-        """
-        trials = self.trials()
+        if len(trials) >= count:
+            return None
         trial = create_trial(
             state=TrialState.RUNNING,
             params=self._sample(trials),
             distributions=dict(self.spec.space),
-            user_attrs={_WORKER: worker, _ATTEMPTS: 0},
+            user_attrs={_WORKER: worker},
         )
         self.optuna.add_trial(trial)
         return self.trials()[-1]
@@ -217,29 +235,17 @@ class Study:
         if self.spec.sampler == "grid":
             study.enqueue_trial(grid(self.spec.space)[number])
         elif number < len(self.spec.first):
-            study.enqueue_trial(dict(self.spec.first[number]))
+            study.enqueue_trial(self.spec.first[number])
         return study.ask(dict(self.spec.space)).params
 
     def _open_trial(self, number: int) -> optuna.trial.Trial:
-        """Return optuna's object of an unfinished trial. Raises RunError for any other number.
-
-        Its methods that write are called under the lock of the journal. optuna acquires its own lock first,
-        so another thread that has the lock of the journal would wait forever.
-        """
+        """Return optuna's object of an unfinished trial. Raises RunError for any other number."""
         trials = self.trials()
         if not 0 <= number < len(trials) or trials[number].state.is_finished():
             raise RunError(f"trial {number} is finished or does not exist")
         study_id = self._storage.get_study_id_from_name(_NAME)
         trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
         return optuna.trial.Trial(self.optuna, trial_id)
-
-    def attempt(self, number: int) -> int:
-        """Add 1 to the stored number of attempts of a trial, and return the number."""
-        with self._lock:
-            trial = self._open_trial(number)
-            attempts = int(trial.user_attrs[_ATTEMPTS]) + 1
-            trial.set_user_attr(_ATTEMPTS, attempts)
-            return attempts
 
     def report(self, number: int, values: Sequence[float]) -> bool:
         """Store the validations of an unfinished trial, and return whether the median rule stops the trial.
@@ -248,7 +254,7 @@ class Study:
         is worse than any number.
         """
         worst = self.spec.objectives[0].worst((-math.inf, math.inf))
-        with self._lock:
+        with self._locked():
             trial = self._open_trial(number)
             for index in range(len(self.trials()[number].intermediate_values), len(values)):
                 trial.report(worst if math.isnan(values[index]) else values[index], index)
@@ -266,7 +272,7 @@ class Study:
         With ``values``, one for each objective, the trial is complete. Otherwise it has the state ``state``.
         Raises RunError if the trial does not exist or is finished.
         """
-        with self._lock:
+        with self._locked():
             trial = self._open_trial(number)
             trial.set_user_attr(_OUTCOME, asdict(outcome))
             if values is not None:
@@ -282,13 +288,9 @@ class Study:
 
     def worst_values(self) -> list[float] | None:
         """Return the worst value of each objective in all complete trials, or None if there are none."""
-        trials = self.complete_trials()
-        if not trials:
-            return None
-        worst = []
-        for index, objective in enumerate(self.spec.objectives):
-            worst.append(objective.worst([trial.values[index] for trial in trials]))
-        return worst
+        columns = zip(*[trial.values for trial in self.complete_trials()], strict=True)
+        pairs = zip(self.spec.objectives, columns, strict=False)  # There may be no column.
+        return [objective.worst(values) for objective, values in pairs] or None
 
     def best(self) -> FrozenTrial | None:
         """Return the best complete trial by the first objective, or None if no trial is complete.

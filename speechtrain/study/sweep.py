@@ -1,32 +1,39 @@
-"""A study as a sweep: claim trials and run them by Hydra's launcher, until the study is full."""
+"""A study as a sweep: claim trials, run them by Hydra's launcher, and store their ends."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn
 from omegaconf import DictConfig, OmegaConf
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from speechtrain.compute_policy import usable_cpus
 from speechtrain.config.resume_fields import key_of_override
-from speechtrain.errors import ConfigError, RunError
+from speechtrain.errors import ConfigError, DataError, Diverged, Preempted, RunError, SpeechtrainError
 from speechtrain.files import print_line
-from speechtrain.study.objectives import read_objectives
-from speechtrain.study.output import write_page, write_recipe
+from speechtrain.run_directory import RunResult, read_failure
+from speechtrain.study import trial_folder
+from speechtrain.study.objectives import check_direction, numbers_of, read_objectives, values_of
+from speechtrain.study.output import table, write_page, write_recipe
 from speechtrain.study.space import first_assignments, override_texts, split_overrides
-from speechtrain.study.store import Study, StudySpec, outcome_of
-from speechtrain.study.trial_job import UNMEASURED, trial_settings
+from speechtrain.study.store import Outcome, Study, StudySpec, outcome_of
+from speechtrain.study.trial_job import PRUNED
 
 Launch = Callable[[Sequence[Sequence[str]], int], Sequence[JobReturn]]
-"""A function that runs trials and returns their results.
+"""A function that runs trials and returns their ends: a RunResult, or a SpeechtrainError.
 
 Its arguments are the overrides of each trial, and the number of the first trial.
 """
+
+_HANDLING_BY_STATUS = ("failed", "refused", "diverged", "out_of_memory")
+"""The keys of ``hydra.sweeper`` that say what happens after a failure: the trial runs again (retry), has no
+values (prune), or gets the worst values so far (worst)."""
 
 _MAX_STARTS = 20
 """The maximum of starts of a trial by one command. A trial starts again after a preemption or for a retry."""
@@ -39,38 +46,44 @@ def run_study(config: DictConfig, parser: OverridesParser, arguments: Sequence[s
     """Run the trials of the study that ``config.hydra.sweeper`` and the overrides ``arguments`` define.
 
     If the sweep's folder already has this study, continue it. A dry run only prints what the study searches.
-    Raises ConfigError for a wrong definition, and RunError for a trial that is started too often.
+    Raises ConfigError for a wrong definition, and RunError for a trial that is started too often, and if no
+    trial is complete.
     """
     settings: Any = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
     spec = _spec(settings, parser, arguments)
     _check_settings(settings, spec)
+    folder = Path(config.hydra.sweep.dir).resolve()
     if config.dry_run:
-        folder = Path(config.hydra.sweep.dir).resolve()
         print_line(f"study {folder}: {spec.n_trials} trials, sampler={spec.sampler}, it searches")
         for text in arguments:
             if key_of_override(text) in spec.space:
                 print_line(text)
         return
-    study = Study(Path(config.hydra.sweep.dir).resolve(), spec)
+    study = Study(folder, spec)
     parallel = _parallel(config)
     cores = settings["cores"] or max(1, len(usable_cpus()) // parallel)
     groups = {group.partition("@")[0] for group in config.hydra.runtime.choices}  # "group@package"
     starts: Counter[int] = Counter()  # by the number of the trial
-    trials = study.claim(parallel)
-    while trials:
-        launch([_overrides(study, trial, cores) for trial in trials], trials[0].number)
-        for trial in trials:
-            study.release(trial.number)
-            starts[trial.number] += 1
-            if starts[trial.number] > _MAX_STARTS:
-                raise RunError(f"trial {trial.number} was started {_MAX_STARTS} times and did not end")
+    failures: Counter[int] = Counter()
+    while trials := _claim(study, parallel):
+        ends = launch([_overrides(study, trial, cores) for trial in trials], trials[0].number)
+        for trial, end in zip(trials, ends, strict=True):
+            number = trial.number
+            starts[number] += 1
+            if starts[number] > _MAX_STARTS:
+                raise RunError(f"trial {number} was started {_MAX_STARTS} times and did not end")
+            _store_end(study, number, end.return_value, settings, failures)
+            study.release(number)
         write_recipe(study, groups)
-        _check_outcomes(study)
-        trials = study.claim(parallel)
+        _refuse_useless_study(study)
     write_page(study)
+    for line in table(study):
+        print_line(line)
+    if study.best() is None:
+        raise RunError(f"no trial of the study in {folder} is complete")
 
 
-def _spec(settings: dict[str, Any], parser: OverridesParser, arguments: Sequence[str]) -> StudySpec:
+def _spec(settings: Mapping[str, Any], parser: OverridesParser, arguments: Sequence[str]) -> StudySpec:
     """Return the definition of the study. Raises ConfigError if it is wrong."""
     fixed, space = split_overrides(parser.parse_overrides(list(arguments)))
     return StudySpec(
@@ -80,14 +93,17 @@ def _spec(settings: dict[str, Any], parser: OverridesParser, arguments: Sequence
         sampler=settings["sampler"],
         seed=int(settings["seed"]),
         first=first_assignments(space, settings["first"], parser),
-        fixed=tuple(fixed),
+        fixed=fixed,
     )
 
 
-def _check_settings(settings: dict[str, Any], spec: StudySpec) -> None:
+def _check_settings(settings: Mapping[str, Any], spec: StudySpec) -> None:
     """Raise ConfigError for a wrong key of ``hydra.sweeper``, before the first trial starts."""
-    # The call raises the errors that every trial would raise. Its result is not needed.
-    trial_settings({**settings, "trial": 0, "cores": 1})
+    for key in _HANDLING_BY_STATUS:
+        if settings[key] not in ("retry", "prune", "worst"):
+            raise ConfigError(f"hydra.sweeper.{key} is {settings[key]}: it is retry, prune or worst")
+    if settings["pruner"] not in (None, "median"):
+        raise ConfigError(f"hydra.sweeper.pruner is {settings['pruner']}: it is median or null")
     # The pruner compares one metric of the validations by its name. The objective "metric" is the metric that
     # chose the best checkpoint, whatever its name is.
     has_no_metric_name = spec.objectives[0].name == "metric"
@@ -108,20 +124,72 @@ def _parallel(config: DictConfig) -> int:
     return max(1, int(parallel))
 
 
+def _claim(study: Study, count: int) -> list[FrozenTrial]:
+    """Return up to ``count`` trials that this process has now claimed."""
+    trials: list[FrozenTrial] = []
+    while len(trials) < count and (trial := study.claim()):
+        trials.append(trial)
+    return trials
+
+
 def _overrides(study: Study, trial: FrozenTrial, cores: int) -> list[str]:
     """Return the overrides of a trial's job."""
     settings = [f"hydra.sweeper.trial={trial.number}", f"hydra.sweeper.cores={cores}"]
     # The default folder depends on the overrides, which differ for each trial. All trials need this folder.
     settings.append(f"hydra.sweep.dir='{study.folder}'")
-    return [*(study.spec.fixed or ()), *override_texts(trial.params), *settings]
+    return [*study.spec.fixed, *override_texts(trial.params), *settings]
 
 
-def _check_outcomes(study: Study) -> None:
-    """Raise ConfigError if a result lacks an objective, or if the first trials were all refused."""
+def _store_end(
+    study: Study,
+    number: int,
+    end: RunResult | SpeechtrainError,
+    settings: Mapping[str, Any],
+    failures: Counter[int],
+) -> None:
+    """Store the outcome of a trial, unless it was interrupted or will run again.
+
+    ``failures`` has the number of failures of each trial. Raises ConfigError if a result lacks an objective.
+    """
+    if isinstance(end, Preempted):
+        return
+    if isinstance(end, RunResult):
+        if end.status == PRUNED:
+            study.finish(number, Outcome(PRUNED), state=TrialState.PRUNED)
+            return
+        check_direction(study.spec.objectives, end)
+        values = values_of(study.spec.objectives, numbers_of(end))
+        if all(map(math.isfinite, values)):
+            study.finish(number, Outcome(end.status), values)
+            return
+        end = Diverged("the objective is not finite")
+    status = _failure_status(end, study.folder / trial_folder(number))
+    handling = settings[status]
+    failures[number] += 1
+    if handling == "retry" and failures[number] <= settings["retries"]:
+        print_line(f"trial {number} {status} and is tried again")
+        return
+    worst_values = study.worst_values() if handling == "worst" else None
+    # ``finish`` uses the state only without values. A trial with values is complete.
+    state = TrialState.FAIL if handling == "retry" else TrialState.PRUNED
+    study.finish(number, Outcome(status, str(end)), worst_values, state)
+
+
+def _failure_status(error: SpeechtrainError, run_dir: Path) -> str:
+    """Return the kind of a failure, which is also the key of ``hydra.sweeper`` for its handling."""
+    failure = read_failure(run_dir)
+    if failure is not None and failure.is_out_of_memory:
+        return "out_of_memory"
+    if isinstance(error, Diverged):
+        return "diverged"
+    if isinstance(error, ConfigError | DataError):
+        return "refused"
+    return "failed"
+
+
+def _refuse_useless_study(study: Study) -> None:
+    """Raise ConfigError if the first trials were all refused."""
     outcomes = [outcome_of(trial) for trial in study.trials() if trial.state.is_finished()]
-    for outcome in outcomes:
-        if outcome.status == UNMEASURED:
-            raise ConfigError(outcome.error)
     are_all_refused = all(outcome.status == "refused" for outcome in outcomes)
     if len(outcomes) >= _FIRST_TRIALS and are_all_refused:
         raise ConfigError(f"the first {len(outcomes)} trials were refused: {outcomes[0].error}")

@@ -16,9 +16,8 @@ from speechtrain.commands import study
 from speechtrain.commands._cli import exit_code_of
 from speechtrain.errors import ConfigError, MachineError, RunError
 from speechtrain.run_directory import RunLock
-from speechtrain.study.journal import JOURNAL, Claims
 from speechtrain.study.objectives import Objective
-from speechtrain.study.store import Outcome, Study, StudySpec, outcome_of
+from speechtrain.study.store import JOURNAL, Outcome, Study, StudySpec, outcome_of
 
 SPACE = {"lr": FloatDistribution(1e-3, 1e-2, log=True), "steps": IntDistribution(20, 200)}
 
@@ -50,17 +49,16 @@ def append(backend, logs):
 
 JournalFileBackend.append_logs = append
 space = {"lr": FloatDistribution(1e-3, 1e-2, log=True), "steps": IntDistribution(20, 200)}
-study = Study(folder, StudySpec(space, (Objective("wer"),), n_trials=14))
-while trials := study.claim(1):
-    for trial in trials:
-        wer = abs(trial.params["lr"] - 4e-3) * 100 + trial.params["steps"] / 1e3
-        study.finish(trial.number, Outcome("finished", {"wer": wer}), [wer])
-        study.release(trial.number)
+study = Study(folder, StudySpec(space, [Objective("wer")], n_trials=14))
+while trial := study.claim():
+    wer = abs(trial.params["lr"] - 4e-3) * 100 + trial.params["steps"] / 1e3
+    study.finish(trial.number, Outcome("finished"), [wer])
+    study.release(trial.number)
 """
 
 
 def spec(**fields) -> StudySpec:
-    return StudySpec(**{"space": SPACE, "objectives": (Objective("wer"),), "n_trials": 4, **fields})
+    return StudySpec(**{"space": SPACE, "objectives": [Objective("wer")], "n_trials": 4, **fields})
 
 
 def work(folder: Path, kill_at: int = 0, part: str = "") -> int:
@@ -104,7 +102,7 @@ def test_draws_follow_from_seed_and_number(tmp_path: Path, sampler: str) -> None
     def draws(folder: str, seed: int) -> list[dict]:
         study = Study(tmp_path / folder, spec(sampler=sampler, seed=seed, n_trials=12))
         for number in range(12):
-            (trial,) = study.claim(1)
+            trial = study.claim()
             study.finish(number, Outcome("finished"), [trial.params["lr"]])
         return [trial.params for trial in study.trials()]
 
@@ -115,33 +113,34 @@ def test_draws_follow_from_seed_and_number(tmp_path: Path, sampler: str) -> None
 
 
 def test_first_points_and_grid_fix_the_draws(tmp_path: Path) -> None:
-    study = Study(tmp_path / "first", spec(first=({"lr": 5e-3}, {"lr": 2e-3, "steps": 40})))
-    trials = study.claim(2)
+    study = Study(tmp_path / "first", spec(first=[{"lr": 5e-3}, {"lr": 2e-3, "steps": 40}]))
+    trials = [study.claim(), study.claim()]
     assert trials[0].params["lr"] == 5e-3
     assert 20 <= trials[0].params["steps"] <= 200
     assert trials[1].params == {"lr": 2e-3, "steps": 40}
     space = {"a": CategoricalDistribution(["x", "y"]), "b": IntDistribution(1, 3)}
     study = Study(tmp_path / "grid", spec(space=space, sampler="grid", n_trials=20))
-    trials = study.claim(20)
+    trials = [study.claim() for _ in range(6)]
     assert [tuple(trial.params.values()) for trial in trials] == [(a, b) for a in "xy" for b in (1, 2, 3)]
-    assert study.is_full()
+    assert study.claim() is None
 
 
 def test_finish_refuses_a_second_end_and_keeps_the_first(tmp_path: Path) -> None:
     study = Study(tmp_path, spec())
-    study.claim(1)
-    study.finish(0, Outcome("finished", {"wer": 0.5}), [0.5])
+    study.claim()
+    study.finish(0, Outcome("finished"), [0.5])
     for number in (0, 7):
         with pytest.raises(RunError, match=f"trial {number} is finished or does not exist"):
             study.finish(number, Outcome("failed"))
     assert study.trials()[0].values == [0.5]
-    assert outcome_of(study.trials()[0]) == Outcome("finished", {"wer": 0.5})
+    assert outcome_of(study.trials()[0]) == Outcome("finished")
 
 
 def test_a_thread_may_report_while_another_one_ends_trials(tmp_path: Path) -> None:
     count = 60
     study = Study(tmp_path, spec(n_trials=count + 1))
-    (reported, *trials) = study.claim(count + 1)
+    reported = study.claim()
+    trials = [study.claim() for _ in range(count)]
     study.report(reported.number, [])
     is_over = threading.Event()
 
@@ -154,7 +153,6 @@ def test_a_thread_may_report_while_another_one_ends_trials(tmp_path: Path) -> No
     def end_trials() -> None:
         for trial in trials:
             study.finish(trial.number, Outcome("finished"), [0.1])
-            study.attempt(reported.number)
         is_over.set()
 
     # Daemons, because two threads that wait for each other would keep the process.
@@ -168,10 +166,10 @@ def test_a_thread_may_report_while_another_one_ends_trials(tmp_path: Path) -> No
 
 
 def test_best_is_within_the_thresholds_if_one_is(tmp_path: Path) -> None:
-    objectives = (Objective("wer", threshold=0.25), Objective("speed", "maximize", threshold=10))
+    objectives = [Objective("wer", threshold=0.25), Objective("speed", "maximize", threshold=10)]
     study = Study(tmp_path, spec(objectives=objectives))
-    study.claim(3)
     for number, values in enumerate([[0.1, 5], [0.2, 12], [0.24, 20]]):
+        study.claim()
         study.finish(number, Outcome("finished"), values)
     best = study.best()
     assert best is not None
@@ -192,27 +190,26 @@ def test_a_study_with_another_definition_is_refused_and_more_trials_are_not(tmp_
 
 def test_claims_of_a_process_end_with_it(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from speechtrain.study.journal import Claims\n"
-        "claims = Claims(Path(sys.argv[1])); print(claims.claim(3), flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from speechtrain.study.store import Study\n"
+        "study = Study(Path(sys.argv[1])); print(study.claim().number, flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
-    claims = Claims(tmp_path)
-    assert claims.claim(1)
+    study = Study(tmp_path, spec(n_trials=2))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "True\n"
-        assert not claims.claim(3)
-        assert not claims.claim(1)
+        assert process.stdout.readline() == "0\n"
+        assert study.claim().number == 1
+        assert study.claim() is None
         process.kill()
-    assert claims.claim(3)
-    claims.release(3)
-    assert claims.claim(3)
+    assert study.claim().number == 0
+    study.release(0)
+    assert study.claim().number == 0
 
 
 def test_journal_file_is_one_record_a_line(tmp_path: Path) -> None:
     study = Study(tmp_path, spec())
     lines = (tmp_path / JOURNAL).read_text().count("\n")
-    study.claim(1)
+    study.claim()
     assert (tmp_path / JOURNAL).read_text().count("\n") == lines + 1
 
 
