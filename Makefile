@@ -58,7 +58,7 @@ test-cluster: setup-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps impi-rt  # Intel MPI's engine
 	SPEECHTRAIN_ENGINES=must $(BIN)/python -m pytest -q tests/integration/test_launch_*.py
 
-# Attacks by the files of a stranger, with real commands.
+# One attack for each rule of SECURITY.md and each door: also those that take too long for CI.
 test-attacks: setup-dev
 	$(BIN)/python -m pytest -q $(HARD_ARGS) tests/attacks
 
@@ -121,7 +121,7 @@ test-nightly:
 # other dependencies serve other programs.
 test-marked-nightly: setup-dev $(MLPERF_VENV)/.stamp
 	SPEECHTRAIN_MLPERF_PYTHON=$(CURDIR)/$(MLPERF_VENV)/bin/python $(BIN)/python -m pytest -q -m nightly \
-		--ignore-glob='*/test_launch_*.py'
+		--ignore-glob='*/test_launch_*.py' --ignore=tests/attacks
 
 $(MLPERF_VENV)/.stamp:
 	$(PYTHON) -m venv $(MLPERF_VENV)

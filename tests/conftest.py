@@ -23,7 +23,7 @@ from tests.support import parsed_once
 
 ROOT = Path(__file__).resolve().parents[1]
 DONT_WRITE_BYTECODE = sys.dont_write_bytecode
-SLOW_FOLDERS = ("contract", "device", "integration", "unit/interop", "unit/tools")
+SLOW_FOLDERS = ("attacks", "contract", "device", "integration", "unit/interop", "unit/tools")
 """Below tests/: all tests in them are slow."""
 USERS = ("DATASET_DIR", "OUTPUT_DIR", "NUM_STEPS", "SPEECHTRAIN_ALLOW_TARGETS", "HYDRA_FULL_ERROR")
 
@@ -151,7 +151,6 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 KEPT_PROCESSES = (
     "starting.py",
-    "forks.py",
     "pretraining.py",
     "multiprocessing",
     "torch/_inductor",

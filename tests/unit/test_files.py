@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,14 @@ def test_small_yaml_counts_an_alias_as_the_nodes_that_it_repeats(empty: str) -> 
     assert small_yaml("\n".join(lines[:4])) == "\n".join(lines[:4])
     with pytest.raises(ValueError, match="more than 50000 nodes"):
         small_yaml("\n".join(lines))
+
+
+def test_atomic_private_is_for_the_owner_from_its_first_byte(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        with atomic(tmp_path / "a", private=True) as temporary:
+            assert stat.S_IMODE(temporary.stat().st_mode) == 0o600
+        with atomic(tmp_path / "b") as temporary:
+            assert stat.S_IMODE(temporary.stat().st_mode) == 0o644
+    finally:
+        os.umask(before)

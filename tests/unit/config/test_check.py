@@ -11,7 +11,7 @@ import torch
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from speechtrain.config.build import build
+from speechtrain.config.build import build, build_data, build_encoder
 from speechtrain.config.check import check, mismatch
 from speechtrain.config.resolved import dump, load, resolve, with_absolute_paths
 from speechtrain.config.resume_fields import fingerprint, flat, is_volatile
@@ -19,6 +19,7 @@ from speechtrain.config.targets import ALLOW_TARGETS, target_class
 from speechtrain.devices.cpu import CPU
 from speechtrain.errors import ConfigError, RunError, nearest
 from speechtrain.runs.compose import compose
+from speechtrain.text.vocabulary import Characters
 from tests.support.composed import composed
 
 
@@ -469,3 +470,28 @@ def test_a_suggestion_is_another_name_that_is_alike_or_what_others_call_it() -> 
         "trainr.width": "",
     }.items():
         assert nearest(name, known) == (f"; did you mean {near!r}?" if near else ""), name
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "encoder.pre_layers=100000000",
+        "data.valid.unheard.utterances=1000000000",
+        f"encoder.hidden={10**400}",
+    ],
+)
+def test_check_refuses_counts_beyond_all_memory(overrides: str) -> None:
+    config = compose(["run_dir=x", overrides])
+    with pytest.raises(ConfigError, match="it must be at most"):
+        check(config)
+
+
+def test_build_refuses_a_class_that_the_parameter_excludes() -> None:
+    config = composed("run_dir=x")
+    config.data.valid = {"x": {"_target_": "speechtrain.train_rank.StopRequest"}}
+    with pytest.raises(ConfigError, match=r"data\.valid"):
+        build_data(config, Characters())
+    config = composed("run_dir=x")
+    config.encoder.features = {"_target_": "speechtrain.features.augment.Augment"}
+    with pytest.raises(ConfigError, match=r"encoder\.features"):
+        build_encoder(config)

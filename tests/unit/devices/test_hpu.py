@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 
 from speechtrain.compute_policy import STATIC
 from speechtrain.devices import host
-from speechtrain.devices.hpu import HPU, has_card
+from speechtrain.devices.hpu import HPU, _write_operations, has_card
 from speechtrain.errors import MachineError
 
 
@@ -154,3 +155,11 @@ def test_what_it_declares() -> None:
     assert device.facts.backends == "hpu:hccl"
     assert not device.supports(torch.float16)
     assert device.graphs() == 0  # before it is open
+
+
+def test_a_file_of_operations_has_a_new_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    first, second = _write_operations("OPS", ["mm", "linear"]), _write_operations("OPS", ["mm"])
+    assert first != second
+    assert Path(first).read_text() == "mm\nlinear\n"
+    assert stat.S_IMODE(Path(first).stat().st_mode) == 0o600

@@ -23,7 +23,7 @@ from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.interop import wav2vec2_fairseq, wav2vec2_hf
 from speechtrain.interop.pickles import read_pickle
-from speechtrain.interop.pretrained import Pretrained, describe, export_tensors
+from speechtrain.interop.pretrained import MOST_LAYERS, Pretrained, describe, export_tensors
 from speechtrain.models.wav2vec2 import Wav2Vec2
 from speechtrain.nn.masking import SpanMask
 
@@ -488,3 +488,30 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_an_encoder_alone_is_not_exported(small: Pretrained) -> None:
     with pytest.raises(ConfigError, match="this is an encoder"):
         wav2vec2_fairseq.checkpoint_of(small.encoder_only())
+
+
+def test_read_refuses_a_mask_embedding_that_is_no_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"model": {"mask_emb": "x"}, "cfg": {"model": {}}}, path)
+    with pytest.raises(DataError, match=r"has no wav2vec 2\.0 model"):
+        wav2vec2_fairseq.read(path)
+
+
+LAYER = "encoder.layers.0.self_attn.in_proj_weight"
+
+
+def test_layers_are_counted_before_they_are_built() -> None:
+    for encoder in (
+        {"layers": MOST_LAYERS + 1, "conv_layers": []},
+        {"layers": 1, "conv_layers": [[1]] * 2_000},
+    ):
+        with pytest.raises(ConfigError, match="the most are"):
+            Pretrained(encoder, {}, {}).shapes()
+
+
+def test_an_attention_of_one_row_is_named(tmp_path: Path) -> None:
+    settings = {"conv_feature_layers": "[(8,10,5)]", "conv_pos_groups": 1, "encoder_attention_heads": 1}
+    model = {name: torch.zeros(8) for name in ("mask_emb", "layer_norm.weight", "layer_norm.bias")}
+    torch.save({"model": {**model, LAYER: torch.zeros(1, 8)}, "cfg": {"model": settings}}, tmp_path / "a.pt")
+    with pytest.raises(DataError, match=r"a\.pt: the tensor "):
+        wav2vec2_fairseq.read(tmp_path / "a.pt")

@@ -395,3 +395,14 @@ def test_pages_and_comments_name_each_normaliser() -> None:
     page = (root / "docs" / "text.md").read_text()
     table = page.partition("## Normalisers")[2]
     assert re.findall(r"^\| `(\w+)`", table, re.M) == names
+
+
+@pytest.mark.parametrize(
+    ("name", "mark"), [("unicode", "\u0301"), ("english", "\u0301"), ("switchboard+unicode", ".\u0301")]
+)
+def test_a_transcript_of_more_than_30_combining_marks_is_refused(name: str, mark: str) -> None:
+    normalise = normaliser(name)
+    marks = "\u0301\u0316" * 15
+    assert normalise(f"one a{marks} b{marks}")
+    with pytest.raises(DataError, match=r"'one a.*more than 30 combining marks"):
+        normalise(f"one a{marks}{mark}")
