@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -91,3 +92,14 @@ def test_the_index_links_each_page() -> None:
     linked = {file for _, file, _ in links(DOCS / "index.md")}
     missing = {path.resolve() for path in DOCS.glob("**/*.md")} - linked - {DOCS / "index.md"}
     assert {str(path.relative_to(DOCS)) for path in missing} == set()
+
+
+def test_each_name_of_the_api_page_exists() -> None:
+    names = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    missing = []
+    for path in names:
+        module, _, name = path.rpartition(".")
+        if not hasattr(importlib.import_module(module), name):
+            missing.append(path)
+    assert names
+    assert missing == []
