@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from speechtrain.commands import doctor, evaluate, train, transcribe
+from speechtrain.commands import evaluate, train
 from speechtrain.config.resolved import dump
 from speechtrain.config.resolved import load as load_config
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.inference.loaded_run import load
-from speechtrain.launcher import Job, Launcher, LaunchResult, World
-from speechtrain.run_directory import read_failure
-from speechtrain.runs import auto_device as auto_device_module
+from speechtrain.launcher import Job, Launcher, LaunchResult
 from speechtrain.runs.auto_device import (
     VARIABLE,
     _usable_device,
-    announce_auto,
     auto_device,
     check_launcher,
     check_same_device,
@@ -31,10 +25,8 @@ from speechtrain.runs.auto_device import (
 )
 from speechtrain.runs.command_line import read_command
 from speechtrain.runs.compose import compose, compose_with_choices
-from speechtrain.runs.external_launch import ExternalLaunch
 from speechtrain.runs.resume import config_to_continue, run_to_continue
 from speechtrain.runs.run_name import RunNames
-from tests.support.digits import write_sample
 from tests.support.tiny_run import TINY, untrained
 
 HOST_LINE = "device: cpu (no CUDA device, habana_frameworks is not installed)"
@@ -78,10 +70,6 @@ def test_cuda_comes_before_gaudi_and_gaudi_before_the_cpu(cuda: str, hpu: str, l
     assert str(first_usable({"cuda": cuda, "hpu": hpu})) == line
 
 
-def test_a_host_without_accelerators_trains_on_its_cpu(no_accelerator: None) -> None:
-    assert str(auto_device()) == HOST_LINE
-
-
 def test_a_variable_sets_the_device_in_place_of_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "lazy")
     assert str(auto_device()) == "device: lazy (SPEECHTRAIN_DEVICE is set)"
@@ -103,23 +91,6 @@ def test_the_choice_is_made_before_composing(device: str, monkeypatch: pytest.Mo
     for overrides in ([], ["recipe=demo"], ["precision=fp32", "data.shapes=2"]):
         assert compose(overrides) == compose([*overrides, f"device={device}"])
         assert compose([*overrides, "device=auto"]) == compose([*overrides, f"device={device}"])
-
-
-def test_a_device_of_a_package_is_chosen_as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "device").mkdir()
-    (tmp_path / "device" / "mine.yaml").write_text("_target_: speechtrain.devices.lazy.Lazy\n")
-    assert compose(["device=mine"], str(tmp_path)).device._target_.endswith(".Lazy")
-    monkeypatch.setenv(VARIABLE, "mine")
-    assert compose([], str(tmp_path)).device._target_.endswith(".Lazy")
-
-
-def test_a_recipe_sets_the_device_of_a_run(no_accelerator: None) -> None:
-    config, group_choices, _ = compose_with_choices(["recipe=nemo_quartznet"])
-    assert config.device._target_.endswith(".CUDA")
-    assert group_choices["device"] == "cuda"
-    config, group_choices, _ = compose_with_choices(["recipe=nemo_quartznet", "device=auto"])
-    assert config.device._target_.endswith(".CPU")
-    assert group_choices["device"] == "auto"
 
 
 # --- launchers --------------------------------------------------------------------------------------
@@ -155,11 +126,6 @@ def test_a_launcher_of_other_hosts_needs_an_explicit_device(
     assert error_text(*keys) == ""
 
 
-@pytest.mark.parametrize("launcher", ["auto", "torchrun", "local"])
-def test_a_launcher_of_this_host_needs_no_explicit_device(launcher: str, no_accelerator: None) -> None:
-    assert error_text(f"launcher={launcher}") == ""
-
-
 def test_a_launcher_of_a_package_is_remote_unless_is_here_says_otherwise(
     no_accelerator: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,59 +136,6 @@ def test_a_launcher_of_a_package_is_remote_unless_is_here_says_otherwise(
         check_launcher(group_choices, config)
     monkeypatch.setattr(Plugin, "is_here", lambda self, job: True)
     check_launcher(group_choices, config)
-
-
-@pytest.mark.parametrize("form", [[], ["dry_run=true"], ["-m", "seed=1,2"]])
-def test_the_command_refuses_before_it_starts_a_job(
-    form: list[str], no_accelerator: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="launcher=slurm may start ranks on other hosts"):
-        train.run(["recipe=demo", "launcher=slurm", *form])
-    assert not [*tmp_path.rglob("config.yaml")]
-
-
-def test_a_run_that_continues_with_device_auto_is_checked_in_the_same_way(
-    no_accelerator: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = untrained(tmp_path, *NO_THREADS, "device=lazy", "data.shapes=2")
-    (run_dir / "run.json").write_text(json.dumps({"overrides": NO_THREADS}))
-    command = read_command([f"run_dir={run_dir}", "device=auto"])
-    assert config_to_continue(run_dir, command).device._target_.endswith(".CPU")
-    assert capsys.readouterr().out.splitlines()[0] == HOST_LINE
-    with pytest.raises(ConfigError, match="launcher=slurm may start ranks on other hosts"):
-        config_to_continue(run_dir, read_command([f"run_dir={run_dir}", "device=auto", "launcher=slurm"]))
-    assert config_to_continue(run_dir, read_command([f"run_dir={run_dir}", "launcher=slurm"])), (
-        "the run has a device"
-    )
-
-
-def test_externally_launched_ranks_get_the_device_of_rank_0(
-    no_accelerator: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config, group_choices, _ = compose_with_choices(["launcher=slurm", "world_size=2"])
-    announce_auto(group_choices, config, ExternalLaunch(World(0, 2, 0, 1), tmp_path))
-    assert capsys.readouterr().out == f"{HOST_LINE}\n"
-
-
-@pytest.mark.slow
-def test_a_rank_without_the_device_of_rank_0_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 prints the line of the rank that failed first."""
-    if torch.cuda.is_available():
-        pytest.skip("this host has a GPU")
-    run_dir = untrained(tmp_path, *TINY)
-    config = load_config(run_dir / "config.yaml")
-    config.device, config.world_size = compose(["device=cuda"]).device, 2
-    (run_dir / "config.yaml").write_text(dump(config))
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    rank_0, rank_1 = (ExternalLaunch(World(rank, 2, 0, 1), run_dir) for rank in range(2))
-    rank_0._send({"environment": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}})
-    assert rank_1.join() == MachineError.exit_code
-    failure = read_failure(run_dir)
-    assert failure is not None
-    assert re.fullmatch(r"device=cuda: .* set device=cpu", str(failure.error))
 
 
 # --- runs -------------------------------------------------------------------------------------------
@@ -252,49 +165,6 @@ def test_the_first_line_is_the_device_and_the_run_keeps_it(
     assert HOST_LINE not in capfd.readouterr().out
 
 
-def test_the_name_of_a_run_is_the_same_on_each_host(
-    working_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The device is not part of the name, so a run from before ``device=auto`` has the same name."""
-    names = set()
-    for device in ("cpu", "cuda", "lazy"):
-        monkeypatch.setenv(VARIABLE, device)
-        names.add(RunNames(None).name({"model": "rnnt", "data": "digits"}, ["recipe=demo"]))
-    names.add(RunNames(None).name({"model": "rnnt", "data": "digits"}, ["recipe=demo", "device=cpu"]))
-    assert names == {"rnnt-digits-a516384e"}
-
-
-@pytest.mark.slow
-def test_a_sweep_and_a_dry_run_say_the_device(
-    no_accelerator: None, working_folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert train.run([*TINY, "dry_run=true", "-m", "device=auto,cpu", "seed=1,2"]) == 0
-    output, log = capfd.readouterr()
-    assert "job 4: device=cpu seed=2" in output.splitlines()
-    assert log.splitlines() == [HOST_LINE, HOST_LINE], "two jobs have an explicit device"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("values", "variable"), [("cpu,lazy", ""), ("choice(cpu,lazy)", "lazy"), ("cpu,hpu", "lazy")]
-)
-def test_a_sweep_over_devices_starts_each_job_on_its_device(
-    values: str,
-    variable: str,
-    working_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv(VARIABLE, variable)
-    monkeypatch.setattr(auto_device_module, "_usable_device", lambda: pytest.fail("it loads drivers"))
-    assert train.run([*NO_THREADS, "dry_run=true", "-m", f"device={values}"]) == 0
-    output = capfd.readouterr().out
-    assert "job 1: device=cpu" in output.splitlines()
-    assert output.count("_target_: speechtrain.devices.cpu.CPU\n") == 1
-    second = "hpu.HPU" if "hpu" in values else "lazy.Lazy"
-    assert output.count(f"_target_: speechtrain.devices.{second}\n") == 1
-
-
 @pytest.mark.slow
 def test_a_sweep_over_devices_trains_each_job(
     working_folder: Path, capfd: pytest.CaptureFixture[str]
@@ -315,16 +185,6 @@ def test_a_job_of_a_sweep_on_a_host_with_another_device_is_refused(monkeypatch: 
         ConfigError, match=r"device=auto is cpu where the sweep started, and not on this host \(device: cuda"
     ):
         check_same_device({"device": "auto"}, "cpu")
-
-
-@pytest.mark.slow
-def test_the_doctor_reports_device_auto(
-    no_accelerator: None, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert doctor.run([*TINY]) == 0
-    assert re.search(rf"^green\s+device=auto\s+{re.escape(HOST_LINE)}$", capsys.readouterr().out, re.M)
-    assert doctor.run([*TINY, "launcher=slurm"]) == ConfigError.exit_code
-    assert re.search(r"^red\s+recipe\s+launcher=slurm may start ranks", capsys.readouterr().out, re.M)
 
 
 # --- trained runs -----------------------------------------------------------------------------------
@@ -359,21 +219,6 @@ def test_evaluate_uses_device_auto_if_the_device_of_the_run_is_absent(
 
 
 @pytest.mark.slow
-def test_transcribe_and_load_use_device_auto_if_the_device_of_the_run_is_absent(
-    gpu_run: Path,
-    no_accelerator: None,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    write_sample(tmp_path / "a.wav")
-    assert transcribe.run([str(gpu_run), str(tmp_path / "a.wav")]) == 0
-    assert len(capfd.readouterr().out.splitlines()) == 1
-    assert load(gpu_run).opened.device.name == "cpu"
-    assert caplog.messages == [FALLBACK, FALLBACK]
-
-
-@pytest.mark.slow
 def test_an_explicit_device_is_used_or_refused(gpu_run: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(MachineError, match="device=cuda: "):
         load(gpu_run, "device=cuda")
@@ -381,24 +226,3 @@ def test_an_explicit_device_is_used_or_refused(gpu_run: Path, caplog: pytest.Log
         load(gpu_run, "device=cpu")
     assert load(gpu_run, "device=cpu", "precision=fp32", "device.threads=1").opened.device.name == "cpu"
     assert not caplog.messages
-
-
-def test_a_device_that_is_present_stays(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run_dir = untrained(tmp_path / "run", *TINY)
-    monkeypatch.setenv(VARIABLE, "lazy")
-    assert load(run_dir).opened.device.name == "cpu"
-    assert not caplog.messages
-    assert type(load(run_dir, "device=auto").opened.device).__name__ == "Lazy"
-    assert caplog.messages == ["device: lazy (SPEECHTRAIN_DEVICE is set)"]
-    load(run_dir, "device=auto")  # torch refuses to start its lazy tensors twice in a process.
-
-
-@pytest.mark.slow
-def test_the_line_is_printed_once_by_a_command_that_starts_again(gpu_run: Path, no_accelerator: None) -> None:
-    """The command restarts itself with the device's environment variables."""
-    program = Path(sys.executable).parent / "speechtrain-evaluate"
-    result = subprocess.run([program, gpu_run, "--json"], capture_output=True, text=True, check=True)
-    assert result.stderr.splitlines().count(FALLBACK) == 1
-    assert json.loads(result.stdout)

@@ -218,14 +218,6 @@ def test_a_new_run_directory_may_have_any_name_but_a_list_stays_a_list() -> None
     assert job.identity({})["swept"] == ["model", "trainer.max_steps"]
 
 
-def test_names_of_folders_do_not_change_other_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("1e3", "rnnt,ctc", "[1,2]"):
-        (tmp_path / name).mkdir()
-    texts = ["trainer.max_steps=1e3", "data.speed=[1,2]", "model=rnnt,ctc"]
-    assert read_command(["-m", *texts]).overrides == texts
-
-
 def test_the_home_folder_may_be_written_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     run_dir = tmp_path / "a run"

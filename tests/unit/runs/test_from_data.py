@@ -11,8 +11,6 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from speechtrain.commands import train
-from speechtrain.commands._cli import exit_code_of
 from speechtrain.config.build import build, build_tokenizer
 from speechtrain.config.check import check
 from speechtrain.devices import host
@@ -63,13 +61,6 @@ def test_every_network_can_be_built(hours: float, millions: float) -> None:
         encoder = build(config, "encoder", augment=build(config, "augment"))
     assert encoder.frames(16_000) == 33
     assert sum(p.numel() for p in encoder.parameters()) == pytest.approx(millions * 1e6, rel=0.1)
-
-
-def test_specaugment_follows_from_the_epochs() -> None:
-    """With time for 15 epochs of four hours of speech, SpecAugment is off."""
-    assert speech().epochs == pytest.approx(15.0)
-    assert scratch(speech())["augment.freq_masks"] == scratch(speech())["augment.time_masks"] == 0
-    assert scratch(speech(hours=1.0))["augment.freq_masks"] == 2
 
 
 def ranks_of(settings: dict[str, Any]) -> tuple[int, int, int]:
@@ -139,36 +130,6 @@ def test_finetuned_copies_model_encoder_and_tokenizer_of_init_from(tmp_path: Pat
     assert compose(["recipe=finetune"]).encoder.width == 768
 
 
-@pytest.mark.slow
-def test_each_job_of_a_sweep_over_init_from_has_its_own_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recogniser = untrained(tmp_path / "recogniser", *RECOGNISER)
-    pretrained = untrained(tmp_path / "pretrained", *PRETRAINING)
-    line = ["-m", "recipe=finetune", "data=digits", f"run_dir={tmp_path / 'sweep'}", "dry_run=true"]
-    for init_from_values, key in (
-        (f"{recogniser},{pretrained}", "encoder.hidden=24"),
-        (f"{pretrained},{recogniser}", "encoder.width=96"),
-    ):
-        exit_code = exit_code_of(lambda: train.run([*line, f"init_from={init_from_values}", key]))  # noqa: B023
-        output = capsys.readouterr()
-        assert exit_code == ConfigError.exit_code
-        assert output.out.count("speechtrain.train_rank") == 1
-        assert "1 of 2 jobs failed" in output.err
-        assert f"{key.partition('=')[0]}: there is no such key" in output.err
-
-
-def test_finetuned_copies_the_encoder_of_an_imported_model(tmp_path: Path) -> None:
-    (tmp_path / "encoder").mkdir()
-    (tmp_path / "encoder/imported.yaml").write_text(
-        "_target_: speechtrain.encoders.lstm.LSTMEncoder\nhidden: 7\n"
-    )
-    assert compose(["recipe=finetune", f"init_from={tmp_path}"]).encoder.hidden == 7
-    (tmp_path / "encoder/imported.yaml").write_text("a: [")
-    with pytest.raises(ConfigError, match=r"imported\.yaml cannot be read"):
-        compose(["recipe=finetune", f"init_from={tmp_path}"])
-
-
 def test_labels_of_the_same_name_are_kept(tmp_path: Path) -> None:
     run = untrained(tmp_path / "run", *RECOGNISER)
     weights = next((run / "checkpoints").glob("step-*/model.safetensors"))
@@ -216,15 +177,6 @@ def test_a_strangers_run_at_init_from_cannot_read_the_environment(
     with pytest.raises(ConfigError, match=words if not root else "."):
         compose(["recipe=finetune", f"init_from={run}"])
     assert OmegaConf.create({"a": "${oc.env:SPEECHTRAIN_TEST_SECRET}"}).a == "hush"  # for all other configs
-
-
-@pytest.mark.usefixtures("cache")
-def test_transcripts_that_the_normaliser_empties_have_their_own_error(tmp_path: Path) -> None:
-    train = write_manifest(tmp_path, ["?!…"] * 5)
-    with pytest.raises(DataError, match=r"normaliser=unicode leaves nothing .*, such as '\?!…'"):
-        config_from_data("recipe=scratch", f"data.train={train}")
-    config = config_from_data("recipe=scratch", f"data.train={train}", "tokenizer.normaliser=none")
-    assert config.tokenizer.alphabet == "!?…"
 
 
 def test_rare_characters_skip_at_most_the_allowed_utterances() -> None:
@@ -342,35 +294,3 @@ def test_the_longest_recording_follows_from_the_data_and_the_memory(
         config_from_data("recipe=scratch", f"data.train={long}")
     monkeypatch.setattr(host, "free_memory", lambda: 2**29)
     assert 20.0 < config_from_data(*base).data.max_seconds < 35.0
-
-
-@pytest.mark.usefixtures("cache")
-def test_a_limit_of_the_user_that_does_not_fit_into_memory_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(host, "free_memory", lambda: 2**33)
-    train = write_manifest(tmp_path, ["a quick brown fox " * 200] * 9, seconds=400.0)
-    base = ["recipe=scratch", "device=cpu", f"data.train={train}"]
-    assert config_from_data(*base, "data.max_seconds=600").data.max_seconds == 600.0
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert "a batch of the longest recordings (400 s) needs about " in line
-    assert "% of the free memory. Lower data.max_seconds. Long texts need timestamps" in line
-    monkeypatch.setattr(host, "free_memory", lambda: 2**50)
-    config_from_data(*base, "data.max_seconds=600")
-    assert "warning" not in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("cache")
-def test_bad_data_is_one_line(tmp_path: Path) -> None:
-    absent = ["recipe=scratch", f"data.train={tmp_path}/nowhere"]
-    with pytest.raises(DataError, match="nowhere does not exist") as error:
-        config_from_data(*absent)
-    assert "before the ranks start" not in str(error.value)
-    with pytest.raises(DataError, match=r"nowhere does not exist.*auto reads data.train on this host"):
-        config_from_data(*absent, "launcher=slurm")
-    with pytest.raises(DataError, match="no recording has a transcript"):
-        config_from_data("recipe=scratch", f"data.train={write_manifest(tmp_path, ['', ' '])}")
-    with pytest.raises(ConfigError, match="from_data=nothing: choose scratch"):
-        config_from_data(
-            "data=manifest", f"data.train={write_manifest(tmp_path, ['a'])}", "from_data=nothing"
-        )

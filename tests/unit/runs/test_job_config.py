@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import hydra
@@ -15,7 +14,6 @@ from omegaconf import OmegaConf
 
 import speechtrain
 from speechtrain.commands import train
-from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.errors import SpeechtrainError
 
 SET = ["recipe=intel_rnnt", "optimizer=lamb", "data.train=a.jsonl", "data.valid.dev=b.jsonl"]
@@ -37,21 +35,6 @@ def test_the_config_is_that_of_a_command(
     assert config == shown
     assert Path(config["run_dir"]).parent == tmp_path / "runs"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_wrong_key_is_an_error_of_one_line() -> None:
-    for overrides, message in (
-        (["recipe=demo", "optimizer.rl=1"], r"^optimizer\.rl: there is no such key"),
-        (["recipe=demo", "optimizer.lr=fast"], r"^optimizer\.lr: 'fast' is not a finite number"),
-        (["optimizer.lr=1,2"], r"^optimizer\.lr=1,2: several values are a sweep"),
-        (["-m"], r"^-m: compose takes KEY=VALUE"),
-        (["data=manifest"], r"^data\.train is not set"),
-    ):
-        with pytest.raises(SpeechtrainError, match=message) as error:
-            speechtrain.compose(overrides)
-        assert "\n" not in str(error.value)
-    speechtrain.compose(["recipe=demo", "allow_targets=mine"])
-    assert ALLOW_TARGETS not in os.environ
 
 
 def test_a_program_that_uses_hydra_keeps_its_state(tmp_path: Path) -> None:

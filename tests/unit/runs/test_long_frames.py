@@ -28,16 +28,3 @@ def test_it_is_said_once(
     assert train.run([*TINY, *overrides, f"dry_run={dry_run}", f"run_dir={tmp_path / 'run'}"]) == 0
     output = capfd.readouterr()
     assert (output.out + output.err).count(LINE) == count
-
-
-def test_the_first_command_has_no_warning(
-    cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert train.run(["recipe=demo", "dry_run=true", f"run_dir={tmp_path / 'run'}"]) == 0
-    assert LINE not in capfd.readouterr().err  # 0.4 % of the digits are crowded
-
-
-def test_a_dry_run_without_its_data_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    overrides = ("model=rnnt", "data=manifest", "data.train=/nowhere.jsonl", "encoder.stack_time=8")
-    assert train.run([*overrides, "dry_run=true", f"run_dir={tmp_path / 'run'}"]) == 0
-    assert LINE not in capfd.readouterr().err

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from speechtrain.commands import train
 from speechtrain.config.check import check
 from speechtrain.errors import ConfigError
 from speechtrain.runs.command_line import translate_arguments
@@ -29,29 +28,16 @@ def plain(node: DictConfig) -> Any:
     "arguments",
     [
         "recipe=contextnet_dummy final_decoder=none",
-        "recipe=contextnet_dummy schedule=cosine",
-        "recipe=contextnet_dummy decoder=beam",
         "recipe=contextnet_librispeech tokenizer=characters",
-        "recipe=aidk_rnnt schedule=cosine",
         "recipe=aidk_rnnt decoder=beam",
         "recipe=aidk_rnnt tokenizer=characters",
-        "recipe=aidk_rnnt tokenizer=auto",
-        "recipe=aidk_rnnt optimizer=adamw",
-        "recipe=nemo_quartznet optimizer=adamw",
         "recipe=nemo_quartznet optimizer=sgd",
-        "recipe=nemo_quartznet decoder=ctc_beam",
         "recipe=nemo_quartznet encoder=lstm_small",
         "recipe=nemo_quartznet augment=specaugment",
-        "recipe=intel_rnnt optimizer=lamb",
         "recipe=intel_rnnt model=ctc",
-        "recipe=mlperf schedule=cosine",
-        "recipe=mlperf optimizer=muon",
         "recipe=mlperf_2048 encoder=fastconformer_small",
-        "recipe=fsdd schedule=mlperf",
         "recipe=fsdd data=digits",
         "recipe=gaudi_wav2vec2 schedule=cosine",
-        "recipe=gaudi_wav2vec2 optimizer=lamb",
-        "recipe=wav2vec2 schedule=tri_stage",
         "recipe=wav2vec2_fsdd data=manifest data.train=a.tsv",
         "recipe=demo optimizer=sgd schedule=mlperf decoder=beam",
     ],
@@ -86,12 +72,6 @@ def test_typed_keys_are_kept_and_checked() -> None:
         composed("recipe=intel_rnnt", "optimizer=lamb", "optimizer.form=intel")
 
 
-def test_other_recordings_keep_the_batches_and_limits_of_a_recipe() -> None:
-    config = composed("recipe=wav2vec2_fsdd", "data=manifest", "data.train=a.tsv").config
-    assert (config.data.train, config.data.valid) == ("a.tsv", {})
-    assert (config.data.crop_seconds, config.data.batch.count) == (3.0, 8)
-
-
 def test_a_recipe_of_a_user_is_replaced_in_the_same_way(tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     text = "# @package _global_\ndefaults: [intel_rnnt, _self_]\nschedule: {min_lr: 0.1}\n"
@@ -102,32 +82,6 @@ def test_a_recipe_of_a_user_is_replaced_in_the_same_way(tmp_path: Path) -> None:
         "schedule=constant has its own values, which replace schedule.warmup_steps, "
         "schedule.min_lr of recipe=mine for schedule=intel"
     ]
-
-
-def test_the_command_prints_the_line_and_the_config_without_the_values(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    arguments = ["recipe=intel_rnnt", "optimizer=lamb", "--cfg", "job", "--package", "optimizer"]
-    assert train.run(arguments) == 0
-    output, log = capsys.readouterr()
-    assert output.startswith("# @package optimizer\n_target_: ")
-    assert "form:" not in output
-    assert log.startswith("speechtrain: optimizer=lamb has its own values")
-    with pytest.raises(ConfigError, match=r"^--package nothing: the config has no such group"):
-        train.run(["--cfg", "job", "-p", "nothing"])
-
-
-@pytest.mark.slow
-def test_each_job_of_a_sweep_has_the_values_of_its_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
-    own = ["recipe=fsdd", "data=digits", "data.train.utterances=8", "dry_run=true"]
-    assert train.run([*own, "-m", "schedule=cosine,mlperf"]) == 0
-    output, log = capfd.readouterr()
-    assert output.count("\n  hold_epochs: 40\n") == 1
-    assert output.count("warmup_steps: 60\n") == 1
-    assert log.count("schedule=mlperf has its own values") == 1
 
 
 # --- validation sets --------------------------------------------------------------------------------
@@ -154,16 +108,3 @@ def test_a_plus_adds_a_set_and_a_key_of_a_set_changes_it() -> None:
     assert config.data.valid.unheard.utterances == 2
     assert composed("data=digits", "data.valid=a.json").config.data.valid == "a.json"
     assert composed("data=digits", "data.valid={}").config.data.valid.unheard
-
-
-@pytest.mark.slow
-def test_a_dry_run_needs_only_the_typed_sets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("DATASET_DIR", raising=False)
-    monkeypatch.chdir(tmp_path)
-    typed = ["data.valid.clean=a.json", "data.valid.other=b.json", "device=cpu", "precision=fp32"]
-    assert train.run(["recipe=nemo_quartznet", *typed, "dry_run=true"]) == 0
-    output, log = capfd.readouterr()
-    assert f"  valid:\n    clean: {tmp_path}/a.json\n    other: {tmp_path}/b.json\n" in output
-    assert "dev-clean" not in log.replace("replace data.valid: dev-clean", "")

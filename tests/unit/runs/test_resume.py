@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -131,14 +130,6 @@ def test_the_lines_of_a_dry_run_write_the_config_of_the_ranks(
     assert (config.tokenizer.alphabet, config.dry_run) == (symbols, False)
     assert train.run([f"run_dir='{run_dir}'", "dry_run=true"]) == 0
     assert capsys.readouterr().out.count("\n") == 1
-
-
-def test_a_rank_without_a_config_says_so(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "speechtrain.train_rank", f"{tmp_path}/run/config.yaml"]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (process.returncode, process.stderr.count("\n")) == (ConfigError.exit_code, 1)
-    assert f"{tmp_path}/run/config.yaml does not exist on " in process.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_two_commands_of_the_readme_have_one_run() -> None:

@@ -37,11 +37,6 @@ def test_a_command_reads_each_run_json_once(reads: Counter[str]) -> None:
     assert reads == {"a": 1, "b": 1}
 
 
-def test_a_sweep_reads_each_run_json_once(reads: Counter[str]) -> None:
-    assert train.run(["-m", *TINY, "dry_run=true", "optimizer.lr=0.001,0.002"]) == 0
-    assert reads == {"a": 1, "b": 1}
-
-
 def test_existing_run_matches_a_run_that_is_read_once(reads: Counter[str], run_dir: Path) -> None:
     names = run_name.RunNames(None)
     overrides = read_about(run_dir).overrides

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import DictConfig
@@ -19,7 +17,7 @@ from speechtrain.commands._cli import exit_code_of
 from speechtrain.config.resolved import dump, load
 from speechtrain.devices import preload
 from speechtrain.devices.cpu import CPU
-from speechtrain.errors import ConfigError, MachineError, RunError, SpeechtrainError
+from speechtrain.errors import ConfigError, MachineError, RunError
 from speechtrain.optim import adamw8bit
 from speechtrain.run_directory import RunResult, rank_folder, read_failure
 from speechtrain.runs import jobs, on_host
@@ -28,7 +26,7 @@ from speechtrain.runs.compose import compose
 from speechtrain.runs.on_host import host_environment
 from speechtrain.runs.resume import config_to_continue
 from speechtrain.runs.run_name import RunNames
-from speechtrain.runs.start import _conclude, _is_complete, start_run
+from speechtrain.runs.start import _conclude, start_run
 
 from ...conftest import Disk
 
@@ -161,25 +159,6 @@ def test_a_rejected_job_of_slurm_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]
 
 
-KILLED = {"status": "failed", "error": "a rank was killed", "exit_code": 4, "is_cause": False}
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        ("", "the ranks ended with code 0 and wrote no {run}/result.json. See {run}/slurm.log"),
-        (json.dumps(KILLED), "a rank was killed (which rank, and how it ended: {run}/slurm.log. The same"),
-    ],
-)
-def test_a_job_of_slurm_that_fails_without_an_error_of_a_rank_names_its_log(
-    result: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_result = f"echo '{result}' > run/result.json; " if result else ""
-    replace_slurm(tmp_path, monkeypatch, f"{write_result}echo 7")
-    with pytest.raises(SpeechtrainError, match=re.escape(message.format(run=tmp_path / "run"))):
-        train.run(["recipe=demo", "launcher=slurm", f"run_dir={tmp_path}/run"])
-
-
 COUNT_SHARING_RANKS = """
 import os, pathlib, sys, time
 from speechtrain.runs.external_launch import _ranks_on_these_cpus
@@ -282,25 +261,6 @@ def test_existing_run_finds_a_run_by_its_overrides(tmp_path: Path, monkeypatch: 
     assert RunNames(None).existing_run([]) is None
 
 
-def test_existing_run_compares_the_volatile_keys_that_a_sweep_varies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
-    swept = ["seed", "trainer.max_steps"]
-    for steps in (1, 2):
-        run_dir = tmp_path / f"job-{steps}"
-        run_dir.mkdir()
-        write_run(run_dir)
-        about = {"argv": [], "overrides": ["seed=2", f"trainer.max_steps={steps}"], "swept": swept}
-        (run_dir / "run.json").write_text(json.dumps(about))
-    assert RunNames(None).existing_run(["trainer.max_steps=2", "seed=2"], swept) == tmp_path / "job-2"
-    assert RunNames(None).existing_run(["trainer.max_steps=3", "seed=2"], swept) is None
-    assert (
-        RunNames(None).existing_run(["trainer.max_steps=2", "seed=2"]) is None
-    )  # A command alone has a run of its own.
-    assert RunNames(None).existing_run(["trainer.max_steps=2", "seed=2"], ["trainer.max_hours"]) is None
-
-
 def test_continuing_a_run_does_not_compose_its_stored_overrides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,16 +288,6 @@ def test_a_continued_run_uses_its_stored_launcher(
     rendered = capsys.readouterr().out
     assert "mpirun.own" in rendered
     assert "--verbose" in rendered
-
-
-def test_a_continued_run_prints_a_repeated_limit_that_has_changed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path, "trainer.max_steps=891")
-    first = [*DRY, "trainer.max_steps=900", "trainer.keep=2"]
-    (tmp_path / "run.json").write_text(json.dumps({"argv": first, "overrides": first}))
-    assert config_to_continue(tmp_path, read_command(first)).trainer.max_steps == 891
-    assert f"{tmp_path}: the run keeps its trainer.max_steps=891\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("damaged", ["{", "[]", '{"argv": [], "ovErrides": []}'])
@@ -373,13 +323,6 @@ def test_a_full_disk_at_the_start_is_a_machine_error(disk: Disk, capsys: pytest.
     assert exit_code_of(lambda: train.run([*DRY, f"run_dir={disk.path / 'run'}"])) == 0
 
 
-@pytest.mark.parametrize("result", [{}, {"metric": 0.5}, {"metrics": None}])
-def test_a_result_without_metrics_is_not_complete(result: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
-    assert _is_complete(RunResult("finished", 0.5, {}, steps=7), tmp_path)
-    assert not _is_complete(RunResult("finished", steps=7, **result), tmp_path)
-
-
 def test_waiting_ranks_get_the_exit_code_of_a_refused_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,24 +341,6 @@ def test_waiting_ranks_get_the_exit_code_of_a_refused_command(
             train.run([f"run_dir={run_dir}", wrong])
         monkeypatch.setenv("RANK", "1")
         assert train.run([f"run_dir={run_dir}", wrong]) == error.exit_code
-
-
-def test_a_run_continues_with_the_network_that_its_choice_meant_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Before the release of 0.1.0, ``model=rnnt`` chose the network that is now ``model=rnnt_mlperf``."""
-    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
-    run_dir = tmp_path / "rnnt-digits-1"
-    run_dir.mkdir()
-    write_run(run_dir, "model=rnnt_mlperf", "optimizer=lamb", "schedule=mlperf", "augment=none")
-    overrides = ["model=rnnt", "device=cpu", "dry_run=true"]
-    (run_dir / "run.json").write_text(json.dumps({"argv": overrides, "overrides": overrides}))
-    assert RunNames(None).existing_run(overrides) == run_dir
-    config = config_to_continue(run_dir, read_command(overrides))
-    assert config.encoder.hidden == 1024
-    assert config.optimizer._target_.endswith("LAMB")
-    with pytest.raises(RunError, match="model=rnnt_mlperf was not an override when the run started"):
-        config_to_continue(run_dir, read_command(["model=rnnt_mlperf"]))
 
 
 def test_a_finished_run_writes_a_report_and_prints_the_command_for_own_recordings(
@@ -439,33 +364,6 @@ def test_a_finished_run_writes_a_report_and_prints_the_command_for_own_recording
         config.data.train = own_files
         _conclude(config, command, RunResult("finished"))
         assert capsys.readouterr().out.startswith("report: ")
-
-
-def test_a_log_that_is_too_large_for_advice_does_not_fail_a_finished_run(
-    tmp_path: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = shutil.copytree(run_dir, tmp_path / "run")
-    with (run_dir / "metrics.jsonl").open("ab") as file:
-        file.truncate(2**28 + 1)
-    config = load(run_dir / "config.yaml")
-    config.run_dir = str(run_dir)
-    _conclude(config, read_command(["model=rnnt", f"run_dir={run_dir}"]), RunResult("finished"))
-    output = capsys.readouterr()
-    assert f"warning: no advice: {run_dir}/metrics.jsonl: it has {2**28 + 1} bytes" in output.err
-    assert "your own recordings: " in output.out
-
-
-def test_a_dry_run_says_that_the_device_is_absent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert train.run([*DRY, "device=hpu"]) == 0
-    rendered, warnings = capsys.readouterr()
-    assert "speechtrain.train_rank" in rendered
-    assert warnings.startswith("speechtrain: warning: device=hpu: habana_frameworks is not installed here.")
-    assert warnings.count("\n") == 1
-    with pytest.raises(MachineError, match="habana_frameworks is not installed"):
-        train.run(["recipe=demo", "device=hpu"])
 
 
 @pytest.mark.parametrize(
@@ -500,24 +398,6 @@ def test_a_missing_package_is_a_warning_in_a_dry_run_only(
     with pytest.raises(MachineError, match=re.escape(fix)):
         train.run(["recipe=demo", *overrides, "device=cpu"])
     adamw8bit._library.cache_clear()
-
-
-def test_an_unused_dataset_dir_is_warned_of_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DATASET_DIR", "/corpora/")
-    assert train.run(DRY) == 0
-    warnings = capsys.readouterr().err
-    assert warnings.count("\n") == 1
-    assert "DATASET_DIR=/corpora is set" in warnings
-    assert "data=manifest data.train=/corpora" in warnings
-    files = ["data.train=/corpora/a.jsonl", "data.valid.dev=/corpora/b.jsonl"]
-    assert train.run(["dry_run=true", "data=manifest", *files]) == 0
-    assert train.run(["dry_run=true", "data=manifest", "data.train=/corpora", files[1]]) == 0
-    monkeypatch.setenv("DATASET_DIR", "")
-    assert train.run(DRY) == 0
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
