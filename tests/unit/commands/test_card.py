@@ -81,25 +81,6 @@ def test_write_card_has_three_lines_of_code_that_work(trained: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_write_card_of_an_encoder_has_code_that_works(tmp_path: Path) -> None:
-    run_dir = untrained(
-        tmp_path / "run",
-        *("model=ctc", "encoder=wav2vec2_small", "encoder.width=32", "encoder.feed_forward=32"),
-        *("encoder.layers=1", "encoder.position_kernel=16"),
-    )
-    folder = tmp_path / "model"
-    assert export.run([str(run_dir), "--to", "huggingface", "--encoder", "--out", str(folder)]) == 0
-    text = (folder / "README.md").read_text()
-    assert huggingface_hub.ModelCard(text).data.pipeline_tag == "feature-extraction"
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    write_tone(folder / "recording.wav", 1.5)
-    process = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert process.stdout == "torch.Size([1, 74, 32])\n", process.stderr
-
-
-@pytest.mark.slow
 def test_write_card_of_a_dry_run_prints_the_files_and_the_card(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,10 +107,3 @@ def test_card_options_need_a_token_before_anything_is_written(tmp_path: Path) ->
     with pytest.raises(DataError, match="is not the output of speechtrain evaluate"):
         export.run([*arguments, "--evaluation", str(run_dir / "config.yaml")])
     assert not (tmp_path / "model").exists()
-
-
-@pytest.mark.parametrize("option", [["--push", "a/b"], ["--licence", "mit"], ["--dry-run"]])
-def test_card_options_need_a_run_and_a_folder(tmp_path: Path, option: list[str]) -> None:
-    for form in (["--to", "fairseq"], ["--from", "fairseq", "--to", "huggingface"]):
-        with pytest.raises(ConfigError, match="need a run as SOURCE and --to huggingface, onnx or sherpa"):
-            export.run([str(tmp_path / "run"), *form, "--out", str(tmp_path / "out"), *option])

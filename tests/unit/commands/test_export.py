@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -40,13 +38,6 @@ def model() -> Pretrained:
 def file(model: Pretrained, tmp_path: Path) -> Path:
     wav2vec2_fairseq.write(model, wav2vec2_fairseq.checkpoint_of(model), tmp_path / "c.pt")
     return tmp_path / "c.pt"
-
-
-def test_help_does_not_import_torch() -> None:
-    code = (
-        "import sys; from speechtrain.commands.export import parser; parser(); print('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_there_and_back(
@@ -114,25 +105,6 @@ def test_a_ctc_run_is_exported_with_its_head_or_as_an_encoder(
     assert export.run([str(run), "--encoder", *to, str(tmp_path / "encoder")]) == 0
     assert ": encoder, " in capsys.readouterr().out
     assert not (tmp_path / "encoder" / "vocab.json").exists()
-
-
-@pytest.mark.slow
-def test_an_rnnt_run_is_exported_as_an_encoder_only(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    run = untrained(tmp_path / "run", *SMALL, "model=rnnt_small", "encoder.mask=null")
-    to = ["--to", "huggingface", "--out", str(tmp_path / "hf")]
-    with pytest.raises(ConfigError, match=r"RNNT with Characters cannot be exported whole.*--encoder"):
-        export.run([str(run), *to])
-    assert not (tmp_path / "hf").exists()
-    assert export.run([str(run), "--encoder", *to]) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["huggingface", "fairseq"])
-def test_the_message_for_another_encoder_names_all_that_can_be_exported(form: str, tmp_path: Path) -> None:
-    run = untrained(tmp_path / "run", "model=ctc", "encoder=quartznet_tiny")
-    with pytest.raises(ConfigError, match=r"encoder=wav2vec2 .*--to huggingface .*encoder=fastconformer"):
-        export.run([str(run), "--to", form, "--out", str(tmp_path / "out.pt")])
 
 
 def test_a_run_of_the_recipe_scratch_is_exported_with_one_line(

@@ -105,11 +105,6 @@ def test_an_unknown_option_has_the_same_line_everywhere(name: str) -> None:
         run([name, *arguments, "--hepl"])
 
 
-def test_python_runs_the_package() -> None:
-    line = [sys.executable, "-m", "speechtrain", "report", "--version"]
-    assert re.fullmatch(r"speechtrain \d+\.\d+\.\d+\n", subprocess.check_output(line, text=True))
-
-
 @pytest.mark.slow
 def test_shell_completion_is_installed_for_a_program_that_exists() -> None:
     line = [SCRIPTS / "speechtrain", "train", "-sc", "install=bash"]
@@ -145,19 +140,6 @@ def test_the_arguments_of_train_are_completed(
     monkeypatch.setattr(sys, "argv", ["speechtrain", *argv])
     assert run(argv) == 0
     assert completions in capsys.readouterr().out.split()
-
-
-def test_commands_are_completed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for line, completions in (("speechtrain tr", "train transcribe\n"), ("speechtrain report RUN ", "")):
-        monkeypatch.setenv("COMP_LINE", line)
-        assert run(["-sc", "query=bash"]) == 0
-        assert capsys.readouterr().out == completions
-
-
-@pytest.mark.parametrize("argv", [["RUN"], ["run_dir=RUN"]])
-def test_the_doctor_takes_no_run(argv: list[str]) -> None:
-    with pytest.raises(ConfigError, match="checks a recipe and no run"):
-        run(["doctor", *argv])
 
 
 @pytest.mark.slow

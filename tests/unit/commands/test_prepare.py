@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +11,11 @@ import pytest
 import soundfile
 
 from speechtrain.commands import prepare
-from speechtrain.commands._cli import exit_code_of
 from speechtrain.data.corpora.digits import Digits
 from speechtrain.errors import ConfigError, DataError, MachineError
 from speechtrain.text.vocabulary import SentencePiece
 from tests.support.digits import write_digits
 from tests.support.recordings import json_lines, write_tone
-
-Command = Callable[..., int]
 
 
 @pytest.fixture(autouse=True)
@@ -35,22 +28,6 @@ def nemo(path: Path, *entries: tuple[str, float, str]) -> Path:
     lines = [json.dumps({"audio_filepath": a, "duration": d, "text": t}) for a, d, t in entries]
     path.write_text("\n".join(lines) + "\n")
     return path
-
-
-def test_help_answers_without_torch() -> None:
-    code = "import sys; from speechtrain.commands import prepare, evaluate, transcribe\n"
-    code += "for c in (prepare, evaluate, transcribe): c.parser().format_help()\n"
-    code += "assert not {'torch', 'hydra', 'lhotse'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [[], ["manifst"], ["manifest", "--out", "x.jsonl"], ["tokenizer", "a", "--out", "t", "--size", "x"]],
-)
-def test_usage_is_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code_of(lambda: prepare.run(argv)) == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 # --- tokenizer ----------------------------------------------------------------------------------
@@ -99,15 +76,6 @@ def test_a_language_model_reads_normalised_transcripts(capsys: pytest.CaptureFix
     (Path("folder") / "lm.arpa").mkdir(parents=True)
     with pytest.raises(MachineError, match=r"folder.*cannot be written.*use another --out"):
         prepare.run(["lm", "a.jsonl", "--out", "folder/lm.arpa"])
-
-
-def test_a_tokenizer_and_a_language_model_read_texts_in_the_lower_case_of_their_language() -> None:
-    nemo(Path("a.jsonl"), ("a.wav", 1.0, "IŞIK İyi"))
-    source = "{tr: {path: a.jsonl, language: tr}}"
-    assert prepare.run(["tokenizer", source, "--out", "t.model", "--size", "7"]) == 0
-    assert SentencePiece("t.model").unknown("ışık iyi") == set()
-    assert prepare.run(["lm", source, "--out", "lm.arpa", "--order", "1"]) == 0
-    assert "ışık" in Path("lm.arpa").read_text()
 
 
 def test_the_embedded_corpus_needs_no_manifest() -> None:
@@ -171,15 +139,6 @@ def test_stats_tell_what_a_source_holds_and_what_is_likely_wrong(capsys: pytest.
     assert json.loads(capsys.readouterr().out)["likely_errors"]["empty_file"] == ["t:2:x"]
 
 
-def test_stats_name_damaged_text_and_invisible_characters(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [("a", "wo\ufffdrd"), ("b", "\u200fword\u200b"), ("c", "می\u200cروم"), ("d", "word")]
-    nemo(Path("t.jsonl"), *((f"{name}.wav", 1.0, text) for name, text in rows))
-    assert prepare.run(["stats", "t.jsonl", "--no-audio"]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"^damaged text +1  \S+a$", shown, re.M)
-    assert re.search(r"^invisible +1  \S+b$", shown, re.M)
-
-
 def test_stats_describe_the_faults_of_files(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("half.wav", "zero.wav"):
         speech(Path(name), 1.0)
@@ -198,14 +157,6 @@ def test_stats_describe_the_faults_of_files(capsys: pytest.CaptureFixture[str]) 
     assert re.search(r"opposed channels +1  t:4:opposed", shown)
     assert re.search(r"silent channel +1  t:5:dead", shown)
     assert "opposed.wav: its channels cancel each other. Set data.channel=0" in shown
-
-
-def test_stats_count_recordings_that_a_run_does_not_use(capsys: pytest.CaptureFixture[str]) -> None:
-    speech(Path("long.wav"), 60.5)
-    speech(Path("short.wav"), 60.0)
-    Path("t.csv").write_text("path,text\nlong.wav,one\nshort.wav,two\n")
-    assert prepare.run(["stats", "t.csv", "--no-audio"]) == 0
-    assert "1 recordings (0.02 h) are too long for recipe=scratch (above 60 s)" in capsys.readouterr().out
 
 
 def test_stats_list_brackets_and_labels_that_are_no_letters(capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,21 +203,6 @@ def test_a_split_by_recording_moves_none_when_others_are_added() -> None:
     assert len(held(2)) == 1
 
 
-@pytest.mark.parametrize(
-    ("argv", "error", "words"),
-    [
-        (["--share", "1"], ConfigError, "--share 1.0: it must be above 0 and below 1"),
-        (["--by", "speaker"], DataError, "1 of 1 cuts name no speaker. Use --by recording"),
-        ([], DataError, "only one cut"),
-    ],
-)
-def test_a_split_that_cannot_be_is_one_line(argv: list[str], error: type[Exception], words: str) -> None:
-    Path("t.csv").write_text("path,duration\na.wav,1\n")
-    with pytest.raises(error, match=words):
-        prepare.run(["split", "t.csv", "--out", "d", *argv])
-    assert not Path("d").exists()
-
-
 # --- manifest -----------------------------------------------------------------------------------
 
 
@@ -280,32 +216,6 @@ def test_a_folder_becomes_cuts_that_lhotse_reads(capsys: pytest.CaptureFixture[s
     assert [c.supervisions[0].text for c in cuts] == ["one", "two two"]
     assert [c.load_audio().shape for c in cuts] == [(1, 8_000), (1, 8_000)]
     assert "2 utterances, 0.00 h, 10 characters" in capsys.readouterr().out
-
-
-def test_nemo_lines_get_their_recordings_own_rate_length_and_channels() -> None:
-    from lhotse import CutSet
-
-    write_tone(Path("s.wav"), 0.5, 44_100, channels=2)
-    nemo(Path("a.jsonl"), ("s.wav", 0.51, "one"))  # rounded up
-    assert prepare.run(["manifest", "a.jsonl", "--out", "cuts.jsonl", "--check"]) == 0
-    (cut,) = CutSet.from_file("cuts.jsonl")
-    assert cut.sampling_rate == 44_100
-    assert cut.duration == 0.5
-    assert cut.load_audio().shape == (2, 22_050)
-
-
-def test_tables_and_kaldi_get_their_recordings_own_rate_and_length() -> None:
-    from lhotse import CutSet
-
-    write_tone(Path("k/s.wav"), 0.5, 44_100)
-    Path("k/t.csv").write_text("clip,said,who\ns.wav,one,x\n")
-    Path("k/wav.scp").write_text("u s.wav\n")
-    Path("k/utt2spk").write_text("u x\n")
-    for source in ("{path: k/t.csv, audio: clip, text: said, speaker: who}", "k"):
-        assert prepare.run(["manifest", source, "--out", "cuts.jsonl", "--check"]) == 0
-        (cut,) = CutSet.from_file("cuts.jsonl")
-        assert (cut.sampling_rate, cut.duration, cut.supervisions[0].speaker) == (44_100, 0.5, "x")
-        assert cut.load_audio().shape == (1, 22_050)
 
 
 def test_a_set_tells_its_language_and_its_normaliser() -> None:
@@ -344,13 +254,6 @@ def test_a_failure_leaves_the_old_manifest() -> None:
         prepare.run(["manifest", "a.jsonl", "--out", "out.jsonl", "--drop-bad"])
     assert Path("out.jsonl").read_bytes() == before
     assert not list(Path().glob(".out*"))
-
-
-def test_an_output_that_cannot_be_written_is_one_line() -> None:
-    nemo(Path("a.jsonl"), ("a.wav", 1.0, "one"))
-    Path("file").touch()
-    with pytest.raises(MachineError, match="use another --out"):
-        prepare.run(["manifest", "a.jsonl", "--out", "file/out.jsonl"])
 
 
 # --- fairseq ------------------------------------------------------------------------------------
@@ -413,37 +316,6 @@ def test_bad_recordings_are_in_no_tsv_and_move_no_other(capsys: pytest.CaptureFi
     assert "5 of 20 recordings are bad and are in neither file" in told
 
 
-@pytest.mark.parametrize(
-    ("argv", "error", "words"),
-    [
-        (["nowhere"], DataError, "nowhere: No such file"),
-        (["data", "--ext", "mp3"], DataError, r"contains no \*\.mp3 file\. .* --ext"),
-        (["data", "--ext", "wav"], DataError, "no recording is usable"),
-        (["data", "--valid-percent", "5"], ConfigError, "--valid-percent 5.0: it must be a share"),
-        (["data", "--out", "file/m"], MachineError, "use another --out"),
-    ],
-)
-def test_a_tsv_that_cannot_be_is_one_line(argv: list[str], error: type[Exception], words: str) -> None:
-    write_tone(Path("data/x.flac"))
-    Path("data/bad.wav").write_bytes(b"damaged")
-    Path("file").touch()
-    with pytest.raises(error, match=words) as caught:
-        prepare.run(["tsv", "--out", "m", *argv])
-    assert "\n" not in str(caught.value)
-    assert not list(Path("m").glob("*"))
-
-
-def test_a_tsv_of_several_rates_becomes_cuts_of_their_own_lengths() -> None:
-    write_tone(Path("data/a.wav"), 1.0, 16_000)
-    write_tone(Path("data/b.wav"), 1.0, 44_100, channels=2)
-    assert prepare.run(["tsv", "data", "--out", "m", "--ext", "wav", "--valid-percent", "0"]) == 0
-    assert prepare.run(["manifest", "m/train.tsv", "--out", "cuts.jsonl", "--check"]) == 0
-    assert [(c["id"], c["duration"]) for c in json_lines(Path("cuts.jsonl"))] == [
-        ("train/a.wav", 1.0),
-        ("train/b.wav", 1.0),
-    ]
-
-
 # --- convert, digits, sample --------------------------------------------------------------------
 
 
@@ -468,23 +340,6 @@ def test_conversion_decodes_once_and_resumes(format_: str, subtype: str) -> None
     assert files[1].exists()
     assert json_lines(Path("out/cuts.jsonl")) == cuts
     assert prepare.run(["manifest", "out/cuts.jsonl", "--out", "again.jsonl", "--check"]) == 0
-
-
-def test_conversion_goes_on_past_bad_recordings(capsys: pytest.CaptureFixture[str]) -> None:
-    write_tone(Path("data/a.wav")).with_suffix(".txt").write_text("one")
-    Path("data/b.wav").write_bytes(b"RIFF no")
-    assert prepare.run(["convert", "data", "--out", "out"]) == 3
-    assert len(json_lines(Path("out/cuts.jsonl"))) == 1
-    assert "1 unreadable" in capsys.readouterr().out
-
-
-def test_conversion_says_what_it_needs_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    write_tone(Path("data/a.wav"), 5.0)
-    full = shutil._ntuple_diskusage(10, 10, 0)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    with pytest.raises(MachineError, match="needs up to 0 MB, 0 MB are free"):
-        prepare.run(["convert", "data", "--out", "out"])
-    assert not Path("out").exists()
 
 
 def test_convert_writes_the_samples_that_training_hears() -> None:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import gzip
-import hashlib
 import io
 import json
 import shlex
 import shutil
-import tarfile
-import threading
-from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -21,7 +15,7 @@ import yaml
 
 from speechtrain.commands import evaluate, prepare, train
 from speechtrain.commands._cli import exit_code_of
-from speechtrain.errors import ConfigError, DataError, MachineError
+from speechtrain.errors import ConfigError, DataError
 from tests.support.corpora import CORPORA, librispeech, mini_librispeech, said, switchboard, write
 
 CONF = Path(__file__).resolve().parents[3] / "conf" / "corpus"
@@ -76,65 +70,6 @@ def test_a_corpus_as_it_lies_on_the_disk_is_scored(
         assert (metrics[part]["wer"] is not None) == any(texts.values())
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> Iterator[str]:
-    """A server of the folder ``web``."""
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-    (tmp_path / "web").mkdir()
-    handler = functools.partial(Quiet, directory=str(tmp_path / "web"))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=functools.partial(server.serve_forever, poll_interval=0.01))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
-
-
-def packed(folder: Path, name: str) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-        tar.add(folder, arcname=name)
-    return buffer.getvalue()
-
-
-TRAIN = (
-    *("model=rnnt_small", "augment=none", "device.threads=1", "device.autotune=false", "data.workers=0"),
-    *("encoder.width=16", "encoder.layers=1", "encoder.feed_forward=16", "encoder.channels=8"),
-    *("model.prediction.hidden=16", "model.prediction.embedding=8", "model.joint.hidden=16"),
-    *("trainer.max_steps=2", "trainer.max_hours=null", "data.batch.count=2", "decoder.max_symbols=40"),
-)
-
-
-@pytest.mark.slow
-def test_a_corpus_of_ones_own_from_its_download_to_a_wer(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mini_librispeech(tmp_path / "made")
-    (tmp_path / "conf" / "corpus").mkdir(parents=True)
-    own = yaml.safe_load((CONF / "mini_librispeech.yaml").read_text())
-    for part in own["sets"]:
-        content = packed(tmp_path / "made" / "LibriSpeech" / part, f"LibriSpeech/{part}")
-        (tmp_path / "web" / f"{part}.tar.gz").write_bytes(content)
-        checksum = hashlib.sha256(content).hexdigest()
-        own["archives"][f"{part}.tar.gz"] = {
-            "parts": [part],
-            "gb": 1e-5,
-            "unpacked_gb": 1e-5,
-            "sha256": checksum,
-        }
-    (tmp_path / "conf" / "corpus" / "tiny.yaml").write_text(yaml.safe_dump(own))
-    monkeypatch.setenv("DATASET_DIR", "root")
-    assert prepare.run(["corpus=tiny", "out=out", "download=true", f"url={url}", "--config-dir", "conf"]) == 0
-    command = capsys.readouterr().out.splitlines()[-1]
-    typed = shlex.split(command.removeprefix("train with: speechtrain train "))
-    assert train.run([*typed, *TRAIN, "run_dir=run"]) == 0
-    assert json.loads(Path("run/result.json").read_text())["metrics"]["dev-clean-2/wer"] >= 0
-
-
 def test_a_half_prepared_folder_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = librispeech(tmp_path / "root")
     argv = ["corpus=librispeech", "root=root", "out=out"]
@@ -152,23 +87,6 @@ def test_a_half_prepared_folder_continues(tmp_path: Path, capsys: pytest.Capture
         prepare.run(["corpus=mini_librispeech", "root=root", "out=out"])
 
 
-def test_a_refused_corpus_leaves_its_folder_free(tmp_path: Path) -> None:
-    (tmp_path / "wrong/LibriSpeech/dev-clean").mkdir(parents=True)
-    with pytest.raises(DataError):
-        prepare.run(["corpus=librispeech", "root=wrong", "out=out"])
-    expected = librispeech(tmp_path / "root")
-    assert prepare.run(["corpus=librispeech", "root=root", "out=out", "parts=dev-clean"]) == 0
-    assert set(cuts("out/dev-clean.jsonl.gz")) == set(expected["dev-clean"])
-
-
-def test_a_folder_inside_root_and_one_part(tmp_path: Path) -> None:
-    expected = librispeech(tmp_path / "root")
-    argv = ["corpus=librispeech", "root=root/LibriSpeech", "out=out", "parts=dev-clean", "jobs=1"]
-    assert prepare.run(argv) == 0
-    assert set(cuts("out/dev-clean.jsonl.gz")) == set(expected["dev-clean"])
-    assert not Path("out/train-clean-100.jsonl.gz").exists()
-
-
 def test_any_recipe_of_lhotse_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(60):  # it counts them
         write(tmp_path / "waves_yesno" / f"{'_'.join(f'{number:08b}')}.wav", said(0)[0][::2], 8_000)
@@ -182,16 +100,10 @@ def test_any_recipe_of_lhotse_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
     ("argv", "told"),
     [
         (["corpus=librispech"], "did you mean 'librispeech'"),
-        (["corpus=timti"], "did you mean 'timit'"),
         (["corpus=librispeech", "prats=dev-clean"], "did you mean 'parts'"),
-        (["corpus=librispeech", "root=root", "parts=dev-claen"], "did you mean 'dev-clean'"),
         (["corpus=librispeech", "root=root", "jobs=two"], "jobs: 'two' is not an integer"),
-        (["corpus=librispeech", "root=root", "jobs=0"], "at least 1"),
         (["corpus=librispeech", "root=root", "arguments.dataset_prats=x"], "did you mean 'dataset_parts'"),
-        (["corpus=librispeech", "root=root", "recipe=libri"], "recipe: lhotse has no 'libri'"),
         (["corpus=librispeech"], "root is not set"),
-        (["corpus=librispeech", "root"], "'root' is not KEY=VALUE"),
-        (["corpus=librispeech", "root=[", "parts=["], "parts=[ cannot be read"),
         (["corpus=huggingface"], "HuggingFace needs 'name'"),
     ],
 )
@@ -210,10 +122,7 @@ def test_what_is_typed_wrongly_is_one_line(
     [
         (["corpus=librispeech", "root=nowhere"], "nowhere is not a folder. Set root=DIR, or download=true"),
         (["corpus=librispeech", "root=root", "parts=test-other"], "test-other does not exist"),
-        (["corpus=tedlium3", "root=root"], "legacy/train does not exist. Set root=DIR, or download=true"),
         (["corpus=switchboard", "root=root", "download=true"], "at https://catalog.ldc.upenn.edu/LDC97S62"),
-        (["corpus=common_voice", "root=root", "download=true"], "at https://commonvoice.mozilla.org"),
-        (["corpus=common_voice", "root=root", "language=xx"], "xx/train.tsv does not exist"),
         (["corpus=yesno", "root=root", "download=true"], "lhotse download yesno"),
         (["corpus=timit", "root=root"], "is not as lhotse's recipe timit expects it"),
     ],
@@ -228,28 +137,12 @@ def test_what_is_not_there_is_one_line(
     assert not [line for line in before if line and "it/s" not in line]  # bars of lhotse
 
 
-def test_shorten_is_refused_with_its_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    switchboard(tmp_path / "root")
-    path = tmp_path / "root/LDC97S62/swb1_d1/data/sw02001.sph"
-    header = b"NIST_1A\n   1024\nsample_coding -s26 ulaw,embedded-shorten-v2.00\nend_head\n"
-    path.write_bytes(header.ljust(1024) + b"ajkg")
-    assert exit_code_of(lambda: prepare.run(["corpus=switchboard", "root=root", "out=out"])) == 3
-    error = capsys.readouterr().err
-    assert "sph2pipe -f wav" in error
-    assert error.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     "node",
     [
         {"recipe": "os.system", "arguments": {"command": "touch hacked"}},
-        {"recipe": "__class__"},
-        {"recipe": "table", "arguments": {"path": "a,b"}},
         {"recipe": "table", "arguments": {"file": "/etc/passwd"}},
-        {"recipe": "stm", "arguments": {"audio": 3}},
-        {"recipe": "stm"},
         {"_target_": "os.system"},
-        {"recipe": "switchboard", "arguments": {"audio_dir": "root", "transcripts_dir": None}},
         {"recipe": "librispeech", "arguments": {"corpus_dir": "root/LibriSpeech", "output_dir": "."}},
         {"recipe": "librispeech", "arguments": {"corpus_dir": {"_target_": "os.system"}}},
     ],
@@ -266,17 +159,6 @@ def test_prepare_corpus_refuses_a_wrong_yaml_in_one_line(
     )
     assert exit_code in (2, 3)
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_prepare_corpus_reads_the_folder_that_its_yaml_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    librispeech(tmp_path / "root")
-    node = {"recipe": "librispeech", "root": str(tmp_path / "root"), "folder": "LibriSpeech"}
-    (tmp_path / "conf" / "corpus").mkdir(parents=True)
-    (tmp_path / "conf" / "corpus" / "local.yaml").write_text(yaml.safe_dump(node))
-    assert prepare.run(["corpus=local", "out=out", "--config-dir=conf"]) == 0
-    assert "train with: speechtrain train" in capsys.readouterr().out
 
 
 def speech(number: int, kind: str = "WAV") -> bytes:
@@ -340,9 +222,3 @@ def test_hugging_face_reads_tables_of_its_folder_only(tmp_path: Path) -> None:
     for name in (folder, nested):
         with pytest.raises(DataError, match=r"jsonl is not Parquet or Arrow"):
             prepare.run(["corpus=huggingface", f"name={name}", "out=out"])
-
-
-def test_hugging_face_without_its_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(MachineError, match=r"pip install -e '\.\[huggingface\]'"):
-        prepare.run(["corpus=huggingface", "name=a/b", "out=out"])

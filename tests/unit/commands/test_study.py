@@ -74,15 +74,6 @@ def test_import_reads_the_form_of_the_reference_system(folder: Path) -> None:
     assert spec.n_trials == 10
 
 
-def test_import_names_the_file_that_it_cannot_read(tmp_path: Path) -> None:
-    path = tmp_path / "sda.yaml"
-    for text in ("- a", "parameters: 3", SDA.replace("double", "complex"), SDA.replace("bounds", "bound")):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=r"sda\.yaml: it needs parameters"):
-            study.run(["import", str(path), str(tmp_path / "study")])
-    assert not (tmp_path / "study").exists()
-
-
 @pytest.mark.slow
 def test_two_programs_share_a_study_of_eight_trials(tmp_path: Path) -> None:
     (tmp_path / "sda.yaml").write_text(SDA.replace("budget: 10", "budget: 8"))

@@ -21,7 +21,7 @@ from speechtrain.commands import transcribe
 from speechtrain.commands._results import Input, result_paths
 from speechtrain.data.pieces import Recording
 from speechtrain.decoding.base import Hypothesis
-from speechtrain.errors import ConfigError, DataError, MachineError, RunError
+from speechtrain.errors import ConfigError, DataError
 from speechtrain.inference.transcript import Segment, Transcript, format_transcript
 from speechtrain.text.vocabulary import Characters
 from tests.support.digits import write_sample
@@ -89,49 +89,6 @@ def test_a_channel_is_transcribed(
     assert "two.wav: it has 2 channels, and channel 2 counts from 0" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="--channel -1"):
         transcribe.run([str(run_dir), str(two), "--channel", "-1"])
-
-
-def test_opposed_channels_are_refused_and_one_of_them_is_read(
-    run_dir: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    samples, rate = soundfile.read(folder / "a.wav")
-    soundfile.write(tmp_path / "two.wav", np.stack([samples, -samples], 1), rate)
-    (tmp_path / "m.csv").write_text(f"path,text\n{tmp_path / 'two.wav'},\n")
-    for name in ("two.wav", "m.csv"):
-        assert transcribe.run([str(run_dir), str(tmp_path / name), ONE]) == 3
-        told = capsys.readouterr()
-        assert "two.wav: its channels cancel each other" in told.err
-        assert not told.out
-    for choice in (["--channel", "0"], ["data.channel=0"]):
-        assert transcribe.run([str(run_dir), str(tmp_path / "two.wav"), ONE, *choice]) == 0
-
-
-def test_a_link_to_absent_content_names_a_cure(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.wav").symlink_to(".git/annex/objects/a.wav")
-    assert transcribe.run([str(run_dir), str(tmp_path / "a.wav"), ONE]) == 3
-    assert "git annex get" in capsys.readouterr().err
-
-
-def test_a_limit_that_is_set_holds(run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    limits = ["decoder.max_symbols=1", "decoder.max_symbols_per_step=1"]
-    assert transcribe.run([str(run_dir), str(folder / "a.wav"), ONE, *limits]) == 0
-    assert len(capsys.readouterr().out.partition("\t")[2].split()) <= 2
-
-
-def test_usage(run_dir: Path, folder: Path) -> None:
-    with pytest.raises(ConfigError, match="name one or more recordings"):
-        transcribe.run([str(run_dir), ONE])
-    with pytest.raises(ConfigError, match="--batch 0"):
-        transcribe.run([str(run_dir), "a.wav", "--batch", "0"])
-    with pytest.raises(ConfigError, match=r"--piece-seconds 0\.5"):
-        transcribe.run([str(run_dir), "a.wav", "--piece-seconds", "0.5"])
-    (folder / "file").touch()
-    with pytest.raises(MachineError, match=r"--out .*file cannot be written"):
-        transcribe.run([str(run_dir), "a.wav", "--out", str(folder / "file")])
-    with pytest.raises(RunError):
-        transcribe.run([str(folder), str(folder / "a.wav")])
 
 
 def long_recording(folder: Path, path: Path, times: int) -> Path:
@@ -219,16 +176,6 @@ def test_captions_have_two_lines_and_end_at_pauses() -> None:
     assert format_transcript(transcript, "ctm").splitlines()[0] == "a_b 1 1.000 0.500 seven 0.500"
 
 
-@pytest.mark.parametrize("seconds", [1.5, 2.05])
-def test_words_stay_in_their_recording(seconds: float) -> None:
-    """The last frame of a recording may end after its last sample."""
-    hypothesis = Hypothesis(
-        (1,), "a", -1.0, times=(1.0,), ends=(1.1,), confidences=(0.5,), tokenizer=Characters()
-    )
-    (word,) = Transcript("a", "a", seconds, (Segment(1.0, seconds, hypothesis),)).words
-    assert (word.start, word.end) == (min(2.0, seconds), seconds)
-
-
 def test_a_manifest_is_transcribed_by_its_ids(
     run_dir: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,37 +189,6 @@ def test_a_manifest_is_transcribed_by_its_ids(
     assert found["audio"] == str(folder / "a.wav")
     assert found["id"] != found["audio"]
     assert "none.wav: the file does not exist" in told.err
-
-
-def test_control_characters_of_a_name_are_escaped(
-    run_dir: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "a\x1b[31m\n.wav"
-    shutil.copy(folder / "a.wav", path)
-    for form in FORM:
-        assert transcribe.run([str(run_dir), str(path), ONE, "--format", form]) == 0
-        assert "\x1b" not in capsys.readouterr().out
-
-
-def test_another_decoder_gives_its_other_texts(
-    run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    more = ["decoder=beam", "decoder.nbest=3", ONE, "--json"]
-    assert transcribe.run([str(run_dir), str(folder / "a.wav"), *more]) == 0
-    content = json.loads(capsys.readouterr().out)
-    merits = [text["merit"] for text in (content, *content["alternatives"])]
-    assert merits == sorted(merits, reverse=True)
-    assert len(merits) == 3
-
-
-def test_captions_of_several_recordings_need_a_folder(run_dir: Path, batch: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"--format srt: there are 3 recordings\. Name a folder .* by --out DIR"
-    ):
-        transcribe.run([str(run_dir), ".", ONE, "--format", "srt"])
-    assert transcribe.run([str(run_dir), ".", ONE, "--format", "srt", "--out", "."]) == 0
-    assert results_in(batch, "*.srt") == ["d1/x.srt", "d2/deep/y.srt", "d2/x.srt"]
-    assert re.match(FORM["srt"], (batch / "d1/x.srt").read_text())
 
 
 def test_out_never_replaces_a_file_of_another_origin(run_dir: Path, batch: Path) -> None:
@@ -305,12 +221,6 @@ def test_results_keep_folders_and_their_names_do_not_depend_on_failures(run_dir:
     assert results_in(batch / "out") == ["d2/deep/y.txt", "d2/x.txt"]
     assert transcribe.run([*command[:-1], "fresh"]) == 3
     assert results_in(batch / "fresh") == ["d2/deep/y.txt", "d2/x.txt"]
-
-
-def test_results_of_one_stem_keep_their_suffixes(run_dir: Path, folder: Path, batch: Path) -> None:
-    shutil.copy(folder / "stereo.flac", "d1/x.flac")
-    assert transcribe.run([str(run_dir), "d1/x.wav", "d1/x.flac", ONE, "--out", "out"]) == 0
-    assert results_in(batch / "out") == ["x.flac.txt", "x.wav.txt"]
 
 
 def test_ids_become_names_of_files_below_the_folder() -> None:
@@ -383,8 +293,3 @@ def test_a_list_comes_from_standard_input(
     assert len(names) == 3
     with pytest.raises(DataError, match="--list missing: No such file"):
         transcribe.run([str(run_dir), ONE, "--list", "missing"])
-
-
-def test_recordings_of_one_name_in_ctm_are_refused(run_dir: Path, batch: Path) -> None:
-    with pytest.raises(ConfigError, match=r"d1/x\.wav and .*d2/x\.wav would both be x"):
-        transcribe.run([str(run_dir), "d1", "d2", ONE, "--format", "ctm"])

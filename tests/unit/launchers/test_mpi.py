@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from speechtrain.launchers.mpi import Mpi
 
-from speechtrain.errors import ConfigError
 from speechtrain.launcher import Job
 
 SAID = {
@@ -64,11 +63,3 @@ def test_the_ranks_meet_on_the_first_host(engine: str, option: str, place: Path)
     assert {"MASTER_ADDR=first", "MASTER_PORT=77", "A=$(id) b"} < set(words)
     assert words[words.index("-u") + 1] == "SPEECHTRAIN_PARENT"  # of no use on another host
     assert "hush" not in rendered
-
-
-def test_a_hostfile_that_names_none_is_refused(place: Path) -> None:
-    program(place, "mpirun", SAID["mpich"])
-    (place / "hosts").write_text("# none\n")
-    for name, complaint in (("hosts", "names no host"), ("absent", "No such file")):
-        with pytest.raises(ConfigError, match=complaint):
-            Mpi(hostfile=str(place / name)).check(job(place))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from speechtrain.launchers.slurm import Slurm
 
-from speechtrain.errors import ConfigError, MachineError
+from speechtrain.errors import ConfigError
 from speechtrain.launcher import Job
 
 
@@ -59,11 +58,6 @@ def test_what_cannot_be_meant_is_refused(settings: dict[str, int]) -> None:
         Slurm(**settings)  # type: ignore[arg-type]
 
 
-def test_a_bad_value_is_named_by_its_key() -> None:
-    with pytest.raises(ValueError, match=r"^name='two words': it must be a word"):
-        Slurm(name="two words")
-
-
 def install_programs(folder: Path, monkeypatch: pytest.MonkeyPatch, **lines: str) -> None:
     """Put shell scripts in place of Slurm's programs. They run in ``folder``."""
     for name, line in lines.items():
@@ -85,18 +79,3 @@ def test_the_command_names_the_line_that_follows_the_log_and_waits_for_the_end(
     assert states.read_text() == ""
     log = f"tail -F '{run_dir}/slurm.log'"
     assert capsys.readouterr().out == f"submitted Slurm job 7; to follow its log: {log}\n"
-
-
-def test_a_terminals_signal_does_not_reach_squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job whose squeue is ended by Ctrl-C would seem to have left the queue."""
-    write_session = "cut -d ' ' -f 6 /proc/$$/stat > session"
-    install_programs(tmp_path, monkeypatch, sbatch="echo 7", squeue=write_session)
-    assert Slurm(poll_seconds=0.01).launch(job(tmp_path, 1)).returncode == 0
-    assert int((tmp_path / "session").read_text()) != os.getsid(0)
-
-
-def test_a_controller_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_programs(tmp_path, monkeypatch, sbatch="echo 'sbatch: error: no such\n partition' >&2; exit 1")
-    with pytest.raises(MachineError) as raised:
-        Slurm().launch(job(tmp_path, 1))
-    assert str(raised.value) == "launcher=slurm: sbatch failed: sbatch: error: no such partition"

@@ -80,17 +80,6 @@ def test_what_does_not_stop_is_killed(tmp_path: Path, requests: bytes) -> None:
         pass
 
 
-def test_unattached_it_leaves_its_standard_input_alone(tmp_path: Path) -> None:
-    process, rank = start(tmp_path, "sys.exit(7)")
-    assert process.stdin is not None
-    process.stdin.close()
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.5)
-    process.terminate()
-    assert process.wait(60) == 7
-    assert not is_running(rank)
-
-
 def test_silence_is_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "SILENCE_SECONDS", 0.1)
     sent: list[int] = []
@@ -120,11 +109,6 @@ def test_look_reports_the_token_the_versions_and_a_port_in_use(tmp_path: Path) -
     assert report["versions"] == node.versions()
     assert "use" in report["port_error"]
     assert node.check_host(tmp_path / "token", 0, "")["port_error"] == ""
-
-
-def test_an_address_has_its_interface() -> None:
-    assert node.interface_of("127.0.0.1") == "lo"
-    assert node.interface_of("192.0.2.1") == ""  # RFC 5737 reserves this address, so no host has it.
 
 
 @pytest.mark.parametrize(
@@ -167,9 +151,3 @@ def test_a_node_that_comes_back_after_the_end_starts_nothing(tmp_path: Path) -> 
     (tmp_path / RESULT).write_text('{"status": "finished"}')
     line = ["run", f"--outcome={tmp_path}", str(tmp_path / "agent.log"), "--", "/nowhere"]
     assert node.main(line) == 0
-
-
-def test_the_code_of_ranks_without_a_result_is_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "_POLLS", 1)
-    line = ["run", f"--outcome={tmp_path}", str(tmp_path / "log"), "--", "false"]
-    assert node.main(line) == 1

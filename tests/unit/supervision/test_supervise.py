@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from speechtrain.errors import ConfigError
-from speechtrain.launcher import Job, shell_line
+from speechtrain.launcher import Job
 from speechtrain.supervision.process_tree import children_of
 from speechtrain.supervision.rendezvous import agent_command
 from speechtrain.supervision.supervise import supervise, wait_for_job
@@ -65,24 +64,6 @@ def test_the_first_signal_asks(tmp_path: Path, number: int) -> None:
 def test_a_signal_waits_for_a_child_that_is_still_starting(tmp_path: Path) -> None:
     code = OBEDIENT.format(busy=1.0, ready=str(tmp_path / "ready"))
     assert signalled(tmp_path, code, signal.SIGTERM) == 7
-
-
-def test_the_second_signal_kills_the_whole_session(tmp_path: Path) -> None:
-    ready = tmp_path / "ready"
-    code = (
-        "import subprocess, sys, pathlib, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
-        f"pathlib.Path({str(ready)!r}).touch()\n"
-        "time.sleep(60)"
-    )
-    with pytest.raises(KeyboardInterrupt):
-        signalled(tmp_path, code, signal.SIGINT, signal.SIGINT, when=ready)
-    state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
-    begun = time.monotonic()
-    while state.exists() and ") Z" not in state.read_text() and time.monotonic() - begun < 10:
-        time.sleep(0.01)
-    assert not state.exists() or ") Z" in state.read_text()
 
 
 # what an agent does: children in sessions of their own; it ends when they have ended, and with their word
@@ -144,23 +125,6 @@ def signalled_agent(folder: Path, *numbers: int, ready: int) -> int:
         return supervise(line, os.environ, agent_log=folder / "agent.log")
     finally:
         thread.join()
-
-
-def test_a_signal_for_what_could_not_be_started_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Process 0 would be this one's own group."""
-
-    def unable(*arguments: object, **named: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
-        raise FileNotFoundError("no such program")
-
-    sent: list[int] = []
-    monkeypatch.setattr("speechtrain.supervision.supervise.subprocess.Popen", unable)
-    monkeypatch.setattr("speechtrain.supervision.supervise.os.killpg", lambda pid, number: sent.append(pid))
-    monkeypatch.setattr("speechtrain.supervision.supervise.kill", lambda pid, number=9: sent.append(pid))
-    with pytest.raises(FileNotFoundError):
-        supervise(["nothing"], os.environ)
-    assert sent == []
 
 
 @pytest.mark.parametrize("ready", [1, 2])
@@ -229,15 +193,6 @@ def test_the_second_signal_kills_an_agent_and_its_ranks(tmp_path: Path) -> None:
     wait_until(lambda: all(map(ended, pids)))
 
 
-def test_what_an_agent_says_of_a_failure_is_for_its_log(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    line = [sys.executable, "-c", AGENT_OF_TWO, "raise SystemExit(3)"]
-    assert supervise(line, os.environ, agent_log=tmp_path / "agent.log") == 1
-    assert capfd.readouterr().err == "speechtrain: warning: of a rank\n"
-    assert "RuntimeError: [3, 3]" in (tmp_path / "agent.log").read_text()
-
-
 DEAF = """
 import os, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -277,22 +232,6 @@ def test_an_agent_does_not_outlive_its_command(tmp_path: Path) -> None:
     for pid in ranks:  # these ranks, unlike a worker, do not ask to be told
         os.kill(pid, signal.SIGKILL)
     assert len(ranks) == 2
-
-
-def test_a_rendered_line_runs_as_given(tmp_path: Path) -> None:
-    line = shell_line(["printenv", "A B"], {"NAME": "it's $HOME; rm"})
-    assert shlex.split(line) == ["NAME=it's $HOME; rm", "printenv", "A B"]
-    done = subprocess.run(
-        shell_line(["printenv", "NAME"], {"NAME": "it's $HOME"}), shell=True, capture_output=True
-    )
-    assert done.stdout == b"it's $HOME\n"
-
-
-def test_what_the_user_has_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    job = Job(Path("c.yaml"), Path(), environment={"OMP_NUM_THREADS": "2", "SPEECHTRAIN_TEST_ONLY": "1"})
-    assert job.environ()["OMP_NUM_THREADS"] == "3"
-    assert job.environ()["SPEECHTRAIN_TEST_ONLY"] == "1"
 
 
 def test_the_local_launcher_starts_one_process(tmp_path: Path) -> None:
@@ -339,21 +278,3 @@ def test_a_job_elsewhere_is_asked_to_stop_until_it_accepts() -> None:
 
     assert wait_for_job(exit_code, stop, poll_seconds=0.01) == 7
     assert signals == [1, 1]
-
-
-def test_after_a_second_signal_the_command_is_interrupted_once_the_job_has_ended() -> None:
-    signals: list[int] = []
-
-    def exit_code() -> int | None:
-        if signals == [1, 2]:
-            return 0
-        os.kill(os.getpid(), signal.SIGINT)
-        return None
-
-    def stop(count: int) -> bool:
-        signals.append(count)
-        return True
-
-    with pytest.raises(KeyboardInterrupt):
-        wait_for_job(exit_code, stop, poll_seconds=0.01)
-    assert signals == [1, 2]
