@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from speechtrain.checkpoint.whole import Checkpointer
 
 from ..conftest import Disk
-from ..integration.conftest import DEADLINE
 from .conftest import Run
 
 PLAN = ["trainer.max_steps=6", "trainer.save_every=2", "trainer.validate_every=2", "trainer.keep=1"]
@@ -97,32 +94,6 @@ def test_a_disk_without_room_for_the_nth_file(
     figures(f"{codes.count(4)} times code 4, each finished by the same command with room")
 
 
-def test_a_disk_that_becomes_read_only_and_writable_again(
-    disk: Disk, environment: dict[str, str], figures: Callable[[str], None]
-) -> None:
-    run = on(disk, environment, "trainer.max_steps=4000", "trainer.validate_every=4000")
-    process = run.start()
-    run.wait_for_step(5, process)
-    assert run.checkpoints()
-    made = run.step()
-    line = ["mount", "-o", "remount,ro", str(disk.path)]
-    if subprocess.run(line, capture_output=True).returncode:  # files that are open for writing forbid it
-        subprocess.run([*line[:2], "bind,remount,ro", line[3]], capture_output=True)
-    if os.access(run.run_dir, os.W_OK):
-        process.kill()
-        process.wait(DEADLINE)
-        run.wait_until_gone()
-        pytest.skip("a mount with open files cannot be made read-only here")
-    process.send_signal(15)
-    out, err = process.communicate(DEADLINE)
-    assert process.returncode == 4, out + err
-    check_sound(run)
-    subprocess.run(["mount", "-o", "remount,rw", str(disk.path)], check=True)
-    again = run.run(f"trainer.max_steps={made + 4}")
-    assert again.returncode == 0, again.stderr
-    figures(f"code 4 at step {made}, then finished")
-
-
 @pytest.mark.ci_share
 def test_a_cache_on_a_full_disk_is_one_line(
     disk: Disk, run: Callable[..., Run], figures: Callable[[str], None]
@@ -137,23 +108,3 @@ def test_a_cache_on_a_full_disk_is_one_line(
     disk.mount("remount,size=10m")
     assert found.run().returncode == 0
     figures("code 4 and one line, then finished")
-
-
-def test_a_data_set_on_a_disk_that_cannot_be_read_is_named(
-    run: Callable[..., Run], tmp_path: Path, figures: Callable[[str], None]
-) -> None:
-    """The cache of joined utterances is deleted in the midst of a run, and made again by the next."""
-    found = run("run", "data.workers=0", "trainer.max_steps=400", "trainer.save_every=400")
-    found.environment["SPEECHTRAIN_CACHE"] = str(tmp_path / "cache")
-    process = found.start()
-    found.wait_for_step(4, process)
-    subprocess.run(["rm", "-r", str(tmp_path / "cache")], check=True)
-    found.wait_for_update(13, process)
-    process.send_signal(15)
-    out, err = process.communicate(DEADLINE)
-    assert process.returncode in (3, 75), out + err
-    saved = found.checkpoints()[-1].name
-    assert saved == f"step-{found.step():08d}"
-    again = found.run(f"trainer.max_steps={found.step() + 2}")
-    assert again.returncode == 0, again.stderr
-    figures(f"code {process.returncode}, saved as {saved}, then finished")

@@ -79,19 +79,3 @@ def test_bf16_is_fp32_with_one_warning_where_the_chip_has_none(
     assert len(said[1]) == 1
     assert said[1][0].startswith("precision=bf16: this chip has no bf16 instructions")
     assert runs[0].losses() == runs[1].losses()
-
-
-@has_bf16
-def test_the_forms_of_the_lstm_train_alike(command: Callable[..., Command], forks: Forks) -> None:
-    plain = command("plain", "trainer.max_steps=6", "precision=bf16")
-    assert forks.run(plain.write()) == [0], plain.result()
-    chosen = command("chosen", "trainer.max_steps=6", "precision=bf16", "device.autotune=true")
-    path = chosen.write()
-    names = {"device": "cpu", "chip": "another", "precision": "bf16"}
-    record = {**names, "policy": replace(NARROW, lstm="loop").record()}
-    (chosen.run_dir / "device.json").write_text(json.dumps(record))
-    assert forks.run(path) == [0], chosen.result()
-    fused, loop = plain.losses(), chosen.losses()
-    assert len(fused) == 6
-    assert loop == pytest.approx(fused, rel=1e-2)
-    assert plain.weights() != chosen.weights()  # it was another form

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,10 +46,6 @@ def test_one_rank_and_its_data_worker(run_dir: Path) -> None:
     assert json.loads((run_dir / "result.json").read_text())["steps"] == 3
 
 
-def test_two_ranks_and_their_data_workers(folder: Path, environment: dict[str, str]) -> None:
-    call(folder, environment, "train", *TINY, *SHORT, "world_size=2", "run_dir=two")
-
-
 def test_other_commands(run_dir: Path, environment: dict[str, str], tmp_path: Path) -> None:
     folder, path = run_dir.parent, tmp_path / "one.wav"
     soundfile.write(path, np.random.default_rng(0).standard_normal(8000) / 10, 16_000)
@@ -89,31 +84,3 @@ def test_the_data_workers_of_a_users_own_program(folder: Path, tmp_path: Path) -
     done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "workers 1\n"), done.stderr
     assert not (folder / "ran").exists(), (folder / "ran").read_text()
-
-
-def test_a_module_of_the_current_folder_is_found_where_pythonpath_names_it(
-    folder: Path, environment: dict[str, str], tmp_path: Path
-) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from speechtrain.models.rnnt import RNNT\n\nclass Mine(RNNT):\n    pass\n"
-    )
-    own = ["model._target_=mine.Mine", "allow_targets=mine", "run_dir=run", "trainer.max_steps=1"]
-    line = [str(Path(sys.executable).parent / "speechtrain-train"), *TINY, *own]
-    outcomes = []
-    for path in ("", "."):
-        paths = os.pathsep.join(filter(None, [path, environment["PYTHONPATH"]]))
-        outcomes.append(
-            subprocess.run(
-                line,
-                cwd=tmp_path,
-                env={**environment, "PYTHONPATH": paths},
-                capture_output=True,
-                text=True,
-                timeout=300,
-                check=False,
-            )
-        )
-    refused, done = outcomes
-    assert refused.returncode == 2
-    assert "the module mine does not exist. Install it, or name its folder in PYTHONPATH" in refused.stderr
-    assert done.returncode == 0, done.stderr

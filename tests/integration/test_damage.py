@@ -5,10 +5,8 @@ A message names a damaged checkpoint, no rank loads it, and training continues f
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Command, finish, wait_for
+from .conftest import Command
 from .forked import Forks
 
 
@@ -132,20 +130,6 @@ def test_a_disk_that_is_full_during_a_save(
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 
-def test_a_save_that_fails_before_the_last_is_a_warning(
-    command: Callable[..., Command], forks: Forks
-) -> None:
-    run = command("run", "trainer.max_steps=4", "trainer.save_every=2", "trainer.validate_every=100")
-    path = run.write()
-    # A file has the name of the folder that the save of step 2 creates, so this save fails. The save of
-    # step 4 creates a folder with another name.
-    (run.run_dir / "checkpoints").mkdir()
-    (run.run_dir / "checkpoints" / ".writing-step-00000002").write_text("")
-    assert forks.run(path) == [0], run.result()
-    assert [e["message"] for e in run.events("warning") if "training goes on" in e["message"]]
-    assert [c.name for c in run.checkpoints()] == ["step-00000004"]
-
-
 def test_a_finished_run_without_its_last_checkpoint_continues(command: Callable[..., Command]) -> None:
     run = command("run", "trainer.max_steps=4", "trainer.save_every=2", "trainer.validate_every=100")
     assert run.run_inline().returncode == 0
@@ -154,14 +138,3 @@ def test_a_finished_run_without_its_last_checkpoint_continues(command: Callable[
     assert done.returncode == 0, done.stderr
     assert "is done" not in done.stdout
     assert [c.name for c in run.checkpoints()] == ["step-00000002", "step-00000004"]
-
-
-def test_the_only_rank_that_is_killed_is_the_machines_fault(command: Callable[..., Command]) -> None:
-    run = command("run", "trainer.max_steps=2000", "trainer.save_every=2", "trainer.validate_every=5000")
-    process = run.start()
-    wait_for(lambda: len(run.checkpoints()) >= 2, process)
-    os.kill(run.pid(), signal.SIGKILL)
-    ended = finish(process)
-    assert ended.returncode == 4, ended.stderr
-    assert "the run was ended by SIGKILL (out of memory?" in ended.stderr
-    assert "The same command continues from step-" in ended.stderr

@@ -64,20 +64,6 @@ def test_a_recogniser_begins_with_a_pretrained_encoder(pretraining: Path, tmp_pa
     assert "encoder.mask_embedding is (32,) there and (48,) here" in refused.stderr
 
 
-@pytest.mark.parametrize("missing", ["no/such/run", "/no/such/file.pt"])
-def test_weights_that_are_not_there_are_named(tmp_path: Path, missing: str) -> None:
-    done = train(
-        "model=ctc",
-        "encoder=wav2vec2_small",
-        "trainer.max_steps=1",
-        f"init_from={missing}",
-        f"run_dir={tmp_path}/run",
-    )
-    assert done.returncode == 3
-    assert missing in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
 def test_finetuning_begins_with_a_run_of_either_kind(pretraining: Path, tmp_path: Path) -> None:
     own = ["recipe=finetune", "data=digits", "data.valid={}", "data.train.utterances=16", *TINY[-6:]]
     own += ["trainer.max_steps=4", "trainer.max_hours=null", "trainer.save_every=1", "trainer.keep=9"]

@@ -153,16 +153,3 @@ def test_a_second_signal_ends_what_does_not_leave(
     assert ended.stdout == ""
     assert log.communicate(timeout=DEADLINE)[0] == ""  # only of the first pod, and it ends with it
     assert not [name for kind, name in world.objects if kind == "jobs"]
-
-
-def test_a_run_that_cannot_begin_says_why(cluster: tuple[Cluster, dict[str, str]], tmp_path: Path) -> None:
-    run = two_pods(tmp_path, cluster[1])
-    done = run.run("launcher.volumes=null")
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert "launcher.volumes" in done.stderr
-    done = run.run("launcher.options=['--server=http://127.0.0.1:9']")
-    assert done.returncode == 4
-    assert len(done.stderr.splitlines()) == 1
-    assert "kubectl get failed" in done.stderr
-    assert not run.run_dir.exists() or not list(run.run_dir.iterdir())

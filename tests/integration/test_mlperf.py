@@ -6,9 +6,7 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import pytest
 
 from tests.support.mllog import MLLog, golden_keys
 
-from .conftest import DEADLINE, INLINE, Command, finish, wait_for
+from .conftest import INLINE, Command, finish, wait_for
 
 UPDATES = 12  # of an epoch: 48 utterances in batches of 4
 REFERENCE = {
@@ -172,23 +170,6 @@ def test_the_first_rank_of_a_host_stores_its_environment(logged: Callable[..., C
     assert environment["OMP_NUM_THREADS"] == environment["threads"]
     assert int(environment["cpus"]) > 0
     assert not (run.run_dir / "ranks" / "1" / "run.json").exists(), "the second rank is on the same host"
-
-
-def test_the_first_rank_of_another_host_has_a_file_of_its_own(logged: Callable[..., Command]) -> None:
-    run = logged("hosts", "world_size=2", "trainer.max_steps=1", "trainer.simulate_world=2")
-    line = [sys.executable, "-m", "speechtrain.train_rank", str(run.write())]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = []
-    for rank in ("0", "1"):
-        ranks.append(subprocess.Popen(line, env={**run.environment, **world, "RANK": rank}))
-    for process in ranks:
-        assert process.wait(timeout=DEADLINE) == 0
-    for folder in (run.run_dir, run.run_dir / "ranks" / "1"):
-        about = json.loads((folder / "run.json").read_text())
-        (environment,) = about["hosts"].values()
-        assert environment["MASTER_PORT"] == port
 
 
 def test_no_secret_of_the_environment_is_stored(

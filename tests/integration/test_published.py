@@ -77,14 +77,3 @@ def test_the_published_tokenizer_and_settings_are_kept(
     assert missing.returncode == 3
     assert len(missing.stderr.splitlines()) == 1
     assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.usefixtures("model")
-def test_another_tokenizer_keeps_the_rows_of_shared_labels(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
-    other = command(tmp_path, environment, "run", "tokenizer=characters", "trainer.max_steps=1")
-    done = other.run_inline()
-    assert done.returncode == 0, done.stderr
-    (start,) = other.events("start")
-    assert start["labels kept"].startswith(f"{len(LETTERS)} of 28 (fresh: ")

@@ -113,39 +113,3 @@ def test_two_cores_have_two_ranks(scratch: Command, folder: Path, tmp_path: Path
     for data in scratch.events("data"):
         assert data["report"]["decoded audio"] == "kept in memory"
     assert scratch.result()["steps"] == 6
-
-
-@pytest.mark.usefixtures("folder")
-def test_nothing_is_trained_without_transcripts(
-    tmp_path: Path, environment: dict[str, str], scratch: Command
-) -> None:
-    for path in (tmp_path / "speech").glob("*.txt"):
-        path.unlink()
-    done = scratch.run()
-    assert done.returncode == 3
-    assert done.stderr.count("\n") == 1
-    assert "no recording has a transcript" in done.stderr
-    assert not scratch.run_dir.exists()
-
-
-def test_a_dry_run_leaves_nothing(scratch: Command) -> None:
-    assert scratch.run("dry_run=true").returncode == 0
-    assert not scratch.run_dir.exists()
-
-
-def test_sets_with_facts_of_their_own(scratch: Command, folder: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    for number in range(4):
-        soundfile.write(other / f"{number}.wav", np.full(8000, 0.01 * (number + 1)), 16_000)
-        (other / f"{number}.txt").write_text("ÑANDÚ (laughs)")
-    sets = f"{{a: {folder}, b: {{path: {other}, weight: 0.5, normaliser: none, language: es}}}}"
-    own = [a for a in scratch.arguments if not a.startswith(("data.train=", "trainer.max_hours="))]
-    scratch.arguments = [*own, f"data.train={sets}", f"data.valid={sets.replace('weight: 0.5, ', '')}"]
-    whole = scratch.run_inline("trainer.max_steps=7", "trainer.max_hours=null")
-    assert whole.returncode == 0, whole.stderr
-    config = OmegaConf.load(scratch.run_dir / "config.yaml")
-    assert set("(ÑÚ é") <= set(config.tokenizer.alphabet)  # each set's transcripts by its normaliser
-    (data,) = scratch.events("data")
-    assert data["report"]["set b"] == "4 recordings, 0.00 h, 33.3% of an epoch, none, es"
-    assert {"a/wer", "b/wer"} <= set(scratch.result()["metrics"])

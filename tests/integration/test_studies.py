@@ -90,19 +90,6 @@ def test_study_names_each_failure_and_goes_on(start: Start, tmp_path: Path) -> N
     assert trials[3].values == trials[0].values, "a trial that diverges gets the worst value"
 
 
-def test_study_ends_if_its_first_trials_are_all_refused(start: Start) -> None:
-    command = finish(start(*SPACE, "data.batch.count=0"))
-    assert command.returncode == 2
-    assert command.stdout.count("trial ") == 3
-    assert "the first 3 trials were refused" in command.stderr
-
-
-def test_study_names_an_objective_that_the_result_lacks(start: Start) -> None:
-    command = finish(start(*SPACE, "hydra.sweeper.objectives=[wre]"))
-    assert command.returncode == 2
-    assert "objective wre: the result of the run has audio_s_per_s, cer, " in command.stderr
-
-
 def test_study_continues_after_kills(start: Start, tmp_path: Path) -> None:
     study = tmp_path / "study"
     options = [*SPACE, "hydra.sweeper.n_trials=3", "hydra.sweeper.objectives=[loss]"]
@@ -144,18 +131,6 @@ def test_study_under_joblib_leaves_no_process_and_loses_no_trial(
     for path in study.glob("trial-*/metrics.jsonl"):
         events = [json.loads(line) for line in path.read_text().splitlines()]
         assert [event["status"] for event in events if event["event"] == "end"].count("finished") == 1
-
-
-def test_two_commands_under_joblib_share_a_study(start: Start, tmp_path: Path) -> None:
-    options = [*SPACE, "hydra.sweeper.n_trials=5", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    commands = [start(*options, "hydra.sweeper.cores=1") for _ in range(2)]
-    ends = [finish(command) for command in commands]
-    assert [end.returncode for end in ends] == [0, 0], [end.stderr for end in ends]
-    numbers = [(number, state) for number, state, _, _ in rows(tmp_path / "study")]
-    assert numbers == [(number, TrialState.COMPLETE) for number in range(5)]
-    for path in (tmp_path / "study").glob("trial-*/metrics.jsonl"):
-        starts = [line for line in path.read_text().splitlines() if '"event": "start"' in line]
-        assert len(starts) == 1, "no trial is trained twice"
 
 
 def test_median_rule_stops_a_trial_at_a_validation(start: Start, tmp_path: Path) -> None:
