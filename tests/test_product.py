@@ -57,22 +57,6 @@ def test_a_run_that_ends_early_continues_as_if_it_had_not(
     assert run.result()["metrics"] == trained.result()["metrics"]
 
 
-def test_two_ranks_train_what_one_process_does(tmp_path: Path, environment: dict[str, str]) -> None:
-    """Both accumulate the same four micro-batches, with the same draws."""
-    events = []
-    for world_size in (1, 2):
-        run = run_of(tmp_path / f"ranks-{world_size}", environment)
-        keys = ["trainer.simulate_world=4", "trainer.max_steps=2", "trainer.validate_every=2"]
-        inline = INLINE if world_size == 1 else ()
-        command = run.run(f"world_size={world_size}", *keys, *inline)
-        assert command.returncode == 0, command.stderr
-        events.append([(event["loss"], event["grad_norm"]) for event in run.events("train")])
-    one_process, two_ranks = events
-    assert len(one_process) == 2
-    for expected, values in zip(one_process, two_ranks, strict=True):
-        assert values == pytest.approx(expected, rel=1e-5)
-
-
 def test_a_sweep_trains_each_job_and_names_those_that_fail(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
