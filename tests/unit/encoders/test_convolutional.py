@@ -59,12 +59,6 @@ def test_contextnet_has_the_size_of_nemos(size: str, count: int) -> None:
     assert with_classes(found, 1025) == count
 
 
-def test_the_dummy_has_its_published_size() -> None:
-    narrow = [f"model.{key}=64" for key in ("joint.hidden", "prediction.hidden", "prediction.embedding")]
-    found = parameters("model=rnnt_mlperf", "encoder=contextnet_dummy", "prediction=contextnet", *narrow)
-    assert with_classes(found, 1025) == 190_225
-
-
 def test_quartznet_has_its_published_size() -> None:
     found = parameters("model=ctc", "encoder=quartznet15x5")
     assert round(sum(found.values()) / 1e6, 1) == 18.9

@@ -189,15 +189,6 @@ def test_recognise_refuses_a_damaged_folder_with_one_line(
     assert capfd.readouterr() == ("", "")
 
 
-def test_recognise_refuses_a_model_without_a_key(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder, tmp_path / "copy")
-    model = json.loads((folder / "model.json").read_text())
-    del model["kind"]
-    (tmp_path / "copy/model.json").write_text(json.dumps(model))
-    error = str(end_of_program(tmp_path / "copy/recognise.py", "a.wav"))
-    assert error.endswith("is damaged: KeyError: 'kind'")
-
-
 @pytest.mark.parametrize(
     ("encoder", "overrides"),
     [

@@ -13,12 +13,9 @@ import pytest
 import soundfile
 
 from speechtrain.commands import export
-from speechtrain.data.audio import change_rate
 from speechtrain.errors import ConfigError
 from speechtrain.export import held_out, sherpa_folder
-from speechtrain.export.recognise_sherpa import open_recogniser, transcribe
-from speechtrain.export.recording import read_recording
-from tests.support.faulty_recordings import FaultyRecordings
+from speechtrain.export.recognise_sherpa import open_recogniser
 from tests.support.tiny_run import TINY, end_of_program, small_encoder, untrained
 
 pytest.importorskip("sherpa_onnx", reason="sherpa-onnx is not installed: pip install -e '.[export]'")
@@ -152,29 +149,3 @@ def test_recognise_refuses_a_damaged_folder_with_one_line(
     assert error.startswith(f"recognise.py: the export in {tmp_path / 'copy'} is damaged: ")
     assert "\n" not in error
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.slow
-def test_recognise_names_each_faulty_recording(
-    folder: Path, faulty_recordings: FaultyRecordings, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert end_of_program(folder / "recognise.py", "--int8", *faulty_recordings.paths()) == 1
-    faulty_recordings.check(capfd.readouterr())
-
-
-@pytest.mark.slow
-def test_recognise_averages_channels_and_converts_the_rate(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    utterance = next(held_out.utterances(export.load_for_onnx(folder.with_name("run"), "best")))
-    fast = change_rate(utterance.samples, 16000, 48000)
-    hiss = 0.01 * np.random.default_rng(0).standard_normal(5 * 48000).astype(np.float32)
-    mono = np.concatenate([hiss, fast, hiss])
-    soundfile.write(tmp_path / "a.wav", np.stack([1.5 * mono, 0.5 * mono], 1), 48000, subtype="FLOAT")
-    soundfile.write(tmp_path / "hiss.wav", hiss, 48000, subtype="FLOAT")
-    assert end_of_program(folder / "recognise.py", str(tmp_path / "a.wav"), str(tmp_path / "hiss.wav")) == 0
-    samples = read_recording(tmp_path / "a.wav", 16000)  # type: ignore[no-untyped-call]
-    text = transcribe(*open_recogniser(folder, "fp32"), samples)  # type: ignore[no-untyped-call]
-    assert text
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"{tmp_path / 'a.wav'}\t{text}", f"{tmp_path / 'hiss.wav'}\t"]

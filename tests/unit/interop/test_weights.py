@@ -164,13 +164,6 @@ def test_a_run_its_checkpoint_and_their_files(small: Pretrained, tmp_path: Path)
     assert_equal(read_weights(str(tmp_path / "imported" / "model.safetensors")), small.weights)
 
 
-@pytest.mark.parametrize("is_zip", [True, False], ids=["new", "old"])
-def test_fairseqs_files_new_and_old(is_zip: bool, pretrained: Pretrained, tmp_path: Path) -> None:
-    path = tmp_path / "a name without an ending"
-    torch.save(wav2vec2_fairseq.checkpoint_of(pretrained), path, _use_new_zipfile_serialization=is_zip)
-    assert_equal(read_weights(str(path)), pretrained.weights)
-
-
 # --- what is written is what transformers reads -----------------------------------------------------
 
 
@@ -220,18 +213,6 @@ def test_a_model_of_any_mask_passes_through_every_format(frames: str, channels: 
     back = ["--to", "fairseq", "--out", str(tmp_path / "back.pt")]
     assert export.run([str(tmp_path / "hf"), "--from", "huggingface", *back]) == 0
     assert wav2vec2_fairseq.read(tmp_path / "back.pt").weights.keys() == whole.weights.keys()
-
-
-@needs_transformers
-def test_every_file_of_an_export_has_the_mode_that_the_umask_gives(small: Pretrained, tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        wav2vec2_hf.write(small, tmp_path / "hf")
-        write_imported(small, tmp_path / "ours")
-        wav2vec2_fairseq.write(small, wav2vec2_fairseq.checkpoint_of(small), tmp_path / "c.pt")
-    finally:
-        os.umask(before)
-    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()} == {0o640}
 
 
 # --- a CTC model with its head ----------------------------------------------------------------------
@@ -372,23 +353,6 @@ def assert_refused(arguments: list[str], named: Path, folder: Path) -> None:
     one_line(caught.value, named)
     assert caught.value.exit_code
     assert sorted(folder.rglob("*")) == before
-
-
-def test_a_pickle_in_a_folder_of_hugging_face_is_not_run(small: Pretrained, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    folder = hf_folder(small, tmp_path / "hf")
-    (folder / "model.safetensors").unlink()
-    target = tmp_path / "ran"
-
-    class Malicious:
-        def __reduce__(self) -> Any:
-            return open, (str(target), "w")
-
-    torch.save({"a": Malicious()}, folder / "pytorch_model.bin")
-    with pytest.raises(DataError) as caught:
-        read_weights(str(folder))
-    one_line(caught.value, folder)
-    assert not target.exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"PK\x03\x04", b"\x80\x02}q\x00.", b"RIFF....WAVE" * 9])

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.compute_policy import STATIC, ComputePolicy, apply_policy
-from speechtrain.devices.cuda import CUDA
 from speechtrain.nn.lstm import LSTM
 
 LOOP = ComputePolicy(lstm="loop")
@@ -183,19 +182,3 @@ def test_layer_by_layer_draws_the_dropout_of_torch(monkeypatch: pytest.MonkeyPat
     assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[1], strict=True))
     assert not torch.equal(runs[0][0], runs[2][0])
     assert all(torch.isfinite(value).all() and value.abs().sum() > 0 for value in runs[2])
-
-
-def test_layer_by_layer_has_the_statistics_of_the_stack() -> None:
-    """The mean of many draws is that of torch's own dropout, within its error."""
-    models = pair(LAYERS, torch.float64, layers=2, dropout=0.3)
-    x = torch.randn(1, 4, 5, dtype=torch.float64).expand(4000, 4, 5)
-    for model in models:
-        model.dropout.p = 0.0  # that on the output is common to both
-    drawn = [model(x)[0].detach() for model in models]
-    spread = drawn[0].std(0) / len(x) ** 0.5
-    assert ((drawn[0].mean(0) - drawn[1].mean(0)).abs() < 6 * spread).all()
-    torch.testing.assert_close(drawn[0].std(0), drawn[1].std(0), rtol=0.15, atol=0)
-
-
-def test_cuda_takes_it_layer_by_layer() -> None:
-    assert CUDA().policy(torch.bfloat16).lstm == "layers"

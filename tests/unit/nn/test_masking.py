@@ -165,12 +165,6 @@ def test_without_overlap_spans_keep_their_distance(space: int) -> None:
     assert (0.55, 0.5, 0.35)[(0, 1, 3).index(space)] < masked < 0.65
 
 
-def test_without_overlap_a_full_row_leaves_spans_out() -> None:
-    mask = SpanMask(probability=1.0, overlap=False, min_space=2).draw([60] * 50, 60, seed=8)
-    assert all(n == 10 for row in mask for _, n in spans(row))
-    assert mask.sum(1).max() <= 50
-
-
 def test_equal_reduces_rows_at_random_to_the_smallest_that_counts() -> None:
     module, sizes = SpanMask(), [300, 200, 250, 30, 5]
     counted = [True, True, True, False, False]

@@ -44,14 +44,6 @@ def _drive(tracker: Tracker) -> None:
     tracker.close()
 
 
-@pytest.mark.parametrize("choice", sorted(path.stem for path in CONF.glob("[!_]*.yaml")))
-def test_every_choice_takes_every_event(
-    choice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _drive(_build(choice, tmp_path, "tracking.trackers.wandb.enabled=false"))
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("choice", ["default", "jsonl", "none", "wandb"])
 def test_every_choice_lists_the_trackers_of_the_others(choice: str, tmp_path: Path) -> None:
     trackers = _compose(choice, tmp_path).trackers

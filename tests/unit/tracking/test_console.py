@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.run_directory import metric_text
-from speechtrain.tracking.console import Console, TextLog, duration, start_lines
+from speechtrain.tracking.console import Console, TextLog, start_lines
 
 START = {"steps": 5000, "parameters": 480029}
 TRAIN = {
@@ -94,19 +93,6 @@ def test_the_log_of_a_run_has_the_lines_of_a_console(tmp_path: Path) -> None:
     ]
 
 
-def test_plain_lines_keep_their_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console()
-    console.log("start", START)
-    console.log("train", TRAIN)
-    console.log(
-        "train", {**TRAIN, "step": 4999, "loss": 0.001234, "grad_norm": float("inf"), "utterances_per_s": 7}
-    )
-    first, second = capsys.readouterr().out.splitlines()[2:]
-    assert [first.index(c) for c in ("loss", "grad", "utt/s", "wait")] == [
-        second.index(c) for c in ("loss", "grad", "utt/s", "wait")
-    ]
-
-
 def test_missing_and_non_finite_values_are_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console()
     console.log("start", {})
@@ -139,24 +125,6 @@ def test_a_terminal_that_cannot_spell_the_transcript_is_no_error() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
     assert b"je\\u015b\\u0107" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "shown"),
-    [
-        ("wer", 0.5, "wer 50.00 %"),
-        ("test/cer", 0.001, "test/cer 0.10 %"),
-        ("best_wer", 0.0, "best_wer 0.00 %"),
-        ("loss", 123456.0, "loss 1.235e+05"),
-        ("answer", 0.5, "answer 0.5"),
-    ],
-)
-def test_metric(name: str, value: float, shown: str) -> None:
-    assert metric_text(name, value) == shown
-
-
-def test_duration() -> None:
-    assert [duration(s) for s in (0, 59.6, 3661, 90000)] == ["0:00:00", "0:01:00", "1:01:01", "1 d 01:00:00"]
 
 
 _LIVE = """
@@ -216,11 +184,6 @@ def test_a_dumb_terminal_gets_plain_lines() -> None:
     screen = _on_a_terminal(_LIVE, TERM="dumb")
     assert "\x1b" not in screen
     assert "step     100/200" in screen
-
-
-def test_rich_is_imported_only_for_a_live_display() -> None:
-    code = _LIVE + "sys.exit('rich' in sys.modules or 'torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True)
 
 
 def test_the_start_has_a_line_for_data_network_and_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from speechtrain.run_directory import read_metrics
 from speechtrain.tracking import group as tracking_group
 from speechtrain.tracking.base import Tracker
 from speechtrain.tracking.group import Trackers, is_hanging
-from speechtrain.tracking.jsonl import Jsonl
 
 
 class Recorder(Tracker):
@@ -85,21 +81,10 @@ def test_every_member_gets_every_event_and_is_closed(background: bool) -> None:
     assert ("MainThread" in first.threads) != background
 
 
-def test_a_tracker_is_in_the_background_unless_it_says_otherwise() -> None:
-    assert Tracker.background
-    assert not Jsonl.background
-
-
 def test_a_member_that_is_not_enabled_is_not_touched() -> None:
     member = Recorder(enabled=False)
     _run(Trackers({"member": member}))
     assert (member.steps, member.ends, member.closed) == ([], [], 0)
-
-
-def test_no_members_do_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    _run(Trackers({}))
-    _run(Trackers())
-    assert capsys.readouterr() == ("", "")
 
 
 @BOTH
@@ -250,26 +235,3 @@ def test_warnings_reach_stderr_if_no_member_shows_them(capsys: pytest.CaptureFix
     screen.visible = True
     Trackers({"screen": screen}).log("warning", {"step": 1, "message": "slow disk"})
     assert capsys.readouterr().err == ""
-
-
-def test_a_real_record_survives_a_disk_without_room(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "metrics.jsonl"
-    group = Trackers({"jsonl": Jsonl(str(tmp_path))})
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        group.log("train", {"step": 1})
-        group.log("train", {"step": 2})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    group.log("train", {"step": 3})
-    group.log("end", {"status": "finished"})
-    group.close()
-    rows = read_metrics(path.parent).rows
-    assert [row["step"] for row in rows if row["event"] == "train"] == [3]
-    assert rows[-1]["dropped"] == {"jsonl": 2}
-    err = capsys.readouterr().err
-    assert err.count("File too large") == 1
-    assert "records dropped: jsonl 2" in err

@@ -81,18 +81,6 @@ def _group_in_this_thread(run_dir: Path) -> Trackers:
     return Trackers({"tensorboard": tracker})
 
 
-def test_it_writes_again_after_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "tensorboard").write_text("in the way")
-    group = _group_in_this_thread(tmp_path)
-    group.log("start", {"steps": 3})
-    group.log("train", {"step": 1, "loss": 1.0})
-    (tmp_path / "tensorboard").unlink()
-    group.log("train", {"step": 2, "loss": 2.0})
-    group.close()
-    assert _steps(_read(tmp_path), "train/loss") == [(2, 2.0)]
-    assert capsys.readouterr().err.count("tracker tensorboard failed") == 1
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_it_writes_again_after_a_disk_was_full_for_a_while(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -20,9 +20,9 @@ from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError
 from speechtrain.files import write_json
-from speechtrain.precision import BF16, FP32, NAMES, Auto, Precision
+from speechtrain.precision import BF16, FP32, Auto, Precision
 from speechtrain.rank.build import build_task
-from speechtrain.run_directory import About, DeviceRecord, read_device
+from speechtrain.run_directory import About, DeviceRecord
 from speechtrain.runs.compose import compose
 from speechtrain.task import Task
 from speechtrain.training import autotune
@@ -144,38 +144,6 @@ def test_a_sweep_times_once(
     assert computes("e", ["another"], BF16(), (5, 9)) == "bf16"
 
 
-@pytest.mark.parametrize(
-    ("precision", "seconds_of_bf16", "dtype"),
-    [
-        (FP32(), 0.1, torch.float32),
-        (BF16(), 9.0, torch.bfloat16),
-        (Auto(), 0.1, torch.bfloat16),
-        (Auto(), 9.0, torch.float32),
-    ],
-)
-def test_matmuls_have_the_typed_dtype(
-    *,
-    tmp_path: Path,
-    step_seconds: dict[ComputePolicy, float],
-    parts: tuple[Task, DataModule],
-    precision: Precision,
-    seconds_of_bf16: float,
-    dtype: torch.dtype,
-) -> None:
-    step_seconds |= {PLAIN: 1.0, NARROW: seconds_of_bf16, LOOP: seconds_of_bf16}
-    task, data = parts
-    policy, record = resolve_policy(
-        Chip(), precision, SingleProcess(), run_dir=tmp_path, task=task, data=data
-    )
-    dtypes = set()
-    layer = next(module for module in task.modules() if type(module) is torch.nn.Linear)
-    hook = layer.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
-    with hook, torch.no_grad(), policy.autocast("cpu"):
-        layer(torch.zeros(1, layer.in_features))
-    assert dtypes == {dtype}
-    assert record["computes"].split()[0] == read_device(tmp_path).computes.split()[0] == NAMES[dtype]
-
-
 def test_choose_policy_returns_a_recorded_policy_without_timing(
     step_seconds: dict[ComputePolicy, float], parts: tuple[Task, DataModule], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -198,14 +166,6 @@ def test_recorded_policy_is_none_for_a_record_of_other_settings(parts: tuple[Tas
     assert recorded_policy(None, Chip(), BF16()) is None
 
 
-def test_choose_policy_does_not_time_a_single_policy(
-    step_seconds: dict[ComputePolicy, float], parts: tuple[Task, DataModule]
-) -> None:
-    record = choose(None, Chip(policies=[LOOP]), parts, BF16())
-    assert ComputePolicy.from_record(record.policy) == LOOP
-    assert record.milliseconds is None
-
-
 def test_timer_changes_neither_the_weights_nor_the_order_of_training(parts: tuple[Task, DataModule]) -> None:
     task, data = parts
     before = {name: value.clone() for name, value in task.state_dict().items()}
@@ -219,15 +179,6 @@ def test_timer_changes_neither_the_weights_nor_the_order_of_training(parts: tupl
     later_state = data.state_dict()
     torch.testing.assert_close(later_state.pop("sets"), state.pop("sets"), rtol=0, atol=0)
     assert later_state == state
-
-
-def test_sample_for_timings_is_within_the_sizes_of_nine_batches(parts: tuple[Task, DataModule]) -> None:
-    _, data = parts
-    sample = data.sample()
-    assert sample is not None
-    batches = data.train()
-    sizes = [next(batches).audio.numel() for _ in range(9)]
-    assert min(sizes) <= sample.audio.numel() <= max(sizes)
 
 
 class Compiled(CPU):

@@ -21,7 +21,6 @@ from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.schedules import Constant
 from speechtrain.precision import FP16, FP32
 from speechtrain.trainer_config import TrainerConfig, planned_steps
-from speechtrain.training.run_state import Progress
 from speechtrain.training.trainer import Trainer
 from tests.support.small_trainer import Counted, Line, NormalisedLine, Recorder, Rig
 
@@ -71,23 +70,12 @@ def test_an_epoch_that_was_interrupted_counts_all_its_updates(tmp_path: Path) ->
     assert names.index("resume") < names.index("epoch")
 
 
-def test_the_speed_before_the_first_update_is_unknown() -> None:
-    assert Progress().speed() == {}
-
-
 def test_a_collapse_that_the_task_sees_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(Diverged, match=r"the line has collapsed; lower optimizer.lr .*since step 5"):
         Rig(tmp_path, max_steps=10, alarms=[6])
     warned = Rig(tmp_path / "warned", max_steps=10, alarms=[6], on_collapse="warn")
     assert warned.status == "finished"
     assert [w["step"] for w in warned.recorder.of("warning")] == [6]
-
-
-def test_progress_ignores_unknown_fields() -> None:
-    progress = Progress()
-    progress.load_state_dict({"step": 7, "backward_divisor": 4.0, "unknown": 0.25})
-    assert (progress.step, progress.backward_divisor) == (7, 4.0)
-    assert progress.state_dict().keys() == Progress().state_dict().keys()
 
 
 def test_a_run_ends_at_its_limit_and_learns(tmp_path: Path) -> None:
@@ -441,13 +429,6 @@ def test_a_run_out_of_time_says_so_and_does_no_more(tmp_path: Path) -> None:
     assert rig.trainer.progress.step <= 1
     assert len(rig.recorder.of("valid")) == rig.trainer.progress.step
     assert Rig(tmp_path, max_steps=500, max_hours=1e-12).recorder.of("train") == []
-
-
-def test_a_target_reached_before_a_kill_still_counts(tmp_path: Path) -> None:
-    first = Rig(tmp_path, max_steps=500, validate_every=10, target=0.5)
-    again = Rig(tmp_path, max_steps=500, validate_every=10, target=0.5)
-    assert (again.status, again.trainer.progress.step) == ("target", first.trainer.progress.step)
-    assert again.recorder.of("train") == []
 
 
 def test_a_lowered_loss_scale_is_counted_apart_and_resumes(tmp_path: Path) -> None:
