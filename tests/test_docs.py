@@ -131,8 +131,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         manifests.mkdir(parents=True)
         for name in ("tokenizer.model", "bpe1024.model"):
             (manifests / name).symlink_to(model)
-    (folder / "STUDY" / "recipe").mkdir(parents=True)
-    (folder / "STUDY" / "recipe" / "best.yaml").write_text("# @package _global_\ndefaults: [fsdd, _self_]\n")
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "hosts").write_text("a\nb\n")
     (folder / "my_conf" / "model").mkdir(parents=True)

@@ -1,20 +1,18 @@
-"""The results of a study: a table, the best trial as a recipe, and optuna's plots in one HTML file."""
+"""The results of a study: a table, the command of the best trial, and optuna's plots in one HTML file."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Collection, Iterator
+import shlex
+from collections.abc import Iterator
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
 from optuna.trial import FrozenTrial
 
 from speechtrain.files import table_lines, write_text
 from speechtrain.study.space import override_texts
 from speechtrain.study.store import Study, outcome_of
 
-RECIPE = "recipe/best.yaml"
 PAGE = "study.html"
 
 
@@ -53,35 +51,13 @@ def _assignments(trial: FrozenTrial) -> str:
     return " ".join([*texts, outcome_of(trial).error]).rstrip()
 
 
-def write_recipe(study: Study, groups: Collection[str]) -> None:
-    """Write the overrides of the best trial as a recipe for ``--config-dir STUDY recipe=best``.
-
-    ``groups`` are the config groups. An override that chooses from one of them becomes an entry of the
-    recipe's defaults. Nothing is written if no trial is complete.
-    """
+def best_command(study: Study) -> str:
+    """Return the command that trains with the values of the best trial, or an empty text without one."""
     best = study.best()
     if best is None:
-        return
-    parser = OverridesParser.create()
-    overrides = parser.parse_overrides([*study.spec.fixed, *override_texts(best.params)])
-    defaults: list[Any] = []
-    values = OmegaConf.create()
-    for override in overrides:
-        key = override.key_or_group
-        value = override.value()
-        if key == "recipe":
-            defaults.insert(0, value)
-        elif key in groups:
-            defaults.append({f"override /{override.get_key_element()}": value})
-        elif key != "run_dir":
-            OmegaConf.update(values, key, value, force_add=True)
-    comment = f"# @package _global_\n# Trial {best.number} of the study in {study.folder.name}.\n"
-    content = OmegaConf.to_yaml(OmegaConf.create({"defaults": [*defaults, "_self_"]}))
-    if values:
-        content += OmegaConf.to_yaml(values)
-    path = study.folder / RECIPE
-    path.parent.mkdir(exist_ok=True)
-    write_text(path, comment + content)
+        return ""
+    fixed = [text for text in study.spec.fixed if not text.startswith("run_dir=")]
+    return shlex.join(["speechtrain", "train", *fixed, *override_texts(best.params)])
 
 
 def write_page(study: Study) -> None:

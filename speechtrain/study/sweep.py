@@ -20,7 +20,7 @@ from speechtrain.files import print_line
 from speechtrain.run_directory import RunResult, read_failure
 from speechtrain.study import trial_folder
 from speechtrain.study.objectives import check_direction, numbers_of, read_objectives, values_of
-from speechtrain.study.output import table, write_page, write_recipe
+from speechtrain.study.output import best_command, table, write_page
 from speechtrain.study.space import first_assignments, override_texts, split_overrides
 from speechtrain.study.store import Outcome, Study, StudySpec, outcome_of
 from speechtrain.study.trial_job import PRUNED
@@ -62,7 +62,6 @@ def run_study(config: DictConfig, parser: OverridesParser, arguments: Sequence[s
     study = Study(folder, spec)
     parallel = _parallel(config)
     cores = settings["cores"] or max(1, len(usable_cpus()) // parallel)
-    groups = {group.partition("@")[0] for group in config.hydra.runtime.choices}  # "group@package"
     starts: Counter[int] = Counter()  # by the number of the trial
     failures: Counter[int] = Counter()
     while trials := _claim(study, parallel):
@@ -74,13 +73,14 @@ def run_study(config: DictConfig, parser: OverridesParser, arguments: Sequence[s
                 raise RunError(f"trial {number} was started {_MAX_STARTS} times and did not end")
             _store_end(study, number, end.return_value, settings, failures)
             study.release(number)
-        write_recipe(study, groups)
         _refuse_useless_study(study)
     write_page(study)
     for line in table(study):
         print_line(line)
-    if study.best() is None:
+    command = best_command(study)
+    if not command:
         raise RunError(f"no trial of the study in {folder} is complete")
+    print_line(f"train with: {command}")
 
 
 def _spec(settings: Mapping[str, Any], parser: OverridesParser, arguments: Sequence[str]) -> StudySpec:
