@@ -96,14 +96,12 @@ class About:
     seed: int | None = None  # the seed of the run
     device: str = ""  # the device of the run
     folder: str = ""  # the working folder of the first start. Relative paths in its overrides begin there.
-    swept: list[str] = field(default_factory=list)  # keys that a sweep varies
     # The texts of the YAML files that the user has written, by group/choice, at the first start.
     written: dict[str, str] = field(default_factory=dict)
     # The modules outside speechtrain whose classes the config names, by name: the group of the config, file,
     # sha256, version, commit, diff to the commit. After a resume, they are those of the latest start.
     parts: dict[str, dict[str, Scalar]] = field(default_factory=dict)
     latest: dict[str, Fact] | None = None  # the fields from argv to device, for the latest start
-    start_id: str = ""  # a random id, which is also in the state folder of the user who started the run
     hosts: dict[str, dict[str, str]] = field(default_factory=dict)  # environment variables by host name
 
 
@@ -492,13 +490,13 @@ def _refuse_links(run_dir: Path) -> None:
                 raise RunError(f"{path} is a link. Remove it, because a run writes into its own folders only")
 
 
-def other_owner(folder: Path) -> int | None:
-    """Return the user id of the owner of ``folder``, or None if the owner is this user.
+def other_owner(path: Path) -> int | None:
+    """Return the user id of the owner of a folder or of a file in it, or None if the owner is this user.
 
     The id of this user is read from a new file in the folder, because a network file system may map user ids.
     """
-    owner = folder.stat().st_uid
-    with tempfile.TemporaryFile(dir=folder) as file:
+    owner = path.stat().st_uid
+    with tempfile.TemporaryFile(dir=path if path.is_dir() else path.parent) as file:
         this_user = os.fstat(file.fileno()).st_uid
     return None if this_user == owner else owner
 

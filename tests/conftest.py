@@ -59,7 +59,6 @@ def pytest_configure(config: pytest.Config) -> None:
     tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="speechtrain-tests-")
     # at exit, after multiprocessing's own clean-up of its folder in it, which is registered later
     atexit.register(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
-    os.environ["XDG_STATE_HOME"] = os.path.join(os.environ["TMPDIR"], "state")
     os.environ["SPEECHTRAIN_CACHE"] = os.path.join(os.environ["TMPDIR"], "cache")
     for name in USERS:
         os.environ.pop(name, None)

@@ -28,7 +28,6 @@ from speechtrain.runs.from_data import explicit_keys, follow_data
 from speechtrain.runs.jobs import _refuse_other_validation
 from speechtrain.runs.recipe_needs import settle_needs
 from speechtrain.runs.resume import config_to_continue, run_to_continue
-from speechtrain.runs.run_name import RunNames
 from speechtrain.runs.start import start_run
 from tests.support.tiny_run import TINY, untrained
 
@@ -180,7 +179,7 @@ def start(words: list[str], is_partial: bool) -> None:
         return
     command = read_command([*words, "dry_run=true"])
     check_flags(command.flags)
-    run_dir = run_to_continue(command, RunNames(command.config_dir))
+    run_dir = run_to_continue(command)
     if run_dir is not None:
         config = config_to_continue(run_dir, command)
     else:

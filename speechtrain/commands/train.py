@@ -52,7 +52,6 @@ environment:
   NUM_STEPS                  trainer.max_steps, if the command line does not set it
   SPEECHTRAIN_CACHE          folder of indexes and joined corpora (default ~/.cache/speechtrain)
   SPEECHTRAIN_DEVICE         the device that device=auto means here
-  XDG_STATE_HOME             folder of the list of runs that you have started (default ~/.local/state)
   SPEECHTRAIN_ALLOW_TARGETS  like allow_targets=
 
 examples:
@@ -80,7 +79,6 @@ def run(argv: list[str]) -> int:
         return 0
     from speechtrain.runs.jobs import start_jobs
     from speechtrain.runs.resume import config_to_continue, run_to_continue
-    from speechtrain.runs.run_name import RunNames
     from speechtrain.runs.start import start_run
 
     command = read_command(argv)
@@ -90,10 +88,9 @@ def run(argv: list[str]) -> int:
     context = external_launch.reporting_exit_code() if external_launch else nullcontext()
     with context:
         check_flags(command.flags)
-        names = RunNames(command.config_dir)
-        run_dir = run_to_continue(command, names)
+        run_dir = run_to_continue(command)
         if run_dir is None:
-            start_jobs(command, names)
+            start_jobs(command)
         else:
             start_run(command, config_to_continue(run_dir, command), {})
     return 0

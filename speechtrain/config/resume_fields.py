@@ -82,11 +82,6 @@ def shell_word(key: str, value: str) -> str:
     return shlex.quote(f"{key}={value if PLAIN.fullmatch(value) else quoted(value)}")
 
 
-def volatile_keys_of_sweep(swept: Collection[str]) -> list[str]:
-    """Return the keys of a sweep that are volatile, sorted. ``run.json`` stores them."""
-    return sorted(key for key in swept if is_volatile(key))
-
-
 def override_with_absolute_paths(override: str, folder: str) -> str:
     """Return an override in which each path of an existing file is absolute.
 

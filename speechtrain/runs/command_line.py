@@ -67,7 +67,6 @@ class Command:
         return {
             "overrides": self.overrides,
             "folder": os.getcwd(),
-            "swept": sorted(self.swept),
             "written": dict(user_files),
         }
 

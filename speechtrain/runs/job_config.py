@@ -13,7 +13,7 @@ from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.errors import ConfigError
 from speechtrain.runs.command_line import translate_arguments
 from speechtrain.runs.compose import compose_with_choices
-from speechtrain.runs.run_name import RunNames, base_folder
+from speechtrain.runs.run_name import base_folder, run_name
 
 
 def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None)
         arguments = translate_arguments(overrides)  # allow_targets= becomes the environment variable.
         config, group_choices, _ = compose_with_choices(arguments, folder)
         if config.run_dir is None:
-            config.run_dir = str(base_folder() / RunNames(folder).name(group_choices, arguments))
+            config.run_dir = str(base_folder() / run_name(group_choices, arguments, folder))
         config.run_dir = str(Path(config.run_dir).resolve())
         return check(with_absolute_paths(config))
     finally:

@@ -51,10 +51,9 @@ from speechtrain.runs.finetuned import FINETUNED
 from speechtrain.runs.from_data import explicit_keys, follow_data
 from speechtrain.runs.on_host import raise_or_warn
 from speechtrain.runs.recipe_needs import settle_needs
-from speechtrain.runs.resume import config_to_continue
-from speechtrain.runs.run_name import RunNames, base_folder
+from speechtrain.runs.resume import config_to_continue, continue_own_run
+from speechtrain.runs.run_name import base_folder, run_name
 from speechtrain.runs.start import start_run
-from speechtrain.runs.started_runs import require_started
 from speechtrain.runs.study_jobs import is_study, job_name, register_study, run_job, trial_of
 from speechtrain.runs.user_yaml import user_yaml_files
 from speechtrain.study import trial_folder
@@ -64,7 +63,7 @@ from speechtrain.supervision.sweep import ending_with, stop_ranks
 _CONFIG_PATH = "pkg://speechtrain.conf"
 
 
-def start_jobs(command: Command, names: RunNames) -> None:
+def start_jobs(command: Command) -> None:
     """Compose the config of each job of ``command`` and start its run. A run that exists continues.
 
     Hydra's sweeper and launcher run the jobs of a sweep. If one of these jobs fails, its error is printed and
@@ -75,7 +74,7 @@ def start_jobs(command: Command, names: RunNames) -> None:
     """
     folders = _Folders()
     jobs = _Jobs(command)
-    _register_resolvers(command, names, folders, jobs)
+    _register_resolvers(command, folders, jobs)
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_process_of(command))
@@ -130,29 +129,30 @@ def _print_config(command: Command) -> None:
     print(heading + OmegaConf.to_yaml(node), end="")
 
 
-def _register_resolvers(command: Command, names: RunNames, folders: _Folders, jobs: _Jobs) -> None:
+def _register_resolvers(command: Command, folders: _Folders, jobs: _Jobs) -> None:
     """Register the resolvers of run names and folders.
 
     The settings of Hydra in conf/config.yaml use them as ``${speechtrain.run_name:}``. OmegaConf passes the
     whole config to a resolver as ``_root_``.
     """
 
-    def run_name(*, _root_: DictConfig) -> str:
+    def name_of_run(*, _root_: DictConfig) -> str:
         settings = _root_.hydra
         trial_number = trial_of(settings)
         if trial_number is not None:
             return trial_folder(trial_number)
-        return names.name(settings.runtime.choices, _overrides(settings), _swept_keys(command, settings))
+        choices, swept_keys = settings.runtime.choices, _swept_keys(command, settings)
+        return run_name(choices, _overrides(settings), command.config_dir, swept_keys)
 
     def run_dir(*, _root_: DictConfig) -> str:
         if _root_.run_dir:
             return folders.note_missing(str(_root_.run_dir))
-        return folders.note_missing(str(base_folder() / run_name(_root_=_root_)))
+        return folders.note_missing(str(base_folder() / name_of_run(_root_=_root_)))
 
     def sweep_dir(*, _root_: DictConfig) -> str:
         folder = str(_root_.run_dir or base_folder())
         if is_study(_root_.hydra) and not _root_.run_dir:
-            folder = f"{folder}/study-{run_name(_root_=_root_)}"
+            folder = f"{folder}/study-{name_of_run(_root_=_root_)}"
         scheduler = str(_root_.hydra.runtime.choices["hydra/launcher"])
         if jobs.sweep_dir is None and scheduler.startswith("submitit"):
             print_line(f"hydra/launcher={scheduler}: the logs of the jobs are in {folder}/.submitit")
@@ -162,8 +162,9 @@ def _register_resolvers(command: Command, names: RunNames, folders: _Folders, jo
             folders.note_missing(f"{folder}/multirun.yaml")
         return folders.note_missing(folder)
 
-    for resolver in (run_name, run_dir, sweep_dir):
-        OmegaConf.register_new_resolver(f"speechtrain.{resolver.__name__}", resolver, replace=True)
+    resolvers = {"run_name": name_of_run, "run_dir": run_dir, "sweep_dir": sweep_dir}
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(f"speechtrain.{name}", resolver, replace=True)
 
 
 @contextlib.contextmanager
@@ -222,9 +223,10 @@ def _start(job: Command, config: DictConfig, settings: Any) -> RunResult:
     run_dir = Path(settings.runtime.output_dir).resolve()
     user_files = user_yaml_files(settings.runtime.choices, job.config_dir)
     if (run_dir / CONFIG).is_file():
-        if config.run_dir is None:  # The run was found by its keys, not named by the user.
-            require_started(run_dir)
-        config = config_to_continue(run_dir, job)
+        if config.run_dir is None:  # The run was found by its name, not named by the user.
+            config = continue_own_run(run_dir, job, config)
+        else:
+            config = config_to_continue(run_dir, job)
     else:
         config = _new_config(job, config, settings, run_dir)
         is_plan = settle_needs(config)  # A dry run with missing data only prints a plan.

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from speechtrain.config.resolved import with_absolute_path
+from speechtrain.config.resolved import with_absolute_path, with_absolute_paths
 from speechtrain.config.resume_fields import (
     PER_START,
     is_volatile,
@@ -20,12 +20,11 @@ from speechtrain.config.resume_fields import (
 from speechtrain.config.schema import INTERFACES, NESTED_GROUPS
 from speechtrain.errors import ConfigError, RunError, first_line, print_notice
 from speechtrain.files import print_line
-from speechtrain.run_directory import ABOUT, CONFIG, About, read_about
+from speechtrain.run_directory import ABOUT, CONFIG, About, other_owner, read_about
 from speechtrain.runs.auto_device import announce_auto
 from speechtrain.runs.command_line import Command, split_options
 from speechtrain.runs.compose import override_value
-from speechtrain.runs.run_name import RunNames, folders_of
-from speechtrain.runs.started_runs import require_started
+from speechtrain.runs.run_name import folders_of
 from speechtrain.runs.stored_config import config_at, move_sources, set_group, set_key, stored_value
 from speechtrain.runs.user_yaml import text_of, values_of
 
@@ -37,32 +36,23 @@ BATCH_KEYS = ("world_size", "trainer.accumulate", "trainer.simulate_world")
 _SHAPE_PRESERVING = {"optimizer", "schedule", "augment", "data", "trainer", "seed", "precision"}
 """Keys and groups whose values do not change the shape of a weight."""
 _SOURCES = ("data.train", "data.valid")
+_OF_THE_COMMAND = ("launcher", "tracking", "device.preload", "data.cache", "data.stage")
+"""The keys of a run found by its name that the present command decides."""
 _LENGTH_KEYS = ("trainer.max_steps", "trainer.max_epochs")
 _MAX_SHOWN = 3
 """Keys that a message lists. The rest is counted."""
 
 
-def run_to_continue(command: Command, names: RunNames) -> Path | None:
-    """Return the directory of the run that a command continues, or None.
+def run_to_continue(command: Command) -> Path | None:
+    """Return the directory of the run that a command names by ``run_dir=``, or None if a new run starts.
 
-    A command with ``run_dir=`` continues the run in this directory. Another command continues the run that
-    the same keys have started. The result is None if a new run starts, and for a command that starts a sweep,
-    only prints or changes settings of Hydra.
-
-    Raises RunError if ``run_dir`` has no run and the command has no key of a new run, or if another user has
-    started the run with the same keys.
+    The result is also None for a command that only prints or changes settings of Hydra. Raises RunError if
+    ``run_dir`` has no run and the command has no key of a new run.
     """
     flags = {flag.partition("=")[0] for flag in command.flags}
     sets_hydra = any(override.startswith("hydra") for override in command.overrides)
-    if command.is_sweep or flags & _PRINTING_FLAGS or sets_hydra:
+    if command.run_dir is None or flags & _PRINTING_FLAGS or sets_hydra:
         return None
-    if command.run_dir is None:
-        run_dir = names.existing_run(command.overrides)
-        if run_dir is None:
-            return None
-        require_started(run_dir)
-        print_notice(f"the same keys started {run_dir}, which continues. run_dir=NEW starts another run")
-        return run_dir.resolve()
     if (command.run_dir / CONFIG).is_file():
         return command.run_dir
     keys = {*map(key_of_override, command.overrides)} - {"run_dir", *PER_START}
@@ -73,6 +63,28 @@ def run_to_continue(command: Command, names: RunNames) -> Path | None:
             "new run, such as recipe=demo"
         )
     return None
+
+
+def continue_own_run(run_dir: Path, command: Command, composed: DictConfig) -> DictConfig:
+    """Return the stored config of the run that a command has found by its name.
+
+    ``composed`` is the config of this command. Its launcher, trackers and folders of the host replace the
+    stored ones, because nobody has named the folder that stores them. Raises RunError if another user owns
+    the stored config.
+    """
+    owner = other_owner(run_dir / CONFIG)
+    if owner is not None:
+        raise RunError(
+            f"{run_dir} was started by user {owner}: run_dir={run_dir} continues it, and executes the "
+            "command that it stores"
+        )
+    print_notice(f"the same keys started {run_dir}, which continues. run_dir=NEW starts another run")
+    config = config_to_continue(run_dir, command)
+    for key in _OF_THE_COMMAND:
+        if OmegaConf.select(config, key) is not None:
+            value = OmegaConf.select(composed, key)
+            OmegaConf.update(config, key, value, merge=False)
+    return with_absolute_paths(config)
 
 
 def config_to_continue(run_dir: Path, command: Command) -> DictConfig:

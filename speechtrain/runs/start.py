@@ -74,7 +74,6 @@ from speechtrain.runs.on_host import host_environment, raise_or_warn
 from speechtrain.runs.own_code import copy_modules, own_code, refuse_changes
 from speechtrain.runs.recipe_needs import config_for_plan
 from speechtrain.runs.resume import new_run_line
-from speechtrain.runs.started_runs import remember, start_id
 from speechtrain.text.vocabulary import NoText
 
 _FIXABLE = (ConfigError, DataError, MachineError)
@@ -129,7 +128,6 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
     is_new = not job.config.exists()
     about = _about(config, device, command, user_files)
     _write_files(config, job, about, is_new=is_new, is_run_dir_explicit=command.run_dir is not None)
-    remember(run_dir)
     result = _launch(job, launcher, is_new=is_new)
     if result.status == "submitted":
         return result
@@ -340,7 +338,7 @@ def _about(config: DictConfig, device: Device, command: Command, user_files: Map
             refuse_changes(about.parts, parts, run_dir)
     else:
         about = About(**start, **command.identity(user_files))
-    return replace(about, start_id=start_id(run_dir), parts=parts)
+    return replace(about, parts=parts)
 
 
 def _job(config: DictConfig, device: Device, rank_bytes: int) -> Job:

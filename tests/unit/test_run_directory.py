@@ -159,7 +159,7 @@ def test_a_result_in_words_ends_with_its_speed() -> None:
 
 
 def test_the_environment_of_a_host_leaves_the_rest_of_the_file_as_it_is(tmp_path: Path) -> None:
-    about = About(["a=1"], ["a"], start_id="7")
+    about = About(["a=1"], ["a"])
     path = tmp_path / "run.json"
     for is_private in (True, False):
         write_json(path, asdict(about), private=is_private)

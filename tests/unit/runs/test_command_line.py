@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -214,8 +213,6 @@ def test_a_new_run_directory_may_have_any_name_but_a_list_stays_a_list() -> None
     assert values == ["a b", ["a", "b"], {"a": "b"}, ["a", "b"], "a b"]
     swept = read_command(["-m", "model=rnnt,ctc", "trainer.max_steps=1,2", "device=glob(*)"])
     assert swept.overrides == ["model=rnnt,ctc", "trainer.max_steps=1,2", "device=glob(*,exclude=_*)"]
-    job = replace(swept, swept=("trainer.max_steps", "model"))
-    assert job.identity({})["swept"] == ["model", "trainer.max_steps"]
 
 
 def test_the_home_folder_may_be_written_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,6 @@ from speechtrain.runs.command_line import Command, read_command
 from speechtrain.runs.compose import compose
 from speechtrain.runs.on_host import host_environment
 from speechtrain.runs.resume import config_to_continue
-from speechtrain.runs.run_name import RunNames
 from speechtrain.runs.start import _conclude, start_run
 
 from ...conftest import Disk
@@ -240,25 +239,6 @@ def test_changed_keys_in_the_users_yaml_are_applied_or_refused(tmp_path: Path) -
     mine.write_text(first_text.replace("warmup_steps: 3", "warmup_steps: 4"))
     with pytest.raises(RunError, match=r"schedule\.warmup_steps: None in the run, 4 now"):
         config_to_continue(run_dir, command)
-
-
-def test_existing_run_finds_a_run_by_its_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
-    run_dir = tmp_path / "any name"
-    run_dir.mkdir()
-    write_run(run_dir)
-    (run_dir / "run.json").write_text(json.dumps({"argv": [], "overrides": ["seed=2", "trainer.keep=9"]}))
-    assert RunNames(None).existing_run(["trainer.max_steps=5", "seed=2"]) == run_dir
-    assert RunNames(None).existing_run(["seed=3"]) is None
-    other_dir = tmp_path / "named"  # a second run with the same keys, started with run_dir=
-    other_dir.mkdir()
-    write_run(other_dir)
-    about = {"argv": [], "overrides": ["seed=2", f"run_dir={other_dir}"]}
-    (other_dir / "run.json").write_text(json.dumps(about))
-    assert RunNames(None).existing_run(["seed=2"]) == run_dir
-    (run_dir / "run.json").write_text("{")  # A damaged file has no overrides.
-    assert RunNames(None).existing_run(["seed=2"]) == other_dir
-    assert RunNames(None).existing_run([]) is None
 
 
 def test_continuing_a_run_does_not_compose_its_stored_overrides(

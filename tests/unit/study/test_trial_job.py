@@ -24,12 +24,9 @@ from speechtrain.study.trial_job import _cores, run_trial
 
 HOLDER = """
 import os, sys
-from pathlib import Path
-from speechtrain.runs.started_runs import remember
 from speechtrain.study.trial_job import _cores
 
 with _cores(int(sys.argv[1])):
-    remember(Path(os.environ["TMPDIR"]))  # as the start of a run does
     print(sorted(os.sched_getaffinity(0)), flush=True)
     sys.stdin.read()
 """
@@ -37,7 +34,7 @@ with _cores(int(sys.argv[1])):
 
 def hold(folder: Path, count: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", HOLDER, str(count)]
-    environment = {**os.environ, "TMPDIR": str(folder), "XDG_STATE_HOME": str(folder)}
+    environment = {**os.environ, "TMPDIR": str(folder)}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
 
