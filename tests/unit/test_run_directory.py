@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -39,16 +38,12 @@ from speechtrain.run_directory import (
     read_about,
     read_best,
     read_device,
-    read_failure,
     read_manifest,
     read_metrics,
     read_result,
-    speed_text,
     timing_start,
     write_manifest,
 )
-from speechtrain.runs.start import _describe, _error_of, _is_complete
-from speechtrain.supervision import node_agent
 
 
 def test_the_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
@@ -105,35 +100,6 @@ def test_a_result_that_cannot_be_read_is_none(tmp_path: Path, content: str | Non
     assert read_result(tmp_path) is None
 
 
-@pytest.mark.parametrize("status", ["finished", "failed"])
-def test_no_flipped_bit_of_a_result_is_an_internal_error(tmp_path: Path, status: str) -> None:
-    result = {"status": status, "metric": 0.1, "metrics": {"wer": 0.1}, "last_metrics": {"wer": 0.2}}
-    result |= {"checkpoint": "step-00000012", "steps": 20, "exit_code": 4, "error": "no room"}
-    write_json(tmp_path / RESULT, {**result, "rank": 0, "failed_at": 1.5, "is_cause": True})
-    intact, readable_flips = (tmp_path / RESULT).read_bytes(), 0
-    for byte, bit in itertools.product(range(len(intact)), range(8)):
-        damaged = bytearray(intact)
-        damaged[byte] ^= 1 << bit
-        (tmp_path / RESULT).write_bytes(damaged)
-        if (found := read_result(tmp_path)) is not None:
-            readable_flips += 1
-            _is_complete(found, tmp_path)
-            assert _describe(found)
-            assert _error_of(found, tmp_path).args
-            read_failure(tmp_path)
-            node_agent.exit_code_of_run(tmp_path)
-    # More than one of the 8 flips of each byte, on average, leave a file that is read.
-    assert readable_flips > len(intact)
-
-
-@pytest.mark.parametrize(
-    "key", ["status", "metrics", "last_metrics", "steps", "exit_code", "rank", "is_cause"]
-)
-def test_a_result_of_another_type_is_none(tmp_path: Path, key: str) -> None:
-    write_json(tmp_path / RESULT, {"status": "finished", key: [1]})
-    assert read_result(tmp_path) is None
-
-
 def test_a_result_in_words_is_of_the_best_checkpoint_and_then_of_the_last() -> None:
     metrics = {"wer": 0.1, "dev/wer": 0.1}
     assert outcome_text(None, None, None) == ""
@@ -143,19 +109,6 @@ def test_a_result_in_words_is_of_the_best_checkpoint_and_then_of_the_last() -> N
     assert (
         outcome_text(metrics, latest, "step-00000012") == "best at step 12: dev/wer 10.00 %; last dev/wer -"
     )
-
-
-def test_a_result_in_words_ends_with_its_speed() -> None:
-    speed = {
-        "utterances_per_s": 512.345,
-        "epoch_s": 35.2,
-        "decode_ms_per_audio_s": 0.0,
-        "of a later release": 1,
-    }
-    assert speed_text(speed) == "512.3 utt/s, 35.2 s/epoch"
-    assert speed_text(None) == ""
-    assert outcome_text({"dev/wer": 0.1}, None, None, speed) == "dev/wer 10.00 %, 512.3 utt/s, 35.2 s/epoch"
-    assert outcome_text(None, None, None, speed) == "512.3 utt/s, 35.2 s/epoch"
 
 
 def test_the_environment_of_a_host_leaves_the_rest_of_the_file_as_it_is(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from speechtrain.decoding.base import CTCScorer, Hypothesis, TransducerScorer
+from speechtrain.decoding.base import Hypothesis, TransducerScorer
 from speechtrain.decoding.beam import TransducerBeam
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
 from speechtrain.losses.transducer import transducer_loss
 from tests.support.label_sequences import small_transducer, transducer_sequences
-from tests.support.scorers import BLANK, Letters
+from tests.support.scorers import BLANK
 
 
 def log_probabilities(
@@ -126,11 +126,6 @@ def test_a_model_without_meaning_does_not_end_an_evaluation() -> None:
     scorer, frames, lengths = lattices(1)
     found = TransducerBeam().decode(scorer, torch.full_like(frames[:3], torch.nan), lengths[:3])
     assert len(found) == 3
-
-
-def test_a_ctc_model_is_sent_to_the_other_beam() -> None:
-    with pytest.raises(ConfigError, match=r"decoder=beam searches transducers.*ctc_beam"):
-        TransducerBeam().decode(CTCScorer(Letters(), 0.5), torch.zeros(1, 1, 4), torch.tensor([1]))
 
 
 def test_a_model_with_durations_is_sent_to_greedy() -> None:

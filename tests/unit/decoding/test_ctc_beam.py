@@ -10,14 +10,11 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from speechtrain.decoding.base import TransducerScorer
 from speechtrain.decoding.ctc_beam import CTCBeam
 from speechtrain.decoding.greedy import Greedy
-from speechtrain.errors import ConfigError
-from speechtrain.nn.joint import Joint
 from speechtrain.runs.compose import compose
 from tests.support.label_sequences import ctc_sequences
-from tests.support.scorers import BLANK, FRAMES, Counting, Letters, one_hot
+from tests.support.scorers import BLANK, FRAMES, one_hot
 
 LENGTHS = torch.arange(500) % 4 + 2
 
@@ -110,9 +107,3 @@ def test_rows_without_frames_have_no_text() -> None:
 def test_a_model_without_meaning_does_not_end_an_evaluation(value: float) -> None:
     frames = torch.full((2, 5, BLANK + 1), value)
     assert len(CTCBeam().decode(FRAMES, frames, torch.tensor([5, 3]))) == 2
-
-
-def test_a_transducer_is_sent_to_the_other_beam() -> None:
-    scorer = TransducerScorer(Letters(), 0.5, prediction=Counting(), joint=Joint())
-    with pytest.raises(ConfigError, match=r"decoder=ctc_beam searches CTC models.*Choose beam"):
-        CTCBeam().decode(scorer, torch.zeros(1, 1, 4), torch.tensor([1]))

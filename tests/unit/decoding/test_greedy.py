@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speechtrain.decoding.base import NoDecoder, Scorer, TransducerScorer
+from speechtrain.decoding.base import NoDecoder, TransducerScorer
 from speechtrain.decoding.greedy import Greedy
-from speechtrain.errors import ConfigError
 from speechtrain.nn.joint import Joint
 from tests.support.scorers import BLANK, FRAMES, Counting, Letters, one_hot
 
@@ -147,14 +146,6 @@ def test_the_host_reads_once_in_many_symbols() -> None:
     assert [list(one.labels) for one in found] == [labels for labels, _ in plain]
     symbols = max(count for _, count in plain)  # the former search read once and more for each
     assert numbers.count + copies.count <= symbols / 4
-
-
-def test_a_model_that_it_cannot_search_is_named() -> None:
-    class Other(Scorer):
-        pass
-
-    with pytest.raises(ConfigError, match="greedy cannot search Other"):
-        Greedy().decode(Other(Letters(), 0.5), torch.zeros(1, 1, 1), torch.tensor([1]))
 
 
 def test_no_decoder_writes_nothing() -> None:

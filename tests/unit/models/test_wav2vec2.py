@@ -184,18 +184,3 @@ def test_a_dip_raises_no_alarm() -> None:
     # with rare log lines three of them are waited for
     watch = CollapseWatch(codebooks=2, codes=320)
     assert [watch(at, dip, "") is None for at in (1000, 2000, 3000)] == [True, True, False]
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("model.temperature=[0.5,0.5,1]", "starts at its floor"),
-        ("model.diversity_weight=0", "diversity_weight is 0"),
-        ("optimizer.lr=1", "Lower optimizer.lr"),
-    ],
-)
-def test_the_alarm_says_what_to_change(override: str, words: str) -> None:
-    task = built("model=wav2vec2_small", override)
-    collapsed = {**HEALTHY, "code_perplexity_0": 1.0}
-    alarms = [alarm for at in range(0, 200, 10) if (alarm := task.watch(at, collapsed))]
-    assert words in alarms[0].message

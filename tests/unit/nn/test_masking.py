@@ -139,13 +139,6 @@ def test_span_lengths_follow_their_kind(kind: str, other: float, mean: float, lo
         assert drawn.var() == pytest.approx(10, rel=0.05)
 
 
-def test_empty_spans_only_become_one_of_the_usual_length() -> None:
-    module = SpanMask(length=6, kind="uniform", probability=0.01, min_masks=1)
-    counts = {int(n) for n in module.draw([50] * 400, 50, seed=6).sum(1)}
-    assert counts <= set(range(1, 13))
-    assert 6 in counts
-
-
 @pytest.mark.parametrize("space", [0, 1, 3])
 def test_without_overlap_spans_keep_their_distance(space: int) -> None:
     module = SpanMask(overlap=False, min_space=space, length=4, kind="static")

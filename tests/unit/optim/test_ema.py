@@ -94,23 +94,6 @@ def test_small_steps_are_not_lost_in_half_precision() -> None:
     assert average.state_dict()["average"]["coarse"].tolist() == pytest.approx([1 - 0.999**500] * 2, rel=1e-4)
 
 
-def test_what_stands_still_stays_to_the_bit() -> None:
-    module = network()
-    before = copied(module)
-    average = EMA(module, 0.9997)
-    for _ in range(30):
-        average.update(module)
-    assert same(average.averaged_state_dict(module), before)
-
-
-def test_the_average_does_not_share_memory_with_the_module() -> None:
-    module = network()
-    average = EMA(module, 0.9)
-    before = copied(module)
-    disturb(module, 1)
-    assert same(average.averaged_state_dict(module), before)
-
-
 def test_swapped_in_and_back_to_the_bit() -> None:
     module = network()
     average = EMA(module, 0.9)

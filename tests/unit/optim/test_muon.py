@@ -94,11 +94,3 @@ def test_a_loaded_state_continues_the_same_updates() -> None:
     train(second_start, copies)
     for parameter, parameter_copy in zip(parameters, copies, strict=True):
         assert torch.equal(parameter, parameter_copy)
-
-
-def test_the_gradients_stay_and_the_closure_is_called() -> None:
-    (matrix,) = parameters_of((4, 4))
-    gradient = torch.ones_like(matrix)
-    matrix.grad = gradient
-    assert Muon([matrix], min_side=4).step(lambda: 2.5) == 2.5
-    assert matrix.grad is gradient

@@ -12,7 +12,7 @@ from speechtrain.optim.adamw import AdamW
 from speechtrain.optim.ema import EMA
 from speechtrain.optim.lamb import LAMB
 from speechtrain.precision import FP32
-from speechtrain.training.graph_warmup import padding_batch, without_side_effects
+from speechtrain.training.graph_warmup import without_side_effects
 from speechtrain.training.optimizer_step import (
     BranchFreeUpdate,
     HostCheckedUpdate,
@@ -97,14 +97,6 @@ def test_a_warm_up_leaves_a_run_as_it_was(optimizer: str) -> None:
         for ours, theirs in zip(warm.state(), plain.state(), strict=True):
             assert torch.equal(ours, theirs)
         assert warm.average.updates == plain.average.updates
-
-
-def test_a_filler_batch_has_its_shape_and_no_weight() -> None:
-    batch = padding_batch(3, 1600, 5)
-    assert batch.audio.shape == (3, 1600)
-    assert batch.labels.shape == (3, 5)
-    assert batch.weight.sum() == 0
-    assert batch.utterances == 0
 
 
 @pytest.mark.parametrize(("kind", "reads"), [(HostCheckedUpdate, 1), (BranchFreeUpdate, 0)])
