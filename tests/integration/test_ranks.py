@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -120,38 +119,6 @@ def test_no_rank_waits_for_the_data_check_of_another(command: Callable[..., Comm
     meeting = ["data._target_=recording.MeetingData", "allow_targets=recording"]
     run = command("run", *EXTRA, *meeting, "trainer.max_steps=1", "world_size=2")
     assert forks.run(run.write(), ranks=2) == [0, 0], run.result()
-
-
-ONE_UPDATE = """
-import os, torch
-from speechtrain.distributed.group import open_group
-from speechtrain.launcher import World
-torch.set_num_threads(1)
-group = open_group(World.from_environment(os.environ), timeout_seconds=120)
-net = torch.nn.Linear(4, 4)
-wrapped = group.wrap(net)
-wrapped(torch.ones(2, 4)).sum().backward()
-group.all_reduce_status(torch.tensor(1.0), stop=False, late=False, skip=torch.tensor(False))
-del wrapped, net
-group.close()
-"""
-
-
-def test_processes_end_cleanly_each_time(tmp_path: Path) -> None:
-    program = tmp_path / "one_update.py"
-    program.write_text(ONE_UPDATE)
-    members = []
-    for _ in range(2):  # beside each other: the busier the machine, the more an exit race shows
-        with socket.create_server(("127.0.0.1", 0)) as found:
-            port = str(found.getsockname()[1])
-        for rank in ("0", "1"):
-            world = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            environment = {**os.environ, **world}
-            line = [sys.executable, str(program)]
-            members.append(subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True))
-    for member in members:
-        _, complaint = member.communicate(timeout=240)
-        assert (member.returncode, complaint) == (0, "")
 
 
 def test_torch_distributed_launch_trains_two_ranks(command: Callable[..., Command], tmp_path: Path) -> None:

@@ -170,22 +170,8 @@ def test_the_option_of_torchs_older_launcher_is_ignored(
 
 
 NAMES = (
-    *("My recordings (2026)", "Anna's talks", "rec [final]", "c#1", "lang=de", "{x}", "a;b", 'quote"d'),
-    *(
-        "Smith, Anna",
-        "1e3",
-        "null",
-        "true",
-        "2026",
-        "[final]",
-        "'tis",
-        "a\\b",
-        "a\\'b",
-        "ends\\",
-        "50%",
-        "$5",
-    ),
-    *("Zürich 東京", "a:b", "~tilde", "*", "-dash", " space ", "a\tb", "plain"),
+    *("My recordings (2026)", "Anna's talks", "[final]", "c#1", "lang=de", "{x}", 'quote"d', "Smith, Anna"),
+    *("1e3", "null", "a\\'b", "ends\\", "$5", "Zürich 東京", "~tilde", "-dash", " space ", "a\tb"),
 )
 
 

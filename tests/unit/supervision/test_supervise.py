@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,22 +31,42 @@ time.sleep(60)
 """
 
 
-def signalled(path: Path, code: str, *numbers: int, when: Path | None = None) -> int:
-    """Exit code of a supervised ``code``, while this process gets the signals once ``when`` exists."""
+def ended(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return ") Z" in stat.read_text()
+    except OSError:
+        return True
+
+
+def wait_until(reached: Callable[[], object]) -> None:
+    begun = time.monotonic()
+    while not reached():
+        assert time.monotonic() - begun < 60
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def signals(*numbers: int, when: Callable[[], object]) -> Iterator[None]:
+    """This process gets the signals once ``when`` returns something true."""
 
     def send() -> None:
-        while when is not None and not when.exists():
-            time.sleep(0.01)
+        wait_until(when)
         for number in numbers:
-            time.sleep(0.3)
             os.kill(os.getpid(), number)
+            time.sleep(0.3)
 
     thread = threading.Thread(target=send)
     thread.start()
     try:
-        return supervise([sys.executable, "-c", code], os.environ)
+        yield
     finally:
         thread.join()
+
+
+def until_handled(before: object) -> Callable[[], bool]:
+    """Return a condition: SIGTERM has another handler than ``before``."""
+    return lambda: signal.getsignal(signal.SIGTERM) is not before
 
 
 def test_the_childs_code_is_returned_and_handlers_are_restored() -> None:
@@ -58,12 +79,15 @@ def test_the_childs_code_is_returned_and_handlers_are_restored() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_first_signal_asks(tmp_path: Path, number: int) -> None:
     ready = tmp_path / "ready"
-    assert signalled(tmp_path, OBEDIENT.format(busy=0, ready=str(ready)), number, when=ready) == 7
+    code = OBEDIENT.format(busy=0, ready=str(ready))
+    with signals(number, when=ready.exists):
+        assert supervise([sys.executable, "-c", code], os.environ) == 7
 
 
 def test_a_signal_waits_for_a_child_that_is_still_starting(tmp_path: Path) -> None:
     code = OBEDIENT.format(busy=1.0, ready=str(tmp_path / "ready"))
-    assert signalled(tmp_path, code, signal.SIGTERM) == 7
+    with signals(signal.SIGTERM, when=until_handled(signal.getsignal(signal.SIGTERM))):
+        assert supervise([sys.executable, "-c", code], os.environ) == 7
 
 
 # what an agent does: children in sessions of their own; it ends when they have ended, and with their word
@@ -91,47 +115,13 @@ time.sleep(60)
 """
 
 
-def ended(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    try:
-        return ") Z" in stat.read_text()
-    except OSError:
-        return True
-
-
-def wait_until(reached: Callable[[], object]) -> None:
-    begun = time.monotonic()
-    while not reached():
-        assert time.monotonic() - begun < 60
-        time.sleep(0.01)
-
-
-def signalled_agent(folder: Path, *numbers: int, ready: int) -> int:
-    """Exit code of a supervised agent of two, while this process gets the signals."""
-
-    before = signal.getsignal(signal.SIGTERM)
-
-    def send() -> None:
-        wait_until(lambda: signal.getsignal(signal.SIGTERM) is not before)
-        wait_until(lambda: len([p for p in folder.iterdir() if p.name.isdigit()]) >= ready)
-        for number in numbers:
-            os.kill(os.getpid(), number)
-            time.sleep(0.3)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    line = [sys.executable, "-c", AGENT_OF_TWO, RANK.format(folder=str(folder))]
-    try:
-        return supervise(line, os.environ, agent_log=folder / "agent.log")
-    finally:
-        thread.join()
-
-
 @pytest.mark.parametrize("ready", [1, 2])
 def test_the_first_signal_is_for_an_agents_ranks(
     tmp_path: Path, ready: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert signalled_agent(tmp_path, signal.SIGTERM, ready=ready) == 0
+    line = [sys.executable, "-c", AGENT_OF_TWO, RANK.format(folder=str(tmp_path))]
+    with signals(signal.SIGTERM, when=lambda: len([*tmp_path.glob("[01]")]) >= ready):
+        assert supervise(line, os.environ, agent_log=tmp_path / "agent.log") == 0
     assert capfd.readouterr().err == "speechtrain: warning: of a rank\n"
     assert "a warning of the agent" in (tmp_path / "agent.log").read_text()
 
@@ -149,20 +139,10 @@ def test_an_agent_without_ranks_shows_what_it_waits_for_and_ends_after_a_signal(
 ) -> None:
     """torchrun waits for minutes where a host's name does not resolve, without a word on the terminal."""
     monkeypatch.setattr("speechtrain.supervision.supervise._QUIET_SECONDS", 0.5)
-    before = signal.getsignal(signal.SIGTERM)
-
-    def send() -> None:
-        wait_until(lambda: signal.getsignal(signal.SIGTERM) is not before)
-        time.sleep(1.5)
-        os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=send)
-    thread.start()
+    is_handled = until_handled(signal.getsignal(signal.SIGTERM))
     begun = time.monotonic()
-    try:
+    with signals(number, when=lambda: is_handled() and time.monotonic() > begun + 2.0):
         assert supervise([sys.executable, "-c", WAITING], os.environ, tmp_path / "agent.log") == 75
-    finally:
-        thread.join()
     assert time.monotonic() - begun < 20
     said = "speechtrain: warning: no rank runs yet; W1121 03:40:12.1 4711 a host that does not resolve\n"
     assert capfd.readouterr().err == said
@@ -174,21 +154,15 @@ def test_the_second_signal_kills_an_agent_and_its_ranks(tmp_path: Path) -> None:
     code = RANK.format(folder=str(tmp_path)).replace("sys.exit(7)", "None")  # takes no notice
     line = [sys.executable, "-c", AGENT_OF_TWO, code]
 
-    def send() -> None:
-        wait_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+    def are_ready() -> bool:
+        if len([*tmp_path.glob("[01]")]) < 2:
+            return False
         (agent,) = set(children_of(os.getpid())) - others
         pids.extend([agent, *children_of(agent)])
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)
+        return True
 
-    thread = threading.Thread(target=send)
-    thread.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            supervise(line, os.environ, agent_log=tmp_path / "agent.log")
-    finally:
-        thread.join()
+    with signals(signal.SIGINT, signal.SIGINT, when=are_ready), pytest.raises(KeyboardInterrupt):
+        supervise(line, os.environ, agent_log=tmp_path / "agent.log")
     assert len(pids) == 3
     wait_until(lambda: all(map(ended, pids)))
 
