@@ -18,22 +18,11 @@ import pytest
 
 import speechtrain
 from speechtrain.commands.main import COMMANDS
+from tests.support.tiny_run import TINY
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = (
-    *("model=rnnt_small", "encoder.hidden=16", "encoder.features.mels=8", "model.prediction.embedding=8"),
-    *("model.prediction.hidden=16", "model.joint.hidden=16", "data.train.utterances=8", "data.workers=0"),
-    *(
-        "data.batch.count=4",
-        "optimizer=adamw",
-        "schedule=constant",
-        "trainer.max_steps=2",
-        "device.threads=1",
-    ),
-    *("trainer.log_every=1", "tracking=jsonl"),
-)
 INLINE = ("launcher=local", "launcher.inline=true")
 OWN_MODEL = '''
 from dataclasses import replace
@@ -96,18 +85,8 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def site(archives: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, installed by pip into a folder of its own."""
     target = tmp_path_factory.mktemp("site")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(target),
-    ]
-    _output([*pip, str(archives[0])], target)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
+    _output([*pip, str(target), str(archives[0])], target)
     return target
 
 
@@ -211,7 +190,7 @@ def test_the_program_and_a_second_name_of_each_command(site: Path, tmp_path: Pat
 
 
 def test_a_real_run_and_a_model_of_ones_own(site: Path, tmp_path: Path) -> None:
-    done = _speechtrain(site, tmp_path, "speechtrain-train", *SMALL, "run_dir=run")
+    done = _speechtrain(site, tmp_path, "speechtrain-train", *TINY, "run_dir=run")
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["status"], result["steps"]) == ("finished", 2)
@@ -224,7 +203,7 @@ def test_a_real_run_and_a_model_of_ones_own(site: Path, tmp_path: Path) -> None:
     (own / "conf" / "model" / "shouting.yaml").write_text(
         "_target_: shouting.Shouting\njoint_hidden: 16\nvolume: 2\n"
     )
-    arguments = [a for a in SMALL if not a.startswith("model")]
+    arguments = [a for a in TINY if not a.startswith(("recipe=", "model", "decoder"))]
     arguments += ["--config-dir", "own/conf", "model=shouting", "encoder=lstm_small", "run_dir=mine"]
     refused = _speechtrain(site, tmp_path, "speechtrain-train", *arguments, path=(own,))
     assert refused.returncode == 2

@@ -84,29 +84,14 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         try:
             for name in names:
                 _do("ip", "netns", "add", name)
-            _do(
-                "ip",
-                "link",
-                "add",
-                links[0],
-                "netns",
-                names[0],
-                "type",
-                "veth",
-                "peer",
-                links[1],
-                "netns",
-                names[1],
-            )
+            peer = ("peer", links[1], "netns", names[1])
+            _do("ip", "link", "add", links[0], "netns", names[0], "type", "veth", *peer)
         except subprocess.CalledProcessError as error:
             pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
         for name, link, address in zip(names, links, ADDRESSES, strict=True):
-            for command in (
-                ["addr", "add", f"{address}/24", "dev", link],
-                ["link", "set", link, "up"],
-                ["link", "set", "lo", "up"],
-            ):
-                _do("ip", "-n", name, *command)
+            _do("ip", "-n", name, "addr", "add", f"{address}/24", "dev", link)
+            for device in (link, "lo"):
+                _do("ip", "-n", name, "link", "set", device, "up")
             etc = Path("/etc/netns") / name
             etc.mkdir(parents=True)
             table = [f"{a} {n}" for a, n in zip(ADDRESSES, names, strict=True)]
@@ -116,27 +101,10 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
             line = f"hostname {name}; exec /usr/sbin/sshd -D -e -f {config}"
             lines.append(["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", line])
             daemons.append(subprocess.Popen(lines[-1], stderr=subprocess.DEVNULL))
-        inside = [
-            "ip",
-            "netns",
-            "exec",
-            names[0],
-            "unshare",
-            "--uts",
-            "sh",
-            "-c",
-            f'hostname {names[0]}; exec "$@"',
-            "-",
-        ]
-        options = [
-            "-F",
-            "/dev/null",
-            "-i",
-            str(folder / "key"),
-            "-oStrictHostKeyChecking=no",
-            f"-oUserKnownHostsFile={folder / 'known'}",
-            "-oLogLevel=ERROR",
-        ]
+        inside = ["ip", "netns", "exec", names[0], "unshare", "--uts", "sh", "-c"]
+        inside += [f'hostname {names[0]}; exec "$@"', "-"]
+        options = ["-F", "/dev/null", "-i", str(folder / "key"), "-oStrictHostKeyChecking=no"]
+        options += [f"-oUserKnownHostsFile={folder / 'known'}", "-oLogLevel=ERROR"]
         hostfile = folder / "hosts"
         hostfile.write_text(
             "# two hosts\n\n" + "\n".join(f"{address}   # a comment" for address in ADDRESSES) + "\n"
