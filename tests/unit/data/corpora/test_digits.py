@@ -16,7 +16,6 @@ import soundfile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from speechtrain.data.cache import cache_folder
 from speechtrain.data.corpora import connected
 from speechtrain.data.corpora.digits import EMBEDDED, Digits
 from speechtrain.errors import ConfigError, DataError, MachineError
@@ -119,19 +118,6 @@ def test_plans_keep_their_bounds(
     assert source.plan() == Digits(split, utterances, low, high, [shortest, longest], seed).plan()
 
 
-def test_words_lengths_and_gaps_are_spread_evenly() -> None:
-    plan = Digits("train").plan()
-    counts = np.bincount([clip % 10 for row in plan for clip in row.clips])
-    assert counts.min() > 0.9 * counts.mean()
-    sizes = np.bincount([len(row.clips) for row in plan])[3:]
-    assert len(sizes) == 5
-    assert sizes.min() > 0.85 * sizes.mean()
-    gaps = np.array([gap for row in plan for gap in row.gaps]) / 16000
-    assert gaps.mean() == pytest.approx(0.07, abs=0.002)
-    assert gaps.min() < 0.022
-    assert gaps.max() > 0.118
-
-
 @pytest.mark.slow
 def test_a_new_process_makes_the_same_cuts(tmp_path: Path) -> None:
     code = (
@@ -168,36 +154,6 @@ def test_every_argument_and_the_words_change_the_fingerprint(tmp_path: Path) -> 
     assert Digits("valid", root=str(tmp_path / "copy")).fingerprint() == Digits("valid").fingerprint()
 
 
-@pytest.mark.slow
-def test_processes_that_build_at_once_agree_and_leave_one_file(cache: Path) -> None:
-    code = (
-        "import hashlib, lhotse, sys\n"
-        "from speechtrain.data.corpora.digits import Digits\n"
-        "source = Digits('valid', 200)\n"
-        "print('ready', flush=True)\n"
-        "sys.stdin.readline()\n"
-        "print(hashlib.sha256(b''.join(cut.load_audio().tobytes() for cut in source.cuts())).hexdigest())"
-    )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(3)
-    ]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    digests = [process.communicate()[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
-    assert len(digests[0]) == 65
-    assert len(set(digests)) == 1
-    assert [p.suffix for p in (cache / "connected").iterdir()] == [".wav"]
-
-
 def test_the_cache_is_used_again_and_a_cut_short_file_is_written_again(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,17 +166,6 @@ def test_the_cache_is_used_again_and_a_cut_short_file_is_written_again(
     path.write_bytes(whole[: len(whole) // 2])
     next(Digits("valid", 30).cuts())
     assert path.read_bytes() == whole
-
-
-def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    monkeypatch.setenv("SPEECHTRAIN_CACHE", str(tmp_path / "own"))
-    assert cache_folder() == tmp_path / "own"
-    monkeypatch.delenv("SPEECHTRAIN_CACHE")
-    assert cache_folder() == tmp_path / "xdg/speechtrain"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == tmp_path / "home/.cache/speechtrain"
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,22 +181,6 @@ def test_too_little_room_is_said_before_writing(cache: Path, monkeypatch: pytest
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(MachineError, match=r"0 MB free.*SPEECHTRAIN_CACHE"):
         next(Digits("valid", 10).cuts())
-
-
-@pytest.mark.slow
-def test_a_disk_that_fills_while_writing_is_one_line_and_leaves_nothing(cache: Path) -> None:
-    code = (
-        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "from speechtrain.data.corpora.digits import Digits\n"
-        "from speechtrain.errors import MachineError\n"
-        "try:\n    next(Digits('valid', 50).cuts())\n"
-        "except MachineError as error:\n    print(error)"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "File too large" in out.stdout
-    assert out.stdout.count("\n") == 1
-    assert list((cache / "connected").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -286,16 +215,7 @@ def test_damaged_folders_are_named(tmp_path: Path) -> None:
         next(Digits("valid", root=str(tmp_path)).cuts())
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[" * 100_000,
-        "[]",
-        '{"splits": {"valid": {"voices": [{"id": 5, "samples": [5]}], "file": 7}}, "words": [7]}',
-        '{"splits": {"valid": {"voices": [{"id": "a", "samples": [1' + "0" * 400 + "]}]}}}",
-    ],
-    ids=["nested", "list", "types", "digits"],
-)
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", '{"splits": {"valid": {"voices": [{"id": 5}]}}}'])
 def test_word_clips_refuse_a_hostile_index_in_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "index.json").write_text(text)
     with pytest.raises(DataError, match=r"index.json: damaged"):

@@ -210,26 +210,11 @@ def _write_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-def _write_zeros(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def _write_holes(path: Path) -> None:
-    soundfile.write(path, np.zeros(800), 8000)
-    os.truncate(path, 10 * 2**30)
-
-
-def _write_high_rate(path: Path) -> None:
-    soundfile.write(path, np.zeros(800), 2_000_000_000)
-
-
 def _write_long_flac(path: Path) -> None:
     soundfile.write(path, np.zeros(8000 * 100, np.int16), 8000, format="FLAC")
 
 
-@pytest.mark.parametrize(
-    "write", [_write_pipe, _write_zeros, _write_holes, _write_high_rate, _write_long_flac]
-)
+@pytest.mark.parametrize("write", [_write_pipe, _write_long_flac])
 def test_fsdd_refuses_a_hostile_recording_in_one_line(tmp_path: Path, write: Callable[[Path], None]) -> None:
     write(tmp_path / "1_eve_9.wav")
     with pytest.raises(DataError, match=r"1_eve_9.wav: cannot be read as audio"):
