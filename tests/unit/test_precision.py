@@ -42,7 +42,7 @@ def test_at_its_floor_an_overflow_is_the_recipes_fault() -> None:
     assert precision.scale == 3.0
 
 
-def test_a_loss_that_no_scale_makes_finite_is_not_the_scales_fault() -> None:
+def test_overflow_is_not_of_a_scale_that_cannot_help() -> None:
     precision = FP16(initial_scale=1024.0)
     optimizer = parameter(1.0)
     assert not precision.overflow(optimizer)
@@ -74,7 +74,7 @@ def test_the_others_have_no_scale() -> None:
 
 
 @pytest.mark.parametrize("precision", [FP32(), BF16(), FP16()])
-def test_autocast_computes_products_in_the_precision_and_keeps_weights(precision: Precision) -> None:
+def test_autocast_has_products_in_the_precision_and_fp32_weights(precision: Precision) -> None:
     linear = torch.nn.Linear(4, 4)
     with CUDA().policy(precision.dtype).autocast("cpu"):
         assert linear(torch.ones(1, 4)).dtype == precision.dtype

@@ -100,7 +100,7 @@ def test_a_result_that_cannot_be_read_is_none(tmp_path: Path, content: str | Non
     assert read_result(tmp_path) is None
 
 
-def test_a_result_in_words_is_of_the_best_checkpoint_and_then_of_the_last() -> None:
+def test_outcome_text_is_of_the_best_and_then_of_the_last() -> None:
     metrics = {"wer": 0.1, "dev/wer": 0.1}
     assert outcome_text(None, None, None) == ""
     assert outcome_text(metrics, None, None) == "dev/wer 10.00 %"
@@ -111,7 +111,7 @@ def test_a_result_in_words_is_of_the_best_checkpoint_and_then_of_the_last() -> N
     )
 
 
-def test_the_environment_of_a_host_leaves_the_rest_of_the_file_as_it_is(tmp_path: Path) -> None:
+def test_note_environment_leaves_the_rest_of_the_file(tmp_path: Path) -> None:
     about = About(["a=1"], ["a"])
     path = tmp_path / "run.json"
     for is_private in (True, False):
@@ -225,7 +225,7 @@ def test_numbers_that_are_not_finite_and_deep_nesting_are_damage(tmp_path: Path)
     assert read_result(tmp_path) is None
 
 
-def test_a_manifest_has_its_own_digest_and_that_of_an_earlier_release_has_none(tmp_path: Path) -> None:
+def test_read_manifest_checks_a_digest_if_there_is_one(tmp_path: Path) -> None:
     write_manifest(tmp_path, CheckpointManifest(1, 7, {}))
     text = (tmp_path / "checkpoint.json").read_text()
     assert read_manifest(tmp_path) == CheckpointManifest(1, 7, {})

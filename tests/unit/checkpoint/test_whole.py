@@ -100,7 +100,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_loaded(
+def test_restore_reports_damage_and_loads_the_previous_one(
     tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_checkpoints(tmp_path, (10, 20))
@@ -137,7 +137,7 @@ def test_an_incomplete_checkpoint_is_not_loaded_and_is_removed(tmp_path: Path) -
     assert not incomplete.exists()
 
 
-def test_restore_removes_the_incomplete_files_of_a_killed_process(tmp_path: Path) -> None:
+def test_restore_removes_incomplete_files_of_a_killed_process(tmp_path: Path) -> None:
     save_checkpoints(tmp_path, (10,))
     root = tmp_path / "checkpoints"
     before = sorted(root.rglob("*"))
@@ -193,7 +193,7 @@ def test_a_checkpoint_whose_metric_is_nan_is_not_the_best(tmp_path: Path) -> Non
     assert checkpointer.best()[0] == tmp_path / "checkpoints" / "step-00000001"
 
 
-def test_checkpoints_of_equal_metrics_are_compared_by_loss_and_then_by_step(tmp_path: Path) -> None:
+def test_best_compares_equal_metrics_by_loss_and_then_by_step(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, keep=10)
     for step, loss in ((1, None), (2, 0.4), (3, 0.1), (4, 0.1), (5, math.inf)):
         metrics = {} if loss is None else {"wer": 0.0, "loss": loss, "dev/wer": 0.0}
@@ -212,7 +212,7 @@ def test_checkpoints_of_equal_metrics_are_compared_by_loss_and_then_by_step(tmp_
     assert Checkpointer(tmp_path).best()[0] == tmp_path / "checkpoints" / "step-00000001"
 
 
-def test_checkpoints_above_90_percent_wer_are_compared_by_cer_and_then_by_loss(tmp_path: Path) -> None:
+def test_best_compares_wer_above_90_percent_by_cer_and_then_loss(tmp_path: Path) -> None:
     """A row is step, WER, CER, loss, and the step of the best checkpoint so far.
 
     The first three rows are from a real run. By WER alone, the second would be the best. It was the worst.
@@ -324,7 +324,7 @@ def test_a_validation_is_stored_only_if_its_checkpoint_exists(tmp_path: Path) ->
     assert restore(checkpointer, {"value": Value(torch.zeros(100))}) == 2
 
 
-def test_a_kill_during_the_removal_of_an_old_checkpoint_leaves_nothing(
+def test_save_after_a_kill_in_a_removal_leaves_nothing_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(folder: Path, ignore_errors: bool = False) -> None:

@@ -343,7 +343,7 @@ def test_what_is_derived_from_the_environment_is_not_stored(
         dump(configured(config, text))
 
 
-def test_a_path_is_stored_absolute_so_that_a_run_works_from_any_folder(
+def test_with_absolute_paths_makes_each_path_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -450,7 +450,7 @@ def test_gaudi_trains_in_bf16_unless_a_precision_is_typed() -> None:
     assert compose([]).precision._target_ == f"{name}FP32"
 
 
-def test_a_suggestion_is_another_name_that_is_alike_or_what_others_call_it() -> None:
+def test_nearest_is_a_name_alike_or_what_others_call_it() -> None:
     known = [
         "world_size",
         "data.train.utterances",

@@ -118,7 +118,7 @@ def test_the_networks_have_the_published_sizes(name: str, labels: int, parameter
     assert size(recipe(name, "device=cpu"), labels) == parameters
 
 
-def test_eight_recordings_of_20_seconds_fit_24_gib_with_contextnet_large() -> None:
+def test_contextnet_large_fits_eight_recordings_in_24_gib() -> None:
     """The prediction is within a factor of two of what autograd stores, so it counts twice."""
     config = recipe("contextnet_librispeech", "device=cpu")
     assert (config.data.batch.count, config.data.max_seconds) == (8, 20.0)
@@ -214,7 +214,7 @@ UTTERANCES = {
 UPDATES = {"librispeech": 421_862, "common_voice": 445_058, "tedlium": 804_789, "switchboard": 436_842}
 
 
-def test_the_updates_of_the_contextnet_recipes_beside_the_sources_400_000() -> None:
+def test_contextnet_recipes_have_about_400_000_updates() -> None:
     """The source chose the epochs for about 400,000 updates. The difference is reported, not corrected."""
     updates = {}
     for corpus, utterances in UTTERANCES.items():
@@ -229,7 +229,7 @@ def test_the_updates_of_the_contextnet_recipes_beside_the_sources_400_000() -> N
 
 
 @pytest.mark.parametrize("name", ["mlperf", "nemo_quartznet"])
-def test_a_mapping_of_sets_in_place_of_a_list_is_refused_with_the_form(name: str) -> None:
+def test_compose_refuses_a_mapping_of_sets_in_place_of_a_list(name: str) -> None:
     with pytest.raises(ConfigError, match=r"data\.train: the config has a list here\. Write one, such as"):
         compose([f"recipe={name}", "data.train={a: {path: a.jsonl, weight: 3}}"])
     config = compose([f"recipe={name}", "data.train=[{path: a.jsonl, weight: 3}, b.jsonl]"])

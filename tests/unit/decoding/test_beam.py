@@ -48,7 +48,7 @@ def lattices(seed: int) -> tuple[TransducerScorer, Tensor, Tensor]:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_the_likeliest_of_all_sequences_is_found_and_scores_are_exact() -> None:
+def test_search_finds_the_likeliest_sequence_with_exact_scores() -> None:
     found = 0
     for seed in range(4):
         scorer, frames, lengths = lattices(seed)
@@ -74,7 +74,7 @@ def test_the_likeliest_of_all_sequences_is_found_and_scores_are_exact() -> None:
 
 
 @torch.no_grad()
-def test_scores_are_minus_the_loss_and_times_lie_in_the_utterance() -> None:
+def test_beam_scores_are_minus_the_loss_with_times_within() -> None:
     scorer, frames, lengths = lattices(1)
     for row, one in enumerate(TransducerBeam().decode(scorer, frames, lengths)):
         exact = log_probabilities(scorer, frames[row], lengths[row], [one.labels])
@@ -93,7 +93,7 @@ def test_rows_without_frames_have_no_text() -> None:
     assert [one.text == "" and one.score == 0 for one in found] == [True, False, True]
 
 
-def test_the_order_is_that_of_the_score_or_of_the_score_per_label() -> None:
+def test_beam_orders_by_score_or_by_score_per_label() -> None:
     scorer, frames, lengths = lattices(1)
     plain = TransducerBeam(width=8, nbest=8, normalise_score=False).decode(scorer, frames, lengths)
     scaled = TransducerBeam(width=8, nbest=8, normalise_score=True).decode(scorer, frames, lengths)

@@ -24,7 +24,7 @@ def lattices() -> Tensor:
     return (torch.randn(500, 5, BLANK + 1) * 1.5).log_softmax(-1)
 
 
-def test_the_likeliest_of_all_sequences_is_found_and_scores_are_exact() -> None:
+def test_search_finds_the_likeliest_sequence_with_exact_scores() -> None:
     frames, decoder = lattices(), CTCBeam(width=8, nbest=8)
     sequences, sums = decoder.search(FRAMES, frames, LENGTHS)
     decoded, greedy = decoder.decode(FRAMES, frames, LENGTHS), Greedy().decode(FRAMES, frames, LENGTHS)

@@ -181,7 +181,7 @@ def test_few_channels_in_bf16_end() -> None:
     subprocess.run([sys.executable, "-c", _HALF], timeout=120, check=True)
 
 
-def test_quartznet15x5_has_the_published_window_and_initial_weights() -> None:
+def test_quartznet15x5_has_the_published_window_and_weights() -> None:
     config = composed("model=ctc", "encoder=quartznet15x5").encoder
     assert (config.features.window_seconds, config.init) == (0.02, "xavier_uniform")
     torch.manual_seed(0)

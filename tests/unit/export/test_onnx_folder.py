@@ -150,7 +150,7 @@ def test_recognise_names_a_missing_package(folder: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["recognise.py", "recognise_sherpa.py", "recording.py"])
-def test_recognise_checks_without_assertions_which_python_optimises_away(name: str) -> None:
+def test_recognise_has_no_assertions_which_python_removes(name: str) -> None:
     program = ast.parse(Path(recognise.__file__).with_name(name).read_text())
     assert not [node.lineno for node in ast.walk(program) if isinstance(node, ast.Assert)]
 
@@ -232,7 +232,7 @@ def test_write_refuses_a_model_without_text(tmp_path: Path) -> None:
         export.run([str(run_directory), "--to", "onnx", "--out", str(tmp_path / "onnx")])
 
 
-def test_write_refuses_a_run_without_recordings_before_it_writes_a_graph(tmp_path: Path) -> None:
+def test_write_refuses_a_run_without_recordings_at_first(tmp_path: Path) -> None:
     keys = [key for key in KEYS if not key.startswith("data.valid")]
     loaded = export.load_for_onnx(untrained(tmp_path / "run", *keys, "~data.valid.unheard"), "best")
     with pytest.raises(
@@ -241,7 +241,7 @@ def test_write_refuses_a_run_without_recordings_before_it_writes_a_graph(tmp_pat
         onnx_folder.write(loaded, tmp_path / "missing", has_features=True)
 
 
-def test_write_refuses_a_prediction_network_of_a_package_by_its_key(tmp_path: Path) -> None:
+def test_write_names_the_key_of_another_prediction_network(tmp_path: Path) -> None:
     class Other(Prediction):
         connect = forward = start = step = select = None  # type: ignore[assignment]
 

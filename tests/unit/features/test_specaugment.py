@@ -23,7 +23,7 @@ def uniform(counts: Tensor) -> float:
     return float(scipy.stats.chisquare(counts.numpy()).pvalue)
 
 
-def test_frequency_widths_and_starts_are_uniform_and_reach_both_ends() -> None:
+def test_frequency_masks_are_uniform_and_reach_both_ends() -> None:
     torch.manual_seed(0)
     hit = masked(SpecAugment(**{**OFF, "freq_masks": 1}), 20000, 2, 80)
     assert torch.equal(hit[:, 0], hit[:, 1])

@@ -173,7 +173,7 @@ def theirs_of(name: str) -> str:
     raise KeyError(name)
 
 
-def test_a_table_of_both_formats_names_agrees_with_each_name_through_ours(pretrained: Pretrained) -> None:
+def test_names_of_both_formats_agree_directly_and_through_ours(pretrained: Pretrained) -> None:
     through_ours = export_tensors(pretrained.weights, wav2vec2_hf.huggingface_name)
     directly = {theirs_of(name): value for name, value in wav2vec2_fairseq.state_of(pretrained).items()}
     assert directly.keys() == through_ours.keys()
@@ -405,7 +405,7 @@ def test_what_does_not_fit_is_named_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_the_objective_of_a_fine_tuned_models_pretraining_does_not_matter(
+def test_read_ignores_the_objective_before_a_fine_tuning(
     small: Pretrained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = wav2vec2_fairseq.checkpoint_of(small)

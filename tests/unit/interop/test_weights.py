@@ -256,7 +256,7 @@ def test_a_ctc_model_writes_the_same_text_in_hugging_face(kind: str, tmp_path: P
     assert encoder.is_encoder
 
 
-def test_a_recogniser_that_the_format_cannot_hold_is_refused_without_encoder(tmp_path: Path) -> None:
+def test_describe_refuses_a_recogniser_without_encoder(tmp_path: Path) -> None:
     task = ctc_task("group", "ab|")
     with pytest.raises(ConfigError, match=r"CTC with Characters cannot .*--encoder") as caught:
         describe(task, task.state_dict())
@@ -428,7 +428,7 @@ def test_without_transformers_hugging_face_is_one_clear_line(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_without_transformers_fairseq_works_and_says_that_nothing_was_checked(
+def test_without_transformers_fairseq_works_unchecked(
     small: Pretrained,
     tmp_path: Path,
     without: None,

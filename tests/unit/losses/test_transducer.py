@@ -305,7 +305,7 @@ def test_a_row_without_frames_does_not_make_gradients_uneven(work: Work) -> None
 
 
 @pytest.mark.parametrize("keep", [0, 2**20])
-def test_uneven_gradients_are_formed_anew_where_they_are_not_zero(work: Work, keep: int) -> None:
+def test_uneven_gradients_are_computed_anew_where_not_zero(work: Work, keep: int) -> None:
     """The forward pass over the lattice is not repeated: ``forward`` counts each cell once."""
     upstream = torch.tensor([0.0, 0.0, 2.0, 0.0, 5.0, 0.0], dtype=torch.float64)  # the fifth has no frames
     replace(RAGGED, upstream=upstream).run(keep=keep)

@@ -105,7 +105,7 @@ def test_transducer_loss_refuses_wrong_arguments_in_one_line(case: str, static: 
 
 
 @BOTH_FORMS
-def test_transducer_loss_checks_types_and_shapes_without_reading_values(static: bool) -> None:
+def test_transducer_loss_checks_arguments_without_reading_values(static: bool) -> None:
     """Tensors on the device ``meta`` have no values, and pass the checks.
 
     The static form reads no values later either. The other form then fails, because it reads the lengths.
@@ -144,7 +144,7 @@ def test_transducer_loss_accepts_integers_of_any_width(static: bool, dtype: torc
 
 @BOTH_FORMS
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_transducer_loss_has_the_gradient_of_an_input_if_the_rest_is_frozen(static: bool, name: str) -> None:
+def test_transducer_loss_has_the_gradient_of_one_input_alone(static: bool, name: str) -> None:
     arguments = loss_arguments()
     frozen_arguments = {key: tensor.detach() for key, tensor in arguments.items()}
     frozen_arguments[name] = arguments[name]

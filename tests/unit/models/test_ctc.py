@@ -48,7 +48,7 @@ def model(**arguments: float) -> CTC:
     return CTC(Characters(), Frames(), **arguments)
 
 
-def test_the_loss_sums_over_utterances_and_forgives_too_long_transcripts() -> None:
+def test_ctc_sums_over_rows_and_forgives_long_transcripts() -> None:
     task = model(dropout=0.0)
     speech = a_batch(task.tokenizer, "one", "two two")
     together = task(speech)

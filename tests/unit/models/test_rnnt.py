@@ -163,7 +163,7 @@ def test_the_joint_by_rows_has_the_gradient_of_all(rows: int, policy: ComputePol
         torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=1e-5 * largest + 1e-12)
 
 
-def test_the_joint_of_all_rows_at_once_draws_the_mask_that_it_always_drew() -> None:
+def test_the_joint_of_all_rows_draws_the_mask_of_parts() -> None:
     batch = noise.batch(8000, 6400, labels=[[1, 2, 3], [4]])
     whole, one = (
         losses_and_gradients(built("model=rnnt_small", f"model.joint_rows={n}"), batch)[0] for n in (0, 2)

@@ -51,7 +51,7 @@ def test_a_form_is_the_convolution_and_so_are_its_gradients(
             assert worst(ours, theirs) < tolerance
 
 
-def test_the_product_form_passes_gradients_only_where_they_are_asked_for() -> None:
+def test_matmul_passes_gradients_only_where_asked_for() -> None:
     x, weight = torch.randn(1, 9, 2), torch.randn(3, 2, 3)
     for a, b in ((x.clone().requires_grad_(), weight), (x, weight.clone().requires_grad_())):
         matmul(a, b, None, 2).sum().backward()

@@ -67,7 +67,7 @@ def test_short_rows_take_distinct_starts_from_the_first_frames(size: int) -> Non
         assert seen == {row for row in expected if not all(row)}
 
 
-def test_a_row_masked_whole_is_an_error_of_one_line_unless_it_is_filler() -> None:
+def test_draw_refuses_a_row_masked_whole_unless_it_is_filler() -> None:
     module = SpanMask()
     # starts 0 and 1, 0 and 2 or 1 and 2: one of the first two comes soon
     with pytest.raises(ConfigError, match=r"SpanMask\.length is 10 .* all 2 frames") as caught:
@@ -158,7 +158,7 @@ def test_without_overlap_spans_keep_their_distance(space: int) -> None:
     assert (0.55, 0.5, 0.35)[(0, 1, 3).index(space)] < masked < 0.65
 
 
-def test_equal_reduces_rows_at_random_to_the_smallest_that_counts() -> None:
+def test_draw_equal_reduces_rows_at_random_to_the_smallest() -> None:
     module, sizes = SpanMask(), [300, 200, 250, 30, 5]
     counted = [True, True, True, False, False]
     ragged = module.draw(sizes, 300, seed=9, counted=counted)
@@ -193,7 +193,7 @@ def test_a_row_is_drawn_at_its_address_whatever_surrounds_it() -> None:
     assert len({row.tobytes() for row in module.draw([200] * 30, 200, seed=10)}) == 30
 
 
-def test_probability_zero_masks_nothing_and_rows_longer_than_the_batch_are_refused() -> None:
+def test_draw_masks_nothing_at_probability_0() -> None:
     assert not SpanMask(probability=0.0).draw([100, 3], 100, seed=0).any()
     assert SpanMask(probability=0.0).max_masked_frames(100) == 0
     assert SpanMask().draw([], 100, seed=0, equal=True).shape == (0, 100)
@@ -201,7 +201,7 @@ def test_probability_zero_masks_nothing_and_rows_longer_than_the_batch_are_refus
         SpanMask().draw([101], 100, seed=0)
 
 
-def test_frame_table_gathers_the_masked_frames_and_weighs_the_surplus_nothing() -> None:
+def test_frame_table_gathers_masked_frames_with_their_weights() -> None:
     mask = SpanMask().draw([120, 60, 0], 120, seed=12)
     frames = torch.arange(3 * 120.0).view(3, 120)
     for width in (None, 90):

@@ -93,7 +93,7 @@ def test_forward_is_exactly_the_selected_entries(training: bool) -> None:
     assert torch.equal(out.ids, logits.argmax(-1)) is not training
 
 
-def test_the_choice_is_that_of_logits_plus_noise_and_follows_the_softmax() -> None:
+def test_the_choice_is_of_logits_plus_noise_by_the_softmax() -> None:
     module = quantizer()
     x, noise = torch.randn(50, 10), torch.randn(50, 2, 12)
     out = module(x, 0.7, torch.ones(50), noise)

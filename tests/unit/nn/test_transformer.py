@@ -156,7 +156,7 @@ def test_dropouts_act_in_training_only() -> None:
             assert torch.equal(model(x, LENGTHS), model(x, LENGTHS)), name
 
 
-def test_attention_by_matmuls_is_that_of_torch_if_dropout_keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_by_matmuls_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, training with dropout computes attention by matmuls, and evaluation by torch's operation."""
     attention = Attention(16, 4, dropout=0.5)
     x, is_key = torch.randn(2, 7, 16), torch.arange(7) < torch.tensor([[7], [4]])

@@ -68,7 +68,7 @@ def test_the_average_follows_its_formula(values: list[float], decay: float, warm
     assert float(average.averaged_state_dict(module)["weight"]) == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-def test_counters_are_copied_statistics_averaged_constants_left_out() -> None:
+def test_ema_copies_counters_and_averages_statistics() -> None:
     module = network()
     average = EMA(module, 0.5, warmup=False)
     before = copied(module)

@@ -48,7 +48,7 @@ def run_with_auto(run_dir: Path, *more: str) -> DictConfig:
     return load(run_dir / "config.yaml")
 
 
-def test_rank_0_divides_the_free_memory_once_for_all_ranks_and_starts(tmp_path: Path) -> None:
+def test_choose_batch_memory_divides_once_for_ranks_and_starts(tmp_path: Path) -> None:
     config = run_with_auto(tmp_path / "run", "data.valid_batch.memory_gib=auto")
     task, tokenizer = build_task(config)
     path = tmp_path / "run" / "config.yaml"

@@ -176,7 +176,7 @@ def test_every_chart_says_its_values_to_those_who_cannot_see_it(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_log_of_thousands_of_metrics_has_a_bounded_number_of_charts(
+def test_page_bounds_the_charts_of_thousands_of_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert page_module._MAX_CHARTS <= 200, "each takes 5 ms"

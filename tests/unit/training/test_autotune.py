@@ -93,7 +93,7 @@ def test_choose_policy_returns_the_fastest_policy_with_the_times(
     assert (record.device, record.chip, record.precision) == ("cpu", "one", "bf16")
 
 
-def test_a_typed_precision_is_computed_and_a_faster_one_is_a_warning(
+def test_choose_policy_warns_of_a_faster_precision(
     step_seconds: dict[ComputePolicy, float], parts: tuple[Task, DataModule], caplog: pytest.LogCaptureFixture
 ) -> None:
     step_seconds |= {PLAIN: 0.5, NARROW: 1.0, LOOP: 0.9}
@@ -166,7 +166,7 @@ def test_recorded_policy_is_none_for_a_record_of_other_settings(parts: tuple[Tas
     assert recorded_policy(None, Chip(), BF16()) is None
 
 
-def test_timer_changes_neither_the_weights_nor_the_order_of_training(parts: tuple[Task, DataModule]) -> None:
+def test_timer_changes_no_weights_and_no_order_of_training(parts: tuple[Task, DataModule]) -> None:
     task, data = parts
     before = {name: value.clone() for name, value in task.state_dict().items()}
     state = data.state_dict()
@@ -192,7 +192,7 @@ class Compiled(CPU):
         return replace(policy, compiler="eager")
 
 
-def test_resolve_policy_compiles_at_the_first_start_and_when_the_run_continues(tmp_path: Path) -> None:
+def test_resolve_policy_compiles_at_each_start(tmp_path: Path) -> None:
     device, data = Compiled(), Counted()
     expected = Line().eval()(data.at(0)).total
     for number in range(2):
@@ -210,7 +210,7 @@ def test_resolve_policy_compiles_at_the_first_start_and_when_the_run_continues(t
     torch._dynamo.reset()
 
 
-def test_validate_shapes_requires_fixed_shapes_of_a_device_that_compiles() -> None:
+def test_validate_shapes_requires_fixed_shapes_to_compile() -> None:
     CPU().validate_shapes([])
     Compiled().validate_shapes([(2, 16000, 3)])
     with pytest.raises(ConfigError, match=r"data\.shapes=0: device=cpu compiles a graph for every shape"):

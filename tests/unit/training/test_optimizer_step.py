@@ -112,7 +112,7 @@ def test_an_update_is_read_once_at_most(kind: type[Update], reads: int) -> None:
         assert recorder.costs.reads == reads * (seed + 1)
 
 
-def test_a_branch_free_update_has_few_launches_for_each_parameter() -> None:
+def test_branch_free_update_has_few_launches_by_parameter() -> None:
     """AdamW, the average, and the selection between the update and the old state."""
     run, recorder = Run(BranchFreeUpdate), Recorder(Operations())
     for seed in range(2):

@@ -109,7 +109,7 @@ class Net(nn.Module):
         return x.square().sum()
 
 
-def test_buffers_change_once_and_the_second_computation_sees_their_first_values() -> None:
+def test_buffers_change_once_in_two_computations() -> None:
     plain, net = Net(), Net()
     checkpoint_layers(net)
     for number in range(3):

@@ -63,9 +63,7 @@ def test_a_plan_survives_another_speed_of_the_first_tenth(
     check_rates(list(run.rates.values()), config.optimizer.lr)
 
 
-def test_eta_s_is_the_rest_of_a_run_at_its_average_with_validations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eta_s_is_the_rest_of_a_run_at_its_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, monkeypatch, max_steps=20, validate_every=5)
     for row in run.recorder.of("train"):
         step = row["step"]
@@ -85,7 +83,7 @@ def check_rates(rates: list[float], peak: float) -> None:
         assert abs(after - before) <= 0.15 * max(rates)
 
 
-def test_a_validation_that_takes_28_percent_is_made_once_and_named(
+def test_a_validation_of_28_percent_is_made_once_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(tmp_path, monkeypatch, lambda clock_s: 1.37, 123.0, seconds=432.0)
@@ -96,9 +94,7 @@ def test_a_validation_that_takes_28_percent_is_made_once_and_named(
     assert "give data.valid fewer recordings" in warning
 
 
-def test_the_validations_of_a_typed_interval_are_counted_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_validations_of_a_typed_interval_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, monkeypatch, lambda clock_s: 1.37, 43.0, seconds=432.0, validate_every=100)
     assert run.validations == [100, run.steps]
     assert 0.97 * 432 <= run.wall_s <= 432
@@ -168,7 +164,7 @@ def test_a_finished_run_with_more_time_learns_again(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_more_time_for_an_interrupted_run_does_not_change_its_rate(
+def test_more_time_after_a_stop_does_not_change_the_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = Run(tmp_path, monkeypatch, stop_at=300)
@@ -252,7 +248,7 @@ def test_a_continued_run_without_room_for_an_update_ends(
 
 
 @pytest.mark.parametrize(("seconds", "validation_s"), [(18.0, 23.0), (40.0, 24.0)])
-def test_a_validation_that_is_longer_than_half_of_the_time_leaves_half_of_it(
+def test_a_validation_longer_than_half_of_the_time_leaves_half(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, validation_s: float
 ) -> None:
     run = Run(tmp_path, monkeypatch, lambda clock_s: 0.1, validation_s, seconds=seconds)

@@ -38,7 +38,7 @@ def test_draws_on_the_host_have_an_address_of_their_own(tmp_path: Path) -> None:
     assert rest.task.update_seeds == whole.task.update_seeds[3:]
 
 
-def test_the_latest_batch_is_that_of_an_evaluation_while_one_is_made(tmp_path: Path) -> None:
+def test_latest_is_the_batch_of_an_evaluation(tmp_path: Path) -> None:
     """What a lack of memory is explained by."""
     rig = Rig(tmp_path, max_steps=2)
     assert rig.trainer.parts is not None
@@ -152,7 +152,7 @@ def test_clipping_is_torchs(tmp_path: Path, clip: float) -> None:
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-9)
 
 
-def test_a_non_finite_micro_batch_skips_the_update_and_counts_as_a_step(tmp_path: Path) -> None:
+def test_a_non_finite_micro_batch_skips_and_counts_as_a_step(tmp_path: Path) -> None:
     rig = Rig(tmp_path, max_steps=6, poison={3})
     clean = Rig(tmp_path / "clean", max_steps=3)
     assert rig.status == "finished"
@@ -217,7 +217,7 @@ def test_an_update_without_a_recording_changes_no_weight(
     assert torch.equal(before.task.linear.weight, after.task.linear.weight)
 
 
-def test_updates_without_a_recording_end_the_run_with_their_files(
+def test_updates_without_a_recording_end_with_their_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_recordings(monkeypatch, set(range(100)))
@@ -250,7 +250,7 @@ def test_a_stop_request_saves_and_ends(tmp_path: Path) -> None:
     assert rig.recorder.of("valid") == []  # leaving must not wait for a validation
 
 
-def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(
+def test_a_damaged_checkpoint_costs_the_steps_since_the_last(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = Rig(tmp_path / "a", max_steps=12)
@@ -308,7 +308,7 @@ def test_profile_writes_the_steps_asked_for(tmp_path: Path) -> None:
         Rig(tmp_path / "c", max_steps=2, profile="3")
 
 
-def test_validation_sees_the_average_and_training_goes_on_with_the_weights(tmp_path: Path) -> None:
+def test_validation_sees_the_average_and_changes_no_weight(tmp_path: Path) -> None:
     with_validation = Rig(tmp_path / "a", max_steps=12, validate_every=3)
     without = Rig(tmp_path / "b", max_steps=12)
     assert with_validation.losses == without.losses
