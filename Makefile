@@ -48,7 +48,7 @@ test: setup-dev
 test-all: setup-dev
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'slow and not nightly'
 
-# Kills, signals, full disks and damaged files on real runs, with figures at the end: about an hour of two cores.
+# Kills, signals, full disks and damaged files on real runs, with figures at the end: up to an hour of two cores.
 # SPEECHTRAIN_FLIPS=1 flips every bit of a run's small files, and the default flips a share of them.
 test-faults: setup-dev
 	$(BIN)/python -m pytest -q $(HARD_ARGS) tests/faults

@@ -1,9 +1,8 @@
-"""Stop signals in each phase of one run, continued again and again; a data worker that is stopped."""
+"""A data worker that is stopped holds nobody, and a run under nohup outlives its terminal."""
 
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from collections.abc import Callable
@@ -11,77 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from ..integration.conftest import finish, wait_for
-from ..integration.starting import Started
-from .conftest import SLOW_DATA, Run, wait_until
-
-EVERY = 6  # steps from one validation to the next
-PLAN = ["trainer.max_steps=120", "trainer.save_every=3", f"trainer.validate_every={EVERY}"]
-SLOW = ["data.valid.unheard.utterances=30", "data.valid_batch.count=1", "data.workers=0"]
-PHASES = ["start", "train", "validation", "checkpoint"]
-SIGNALS = ["INT", "INT twice", "TERM", "HUP", "USR1"]
-CODES = {"INT": {75}, "INT twice": {130, 75}, "TERM": {75}, "HUP": {-1}, "USR1": {-10}}
-"""What the command ends with; SIGHUP and SIGUSR1 end it at once, and its rank saves alone."""
-
-
-def reach(run: Run, phase: str, draw: random.Random, process: Started) -> None:
-    """Wait until the run, which has just been started, is in ``phase``, or over."""
-    before = run.updates()
-    writing = run.run_dir / "checkpoints"
-    if phase == "start":
-        wait_for((run.run_dir / "run.json").exists, goal="run.json")
-        time.sleep(draw.uniform(1.0, 3.0))
-        return
-    run.wait_for_update(before + 1, process)
-    if phase == "train":
-        time.sleep(draw.uniform(0.0, 0.5))
-    elif phase == "validation":
-        wait_until(lambda: run.step() % EVERY == 0, process, "a validation")
-    else:
-        wait_until(lambda: [*writing.glob(".writing-*")], process, "a checkpoint that is written")
-
-
-@pytest.mark.timeout(3600)
-def test_each_signal_in_each_phase_saves_and_leaves(
-    run: Callable[..., Run], figures: Callable[[str], None]
-) -> None:
-    undisturbed, stopped = (run(name, *SLOW_DATA, *PLAN, *SLOW) for name in ("undisturbed", "stopped"))
-    done = undisturbed.run()
-    assert done.returncode == 0, done.stderr
-    stopped.environment["FAULTS_PAUSE"] = "0.1"
-    draw = random.Random(5)
-    plan = [(phase, name) for phase in PHASES for name in SIGNALS]
-    draw.shuffle(plan)
-    obeyed = 0
-    for phase, name in plan:
-        process = stopped.start()
-        reach(stopped, phase, draw, process)
-        if process.poll() is not None:
-            break
-        number = getattr(signal, "SIG" + name.split()[0])
-        process.send_signal(number)
-        if name.endswith("twice"):
-            time.sleep(0.3)
-            process.send_signal(number)
-        code = finish(process).returncode
-        codes = CODES[name] | {0}
-        if phase == "start":  # a signal that comes before the command listens ends it, and nothing is lost
-            codes |= {-number, 130}
-        assert code in codes, (phase, name, code)
-        stopped.wait_until_gone()
-        if code != 130 and phase != "start":
-            assert stopped.result()["status"] in ("preempted", "finished")
-            assert stopped.checkpoints()[-1].name == f"step-{stopped.result()['steps']:08d}"
-        obeyed += 1
-    done = stopped.run()
-    assert done.returncode == 0, done.stderr
-    assert obeyed >= len(plan) // 2
-    assert stopped.losses() == undisturbed.losses()
-    assert stopped.handed() == undisturbed.handed()
-    steps = {e["step"]: e["wer"] for e in undisturbed.events("valid")}
-    assert {e["step"]: e["wer"] for e in stopped.events("valid")} == steps
-    figures(
-        f"{obeyed} signals obeyed, {len(steps)} validations and {len(stopped.losses())} updates bit-equal"
-    )
+from .conftest import SLOW_DATA, Run
 
 
 def goes_on(run: Run) -> bool:

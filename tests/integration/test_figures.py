@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
-import soundfile
 
 from tests.support.golden import BANDS, GOLDEN, GOLDEN_OVERRIDES, STEPS
 
@@ -34,33 +32,6 @@ def test_golden_losses(command: Callable[..., Command], forks: Forks, precision:
         assert forks.run(again.write()) == [0]
         assert again.losses() == run.losses()
         assert again.weights() == run.weights()
-
-
-@pytest.mark.parametrize("decay", ["0.0", "0.9"])
-def test_one_checkpoint_one_score(
-    command: Callable[..., Command], forks: Forks, tmp_path: Path, decay: str
-) -> None:
-    run = command("run", f"trainer.ema={decay}", "trainer.max_steps=12", "trainer.validate_every=6")
-    assert forks.run(run.write()) == [0], run.result()
-    assert (run.run_dir / "stderr.log").read_text() == ""
-    for options, key in ((), "metrics"), (("--checkpoint", "last"), "last_metrics"):
-        scored = run.tool("evaluate", str(run.run_dir), *options, "--json")
-        assert scored.returncode == 0, scored.stderr
-        metrics = json.loads(scored.stdout)["metrics"]["unheard"]
-        trained = {k.removeprefix("unheard/"): v for k, v in run.result()[key].items() if "/" in k}
-        assert json.dumps(metrics, sort_keys=True) == json.dumps(trained, sort_keys=True)
-    assert metrics["loss"] == run.events("valid")[-1]["loss"]
-    if decay == "0.0":
-        return
-    tone = tmp_path / "tone.wav"
-    soundfile.write(tone, 0.1 * np.sin(np.arange(8000)), 8000)
-    text = run.tool("transcribe", str(run.run_dir), str(tone))
-    assert text.returncode == 0, text.stderr
-    assert text.stdout.startswith(f"{tone}\t")
-    missing = run.tool("transcribe", str(run.run_dir), str(tmp_path / "no.wav"))
-    assert missing.returncode == 3
-    assert missing.stderr.count("\n") == 1
-    assert "no.wav" in missing.stderr
 
 
 def test_the_result_is_of_the_checkpoint_that_is_used(command: Callable[..., Command], forks: Forks) -> None:

@@ -36,34 +36,6 @@ def pretraining(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_a_recogniser_begins_with_a_pretrained_encoder(pretraining: Path, tmp_path: Path) -> None:
-    pretrained = load_file(pretraining / "checkpoints/step-00000002/model.safetensors")
-
-    recogniser = ["model=ctc", "encoder=wav2vec2_small", "optimizer=adamw", "schedule=constant"]
-    recogniser += ["model.freeze_encoder_steps=2", "trainer.ema=0", f"init_from={pretraining}"]
-    done = train(
-        *recogniser,
-        "trainer.max_steps=3",
-        "trainer.save_every=1",
-        "trainer.keep=9",
-        f"run_dir={tmp_path}/ctc",
-    )
-    assert done.returncode == 0, done.stderr
-    events = [json.loads(line) for line in (tmp_path / "ctc/metrics.jsonl").read_text().splitlines()]
-    (start,) = [event for event in events if event["event"] == "start"]
-    assert start["fresh"] == 2, "the output layer's weight and bias"
-    for step, is_frozen in ((1, True), (2, True), (3, False)):
-        weights = load_file(tmp_path / f"ctc/checkpoints/step-{step:08d}/model.safetensors")
-        names = [name for name in weights if name.startswith("encoder.")]
-        same = all(weights[name].equal(pretrained[name]) for name in names)
-        assert same is is_frozen, f"step {step}"
-
-    refused = train(*recogniser, "encoder.width=48", "trainer.max_steps=1", f"run_dir={tmp_path}/other")
-    assert refused.returncode == 2
-    assert refused.stderr.count("\n") == 1
-    assert "encoder.mask_embedding is (32,) there and (48,) here" in refused.stderr
-
-
 def test_finetuning_begins_with_a_run_of_either_kind(pretraining: Path, tmp_path: Path) -> None:
     own = ["recipe=finetune", "data=digits", "data.valid={}", "data.train.utterances=16", *TINY[-6:]]
     own += ["trainer.max_steps=4", "trainer.max_hours=null", "trainer.save_every=1", "trainer.keep=9"]

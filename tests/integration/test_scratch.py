@@ -88,13 +88,6 @@ def test_a_killed_run_keeps_its_plan(scratch: Command) -> None:
     assert "a new run would differ" not in done.stdout
 
 
-def test_ranks_have_one_plan(scratch: Command) -> None:
-    done = scratch.run("world_size=2", "device.oversubscribe=true")
-    assert done.returncode == 0, done.stderr
-    assert len(scratch.events("plan")) >= 1
-    assert scratch.result()["status"] in ("finished", "time")
-
-
 @pytest.mark.skipif(len(usable_cpus()) < 2, reason="one core has one rank")
 def test_two_cores_have_two_ranks(scratch: Command, folder: Path, tmp_path: Path) -> None:
     """The recipe chooses two ranks of eight recordings. One rank continues the run."""

@@ -80,21 +80,6 @@ def test_write_card_has_three_lines_of_code_that_work(trained: Path, tmp_path: P
     assert process.stdout.endswith("\n")
 
 
-@pytest.mark.slow
-def test_write_card_of_a_dry_run_prints_the_files_and_the_card(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "model"
-    arguments = [str(trained), "--to", "huggingface", "--out", str(folder)]
-    assert export.run([*arguments, "--push", "team/model", "--dry-run"]) == 0
-    output = capsys.readouterr().out
-    assert "the card states no licence. --licence NAME states it" in output
-    assert "files: README.md, config.json, " in output
-    assert (folder / "README.md").read_text() in output
-    assert 'model="team/model"' in output
-    assert "uploaded" not in output
-
-
 def test_card_options_need_a_token_before_anything_is_written(tmp_path: Path) -> None:
     run_dir = untrained(tmp_path / "run", *TINY)
     arguments = [str(run_dir), "--to", "huggingface", "--out", str(tmp_path / "model")]
