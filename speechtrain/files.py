@@ -20,7 +20,6 @@ import sys
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Annotated, Any, cast
@@ -181,66 +180,40 @@ def yaml_text(path: Path, follow: bool = True) -> str:
     return small_yaml(read_bytes(path, _MAX_YAML_BYTES, follow).decode())
 
 
-@dataclass
-class _YamlNode:
-    """The size of a node of a YAML text. A collection that has not ended has its size so far."""
-
-    anchor: str | None = None  # the name by which aliases refer to the node
-    # Nodes in the subtree. A scalar includes itself. A collection does not, because ``small_yaml`` adds 1 to
-    # the parent when the collection starts, and the collection's content when it ends.
-    nodes: int = 1
-    depth: int = 0  # levels below this node
-
-
 def small_yaml(text: str) -> str:
-    """Return ``text`` unchanged if it is YAML of limited size. Raises ValueError if it is larger.
+    """Return ``text`` unchanged if it is YAML of limited size without aliases, else raise ValueError.
 
     Parsers are called with the result, as in ``yaml.safe_load(small_yaml(text))``.
 
-    The limits are for the length of the text, and for the number of nodes and levels of the objects that are
-    built from it. An alias counts as all nodes that it repeats. Each character of an interpolation counts as
-    a node, because OmegaConf takes as long for it. Raises YAMLError for a text that is not YAML.
+    The limits are for the length of the text, its nodes and its levels. An alias could repeat a node very
+    often, so it is refused. Each character of an interpolation counts as a node, because OmegaConf takes as
+    long for it. Raises YAMLError for a text that is not YAML.
     """
     if len(text) > _MAX_YAML_BYTES:
         raise ValueError(f"it has {len(text)} characters, the most are {_MAX_YAML_BYTES}")
-    anchored_nodes: dict[str, _YamlNode] = {}
-    # The first entry is the document, and the others are the collections that contain the current event.
-    open_nodes = [_YamlNode(nodes=0)]
+    nodes = depth = 0
     for event in yaml.parse(text, YAML_LOADER):
-        if isinstance(event, yaml.CollectionEndEvent):
-            node = open_nodes.pop()
-        else:
-            node = _node_of(event, anchored_nodes)
-        parent = open_nodes[-1]
-        parent.nodes += node.nodes
-        parent.depth = max(parent.depth, node.depth + 1)
-        if parent.nodes > _MAX_YAML_NODES or len(open_nodes) + node.depth > _MAX_YAML_DEPTH:
+        nodes += 1
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"it has the alias *{event.anchor}. Write the value in its place")
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        elif isinstance(event, yaml.ScalarEvent):
+            nodes += _extra_nodes(event)
+        if nodes > _MAX_YAML_NODES or depth > _MAX_YAML_DEPTH:
             limits = f"more than {_MAX_YAML_NODES} nodes, or more than {_MAX_YAML_DEPTH} levels"
             raise ValueError(f"it has {limits}")
-        if isinstance(event, yaml.CollectionStartEvent):
-            open_nodes.append(_YamlNode(node.anchor, nodes=0))
-        elif node.anchor:
-            # An alias repeats the collection itself, too.
-            itself = 1 if isinstance(event, yaml.CollectionEndEvent) else 0
-            anchored_nodes[node.anchor] = replace(node, nodes=node.nodes + itself)
     return text
 
 
-def _node_of(event: Any, anchored_nodes: Mapping[str, _YamlNode]) -> _YamlNode:
-    """Return the node of an event that does not end a collection. Raises ValueError for a long number."""
-    if isinstance(event, yaml.AliasEvent):
-        # The anchor of a collection is known after its end. An alias inside its own collection would make
-        # the depth infinite, so its depth is the limit.
-        node = anchored_nodes.get(event.anchor, _YamlNode(depth=_MAX_YAML_DEPTH))
-        return replace(node, anchor=None)
-    node = _YamlNode(getattr(event, "anchor", None))
-    if isinstance(event, yaml.ScalarEvent):
-        if "${" in event.value:
-            node.nodes += len(event.value)
-        is_quoted_text = event.implicit[1]
-        if not is_quoted_text and re.match(r"[-+]?\d[\dA-Fa-fxo_:]{999,}\Z", event.value):
-            raise ValueError("it has a number of more than 1000 digits")  # Python prints at most 4300.
-    return node
+def _extra_nodes(event: yaml.ScalarEvent) -> int:
+    """Return the characters of an interpolation, else 0. Raises ValueError for a long number."""
+    is_quoted_text = event.implicit[1]
+    if not is_quoted_text and re.match(r"[-+]?\d[\dA-Fa-fxo_:]{999,}\Z", event.value):
+        raise ValueError("it has a number of more than 1000 digits")  # Python prints at most 4300.
+    return len(event.value) if "${" in event.value else 0
 
 
 _MAX_OBJECT_SIZE = 2**24  # objects that one object of a pickle contains, if each reference counts as a copy

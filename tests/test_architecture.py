@@ -338,7 +338,7 @@ PARSE_FILES = {
     "commands/study.py": "ends of trials that programs tell, and a study in SigOpt's form",
     "runs/named_corpus.py": "corpus YAMLs, and the options of a corpus",
     "runs/finetuned.py": "encoder/imported.yaml of an export",
-    "runs/user_yaml.py": "the user's own YAML files, also those that a run stores",
+    "runs/resume.py": "the texts of the user's YAML files that a run stores",
     "launchers/kubernetes.py": "output of kubectl",
     "launchers/ssh.py": "output of the agents",
     "export/recognise.py": "model.json of its own folder, in a Python without speechtrain",

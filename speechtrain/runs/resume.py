@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
 from speechtrain.config.resolved import with_absolute_path, with_absolute_paths
 from speechtrain.config.resume_fields import (
@@ -19,7 +20,7 @@ from speechtrain.config.resume_fields import (
 )
 from speechtrain.config.schema import INTERFACES, NESTED_GROUPS
 from speechtrain.errors import ConfigError, RunError, first_line, print_notice
-from speechtrain.files import print_line
+from speechtrain.files import print_line, small_yaml
 from speechtrain.run_directory import ABOUT, CONFIG, About, other_owner, read_about
 from speechtrain.runs.auto_device import announce_auto
 from speechtrain.runs.command_line import Command, split_options
@@ -245,10 +246,13 @@ def _file_changes(config_dir: str | None, user_files: Mapping[str, str]) -> dict
     """
     changes = {}
     for name, first_text in user_files.items():
+        text = text_of(config_dir, name)
+        if text in ("", first_text):
+            continue
         try:
-            first_values = values_of(name, first_text)
-            values = values_of(name, text_of(config_dir, name) or first_text)
-        except ValueError as error:
+            first_values = values_of(name, small_yaml(first_text))
+            values = values_of(name, text)
+        except (ValueError, YAMLError) as error:
             raise ConfigError(f"{name}.yaml cannot be read: {first_line(error)}") from None
         for key in {**first_values, **values}:
             if first_values.get(key) != values.get(key):

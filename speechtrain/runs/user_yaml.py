@@ -12,7 +12,6 @@ from yaml import YAMLError
 
 from speechtrain.config.resume_fields import flat
 from speechtrain.errors import first_line
-from speechtrain.files import small_yaml
 from speechtrain.runs.choices import is_shipped
 
 
@@ -61,10 +60,10 @@ def values_of(name: str, text: str) -> dict[str, Any]:
     """Return the values in ``text`` by their full keys in the config, such as ``optimizer.lr``.
 
     ``name`` is the ``group/choice`` of the file. Interpolations stay unresolved. Raises ValueError if the
-    text is too large or is not a mapping.
+    text is not a mapping.
     """
     try:
-        values = OmegaConf.to_container(OmegaConf.create(small_yaml(text)), resolve=False)
+        values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except (OmegaConfBaseException, RecursionError, YAMLError) as error:
         raise ValueError(first_line(error)) from None
     if not isinstance(values, dict):
