@@ -6,7 +6,7 @@
     python benchmarks/accelerators.py updates          # whole updates of two small recipes on CUDA
     python benchmarks/accelerators.py --smoke
 
-The recorder counts them (``speechtrain.devices.recorder``). Each ATen operation counts unless it is a view,
+The recorder counts them (``tools/rehearsal/recorder.py``). Each ATen operation counts unless it is a view,
 also inside custom autograd functions. The widths do not change the number of operations, and the full widths
 take an hour.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,12 +30,16 @@ from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.config.build import build_data, build_device, build_precision
 from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
-from speechtrain.devices.recorder import Costs, Recorder
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.rank.build import build_task
-from speechtrain.rank.recorded_updates import RecordedUpdates
 from speechtrain.runs.compose import compose
 from speechtrain.task import Task
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.rehearsal.operations import GAUDI, Operations
+from tools.rehearsal.recorded_updates import RecordedUpdates
+from tools.rehearsal.recorder import Costs, Recorder
 
 Shapes = Sequence[tuple[float, int]]
 SHAPES = ((16.7, 100), (14, 90), (12, 80), (10, 70), (8, 60), (6, 50), (4, 30), (2, 20))  # seconds, labels
@@ -87,7 +92,7 @@ def gaudi(rows: int, widths: int | None, shapes: Shapes, dtype: torch.dtype) -> 
     device = HPU()
     small = [] if widths is None else [f"encoder.hidden={widths}", f"model.prediction.hidden={widths}"]
     task, tokenizer = build_task(compose(["model=rnnt_mlperf", "device=cpu", "data.workers=0", *small]))
-    recorder = Recorder(device.facts.operations)
+    recorder = Recorder(GAUDI)
     policy = replace(device.policy(dtype), mark_step=recorder.mark_step)
     apply_policy(task, policy)
     print(
@@ -119,7 +124,7 @@ def cuda(rows: int, frames: int, labels: int, classes: int, hidden: int) -> Cost
     inputs = joint_inputs(rows, frames, labels, classes, hidden)
     texts = torch.randint(0, classes - 1, (rows, labels))
     lengths = torch.full((rows,), frames), torch.full((rows,), labels)
-    recorder = Recorder(CUDA.facts.operations)
+    recorder = Recorder(Operations())
     with recorder:
         loss = transducer_loss(
             *inputs, texts, *lengths, blank=classes - 1, dropout=0.3, seed=5,

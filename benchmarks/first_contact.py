@@ -36,7 +36,6 @@ from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.config.build import build_device, build_encoder, build_model, build_tokenizer
 from speechtrain.devices.base import Device
 from speechtrain.devices.out_of_memory import out_of_memory_error
-from speechtrain.devices.recorder import Costs, Recorder
 from speechtrain.errors import one_line
 from speechtrain.files import write_json, write_text
 from speechtrain.losses.ctc import ctc_loss
@@ -45,6 +44,11 @@ from speechtrain.nn.lstm import LSTM
 from speechtrain.run_directory import read_result
 from speechtrain.runs.compose import compose
 from speechtrain.training.graph_warmup import padding_batch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.rehearsal.operations import operations_of
+from tools.rehearsal.recorder import Costs, Recorder
 
 NAME = "first-contact"
 _ROUNDS = 5  # of timing
@@ -228,7 +232,7 @@ class Contact:
 
     def _costs(self, step: Callable[[], None]) -> Costs:
         """Return the launches and reads of a step. The recorder refuses no operation here."""
-        operations = replace(self.device.facts.operations, records=False, names=frozenset())
+        operations = replace(operations_of(self.device), records=False, names=frozenset())
         recorder = Recorder(operations)
         with recorder:
             step()

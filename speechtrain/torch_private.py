@@ -8,8 +8,7 @@ checked with torch 2.7 to 2.14.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Self
 
@@ -29,21 +28,8 @@ PARTS = {
     # torch.compile: the limit for the graphs of a compiled layer, and the number of graphs so far.
     "dynamo_config": "torch._dynamo.config",
     "dynamo_counters": "torch._dynamo.utils.counters",
-    # A backend of torch.compile for forward and backward, and the number of the function that is compiled.
-    "aot_autograd": "torch._dynamo.backends.common.aot_autograd",
-    "make_boxed_func": "functorch.compile.make_boxed_func",
-    "compile_id": "torch._guards.CompileContext.current_compile_id",
-    # Interception of each operation below autograd. The number of an autograd node connects an operation of
-    # the backward pass with the operation of the forward pass.
-    "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
-    "autograd_node": "torch._C._current_autograd_node",
-    "next_node_number": "torch.autograd._get_sequence_nr",
     # The method through which each change of the device or dtype of a module's tensors goes.
     "apply": "torch.nn.Module._apply",
-    # A device without kernels, and tensors without values (rank/fake_step.py).
-    "register_python_backend": ("torch.utils.backend_registration._setup_privateuseone_for_python_backend"),
-    "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
-    "without_fake_mode": "torch._subclasses.fake_tensor.unset_fake_temporarily",
     # PyTorch's lazy tensors.
     "start_lazy": "torch._lazy.ts_backend.init",
     "mark_lazy_step": "torch._lazy.mark_step",
@@ -69,12 +55,6 @@ def _part(path: str) -> Any:
         raise MachineError(f"torch {torch.__version__} has no {path}. Install torch 2.7 to 2.14") from None
 
 
-def backward_node() -> int | None:
-    """Return the number of the autograd node whose backward runs in this thread, or None outside backward."""
-    node = _part("torch._C._current_autograd_node")()
-    return None if node is None else int(node._sequence_nr())
-
-
 class MovedModule(nn.Module):
     """A module whose ``after_move`` is called after each change of the device or dtype of its tensors."""
 
@@ -85,17 +65,3 @@ class MovedModule(nn.Module):
 
     def after_move(self) -> None:
         """Adjust tensors that depend on device or dtype. Subclasses override this."""
-
-
-@contextmanager
-def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Return a context in which ``function`` replaces the attribute ``name`` of torch or its class ``owner``.
-
-    It intercepts calls in a Python function of a backward pass also, where modes of torch are not active.
-    """
-    original_function = getattr(owner, name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original_function)

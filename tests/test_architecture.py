@@ -65,7 +65,7 @@ MAY_IMPORT = {
     # They build the parts of a run by their interfaces. Blocks of networks are none of their business.
     "rank": (
         "checkpoint config data.base data.module devices.base devices.host devices.out_of_memory "
-        "devices.recorder distributed interop.weights optim.ema optim.schedules supervision "
+        "distributed interop.weights optim.ema optim.schedules supervision "
         "text.vocabulary tracking training"
     ),
     "runs": "checkpoint config data devices interop report study supervision text",

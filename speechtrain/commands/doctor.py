@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,13 +20,12 @@ from speechtrain.commands._cli import Parser, console
 from speechtrain.config.resume_fields import key_of_override
 from speechtrain.config.targets import described_error
 from speechtrain.errors import ConfigError, DataError, MachineError, SpeechtrainError, one_line
-from speechtrain.files import absolute_path, write_text
+from speechtrain.files import absolute_path
 from speechtrain.runs.choices import choices
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from speechtrain.compute_policy import ComputePolicy
     from speechtrain.data.base import DataModule
     from speechtrain.devices.base import Device, DeviceFacts
     from speechtrain.precision import Precision
@@ -38,7 +36,6 @@ GREEN, AMBER, RED = "green", "amber", "red"
 """States of a finding: fine, works with a drawback, does not work."""
 _COLOURS = {GREEN: "\033[32m", AMBER: "\033[33m", RED: "\033[31m"}  # escape sequences of the terminal
 _END_OF_COLOUR = "\033[0m"
-_COUNTED_SHAPES = 2  # shapes whose graphs are counted: the second one shows a dynamic shape
 _MAX_SHAPES = 8  # shapes that the finding on shapes lists
 
 
@@ -48,13 +45,10 @@ def parser() -> Parser:
         description="Check this machine, and a recipe on it. The doctor takes the arguments of a "
         "training, and checks the defaults without arguments. It prints a line for each check: green "
         "(fine), amber (works, with a drawback), red (does not work, and how to fix it). The last lines are "
-        "about the recipe: its config, model, recordings and transcripts, its shapes with their predicted "
-        "memory, and one training step of its largest batch. For an accelerator, present or not, updates "
-        "also run on the CPU under a recorder. The recorder reports whether the device refuses an operation, "
-        "a type or a value, whether the host reads a value back or copies more than the batch, and whether a "
-        "graph differs from update to update. It names the line of code that is at fault, or counts "
-        "operations, reads, copies, bytes and graphs. The doctor writes "
-        "no file except the data cache, which training would also write (SPEECHTRAIN_CACHE).",
+        "about the recipe: its config, launcher, model, recordings and transcripts, its shapes with their "
+        "predicted memory, and one training step of its largest batch. For an absent accelerator, all lines "
+        "appear except those of the step. The doctor writes no file except the data cache, which training "
+        "would also write (SPEECHTRAIN_CACHE).",
         examples=["speechtrain doctor", "speechtrain doctor recipe=mlperf device=hpu"],
         exit_codes="0 if no line is red, otherwise the code of the first red line: 2 config, 3 data, 4 "
         "machine or training step",
@@ -271,11 +265,6 @@ class Recipe:
                     yield failure(subject, error)
                     return
             yield try_check("parts", self._check_parts)
-            if self.device.static_shapes or not self.device.on_host:
-                yield try_check("recorder", self._record_steps)
-                yield from self._fake_findings()
-            if self.device.static_shapes and self._plain_policy().compiler:
-                yield try_check("graphs", self._count_graphs)
             if self.precision is not None:
                 yield from self._step_findings(self.precision)
 
@@ -299,6 +288,19 @@ class Recipe:
         self._sample_rate = int(self.config.data.get("sample_rate") or 16_000)
         lines = [f"{' '.join(self.overrides) or 'the defaults'}: every key is valid", *notices]
         yield Finding(GREEN, "recipe", ". ".join(lines))
+        yield self._launcher_finding()
+
+    def _launcher_finding(self) -> Finding:
+        """Return the finding on the launcher, its hosts and the programs that it needs on this machine."""
+        from speechtrain.config.build import build_launcher
+        from speechtrain.launcher import Job
+
+        launcher = build_launcher(self.config)
+        ranks, hosts = self.config.world_size, launcher.host_count()
+        text = f"{launcher.choice}, ranks: {ranks}, hosts: {hosts}"
+        run_dir = Path(self.run_dir)
+        fault = launcher.missing_program(Job(run_dir / "config.yaml", run_dir, ranks))
+        return Finding(AMBER, "launcher", fault) if fault else Finding(GREEN, "launcher", text)
 
     def _device_findings(self) -> Iterator[Finding]:
         from speechtrain.config.build import build_device
@@ -313,8 +315,8 @@ class Recipe:
             finding = failure("device", error)
             is_absent = self.device.absence(1) and not self.device.library_fault()
             if not self.device.on_host and is_absent:
-                # The recipe is for an accelerator that this machine does not have. The recorder tests whether
-                # the recipe suits it.
+                # The recipe is for an accelerator that this machine does not have. The other lines are about
+                # what a run on a machine with it needs, too.
                 finding = replace(finding, state=AMBER)
             yield finding
         else:
@@ -322,13 +324,9 @@ class Recipe:
             yield Finding(GREEN, "device", text)
 
     def _model_findings(self) -> Iterator[Finding]:
-        import torch
-
         from speechtrain.rank.build import build_task
 
         self.task, self.tokenizer = build_task(self.config)
-        if self.precision is not None:
-            self.task.to(self.device.tensor(torch.zeros(())).device)
         parameters = sum(parameter.numel() for parameter in self.task.parameters())
         text = f"{parameters:,} parameters, {self.tokenizer.size} classes with the blank"
         yield Finding(GREEN, "model", text)
@@ -363,17 +361,18 @@ class Recipe:
             yield Finding(AMBER, "data", f"{text}, no evaluation set")
         for warning in data.warnings():
             yield Finding(AMBER, "data", warning)
-        yield self._shapes_finding()
+        yield try_check("shapes", self._shapes_text)
         encoder = getattr(self.task, "encoder", None)
         line = data.crowded_transcripts(encoder.frames) if encoder else ""
         if line:
             yield Finding(AMBER, "data", line)
 
-    def _shapes_finding(self) -> Finding:
-        """Return the finding on the fixed shapes of training batches and their predicted memory.
+    def _shapes_text(self) -> str:
+        """Return the fixed shapes of training batches and their predicted memory, or that shapes vary.
 
-        Data without fixed shapes has a finding that says so.
+        Raises ConfigError if the device needs fixed shapes and the shapes of the data vary.
         """
+        self.device.validate_shapes(self.data.shapes())
         footprint = self.task.footprint()
         texts = []
         for rows, samples, labels in self.data.shapes():
@@ -384,101 +383,27 @@ class Recipe:
                 text += f" {size / 2**20:,.0f} MiB"
             texts.append(text)
         if not texts:
-            return Finding(GREEN, "shapes", "vary with the recordings (data.shapes=N fixes them)")
+            return "vary with the recordings (data.shapes=N fixes them)"
         line = f"rows × length × labels, with memory: {', '.join(texts[:_MAX_SHAPES])}"
         if len(texts) > _MAX_SHAPES:
             line += f" and {len(texts) - _MAX_SHAPES} more"
-        return Finding(GREEN, "shapes", line)
+        return line
 
     def _check_parts(self) -> str:
         """Return a line. Raises ConfigError with the class of a part that breaks its contract."""
-        from speechtrain.compute_policy import PLAIN
         from speechtrain.rank.contract import check_contract
 
-        task, move = self.task, self.device.move
-        if self.precision is None or self.device.static_shapes:  # This machine does not have the device.
-            task, move = self._task_on_host(PLAIN), lambda batch: batch
-        check_contract(task, self.data, move, self.config.world_size)
+        check_contract(self.task, self.data, lambda batch: batch, self.config.world_size)
         return "lengths, losses and metrics of two recordings keep their contracts"
-
-    def _record_steps(self) -> str:
-        """Return a line with the costs of training updates on the device, from updates that run on the CPU.
-
-        Raises ConfigError if the shapes of the data vary and the device needs static shapes. Raises Unfit
-        with the line of code if the device does not allow a part of an update.
-        """
-        from speechtrain.rank.recorded_updates import RecordedUpdates
-
-        self.device.validate_shapes(self.data.shapes())
-        policy = self._plain_policy()
-        task = self._task_on_host(policy)
-        updates = RecordedUpdates(
-            self.config, self.data, task, self.device, policy=policy, folder=Path(self.run_dir)
-        )
-        return updates.run()
-
-    def _fake_findings(self) -> Iterator[Finding]:
-        """Yield the finding on whether a step combines tensors of the host with tensors of the device."""
-        from speechtrain.rank.fake_step import absence
-
-        reason = absence()
-        if reason:
-            yield Finding(AMBER, "fake device", reason)
-        else:
-            yield try_check("fake device", self._run_fake_step)
-
-    def _run_fake_step(self) -> str:
-        """Run the smallest and the largest shape in another process. Return the line that it prints."""
-        from speechtrain.config.resolved import dump
-        from speechtrain.rank.trial_steps import extreme_shapes
-
-        path = Path(self.run_dir) / "fake.yaml"
-        write_text(path, dump(self.config))
-        shapes = [",".join(map(str, shape)) for shape in extreme_shapes(self.data)]
-        line = [sys.executable, "-P", "-m", "speechtrain.rank.fake_step", str(path), *shapes]
-        process = subprocess.run(line, capture_output=True, text=True, check=False)
-        if process.returncode:
-            lines = process.stderr.strip().splitlines() or ["no output"]
-            raise MachineError(lines[-1])
-        return process.stdout.strip()
-
-    def _plain_policy(self) -> ComputePolicy:
-        from speechtrain.config.build import build_precision
-
-        # The vendor's CTC kernel does not run on the CPU, so torch's CTC loss replaces it.
-        return replace(self.device.policy(build_precision(self.config).dtype), ctc_kernel=None)
-
-    def _task_on_host(self, policy: ComputePolicy) -> Task:
-        """Return a copy of the task on the CPU, which trains by ``policy``."""
-        from speechtrain.compute_policy import apply_policy
-        from speechtrain.rank.build import build_task
-
-        task, _ = build_task(self.config)
-        task.train().load_state_dict({name: tensor.cpu() for name, tensor in self.task.state_dict().items()})
-        apply_policy(task, policy)
-        return task
-
-    def _count_graphs(self) -> str:
-        """Return the graphs that ``torch.compile`` makes of the steps of the smallest shapes.
-
-        Raises MachineError if a graph is broken, dynamic, or too large for the device.
-        """
-        from speechtrain.devices.graph_count import count_graphs
-        from speechtrain.rank.trial_steps import smallest_shapes
-
-        self.device.validate_shapes(self.data.shapes())
-        policy = self._plain_policy()
-        task = self._task_on_host(policy)
-        batches = [task.prepare(batch, seed=0) for batch in smallest_shapes(self.data, _COUNTED_SHAPES)]
-        count = count_graphs(task, policy, batches)
-        count.check(self.device.facts.operations.largest_graph)
-        return str(count)
 
     def _step_findings(self, precision: Precision) -> Iterator[Finding]:
         """Yield findings on a training step of the largest batch, and on the time of an epoch."""
+        import torch
+
         from speechtrain.rank.trial_steps import TrialSteps
 
         try:
+            self.task.to(self.device.tensor(torch.zeros(())).device)
             steps = TrialSteps(self.config, self.data, self.task, self.device, precision)
             yield Finding(GREEN, "one step", steps.describe_largest_step(self.data, self._sample_rate))
         except Exception as error:  # The doctor reports every error as a finding.

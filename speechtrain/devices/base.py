@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,38 +21,6 @@ _CORES_OF_ACCELERATOR = 100  # A plan of a run counts an accelerator as this num
 
 Prepared = tuple[nn.Module, torch.optim.Optimizer]
 """A module and its optimizer, with the vendor's transformations."""
-
-
-Check = Callable[[Sequence[Any], Mapping[str, Any]], str]
-"""Returns why a call with these arguments and keywords runs on the CPU, or an empty text."""
-
-
-@dataclass(frozen=True)
-class Operations:
-    """The operations and types of a device. Eager devices have the defaults.
-
-    ``Recorder`` in ``speechtrain.devices.recorder`` records the operations of a training step on the CPU, and
-    reports the operations that this table does not allow.
-    """
-
-    # ATen's names of the supported operations, without overload and final underscore. Empty means all.
-    names: frozenset[str] = frozenset()
-    checks: Mapping[str, Check] = field(default_factory=dict)  # for the names with conditions
-    refused_dtypes: tuple[torch.dtype, ...] = ()
-    int64_bits: int = 64  # the bits in which the device really computes int64
-    reinterprets: bool = True  # whether Tensor.view(dtype) works
-    largest_graph: int = 0  # the maximum number of operations in a graph, 0 for no limit
-    # Whether the device records operations in graphs. A graph ends if the host reads a value, or if a shape
-    # depends on data.
-    records: bool = False
-
-    def fault(self, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> str:
-        """Return why the call of the operation ``name`` runs on the CPU, or an empty text."""
-        if self.names and name not in self.names:
-            return "is not in the device's table of operations, so it runs on the CPU"
-        check = self.checks.get(name)
-        reason = check(arguments, keywords) if check else ""
-        return f"runs on the CPU, because {reason}" if reason else ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +54,6 @@ class DeviceFacts:
     fsdp: bool = True
     host_gib: int = 0  # GiB of the host's memory that each process may need
     narrow_gathers: bool = False  # whether sharded parameters are sent in autocast's type
-    operations: Operations = Operations()
     packages: tuple[str, ...] = ()  # patterns of the vendor's modules, which only the device's file imports
     plugin: str = ""  # the vendor's distribution that extends torch
     plugin_torch: Mapping[str, str] = field(default_factory=dict)  # torch version by release of the plugin

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speechtrain import torch_private
-from speechtrain.devices.base import Device, DeviceFacts, Operations
+from speechtrain.devices.base import Device, DeviceFacts
 from speechtrain.errors import MachineError, first_line
 
 
@@ -72,7 +72,6 @@ class Lazy(Device):
         sum_dtype=torch.float32,
         optimizer_flags={"fused": False, "foreach": False},
         fsdp=False,
-        operations=Operations(records=True),
         packages=(r"torch\._lazy",),
     )
 

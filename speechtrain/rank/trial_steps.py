@@ -19,24 +19,8 @@ from speechtrain.devices.base import Device
 from speechtrain.precision import Precision
 from speechtrain.task import Task
 from speechtrain.training.autotune import choose_policy
-from speechtrain.training.graph_warmup import padding_batch
 
 _TIMED_BATCHES = 8  # micro-batches whose steps are timed, to predict the time of an epoch
-
-
-def smallest_batches(data: DataModule, count: int) -> list[Batch]:
-    """Return the ``count`` micro-batches of the first epoch with the least audio, including padding."""
-
-    def first_positions(total: int) -> Sequence[int]:
-        return range(min(count, total))
-
-    return _batches_by_size(data, first_positions)
-
-
-def smallest_shapes(data: DataModule, count: int) -> list[Batch]:
-    """Return a silent batch of each of the ``count`` smallest fixed shapes of training."""
-    shapes = sorted(data.shapes(), key=lambda shape: shape[0] * shape[1])
-    return [padding_batch(*shape) for shape in shapes[:count]]
 
 
 def _spread_positions(total: int) -> list[int]:
@@ -49,7 +33,7 @@ def _spread_positions(total: int) -> list[int]:
     return positions
 
 
-def _batches_by_size(data: DataModule, positions_of: Callable[[int], Sequence[int]]) -> list[Batch]:
+def batches_by_size(data: DataModule, positions_of: Callable[[int], Sequence[int]]) -> list[Batch]:
     """Return micro-batches of the first epoch by their positions in the order of their size.
 
     ``positions_of`` maps the number of micro-batches to the positions. The smallest micro-batch has position
@@ -63,22 +47,6 @@ def _batches_by_size(data: DataModule, positions_of: Callable[[int], Sequence[in
     positions = list(positions_of(len(order)))
     numbers = order[positions].tolist()
     return [data.stream.loader(plan[number]) for number in numbers]
-
-
-def extreme_shapes(data: DataModule) -> list[tuple[int, int, int]]:
-    """Return rows, samples and labels of the micro-batches with the least and with the most audio."""
-    shapes = []
-    for batch in _batches_by_size(data, lambda count: [0, count - 1]):
-        rows, samples = batch.audio.shape
-        shapes.append((rows, samples, batch.labels.shape[1]))
-    return shapes
-
-
-def with_longest_row(data: DataModule) -> Batch:
-    """Return the longest row of the micro-batch with the most audio, as a batch of its shape with one row."""
-    batch = _batches_by_size(data, lambda count: [count - 1])[0]
-    row = int(batch.audio_lengths.argmax())
-    return select_rows(batch, slice(row, row + 1))
 
 
 def select_rows(batch: Batch, rows: slice) -> Batch:
@@ -130,7 +98,7 @@ class TrialSteps:
 
         ``rate`` is the sample rate of the audio in Hz.
         """
-        batch = _batches_by_size(data, lambda count: [count - 1])[0]
+        batch = batches_by_size(data, lambda count: [count - 1])[0]
         loss, seconds = self(batch)
         rows, labels = batch.labels.shape
         length = int(batch.audio.shape[1]) / rate
@@ -146,7 +114,7 @@ class TrialSteps:
         Validation is not included.
         """
         start = time.process_time()
-        batches = _batches_by_size(data, _spread_positions)
+        batches = batches_by_size(data, _spread_positions)
         seconds = 0.0
         if self.device.on_host:
             # The workers that load batches use the same cores as the steps, so the loading time is added.

@@ -10,21 +10,11 @@ import torch
 
 from speechtrain import torch_private
 from speechtrain.errors import MachineError
-from speechtrain.rank import fake_step
 
 
 @pytest.mark.parametrize("name", torch_private.PARTS)
 def test_this_torch_has_the_part(name: str) -> None:
-    if name == "register_python_backend":
-        reason = fake_step.absence()
-        if reason:
-            pytest.skip(reason)
     assert getattr(torch_private, name) is not None
-
-
-def test_a_node_of_this_torch_has_its_number() -> None:
-    node = torch.ones(1, requires_grad=True).exp().grad_fn
-    assert hasattr(node, "_sequence_nr"), f"torch {torch.__version__} has no _sequence_nr of a node"
 
 
 @pytest.mark.parametrize("path", ["torch._moved", "torch._moved.name", "torch.nn.Module._moved"])

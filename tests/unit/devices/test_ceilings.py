@@ -17,11 +17,12 @@ from speechtrain.compute_policy import apply_policy
 from speechtrain.config.build import build_device, build_encoder, build_model
 from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
-from speechtrain.devices.recorder import Recorder, Unfit
 from speechtrain.rank.build import build_task
 from speechtrain.runs.compose import compose
 from speechtrain.text.vocabulary import Characters
 from speechtrain.training.recompute import checkpoint_layers
+from tools.rehearsal.operations import GAUDI, Operations
+from tools.rehearsal.recorder import Recorder, Unfit
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,7 @@ batch_of = BENCHMARK["batch_of"]
 def test_the_mlperf_model_on_gaudi(dtype: torch.dtype, operations: int) -> None:
     narrow = ["encoder.hidden=8", "model.prediction.hidden=8", "encoder.features.mels=8"]
     task, tokenizer = build_task(compose(["model=rnnt_mlperf", *narrow]))
-    recorder = Recorder(HPU.facts.operations)
+    recorder = Recorder(GAUDI)
     policy = replace(HPU().policy(dtype), mark_step=recorder.mark_step)
     apply_policy(task, policy)
     graphs = []
@@ -61,7 +62,7 @@ def test_an_encoder_in_one_graph_is_refused() -> None:
     task, tokenizer = build_task(
         compose(["model=rnnt_mlperf", "encoder.hidden=8", "model.prediction.hidden=8"])
     )
-    recorder = Recorder(HPU.facts.operations)
+    recorder = Recorder(GAUDI)
     apply_policy(task, replace(HPU().policy(torch.float32), lstm_segment=0))
     batch = recorder.move(task.prepare(batch_of(1, 16.7, 100, tokenizer.size), 1))
     with recorder.warm_up(), pytest.raises(Unfit, match="makes a graph of more than 5,000") as raised:
@@ -89,7 +90,7 @@ def test_reads_of_a_step_on_cuda(choices: list[str], reads: int) -> None:
     config = compose([*choices, "device=cuda"])
     task, tokenizer = build_task(config)
     apply_policy(task.train(), build_device(config).policy(torch.float32))
-    recorder = Recorder(CUDA.facts.operations)
+    recorder = Recorder(Operations())
     batch = recorder.move(task.prepare(batch_of(3, 2.2, 12, tokenizer.size), 1))
     with recorder:
         torch.autograd.backward(task(batch).total)
@@ -104,7 +105,7 @@ def test_a_step_of_wav2vec2_on_cuda(rows: int) -> None:
     task, _ = build_task(compose(["model=wav2vec2", f"encoder.conv_layers=[{convolutions}]", *narrow]))
     policy = CUDA().policy(torch.float32)
     apply_policy(task.train(), policy)
-    recorder = Recorder(CUDA.facts.operations)
+    recorder = Recorder(Operations())
     batch = task.prepare(batch_of(rows, 2.2, 1, 3), 1)
     with recorder:
         torch.autograd.backward(task(batch).total)

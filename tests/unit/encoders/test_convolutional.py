@@ -16,7 +16,6 @@ from torch import Tensor
 from speechtrain.compute_policy import apply_policy
 from speechtrain.config.build import build
 from speechtrain.devices.hpu import HPU
-from speechtrain.devices.recorder import Recorder
 from speechtrain.encoders.convolutional import ConvolutionalEncoder
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
@@ -24,6 +23,8 @@ from speechtrain.nn.norm import MaskedBatchNorm
 from tests.support.composed import composed
 from tests.support.noise import batch
 from tests.support.stored import stored_bytes
+from tools.rehearsal.operations import GAUDI
+from tools.rehearsal.recorder import Recorder
 
 CHOICES = [f"contextnet_{size}" for size in ("large", "medium", "small", "dummy", "tiny")]
 CHOICES += ["quartznet15x5", "quartznet_tiny"]
@@ -222,7 +223,7 @@ def test_the_statistics_of_the_norm_are_fp32_whatever_its_input() -> None:
 @pytest.mark.parametrize("choice", ["contextnet_tiny", "contextnet_large", "quartznet15x5"])
 def test_gaudi_refuses_nothing(choice: str, dtype: torch.dtype) -> None:
     encoder = narrow(choice)
-    recorder = Recorder(HPU.facts.operations)
+    recorder = Recorder(GAUDI)
     policy = replace(HPU().policy(dtype), mark_step=recorder.mark_step)
     apply_policy(encoder, policy)
     for number in range(2):

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import STATIC, apply_policy
 from speechtrain.config.build import build_encoder, build_model, build_tokenizer
-from speechtrain.devices.hpu import HPU
-from speechtrain.devices.recorder import Recorder
 from speechtrain.encoders import fastconformer
 from speechtrain.encoders.fastconformer import FastConformer
 from speechtrain.features.augment import Augment
@@ -22,6 +20,8 @@ from speechtrain.features.logmel import LogMel
 from speechtrain.runs.compose import compose
 from tests.support.composed import composed
 from tests.support.noise import batch
+from tools.rehearsal.operations import GAUDI
+from tools.rehearsal.recorder import Recorder
 
 NOTHING_DROPPED = dict.fromkeys(
     ("dropout", "attention_dropout", "activation_dropout", "residual_dropout"), 0.0
@@ -180,7 +180,7 @@ def test_layer_drop_skips_a_layer_and_keeps_its_gradient() -> None:
 
 
 def test_it_is_fit_for_gaudi() -> None:
-    mine, recorder = encoder(dropout=0.1, residual_dropout=0.1).train(), Recorder(HPU.facts.operations)
+    mine, recorder = encoder(dropout=0.1, residual_dropout=0.1).train(), Recorder(GAUDI)
     apply_policy(mine, replace(STATIC, mark_step=recorder.mark_step))
     given = batch(16000, 12345)
     moved = recorder.move(given)

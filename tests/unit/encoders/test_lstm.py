@@ -10,13 +10,13 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN, STATIC, apply_policy
-from speechtrain.devices.recorder import Recorder
 from speechtrain.encoders.lstm import LSTMEncoder
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.task import units_of
 from speechtrain.training.recompute import checkpoint_layers
 from tests.support.noise import batch
+from tools.rehearsal.recorder import Recorder
 
 
 def encoder(stack_time: int = 2, norm: bool = False) -> LSTMEncoder:

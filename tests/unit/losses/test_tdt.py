@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from speechtrain.devices.hpu import HPU
-from speechtrain.devices.recorder import Recorder
 from speechtrain.losses.transducer import transducer_loss
 from tests.support.lattices import NAMES, Problem, joint_dropout_mask
+from tools.rehearsal.operations import GAUDI
+from tools.rehearsal.recorder import Recorder
 
 FORMS = pytest.mark.parametrize("static", [False, True], ids=["ragged", "static"])
 USUAL = (0, 1, 2, 3, 4)
@@ -255,7 +255,7 @@ def test_a_label_is_no_duration() -> None:
 def test_static_form_is_of_gaudis_operations() -> None:
     """Shapes and operations that its table has, and no read by the host."""
     problem = drawn([30, 22], [8, 5], USUAL)
-    recorder = Recorder(HPU.facts.operations)
+    recorder = Recorder(GAUDI)
     moved = [recorder.copy_to_device(x.float().detach()).requires_grad_() for x in problem.inputs]
     integers = [recorder.copy_to_device(x) for x in (problem.labels, problem.frames, problem.symbols)]
     with recorder.warm_up():

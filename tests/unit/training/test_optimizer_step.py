@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speechtrain.devices.base import Operations
-from speechtrain.devices.recorder import Recorder
 from speechtrain.optim.adamw import AdamW
 from speechtrain.optim.ema import EMA
 from speechtrain.optim.lamb import LAMB
@@ -20,6 +18,8 @@ from speechtrain.training.optimizer_step import (
     Trained,
     Update,
 )
+from tools.rehearsal.operations import Operations
+from tools.rehearsal.recorder import Recorder
 
 OPTIMIZERS = {"adamw": lambda p: AdamW(p, fused=False, foreach=False), "lamb": LAMB}
 

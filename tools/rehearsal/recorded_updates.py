@@ -17,15 +17,16 @@ from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.config.build import build_optimizer, build_precision, build_schedule
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
-from speechtrain.devices.recorder import RecordedDevice, Recorder
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.optim.ema import EMA
-from speechtrain.rank.trial_steps import select_rows, smallest_batches, with_longest_row
+from speechtrain.rank.trial_steps import batches_by_size, select_rows
 from speechtrain.task import Task
 from speechtrain.tracking.group import Trackers
 from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training.run_state import Interval
 from speechtrain.training.trainer import Trainer
+from tools.rehearsal.operations import operations_of
+from tools.rehearsal.recorder import RecordedDevice, Recorder
 
 CROSSINGS = {
     "training/optimizer_step.py:HostCheckedUpdate._is_finite": "the host skips an update that is not finite",
@@ -74,7 +75,7 @@ class RecordedUpdates:
         policy: ComputePolicy,
         folder: Path,
     ) -> None:
-        operations = device.facts.operations
+        operations = operations_of(device)
         if policy.autocast_dtype == torch.float16:
             # The operations are the same, and products of fp16 take 20 times as long on a CPU.
             policy = replace(policy, autocast_dtype=torch.bfloat16)
@@ -107,11 +108,11 @@ class RecordedUpdates:
         """
         recorder = self.recorder
         self.trainer.planning.start(self.parts, 1.0)
-        batches = smallest_batches(self.data, _BATCHES)
+        batches = batches_by_size(self.data, lambda total: range(min(_BATCHES, total)))
         seconds_per_row = batches[0].audio.shape[1] / self.task.sample_rate
         rows = slice(max(2, int(_MAX_SECONDS / seconds_per_row)))
         small_batches = [select_rows(batch, rows) for batch in batches if _shape(batch) == _shape(batches[0])]
-        large_batch = with_longest_row(self.data)
+        large_batch = _with_longest_row(self.data)
         stream = itertools.cycle(small_batches)
         self._update(stream, _WARM_UPS, recorder.warm_up())
         self._update(stream, _UPDATES - 1, recorder)
@@ -151,6 +152,13 @@ def _settings(config: DictConfig) -> TrainerConfig:
         settings, max_steps=None, max_epochs=None, max_hours=None, target=None, validate_every=_NEVER,
         save_every=None, log_every=_LOG_EVERY, accumulate=min(2, settings.accumulate), profile="",
     )  # fmt: skip
+
+
+def _with_longest_row(data: DataModule) -> Batch:
+    """Return the longest row of the micro-batch with the most audio, as a batch of its shape with one row."""
+    batch = batches_by_size(data, lambda total: [total - 1])[0]
+    row = int(batch.audio_lengths.argmax())
+    return select_rows(batch, slice(row, row + 1))
 
 
 def _shape(batch: Batch) -> tuple[torch.Size, torch.Size]:

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._guards import CompileContext
 
-from speechtrain import torch_private
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy, GraphFunction, compile_module
 from speechtrain.errors import MachineError, one_line
@@ -27,8 +30,8 @@ class GraphCounter:
     dynamic: int = 0  # graphs with an input whose shape is a variable
 
     def __call__(self, module: nn.Module, inputs: Sequence[Any]) -> Callable[..., Any]:
-        self.functions.add(torch_private.compile_id().frame_id)
-        backend = torch_private.aot_autograd(fw_compiler=self._count, bw_compiler=self._count)
+        self.functions.add(CompileContext.current_compile_id().frame_id)
+        backend = aot_autograd(fw_compiler=self._count, bw_compiler=self._count)
         compiled: Callable[..., Any] = backend(module, inputs)
         return compiled
 
@@ -41,7 +44,7 @@ class GraphCounter:
         self.sizes.append(operations)
         if any(_is_dynamic(value) for value in inputs):
             self.dynamic += 1
-        boxed: Callable[..., Any] = torch_private.make_boxed_func(module.forward)
+        boxed: Callable[..., Any] = make_boxed_func(module.forward)
         return boxed
 
 
@@ -84,7 +87,7 @@ def count_graphs(task: Task, policy: ComputePolicy, batches: Sequence[Batch]) ->
     them are trained on and evaluated, and then all of them again, in which no graph should be compiled.
     """
     counter = GraphCounter()
-    breaks = torch_private.dynamo_counters["graph_break"]
+    breaks = counters["graph_break"]
     breaks.clear()
     with _graph_function_compiler_restored():
         compile_module(task, replace(policy, compiler=counter), len(batches))

@@ -1,18 +1,51 @@
-"""The planted faults of a review, with the doctor's outcome for each on Gaudi and on CUDA.
+"""The planted faults of a review, with the outcome of the rehearsal for each on Gaudi and on CUDA.
 
-``python -m tests.support.planted_faults`` plants one after the other, runs the lines ``recorder`` and ``fake
-device`` for both devices, and prints a table. With names as arguments, it plants these.
+``python tests/rehearsal/planted_faults.py`` plants one after the other into a copy of the source, rehearses a
+small recipe for both devices, and prints a table. With names as arguments, it plants these.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.planted import Fault, plant, run_module
+ROOT = Path(__file__).resolve().parents[2]
+_DATA = [
+    *("data=digits", "data.workers=0", "data.train.utterances=64", "data.valid.unheard.utterances=2"),
+    *("augment=specaugment", "augment.noise_db=[10,20]"),
+]
+RECIPES = {
+    "rnnt": [
+        *(*_DATA, "model=rnnt_small", "encoder.hidden=16", "model.prediction.hidden=16"),
+        "model.joint.hidden=16",
+    ],
+    "wav2vec2": [
+        *(*_DATA, "model=wav2vec2_small", "encoder.layers=1", "encoder.width=16", "encoder.heads=2"),
+        *("encoder.feed_forward=16", "encoder.position_groups=2"),
+    ],
+}
+"""Small recipes."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A line of the package, and the lines that replace it. The line with ``# planted`` is at fault."""
+
+    name: str
+    file: str
+    line: str
+    replacement: str
+    model: str = "rnnt"  # the recipe
+    # The outcome by device: ``named`` (red with file and line), ``red``, or why the device allows it.
+    hpu: str = "named"
+    cuda: str = "named"
+
 
 _LEGAL = "legal, because a GPU computes it"
 _LOCAL = "no host takes part, so it costs time only"
@@ -184,18 +217,39 @@ FAULTS = [
 ]
 
 
+def plant(fault: Fault, folder: Path) -> tuple[Path, int]:
+    """Return a copy of the package with the fault, and the number of the line that must be named."""
+    for name in ("speechtrain", "conf", "launchers", "tools/rehearsal", "tests/rehearsal"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    path = folder / "speechtrain" / fault.file
+    text = path.read_text()
+    count = text.count(fault.line)
+    assert count == 1, f"{fault.name}: {fault.file} has the line {count} times"
+    text = text.replace(fault.line, fault.replacement)
+    path.write_text(text)
+    (number,) = [n for n, line in enumerate(text.splitlines(), 1) if "# planted" in line]
+    return folder, number
+
+
+def run_program(folder: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python file of the package copy in ``folder``."""
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    line = [sys.executable, program, *arguments]
+    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
 def outcomes(fault: Fault) -> dict[str, tuple[str, str]]:
-    """Plant the fault. Return the outcome (``named``, ``red``, ``green``) and the doctor's text by device."""
+    """Plant the fault. Return the outcome (``named``, ``red``, ``green``) and the error by device."""
+    results = {}
     with tempfile.TemporaryDirectory() as name:
         folder, number = plant(fault, Path(name))
-        process = run_module(folder, "tests.support.doctor_lines", fault.model)
-    assert not process.returncode, process.stderr[-2000:]
-    results = {}
-    for device, texts in json.loads(process.stdout.splitlines()[-1]).items():
-        outcome = "red" if texts else "green"
-        if re.search(rf"{re.escape(fault.file)}:{number}\b", " ".join(texts)):
-            outcome = "named"
-        results[device] = (outcome, " ".join(texts))
+        for device in ("hpu", "cuda"):
+            recipe = [*RECIPES[fault.model], f"device={device}"]
+            process = run_program(folder, "tools/rehearsal/run.py", *recipe)
+            outcome = "red" if process.returncode else "green"
+            if re.search(rf"{re.escape(fault.file)}:{number}\b", process.stderr):
+                outcome = "named"
+            results[device] = (outcome, process.stderr[-2000:])
     return results
 
 

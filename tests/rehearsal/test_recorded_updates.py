@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from speechtrain.batch import Batch
 from speechtrain.config.build import build_data, build_device, build_precision
-from speechtrain.devices.recorder import Unfit
 from speechtrain.rank.build import build_task
-from speechtrain.rank.recorded_updates import RecordedUpdates
 from speechtrain.runs.compose import compose
-from speechtrain.task import Loss
-from speechtrain.training import optimizer_step
-from speechtrain.training.run_state import Interval
+from tools.rehearsal.recorded_updates import RecordedUpdates
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
-HERE = Path(__file__)
 SMALL = [
     *("data=digits", "data.workers=0", "data.train.utterances=32", "data.valid.unheard.utterances=2"),
     *("data.train.max_words=2", "data.train.min_words=1"),
@@ -77,32 +70,6 @@ def test_recorded_updates_of_gaudi_make_no_graph_twice(recipe: list[str], tmp_pa
     # Two micro-batches, the flag of the update and the decay of the average.
     batch_tensors = updates.costs.copies - 2
     assert batch_tensors % 2 == 0
-
-
-def read_loss(interval: Interval, batch: Batch, loss: Loss) -> None:
-    interval.data_wait_s += loss.total.item()  # planted
-
-
-def copy_rates(update: object, optimizer: torch.optim.Optimizer, rate: float) -> None:
-    optimizer.param_groups[0]["lr"] = rate
-    parameter = optimizer.param_groups[0]["params"][0]
-    torch.tensor([rate], device=parameter.device)  # planted
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "fault"),
-    [(Interval, "add", read_loss), (optimizer_step.Update, "_set_rate", copy_rates)],
-)
-@pytest.mark.parametrize("device", ["cuda", "hpu"])
-def test_recorded_updates_name_a_surplus_crossing(
-    owner: type, name: str, fault: Callable[..., None], device: str,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(owner, name, fault)
-    updates = updates_of([*RNNT, f"device={device}", "data.max_seconds=2"], tmp_path)
-    with pytest.raises(Unfit, match="# planted") as raised:
-        updates.run()
-    assert raised.value.source.file == str(HERE)
 
 
 def test_recorded_updates_of_a_large_batch_in_fp16_take_some_rows(tmp_path: Path) -> None:

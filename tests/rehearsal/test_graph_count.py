@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import STATIC, GraphFunction, apply_policy, equal_parts
-from speechtrain.devices.graph_count import GraphCount, count_graphs
+from speechtrain.compute_policy import GraphFunction, apply_policy
 from speechtrain.devices.hpu import HPU
 from speechtrain.errors import MachineError
 from speechtrain.rank.build import build_task
 from speechtrain.runs.compose import compose
 from speechtrain.task import Evaluation, Loss, Task
+from tools.rehearsal.graph_count import GraphCount, count_graphs
 
-PROGRAM = Path(__file__).parents[3] / "benchmarks/accelerators.py"
+PROGRAM = Path(__file__).parents[2] / "benchmarks/accelerators.py"
 BENCHMARK: Any = runpy.run_path(str(PROGRAM))
 batch_of = BENCHMARK["batch_of"]
 
 # dynamo looks for gradients of tensors that have none, and makes an object of an autograd function
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
@@ -129,10 +129,6 @@ def test_count_graphs_of_gaudi_are_static_and_few(recipe: tuple[str, ...], graph
     assert count.graphs <= 3 * count.functions * count.shapes
 
 
-def test_parts_of_a_recursion_have_at_most_80_steps_of_a_graph() -> None:
-    assert [equal_parts(steps) for steps in (1, 80, 81, 557)] == [(1, 1), (1, 80), (2, 41), (7, 80)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_count_graphs_runs_the_same_numbers_as_without_a_compiler(dtype: torch.dtype) -> None:
     policy = HPU("compile").policy(dtype)
@@ -152,8 +148,3 @@ def test_count_graphs_runs_the_same_numbers_as_without_a_compiler(dtype: torch.d
     assert len(results[0]) > 10
     for reference, value in zip(*results, strict=True):
         assert torch.equal(reference, value)
-
-
-def test_static_policies_without_a_compiler_have_plain_functions() -> None:
-    assert not STATIC.compiler
-    assert GraphFunction(torch.add)(torch.ones(1), torch.ones(1)) == 2

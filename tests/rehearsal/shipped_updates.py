@@ -1,13 +1,13 @@
-"""Record the updates of the shipped models, encoders and optimizers, by the policies of CUDA and Gaudi.
+"""Rehearse the shipped models, encoders and optimizers at small widths for CUDA and Gaudi.
 
-``python -m tests.support.shipped_updates`` prints a line for each recipe and device: the red text, or ``ok``.
+``python tests/rehearsal/shipped_updates.py`` prints a line for each recipe and device: the error, or ``ok``.
 """
 
 from __future__ import annotations
 
 import sys
 
-from tests.support.doctor_lines import red_texts
+from planted_faults import ROOT, run_program
 
 _LSTM = ["encoder.hidden=8", "model.prediction.hidden=8", "model.joint.hidden=8", "encoder.features.mels=8"]
 _WAV2VEC2 = [
@@ -32,16 +32,16 @@ _DATA = ["data.workers=0", "data.valid.unheard.utterances=2"]
 
 
 def main(names: list[str]) -> int:
-    """Print the lines. Return the number of red ones."""
+    """Print the lines. Return the number of errors."""
     reds = 0
     for name in names or RECIPES:
         recipe = RECIPES[name]
         if not recipe[0].startswith("recipe="):
             recipe = ["data=digits", "data.train.utterances=32", *recipe]
         for device in ("cuda", "hpu"):
-            texts = red_texts([*recipe, *_DATA, f"device={device}"])
-            reds += len(texts)
-            print(name, device, *(texts or ["ok"]), flush=True)
+            process = run_program(ROOT, "tools/rehearsal/run.py", *recipe, *_DATA, f"device={device}")
+            reds += bool(process.returncode)
+            print(name, device, process.stderr.strip() if process.returncode else "ok", flush=True)
     return reds
 
 

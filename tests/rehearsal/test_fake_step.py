@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 
-from speechtrain.rank import fake_step
-from tests.support.planted import ROOT, run_module
+from tests.rehearsal import planted_faults
+from tests.rehearsal.planted_faults import ROOT, Fault, plant, run_program
 
-if fake_step.absence():
-    pytest.skip(fake_step.absence(), allow_module_level=True)
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 CONF = ROOT / "conf"
 DEVICES = ["cuda", "hpu"]
@@ -41,12 +41,28 @@ def networks() -> list[str]:
     return sorted(lines)
 
 
+FAULTS = [fault for fault in planted_faults.FAULTS if fault.name.startswith(("F6 ", "F7 "))]
+"""The faults of tensors on the host."""
+
+
 def test_run_the_whole_step_of_every_model() -> None:
     lines = [f"{network} precision=bf16 device={device}" for network in networks() for device in DEVICES]
     assert len(lines) >= 24
     # These keys read lengths on devices without static shapes, and the fake device has no values.
     lines.append("model=rnnt_small encoder=lstm_small model.joint_rows=1 device=cuda")
     lines.append("model=rnnt_small encoder=lstm_small encoder.split_segments=true device=cuda")
-    process = run_module(ROOT, "tests.support.fake_steps", *lines)
+    process = run_program(ROOT, "tests/rehearsal/fake_steps.py", *lines)
     results = process.stdout.splitlines()
     assert results == ["ok"] * len(lines), process.stderr[-2000:]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_run_names_the_line_of_a_host_tensor(fault: Fault, tmp_path: Path) -> None:
+    folder, number = plant(fault, tmp_path)
+    model = "wav2vec2_small" if "wav2vec2" in fault.file else "rnnt_small encoder=lstm_small"
+    lines = [f"model={model} device={device}" for device in DEVICES]
+    process = run_program(folder, "tests/rehearsal/fake_steps.py", *lines)
+    results = process.stdout.splitlines()
+    assert len(results) == 2, process.stderr[-2000:]
+    for result in results:
+        assert f"{fault.file}:{number}" in result

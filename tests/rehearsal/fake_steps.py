@@ -1,4 +1,4 @@
-"""Run whole steps on the fake device: ``python -m tests.support.fake_steps "KEY=VALUE … device=NAME" …``.
+"""Run whole steps on the fake device: ``python tests/rehearsal/fake_steps.py "KEY=VALUE … device=NAME" …``.
 
 It prints a line for each argument: ``ok``, or the error.
 """
@@ -8,12 +8,15 @@ from __future__ import annotations
 import gc
 import sys
 from functools import cache
+from pathlib import Path
 
 from omegaconf import DictConfig, open_dict
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from speechtrain.errors import SpeechtrainError
-from speechtrain.rank import fake_step
 from speechtrain.runs.compose import compose
+from tools.rehearsal import fake_step
 
 
 @cache

@@ -4,8 +4,8 @@
 the mode refuses an operation that combines it with a tensor of the host. Neither a GPU nor memory is needed.
 
 A process that has called ``run`` has one more device, and cached tensors without values. Therefore use a
-process of its own: ``python -m speechtrain.rank.fake_step CONFIG ROWS,SAMPLES,LABELS …``, where ``CONFIG`` is
-a file with a resolved config.
+process of its own: ``python -m tools.rehearsal.fake_step CONFIG ROWS,SAMPLES,LABELS …``. ``CONFIG`` is a file
+with a resolved config.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from speechtrain import torch_private
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import apply_policy
 from speechtrain.config.build import build_device, build_optimizer, build_precision, rank_bytes
 from speechtrain.config.resolved import load
 from speechtrain.devices.base import Device
-from speechtrain.devices.recorder import SourceLine, Unfit, is_of_torch
-from speechtrain.errors import MachineError, SpeechtrainError, first_line
+from speechtrain.errors import SpeechtrainError, first_line
 from speechtrain.optim.ema import EMA
 from speechtrain.rank.build import build_task
 from speechtrain.task import Task
 from speechtrain.training.graph_warmup import padding_batch
 from speechtrain.training.optimizer_step import BranchFreeUpdate, Trained
+from tools.rehearsal.recorder import SourceLine, Unfit, is_of_torch
 
 NAME = "chip"
 _LIBRARY: list[torch.library.Library] = []  # its registrations hold as long as it exists
@@ -69,24 +70,14 @@ class _Backend:
         return False
 
 
-def absence() -> str:
-    """Return which private part this torch lacks, or an empty text."""
-    try:
-        for name in ("register_python_backend", "FakeTensorMode", "without_fake_mode"):
-            getattr(torch_private, name)
-    except MachineError as error:
-        return str(error)
-    return ""
-
-
 @cache
 def _mode() -> Any:
-    """Return the mode of this process. Raises MachineError if this torch lacks its parts."""
-    torch_private.register_python_backend(NAME, backend_module=_Backend())
+    """Return the mode of this process."""
+    _setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
     # Autocast of this device changes no type, because its lists belong to the vendors.
     _LIBRARY.append(torch.library.Library("_", "IMPL"))  # type: ignore[no-untyped-call]
     _LIBRARY[0].fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
-    return torch_private.FakeTensorMode(allow_non_fake_inputs=False)
+    return FakeTensorMode(allow_non_fake_inputs=False)
 
 
 def run(config: DictConfig, shapes: Sequence[Shape]) -> None:
@@ -132,7 +123,7 @@ def _update(config: DictConfig, task: Task, device: Device) -> Callable[[Tensor]
 
 def _batch(task: Task, shape: Shape, seed: int) -> Batch:
     """Return a prepared batch on the device. The preparation computes on the host, with numbers."""
-    with torch_private.without_fake_mode():
+    with unset_fake_temporarily():
         task.advance(0, seed)
         prepared = task.prepare(padding_batch(*shape), seed)
     return prepared.to(_moved)

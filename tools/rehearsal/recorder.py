@@ -1,7 +1,7 @@
 """Checks a training step against a device that this machine lacks: its operations, values and costs.
 
 The step runs on the CPU with the device's implementations of the blocks, under a dispatch mode that compares
-every operation of forward and backward with the device's table (``DeviceFacts.operations``).
+every operation of forward and backward with the device's table (``operations.py``).
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from speechtrain import torch_private
+import speechtrain
 from speechtrain.batch import Batch
-from speechtrain.devices.base import Device, Operations
+from speechtrain.devices.base import Device
 from speechtrain.errors import MachineError, SpeechtrainError
+from tools.rehearsal.operations import Operations
 
 _TORCH = str(Path(torch.__file__).parent)
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(speechtrain.__file__).parent
 _BACKWARD_CODE = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _GENERATED = "<"  # Generated code has a file name such as "<string>".
 _READS = "reads a value back to the host, which waits for the device"
@@ -45,7 +48,6 @@ _MEMORY_READERS = ("tolist", "numpy", "__array__", "cpu", "__dlpack__")
 _WITH_HOST_LENGTHS = ("aten._ctc_loss.default",)
 _VIEWS = ("aten._unsafe_view.default",)  # without torch's mark of a view
 _SELECTING = ("gather", "index", "index_select", "embedding")
-_DispatchMode: Any = torch_private.TorchDispatchMode
 _COPIES = (Tensor.to, Tensor.cuda)
 _HOST = "cpu"  # as a text. In the step on the CPU, the ``torch.device`` of this name is the device.
 _CONSTRUCTORS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
@@ -191,7 +193,7 @@ class Recorder:
             with self._unwatched():
                 return self.keep_on_host(from_numpy(array))
 
-        self._stack.enter_context(torch_private.replaced(torch, "from_numpy", host_tensor))
+        self._stack.enter_context(patch.object(torch, "from_numpy", host_tensor))
         self._stack.enter_context(_MethodMode(self))
         self._stack.enter_context(_OperationMode(self))
         return self
@@ -213,7 +215,7 @@ class Recorder:
                 value = method(tensor, *arguments, **keywords)
             return self.copy_to_host(value) if isinstance(value, Tensor) else value
 
-        self._stack.enter_context(torch_private.replaced(Tensor, name, counting_method))
+        self._stack.enter_context(patch.object(Tensor, name, counting_method))
 
     def clear(self) -> None:
         """Count the costs from 0 on. No segment may be open."""
@@ -256,7 +258,7 @@ class Recorder:
     def blame(self, operation: str, fault: str) -> Unfit:
         """Return the error for the operation that runs now."""
         source, calls_backward = _caller()
-        node = torch_private.backward_node()
+        node = _backward_node()
         if node is None:
             return Unfit(source, operation, fault)
         forward = self._sources.get(node)
@@ -327,9 +329,9 @@ class Recorder:
 
     def check_operation(self, function: Any, arguments: Any, keywords: Any) -> None:
         """Record the line that made an operation. Refuse an operation that the device cannot run."""
-        if torch_private.backward_node() is None:
+        if _backward_node() is None:
             # Autograd numbers a node right before its operation runs, so the latest number is this node's.
-            number = torch_private.next_node_number() - 1
+            number = torch.autograd._get_sequence_nr() - 1
             if number not in self._sources:
                 source, _ = _caller()
                 self._sources[number] = source
@@ -438,7 +440,7 @@ class Recorder:
                 raise self.blame(subject, f"has the value {extreme}, but {bits}")
 
 
-class _OperationMode(_DispatchMode):  # type: ignore[misc]
+class _OperationMode(TorchDispatchMode):
     """Intercepts every operation of forward and backward, below autograd."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -574,6 +576,12 @@ class RecordedDevice(Device):
     def synchronize(self) -> None:
         self.mark_step()
         self.recorder.count_read("Device.synchronize", _WAITS)
+
+
+def _backward_node() -> int | None:
+    """Return the number of the autograd node whose backward runs in this thread, or None outside backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
 
 
 def _caller() -> tuple[SourceLine, bool]:
