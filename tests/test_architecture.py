@@ -273,6 +273,7 @@ TOUCH_FILES = {
     "commands/transcribe.py": "--list FILE, the user's choice",
     "commands/report.py": "--out FILE, the user's choice",
     "commands/_cli.py": "a new temporary file",
+    "launchers/kubernetes.py": "a template of the package",
     "launchers/slurm.py": "a template of the package, and the log, which is checked before",
     "export/recognise.py": "its own folder, in a Python without speechtrain",
     "export/recording.py": "a recording that the user names, in a Python without speechtrain",

@@ -31,7 +31,7 @@ NAMES = {
     "an escape": "a\x1b[31mb\u202e\u2028",
     "an option": "-rf",
 }
-KEYS = {"slurm": "partition", "kubernetes": "service_account"}
+KEYS = {"slurm": "partition", "kubernetes": "memory"}
 HOSTS = {
     "an option": b"-oProxyCommand=touch${IFS}CANARY\n",
     "a command": b"a;touch${IFS}CANARY\n",

@@ -49,7 +49,7 @@ def run(cluster: tuple[Cluster, dict[str, str]], tmp_path_factory: pytest.TempPa
 
 def test_kubectl_takes_the_manifest(cluster: tuple[Cluster, dict[str, str]]) -> None:
     """As it would without a cluster; only the kinds it knows are asked of the server."""
-    manifest = Kubernetes("image", nodes=2, name="dry").manifest(
+    manifest = Kubernetes("image", nodes=2).manifest(
         Job(Path("/shared/run/config.yaml"), Path("/shared/run"), 2, {"A": "$(id) é\n"})
     )
     line = ["kubectl", "create", "--dry-run=client", "--validate=false", "--filename=-"]
@@ -57,10 +57,8 @@ def test_kubectl_takes_the_manifest(cluster: tuple[Cluster, dict[str, str]]) -> 
         line, input=manifest, env=cluster[1], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "service/dry created (dry run)",
-        "job.batch/dry created (dry run)",
-    ]
+    kinds = [line.partition("/")[0] for line in done.stdout.splitlines()]
+    assert kinds == ["service", "job.batch"]
 
 
 @pytest.mark.ci_share
