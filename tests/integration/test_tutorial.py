@@ -48,10 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tutorial")
     with contextlib.chdir(folder):
         for block in shell_blocks():
-            program = re.fullmatch(r"python <<'EOF'\n(.*)EOF\n", block, re.DOTALL)
-            if program:
-                exec(program[1], {})
-                continue
             for line in block.splitlines():
                 run_command(line)
     return folder
