@@ -431,8 +431,11 @@ class _Jobs:
         self._write_outcome(outcome, settings)
         if is_failure and settings.mode == RunMode.MULTIRUN:
             print_notice(f"error: {job_name(settings)} ({swept_overrides}): {error}")
-            # An optimizing sweeper continues with its next job.
-            return error if is_study(settings) else math.nan
+            if is_study(settings):
+                return class_of(exit_code)(
+                    str(error)
+                )  # Hydra's launcher cannot pickle all classes of errors.
+            return math.nan  # An optimizing sweeper continues with its next job.
         if self._is_in_command():
             self.error = error
             raise _Stop from error
