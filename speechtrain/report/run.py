@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from collections import Counter
@@ -306,22 +307,15 @@ def hold_secrets(runs: Sequence[Run]) -> bool:
 def names_of(runs: Sequence[Run]) -> list[str]:
     """Return a short name for each run: the overrides that not all runs have.
 
-    If such names are empty, equal or too long, the names are the ends of the runs' paths, with the fewest
-    parts that make them distinct. If a path ends in a number, as the job of a sweep does, the names have at
-    least two parts, so that they contain the name of the sweep.
+    If such names are empty, equal or too long, the names are the runs' paths below their common folder.
     """
     names = _distinct_overrides(runs)
     are_distinct = len(names) > 1 and len(set(names)) == len(names)
     if are_distinct and all(0 < len(name) <= _LONGEST_NAME for name in names):
         return names
-    paths = [run.folder.resolve().parts for run in runs]
-    has_number = any(parts[-1].isdigit() for parts in paths)
-    min_parts = 2 if has_number else 1
-    for count in range(min_parts, max(map(len, paths)) + 1):
-        names = ["/".join(parts[-count:]) for parts in paths]
-        if len(set(names)) == len(set(paths)):
-            return names
-    return [str(run.folder) for run in runs]
+    folders = [run.folder.resolve() for run in runs]
+    common_folder = os.path.commonpath([folder.parent for folder in folders])
+    return [os.path.relpath(folder, common_folder) for folder in folders]
 
 
 def _distinct_overrides(runs: Sequence[Run]) -> list[str]:

@@ -294,14 +294,14 @@ def test_several_runs(tmp_path: Path) -> None:
     parsed = Page(text)
     assert "2 runs compared" in parsed.words
     assert '<td class="num best">1.00 %</td>' in text
-    assert "sweep/0 finished 1.00 % 2.00 % 40 0:12:34 128 480 k cpu bf16" in parsed.words
+    assert "0 finished 1.00 % 2.00 % 40 0:12:34 128 480 k cpu bf16" in parsed.words
     assert "optimizer.lr" in parsed.words
     assert "run_dir" not in re.findall(r'<th scope="col">([^<]*)</th>', text)
     (label,) = [
         a["aria-label"] or "" for _, a in parsed.tags if (a.get("aria-label") or "").startswith("WER")
     ]
     assert re.findall(r"[:;] (.*?) from", label) == [
-        f"sweep/{i}, {name}" for i in "01" for name in ("test", "voices")
+        f"{i}, {name}" for i in "01" for name in ("test", "voices")
     ]
 
 
