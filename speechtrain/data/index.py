@@ -426,7 +426,7 @@ def _location_of(index: Index, row: int, parts: list[Source]) -> str:
     number = int(index.parts[row])
     part = parts[number]
     # The file has one line for each cut, so the cut's line is found by counting the lines before its offset.
-    line, bytes_left = 1, int(index._offsets[row])
+    line, bytes_left = 1, int(index._offsets[row])  # noqa: SLF001 - of this module
     with index.files[number].open("rb") as file:
         while bytes_left > 0:
             block = file.read(min(bytes_left, 1 << 20))
