@@ -35,9 +35,6 @@ _HANDLING_BY_STATUS = ("failed", "refused", "diverged", "out_of_memory")
 """The keys of ``hydra.sweeper`` that say what happens after a failure: the trial runs again (retry), has no
 values (prune), or gets the worst values so far (worst)."""
 
-_MAX_STARTS = 20
-"""The maximum of starts of a trial by one command. A trial starts again after a preemption or for a retry."""
-
 _FIRST_TRIALS = 3
 """If the first trials, at least this number, are all refused, the cause is not in a searched key."""
 
@@ -46,8 +43,7 @@ def run_study(config: DictConfig, parser: OverridesParser, arguments: Sequence[s
     """Run the trials of the study that ``config.hydra.sweeper`` and the overrides ``arguments`` define.
 
     If the sweep's folder already has this study, continue it. A dry run only prints what the study searches.
-    Raises ConfigError for a wrong definition, and RunError for a trial that is started too often, and if no
-    trial is complete.
+    Raises ConfigError for a wrong definition, and RunError if no trial is complete.
     """
     settings: Any = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
     spec = _spec(settings, parser, arguments)
@@ -62,17 +58,12 @@ def run_study(config: DictConfig, parser: OverridesParser, arguments: Sequence[s
     study = Study(folder, spec)
     parallel = _parallel(config)
     cores = settings["cores"] or max(1, len(usable_cpus()) // parallel)
-    starts: Counter[int] = Counter()  # by the number of the trial
-    failures: Counter[int] = Counter()
+    failures: Counter[int] = Counter()  # by the number of the trial
     while trials := _claim(study, parallel):
         ends = launch([_overrides(study, trial, cores) for trial in trials], trials[0].number)
         for trial, end in zip(trials, ends, strict=True):
-            number = trial.number
-            starts[number] += 1
-            if starts[number] > _MAX_STARTS:
-                raise RunError(f"trial {number} was started {_MAX_STARTS} times and did not end")
-            _store_end(study, number, end.return_value, settings, failures)
-            study.release(number)
+            _store_end(study, trial.number, end.return_value, settings, failures)
+            study.release(trial.number)
         _refuse_useless_study(study)
     write_page(study)
     for line in table(study):
