@@ -43,22 +43,14 @@ def replace(content: str, **pattern: str) -> dict[str, Any]:
 DOUBLE = replace("oo", String="o")
 STEPS = {
     "a normaliser that doubles": {"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 34}},
-    "a normaliser that inserts": {
-        "normalizer": {"type": "Sequence", "normalizers": [replace("o", Regex="x*")] * 34}
-    },
-    "an empty pattern that inserts": {
-        "normalizer": {"type": "Sequence", "normalizers": [replace("o", String="")] * 34}
-    },
     "sequences in a sequence": {
         "normalizer": {
             "type": "Sequence",
             "normalizers": [{"type": "Sequence", "normalizers": [DOUBLE] * 6}] * 6,
         }
     },
-    "a normaliser that prepends": {"normalizer": {"type": "Prepend", "prepend": "a" * 10**5}},
     "bytes of bytes": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"}] * 34}},
     "a decoder that doubles": {"decoder": {"type": "Sequence", "decoders": [DOUBLE] * 34}},
-    "10^4 steps": {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}] * 10**4}},
 }
 
 
@@ -109,12 +101,9 @@ FAILURES = {
             "invert": False,
         }
     },
-    "pieces of length 0": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
     "a damaged charsmap": {
         "normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////" * 200 + "w=="}
     },
-    "a charsmap that is none": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
-    "no unknown word": {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}},
     "a truncation by more than its length": {
         "truncation": {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": "5"}
     },
@@ -136,7 +125,7 @@ def test_a_decoder_that_fails_is_one_line(tmp_path: Path) -> None:
         vocabulary.decode(vocabulary.encode("o" * 40))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "[" * 10**5, '{"version":' + "9" * 5_000 + "}", "\udcff"])
+@pytest.mark.parametrize("text", ["[]", "[" * 10**5, "\udcff"])
 def test_a_file_of_anything_is_one_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(text, errors="surrogateescape")
