@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from speechtrain.config.build import build
 from speechtrain.config.resolved import dump, load
-from speechtrain.runs.compose import compose
 from speechtrain.tracking.base import Tracker
+from tests.support.composed import composed
 from tests.support.mllog import MLLog, golden_keys
 
 REFERENCE = [
@@ -29,7 +29,8 @@ EVALUATION = ["eval_start", "eval_accuracy", "eval_stop"]
 
 def tracker_of(run_dir: Path, *overrides: str) -> Tracker:
     """The mlperf tracker of a run, whose stored config is as the command writes it."""
-    config = compose([*overrides, *SUBMISSION, "tracking=mlperf", f"run_dir={run_dir}"])
+    config = composed(*overrides, *SUBMISSION, "tracking=mlperf", "run_dir=.")
+    config.run_dir = str(run_dir)
     run_dir.mkdir(exist_ok=True)
     path = run_dir / "config.yaml"
     path.write_text(dump(config))
