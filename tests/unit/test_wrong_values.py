@@ -43,6 +43,7 @@ from speechtrain.optim.schedules import (
 from speechtrain.precision import FP16
 from speechtrain.runs.compose import compose
 from speechtrain.tracking.console import Console
+from speechtrain.tracking.wandb import WandB
 
 Part = Callable[..., Any]
 WEIGHTS = [nn.Parameter(torch.ones(4, 4))]
@@ -179,6 +180,7 @@ ROWS: list[tuple[Part, dict[str, Any], str]] = [
     (FP16, {"initial_scale": 1.0, "floor": 2.0}, "floor"),
     (FP16, {"growth_interval": 0}, "floor"),
     (Console, {"mode": "lively"}, "mode is 'lively', but it must be"),
+    (partial(WandB, "run"), {"module": "os"}, "module is 'os', but it must be wandb or trackio"),
     (Console, {"form": "csv"}, "form is 'csv', but it must be speechtrain, full or dll"),
 ]
 

@@ -75,12 +75,6 @@ def test_mismatch(value: Any, annotation: Any, fits: bool) -> None:
     assert (problem == "") == fits, problem
 
 
-def test_a_mismatch_says_what_is_wanted() -> None:
-    assert mismatch("abc", int | None) == "'abc' is not an integer or null"
-    assert mismatch([1, "b"], list[int]) == "item 2: 'b' is not an integer"
-    assert mismatch(12, str | None) == "12 is not a string or null, quote it"
-
-
 def test_a_union_names_the_item_that_does_not_fit() -> None:
     assert mismatch([True], list[str] | None) == "item 1: True is not a string, quote it"
     parts = dict[str, CPU | None] | list[CPU]
@@ -159,6 +153,7 @@ def test_building_refuses_as_the_check_does() -> None:
         ("sead", 3, "did you mean 'seed'"),
         ("trainer.accumulate", 0, "trainer.accumulate=0"),
         ("resume", "no", "auto, never or must"),
+        ("trainer.shard", "layers", "trainer.shard=layers: choose none or parameters"),
         ("device", None, "device=NAME"),
         ("precision", {"_target_": "speechtrain.devices.cpu.CPU"}, "CPU does not implement Precision"),
         ("tokenizer", {"_target_": "speechtrain.text.vocabulary.SentencePiece"}, "needs 'model'"),

@@ -482,13 +482,3 @@ def test_one_process_shares_nothing_and_fixed_graphs_cannot(tmp_path: Path) -> N
             open_ranks(limits, World(0, 2, 0, 2), device, tmp_path)
     assert CPU().facts.fsdp
     assert CUDA().facts.fsdp
-
-
-def test_an_unknown_kind_of_sharing_is_refused(tmp_path: Path) -> None:
-    from speechtrain.config.check import check
-    from speechtrain.runs.compose import compose
-
-    run_dir = f"run_dir={tmp_path}"
-    assert check(compose([run_dir, "trainer.shard=parameters"]))["trainer"]["shard"] == "parameters"
-    with pytest.raises(ConfigError, match=r"trainer\.shard=layers: choose none or parameters"):
-        check(compose([run_dir, "trainer.shard=layers"]))

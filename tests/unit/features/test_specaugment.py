@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import scipy.stats
 import torch
 from torch import Tensor
@@ -133,13 +132,3 @@ def test_rectangles_are_the_products_of_their_bands() -> None:
             expected[row, first : first + long, low_bin : low_bin + high] = True
     assert expected.any()
     assert torch.equal(hit, expected)
-
-
-def test_sizes_of_rectangles_are_uniform() -> None:
-    torch.manual_seed(0)
-    hit = masked(SpecAugment(**OFF, rect_masks=1, rect_time=7, rect_freq=4), 20000, 12, 6)
-    has_size = hit.any(2).any(1)
-    heights, lengths = hit.any(1).sum(1)[has_size], hit.any(2).sum(1)[has_size]
-    assert uniform(heights.bincount(minlength=5)[1:]) > 1e-3
-    assert uniform(lengths.bincount(minlength=8)[1:]) > 1e-3
-    assert has_size.float().mean().item() == pytest.approx(4 / 5 * 7 / 8, abs=0.02)

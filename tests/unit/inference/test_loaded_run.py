@@ -201,18 +201,6 @@ def test_a_bad_file_loses_no_text_of_a_list(loaded: LoadedRun, wav: Path, tmp_pa
         loaded.transcribe(tmp_path / "none.wav")
 
 
-def test_a_bad_array_loses_no_text_of_a_list(loaded: LoadedRun, wav: Path) -> None:
-    samples, _ = soundfile.read(wav, dtype="float32")
-    with pytest.raises(TranscriptionError, match=r"recording 2: .* \(2 of 4 recordings failed") as caught:
-        loaded.transcribe([samples, samples[:0], (samples, 0), samples])
-    first, empty, unrated, last = caught.value.results
-    assert isinstance(first, Transcript)
-    assert isinstance(last, Transcript)
-    assert first.text == last.text != ""
-    assert str(empty) == "recording 2: samples of shape (0,). Give the shape (S,)"
-    assert str(unrated) == "recording 3: a rate of 0 Hz. Give 1,000 to 768,000 Hz"
-
-
 def test_tensors_of_a_model_and_read_only_arrays_have_the_text_of_an_array(
     loaded: LoadedRun, wav: Path, recwarn: pytest.WarningsRecorder
 ) -> None:

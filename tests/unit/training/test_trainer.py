@@ -16,7 +16,7 @@ from speechtrain.batch import Batch, Skip
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess
-from speechtrain.errors import ConfigError, DataError, Diverged, MachineError, Preempted, RunError
+from speechtrain.errors import ConfigError, DataError, Diverged, MachineError, Preempted
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.schedules import Constant
 from speechtrain.precision import FP16, FP32
@@ -250,18 +250,6 @@ def test_a_stop_request_saves_and_ends(tmp_path: Path) -> None:
     assert rig.recorder.of("valid") == []  # leaving must not wait for a validation
 
 
-def test_a_damaged_checkpoint_costs_the_steps_since_the_last(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    whole = Rig(tmp_path / "a", max_steps=12)
-    Rig(tmp_path / "b", max_steps=8, save_every=4)
-    (tmp_path / "b" / "checkpoints" / "step-00000008" / "state.pt").write_bytes(b"torn")
-    continued = Rig(tmp_path / "b", max_steps=12, save_every=4)
-    assert continued.recorder.of("resume") == [{"step": 4}]
-    assert "step-00000008" in caplog.messages[0]
-    assert continued.losses == {s: v for s, v in whole.losses.items() if s > 4}
-
-
 def test_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / ".writing-step-00000002").write_text("a file where the folder should be")
@@ -401,13 +389,6 @@ def test_a_stop_before_the_first_step_makes_none(tmp_path: Path) -> None:
     assert (rig.status, rig.trainer.progress.step) == ("preempted", 0)
     assert [folder.name for folder in Checkpointer(tmp_path).folders()] == ["step-00000000"]
     assert Rig(tmp_path, max_steps=5).losses == Rig(tmp_path / "whole", max_steps=5).losses
-
-
-def test_must_needs_a_sound_checkpoint(tmp_path: Path) -> None:
-    Rig(tmp_path, max_steps=2)
-    (tmp_path / "checkpoints" / "step-00000002" / "state.pt").write_bytes(b"torn")
-    with pytest.raises(RunError, match="holds no usable checkpoint"):
-        Rig(tmp_path, max_steps=2, resume="must")
 
 
 def test_a_run_out_of_time_says_so_and_does_no_more(tmp_path: Path) -> None:
