@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, Samples, is_simple
-from speechtrain.data.formats.manifests import SEGMENT, seconds_of
+from speechtrain.data.formats.manifests import SEGMENT, seconds_of, single_cuts
 from speechtrain.data.lhotse_import import import_lhotse
 from speechtrain.data.recordings import (
     LEAST_SHARE,
+    RATES,
     Fault,
     Unusable,
     header_faults,
@@ -41,7 +42,6 @@ _ZERO_CROSSINGS = 32  # zero crossings of the sinc on each side of a steep filte
 _ROLLOFF = 0.94  # cutoff frequency of a steep filter, relative to the lower Nyquist frequency
 _BETA = 6.5  # shape parameter of the Kaiser window
 _BLOCK_VALUES = 2**24  # float32 values that one matmul of the resampler reads: 64 MiB
-_LOWEST_RATE, _HIGHEST_RATE = 1_000, 768_000  # in Hz. A lower rate makes hours of samples of a second.
 _HIGHEST_PEAK = 1e4  # the largest absolute sample of a float file that is accepted. Full scale is 1.
 # The peak of silence, −60 dBFS, which is 33 of 16 bits. A muted microphone with dither has −80 dBFS, and the
 # mean of opposed channels has −96 dBFS. The peaks of speech are 10 to 20 dB above its RMS. So even speech of
@@ -246,13 +246,11 @@ def is_silent(samples: Samples) -> bool:
 
 
 def files_of(cut: Mapping[str, Any]) -> list[str]:
-    """Return the paths of a cut's audio files. The cut of a track in a MixedCut may lack ``type``."""
-    if cut.get("type") != "MixedCut":
-        recording = cut.get("recording") or {}
-        return [source["source"] for source in recording.get("sources", ())]
+    """Return the paths of a cut's audio files."""
     files = []
-    for track in cut["tracks"]:
-        files += files_of(track["cut"])
+    for single_cut in single_cuts(cut):
+        recording = single_cut.get("recording") or {}
+        files += [source["source"] for source in recording.get("sources", ())]
     return files
 
 
@@ -476,26 +474,22 @@ def _change_rate_fast(samples: Samples, rate: int, new_rate: int) -> Samples:
 
 def _check_file_lengths(cut: Mapping[str, Any]) -> None:
     """Raise Unusable for a file that is far longer than in the manifest. lhotse would read it to the end."""
-    if cut["type"] == "MixedCut":
-        for track in cut["tracks"]:
-            # The type of a track's cut may be beside the cut instead of in it.
-            _check_file_lengths({"type": track.get("type"), **track["cut"]})
-        return
-    recording = cut.get("recording") or {}
-    for source in recording.get("sources", ()):
-        with open_recording(source["source"]) as file:
-            file_seconds = file.frames / file.samplerate
+    recordings = [single_cut.get("recording") or {} for single_cut in single_cuts(cut)]
+    for recording in recordings:
         # The manifest has the duration after changes of speed and tempo, which halve it at most.
-        max_file_seconds = 2.0 * float(recording["duration"]) + 1.0
-        if file_seconds > max_file_seconds:
-            detail = f"{file_seconds:.2f} s, {recording['duration']} s in the manifest"
-            raise _wrong_length(source["source"], detail)
+        max_file_seconds = 2.0 * float(recording.get("duration", 0.0)) + 1.0
+        for source in recording.get("sources", ()):
+            with open_recording(source["source"]) as file:
+                file_seconds = file.frames / file.samplerate
+            if file_seconds > max_file_seconds:
+                detail = f"{file_seconds:.2f} s, {recording['duration']} s in the manifest"
+                raise _wrong_length(source["source"], detail)
 
 
 def check_and_resample(mono: Samples, rate: int, sample_rate: int, path: str) -> Samples:
     """Return the samples (S,) at ``sample_rate``. Raises Unusable for NaN, impossible values and rates."""
-    if not _LOWEST_RATE <= rate <= _HIGHEST_RATE:
-        raise Unusable("unreadable", f"{path}: a rate of {rate} Hz. Give 1,000 to 768,000 Hz")
+    if not RATES[0] <= rate <= RATES[1]:
+        raise Unusable("unreadable", f"{path}: a rate of {rate} Hz. Give {RATES[0]} to {RATES[1]} Hz")
     if len(mono) * sample_rate > MOST_SAMPLES * rate:
         raise _wrong_length(path, f"{len(mono) / rate:.0f} s are too much to resample. Cut it")
     peak = max(float(mono.max()), -float(mono.min()))

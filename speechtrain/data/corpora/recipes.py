@@ -15,7 +15,7 @@ from typing import Any
 
 from speechtrain.data.formats.folder import AUDIO_SUFFIXES
 from speechtrain.data.formats.lhotse_cuts import UnknownPart, known_cut
-from speechtrain.data.formats.manifests import Record, simple_cut
+from speechtrain.data.formats.manifests import Record, cut_of_supervision, simple_cut
 from speechtrain.data.formats.tables import Table
 from speechtrain.data.lhotse_import import import_lhotse
 from speechtrain.data.prepare.cut_files import map_in_threads, with_measured_length
@@ -230,20 +230,10 @@ def _cuts(manifests: Mapping[str, Any]) -> Iterator[Record]:
             yield recording.to_cut().to_dict()
         return
     for supervision in manifests["supervisions"]:
-        fields = {**supervision.to_dict(), "start": 0.0}
+        fields = supervision.to_dict()
         for key in ("alignment", "custom"):
             fields.pop(key, None)
-        cut = {
-            "id": supervision.id,
-            "start": supervision.start,
-            "duration": supervision.duration,
-            "channel": supervision.channel,
-            "supervisions": [fields],
-            "recording": recordings[supervision.recording_id].to_dict(),
-            "type": "MonoCut",
-        }
-        if isinstance(supervision.channel, list):
-            cut["type"] = "MultiCut"
+        cut = cut_of_supervision(fields, recordings[supervision.recording_id].to_dict())
         try:
             known_cut(cut)
         except UnknownPart as error:

@@ -23,6 +23,7 @@ MOST_SAMPLES = 2**28
 _SECONDS_BOUNDS = (0.0, 1e6)
 _SNR_BOUNDS = (-300.0, 300.0)  # dB
 _FACTOR_BOUNDS = (0.1, 10.0)
+_TYPES = ("MonoCut", "MultiCut", "PaddingCut", "MixedCut")
 _MAX_TRACKS = 1_000
 _MAX_TRANSFORMS = 16
 # the known transforms, each with the bounds of its arguments
@@ -112,6 +113,10 @@ def _largest_samples(cuts: Sequence[Mapping[str, Any]], mixture_seconds: float) 
 
 def _known_single_cut(cut: Mapping[str, Any], cut_type: object) -> dict[str, Any]:
     """Return the known parts of a cut with one recording, or of silence."""
+    if cut_type not in _TYPES:
+        raise UnknownPart(f"'type' is {str(cut_type)[:40]!r}. A lhotse cut has one of {', '.join(_TYPES)}")
+    if not isinstance(cut.get("supervisions") or [], list):
+        raise UnknownPart("'supervisions' is not a list of objects")
     seconds = _number(cut, "duration", _SECONDS_BOUNDS)
     known_parts: dict[str, Any] = {"id": str(cut.get("id")), "duration": seconds, "type": cut_type}
     if cut_type == "PaddingCut":
@@ -120,8 +125,8 @@ def _known_single_cut(cut: Mapping[str, Any], cut_type: object) -> dict[str, Any
             raise UnknownPart(f"{seconds:g} s of silence")
         return known_parts | {"sampling_rate": rate, "feat_value": 0.0, "num_samples": round(seconds * rate)}
     recording = cut.get("recording")
-    if cut_type not in ("MonoCut", "MultiCut") or not isinstance(recording, Mapping):
-        raise UnknownPart(f"a cut of type {cut_type!r} with {type(recording).__name__} as its recording")
+    if not isinstance(recording, Mapping):
+        raise UnknownPart("has no 'recording' (a cut with features only has no audio)")
     channel = cut.get("channel", 0)
     known_parts["channel"] = _channels(channel) if isinstance(channel, list) else _channels([channel])[0]
     known_parts["start"] = _number(cut, "start", _SECONDS_BOUNDS)
@@ -134,11 +139,14 @@ def _known_recording(recording: Mapping[str, Any]) -> dict[str, Any]:
     """Return the known parts of a recording. Raises UnknownPart for audio that is not in files."""
     sources = []
     for source in _checked_list(recording, "sources", MOST_CHANNELS):
-        if not isinstance(source, Mapping) or source.get("type") != "file":
-            raise UnknownPart("its audio is not a file")
+        if not isinstance(source, Mapping):
+            raise UnknownPart("'sources' is not a list of objects")
+        if source.get("type") != "file":
+            kind = str(source.get("type"))[:40]
+            raise UnknownPart(f"the audio has the type {kind!r}. Save it as files (lhotse: save_audios)")
         path = source.get("source")
-        if not isinstance(path, str):
-            raise UnknownPart("its audio is not a file")
+        if not isinstance(path, str) or not path:
+            raise UnknownPart("the audio has no 'source' that is a path")
         sources.append({"type": "file", "channels": _channels(source.get("channels")), "source": path})
     seconds = _number(recording, "duration", _SECONDS_BOUNDS)
     rate = int(_number(recording, "sampling_rate", RATES))
@@ -201,7 +209,7 @@ def _number(part: Mapping[str, Any], key: str, bounds: tuple[float, float], defa
     number = part.get(key, default)
     low, high = bounds
     if isinstance(number, bool) or not isinstance(number, int | float) or not low <= number <= high:
-        raise UnknownPart(f"{key!r} is {str(number)[:40]!r}, not a number from {low:g} to {high:g}")
+        raise UnknownPart(f"{key!r} is {str(number)[:40]}, not a number from {low:g} to {high:g}")
     return number
 
 

@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from speechtrain.data.formats.lhotse_cuts import UnknownPart, known_cut
 from speechtrain.data.lhotse_import import import_lhotse
-from speechtrain.data.recordings import RATES, header_or_none
+from speechtrain.data.recordings import header_or_none
 from speechtrain.data.source import Source
 from speechtrain.errors import MALFORMED, DataError
 from speechtrain.files import absolute_path, open_regular, read_bytes
@@ -62,7 +62,6 @@ _UNKNOWN_SECONDS = 1.0  # the assumed length of a recording whose header cannot 
 # The folders to which a data set links its files, each with the folder beside it by which it is known: the
 # cache of Hugging Face, git-annex and DVC.
 _STORES = {"blobs": "snapshots", ".git/annex/objects": "", ".dvc/cache": ""}
-_CUT_TYPES = ("MonoCut", "MultiCut", "MixedCut", "PaddingCut")
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,65 +299,16 @@ class LhotseCuts(JsonLines):
         return not is_gzip(self.path) and first_line(self.path)[1].startswith(b"{")
 
     def cut_of(self, record: Record, line: int) -> Record:
-        self._check(record, line)
-        if not isinstance(record.get("id"), str) or not record["id"]:
-            raise self.error_at(line, "has no 'id'")
-        return record
-
-    def _check(self, cut: Record, line: int) -> None:
-        """Raise DataError for a cut that cannot be read. The id is not checked."""
-        kind = cut.get("type")
-        if kind not in _CUT_TYPES:
-            raise self.error_at(line, f"'type' is {kind!r}. A lhotse cut has one of {', '.join(_CUT_TYPES)}")
-        self._check_supervisions(cut.get("supervisions") or [], line)
-        if kind == "MixedCut":
-            self._check_known_tracks(cut, line)
-            return
-        self.number_field(cut, "duration", line)
-        if kind == "PaddingCut":
-            return
-        self.number_field(cut, "start", line)
-        recording = cut.get("recording")
-        if not isinstance(recording, dict):
-            raise self.error_at(line, "has no 'recording' (a cut with features only has no audio)")
-        self._check_recording(recording, line)
-        # lhotse reads the audio of a cut that is not simple.
-        if len(recording["sources"]) > 1 or recording.get("transforms"):
-            self._known_parts(cut, line)
-
-    def _check_supervisions(self, supervisions: object, line: int) -> None:
-        if not isinstance(supervisions, list):
-            raise self.error_at(line, "'supervisions' is not a list of objects")
-        for supervision in supervisions:
+        """Return the cut, which is checked. Raises DataError for a cut that cannot be read."""
+        self._known_parts(record, line)
+        for supervision in supervisions_of(record):
             if not isinstance(supervision, dict):
                 raise self.error_at(line, "'supervisions' is not a list of objects")
             if not isinstance(supervision.get("text"), (str, type(None))):
                 raise self.error_at(line, f"'text' is {supervision['text']!r}, not a string")
-
-    def _check_known_tracks(self, cut: Record, line: int) -> None:
-        self._known_parts(cut, line)
-        for track in cut["tracks"]:
-            kind = track.get("type", track["cut"].get("type"))
-            self._check({**track["cut"], "type": kind}, line)
-
-    def _check_recording(self, recording: Record, line: int) -> None:
-        rate = self.number_field(recording, "sampling_rate", line)
-        lowest_rate, highest_rate = RATES
-        if not lowest_rate <= rate <= highest_rate:
-            problem = f"'sampling_rate' is {rate:g} Hz, not from {lowest_rate} to {highest_rate}"
-            raise self.error_at(line, problem)
-        sources = recording.get("sources")
-        if not isinstance(sources, list) or not sources:
-            raise self.error_at(line, "'recording' has no 'sources'")
-        for source in sources:
-            if not isinstance(source, dict):
-                raise self.error_at(line, "'sources' is not a list of objects")
-            source_type = source.get("type")
-            if source_type != "file":
-                problem = f"the audio has the type {source_type!r}. Save it as files (lhotse: save_audios)"
-                raise self.error_at(line, problem)
-            if not isinstance(source.get("source"), str) or not source["source"]:
-                raise self.error_at(line, "the audio has no 'source' that is a path")
+        if not isinstance(record.get("id"), str) or not record["id"]:
+            raise self.error_at(line, "has no 'id'")
+        return record
 
 
 class LhotseRecordings(LhotseCuts):
@@ -394,36 +344,19 @@ class LhotsePair(LhotseCuts):
     def entries(self) -> Iterator[Entry]:
         recordings = self._recordings()
         for line, offset, supervision in records(self.path):
-            cut_id = self.text_field(supervision, "id", line)
             recording_id = self.text_field(supervision, "recording_id", line)
             if recording_id not in recordings:
                 raise self.error_at(line, f"recording {recording_id!r} is not in {self.recordings}")
-            channel = supervision.get("channel", 0)
-            cut = {
-                "id": cut_id,
-                "start": self.number_field(supervision, "start", line),
-                "duration": self.number_field(supervision, "duration", line),
-                "channel": channel,
-                "supervisions": [{**supervision, "start": 0.0}],
-                "recording": json.loads(recordings[recording_id]),
-                "type": "MonoCut",
-            }
-            if isinstance(channel, list):
-                cut["type"] = "MultiCut"
+            cut = cut_of_supervision(supervision, json.loads(recordings[recording_id]))
             yield Entry(self.cut_of(cut, line), line, offset)
 
     def _recordings(self) -> dict[str, bytes]:
         """Return the recordings by id, as JSON. JSON needs a tenth of the memory of dictionaries."""
         recordings = {}
         for line, _, recording in records(self.recordings):
-            recording_id, sources = recording.get("id"), recording.get("sources")
-            if not isinstance(recording_id, str) or not isinstance(sources, list):
-                raise DataError(f"{self.recordings}:{line}: not a recording ('id' or 'sources' is missing)")
-            for source in sources:
-                if not isinstance(source, dict) or source.get("type") != "file":
-                    raise DataError(
-                        f"{self.recordings}:{line}: the audio is not a file. Save it as files first"
-                    )
+            recording_id = recording.get("id")
+            if not isinstance(recording_id, str):
+                raise DataError(f"{self.recordings}:{line}: not a recording ('id' is missing)")
             recordings[recording_id] = json.dumps(recording).encode()
         return recordings
 
@@ -518,6 +451,20 @@ class Mlperf(JsonLines):
         return simple_cut(cut_id, path, 0.0, duration=duration, text=text, rate=rate)
 
 
+def cut_of_supervision(supervision: Mapping[str, Any], recording: Record) -> Record:
+    """Return the cut of a supervision and its recording, all in lhotse's JSON format."""
+    channel = supervision.get("channel", 0)
+    return {
+        "id": supervision.get("id"),
+        "start": supervision.get("start"),
+        "duration": supervision.get("duration"),
+        "channel": channel,
+        "supervisions": [{**supervision, "start": 0.0}],
+        "recording": recording,
+        "type": "MultiCut" if isinstance(channel, list) else "MonoCut",
+    }
+
+
 def simple_cut(
     name: str,
     path: str,
@@ -581,16 +528,24 @@ def seconds_of(cut: Mapping[str, Any]) -> float:
     return seconds if math.isfinite(seconds) and seconds > 0 else 0.0
 
 
+def single_cuts(cut: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the cuts of the tracks of a mixed cut in lhotse's JSON format, or a list of the cut itself."""
+    return [track["cut"] for track in cut["tracks"]] if cut.get("type") == "MixedCut" else [cut]
+
+
+def supervisions_of(cut: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the supervisions of a cut in lhotse's JSON format, and of the tracks of a mixed cut."""
+    for single_cut in single_cuts(cut):
+        yield from single_cut.get("supervisions") or ()
+
+
 def text_of(cut: Mapping[str, Any]) -> str:
     """Return the transcript of a cut in lhotse's JSON format: the texts of its supervisions, in order.
 
     A lone surrogate, which UTF-8 cannot encode, becomes ``?``. Raises DataError for more characters than
     LONGEST_TRANSCRIPT.
     """
-    if cut.get("type") == "MixedCut":
-        parts = [text_of(track["cut"]) for track in cut["tracks"]]
-    else:
-        parts = [supervision.get("text") or "" for supervision in cut.get("supervisions") or ()]
+    parts = [supervision.get("text") or "" for supervision in supervisions_of(cut)]
     text = " ".join(part for part in parts if part)
     if len(text) > LONGEST_TRANSCRIPT:
         raise DataError(
@@ -602,19 +557,13 @@ def text_of(cut: Mapping[str, Any]) -> str:
 
 def speaker_of(cut: Mapping[str, Any]) -> str:
     """Return the speaker of a cut in lhotse's JSON format. It is empty if there are several or none."""
-    tracks = [cut]
-    if cut.get("type") == "MixedCut":
-        tracks = [track["cut"] for track in cut["tracks"]]
-    speakers = set()
-    for track in tracks:
-        for supervision in track.get("supervisions") or ():
-            speakers.add(str(supervision.get("speaker") or ""))
+    speakers = {str(supervision.get("speaker") or "") for supervision in supervisions_of(cut)}
     return speakers.pop() if len(speakers) == 1 else ""
 
 
 def language_of(cut: Mapping[str, Any]) -> str:
     """Return the language of the first supervision of a cut in lhotse's JSON format, or ""."""
-    for supervision in cut.get("supervisions") or ():
+    for supervision in supervisions_of(cut):
         return str(supervision.get("language") or "")
     return ""
 
