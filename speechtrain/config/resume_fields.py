@@ -22,7 +22,7 @@ PER_START = ("resume", "accept_code", "dry_run")
 _VOLATILE = (
     *("world_size", "run_dir", "launcher", "tracking", "device", "decoder", "final_decoder", *PER_START),
     *("data.workers", "data.cache", "data.timeout_seconds", "data.max_bad", "data.max_bad_share"),
-    *("data.max_decoded_seconds", "data.stage", "data.decoded_gib"),
+    *("data.max_decoded_seconds", "data.decoded_gib"),
 )
 _VOLATILE_LIMITS = (
     *("max_steps", "max_epochs", "max_hours", "target", "log_every", "validate_every", "save_every"),

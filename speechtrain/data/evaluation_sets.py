@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,6 @@ from speechtrain.data.sampler import BatchSize, Plan, evaluation_plan
 from speechtrain.data.skips import SkipLog
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
-from speechtrain.data.stage import PathFinder
 from speechtrain.data.static_shapes import Shape
 from speechtrain.data.training_set import TrainingSet, check_source
 from speechtrain.data.workers import InProcess, Workers
@@ -106,19 +104,6 @@ class EvaluationSets:
             for shape in self[name].plan.shapes:
                 shapes.add((shape.rows, shape.samples, shape.labels))
         return sorted(shapes)
-
-    def path_finders(self, rank: int, world_size: int) -> Iterator[PathFinder]:
-        """Return a function for each batch of a rank, which lists the files of the batch.
-
-        The functions run in another thread, so they have a loader of their own.
-        """
-        finders: list[PathFinder] = []
-        for name in self.names:
-            loader, plan = self[name]
-            loader = loader.copy_for_thread()
-            for number in range(rank, len(plan), world_size):
-                finders.append(partial(loader.files, plan[number]))
-        return iter(finders)
 
 
 @dataclass

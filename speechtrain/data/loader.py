@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from copy import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +31,6 @@ from speechtrain.data.planned_lengths import Integers, PlannedLengths, crop_samp
 from speechtrain.data.recordings import Unusable
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.speed import change_speed
-from speechtrain.data.stage import use_stage
 from speechtrain.data.static_shapes import Shape
 from speechtrain.data.voice_activity import shorten_pauses
 from speechtrain.errors import one_line
@@ -97,7 +95,7 @@ class BatchLoader:
     so that it needs no padding (as in fairseq's collater without padding).
 
     ``channel`` of each recording is read, counted from 0, unless its cut names channels. None is their mean.
-    If the folder ``stage`` has a copy of a recording, the copy is read. After the speed change, ``acoustics``
+    After the speed change, ``acoustics``
     adds rooms and noise to a training recording, which are drawn from (``seed``, pass, cut). If one of them
     cannot be read, the recording is used without it, and the batch has a ``Skip``. ``decoded`` keeps decoded
     recordings of training. Longer pauses than ``longest_pause`` seconds are shortened, unless it is None. A
@@ -115,7 +113,6 @@ class BatchLoader:
     crop_seconds: float | None = None
     seed: int = 0
     max_decoded_seconds: float = DECODED_SECONDS
-    stage: str = ""
     channel: int | None = None
     acoustics: Acoustics = field(default_factory=Acoustics)
     decoded: DecodedAudio = field(default_factory=DecodedAudio)
@@ -123,12 +120,20 @@ class BatchLoader:
 
     def __call__(self, micro_batch: MicroBatch) -> Batch:
         """Return the batch of a planned micro-batch. Raises DataError if a manifest has changed."""
-        with use_stage(self.stage):
-            return self._load(micro_batch)
-
-    def copy_for_thread(self) -> BatchLoader:
-        """Return a copy for another thread. Threads cannot share the open files of an index."""
-        return replace(self, index=copy(self.index))  # The copy of an index opens its files itself.
+        index_rows, percents, shape = micro_batch.rows, micro_batch.percents, micro_batch.shape
+        lengths = planned_samples(self.index.seconds[index_rows], percents, self.sample_rate)
+        keys = self.index.keys[index_rows]
+        seeds = bits_at(self.seed, RunStream.ACOUSTICS, micro_batch.passes, keys)
+        rows = []
+        for index_row, percent, length, seed in zip(
+            index_rows.tolist(), percents.tolist(), lengths, seeds.tolist(), strict=True
+        ):
+            rows.append(self._row_or_padding(index_row, percent, length, shape, seed))
+        if self.crop_seconds is not None:
+            self._crop(rows, micro_batch, self.crop_seconds)
+        batch = collate(rows, self.sample_rate, shape)
+        skipped = tuple(skip for row in rows for skip in row.skips)
+        return replace(batch, epoch=micro_batch.epoch, index=micro_batch.index, skipped=skipped)
 
     def lengths(self, rows: Integers, with_labels: bool) -> PlannedLengths:
         """Return the lengths of the cuts in ``rows`` of the index, by which their batches are planned.
@@ -149,11 +154,6 @@ class BatchLoader:
             seconds = seconds + np.float32(2 * self.acoustics.silence)
         return PlannedLengths(seconds, labels, self.sample_rate, self.crop_seconds or math.inf)
 
-    def files(self, micro_batch: MicroBatch) -> Iterator[str]:
-        """Yield the paths of a micro-batch's audio files."""
-        for row in micro_batch.rows.tolist():
-            yield from files_of(self.index.cut(row))
-
     def recordings(self, micro_batch: MicroBatch) -> list[str]:
         """Return the id and the files of each cut of a micro-batch, as text for a message."""
         cuts = [self.index.cut(row) for row in micro_batch.rows.tolist()]
@@ -169,22 +169,6 @@ class BatchLoader:
         except Unusable as problem:
             return Skip(cut["id"], problem.reason, problem.detail)
         return None
-
-    def _load(self, micro_batch: MicroBatch) -> Batch:
-        index_rows, percents, shape = micro_batch.rows, micro_batch.percents, micro_batch.shape
-        lengths = planned_samples(self.index.seconds[index_rows], percents, self.sample_rate)
-        keys = self.index.keys[index_rows]
-        seeds = bits_at(self.seed, RunStream.ACOUSTICS, micro_batch.passes, keys)
-        rows = []
-        for index_row, percent, length, seed in zip(
-            index_rows.tolist(), percents.tolist(), lengths, seeds.tolist(), strict=True
-        ):
-            rows.append(self._row_or_padding(index_row, percent, length, shape, seed))
-        if self.crop_seconds is not None:
-            self._crop(rows, micro_batch, self.crop_seconds)
-        batch = collate(rows, self.sample_rate, shape)
-        skipped = tuple(skip for row in rows for skip in row.skips)
-        return replace(batch, epoch=micro_batch.epoch, index=micro_batch.index, skipped=skipped)
 
     def _row_or_padding(
         self, index_row: int, percent: int, planned_length: int, shape: Shape | None, seed: int

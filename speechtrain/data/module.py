@@ -60,7 +60,6 @@ class SpeechData(DataModule):
     - ``decoded_gib``: a rank keeps the decoded training recordings in memory if they need at most these GiB.
       The rank replaces ``auto`` by a share of the free memory. Otherwise ``auto`` counts as 0.
     - ``cache`` is the folder of the indices (see ``open_index``).
-    - ``stage`` is a folder for copies of recordings, made before they are used (see ``data.stage``).
     - ``max_bad`` and ``max_bad_share``: a bad recording becomes a padding row, and one of training is listed
       in ``run_dir``. The run ends if more recordings of a set are bad than ``skips.most_bad`` allows.
     - ``footprint`` is the memory that the model predicts for a batch.
@@ -98,7 +97,6 @@ class SpeechData(DataModule):
         timeout_seconds: float = 600.0,
         decoded_gib: float | str = "auto",
         cache: FilePath | None = None,
-        stage: FilePath | None = None,
         max_bad: int | None = None,
         max_bad_share: float | None = None,
         run_dir: str | None = None,
@@ -114,7 +112,6 @@ class SpeechData(DataModule):
             tokenizer=tokenizer,
             sample_rate=sample_rate,
             normalise=normalise,
-            stage=stage or "",
             longest_pause=longest_pause,
             channel=channel,
         )
@@ -220,5 +217,4 @@ class SpeechData(DataModule):
 
     def close(self) -> None:
         self.skips.warn()
-        self.stream.close()
         self.workers.close()

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from io import BufferedReader
 from typing import TYPE_CHECKING, NamedTuple
 
-from speechtrain.data.stage import open_staged
 from speechtrain.data.tar_members import file_of, open_member
 from speechtrain.errors import one_line
+from speechtrain.files import open_regular
 
 if TYPE_CHECKING:
     from soundfile import SoundFile
@@ -90,12 +90,12 @@ def path_on_disk(path: str) -> str:
 
 def _open_on_disk(path: str) -> BufferedReader:
     try:
-        return open_staged(path)
+        return open_regular(path)
     except FileNotFoundError:
         other_path = path_on_disk(path)
         if other_path == path:
             raise
-        return open_staged(other_path)
+        return open_regular(other_path)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,10 +16,9 @@ from speechtrain.data.evaluation_sets import EvaluationSets
 from speechtrain.data.hold_out import write_sides
 from speechtrain.data.index import Index
 from speechtrain.data.loader import BatchLoader
-from speechtrain.data.sampler import BatchSize, CutDraws, MicroBatch, Sampler
+from speechtrain.data.sampler import BatchSize, CutDraws, Sampler
 from speechtrain.data.skips import ACOUSTIC_REASONS
 from speechtrain.data.speed import speed_grid
-from speechtrain.data.stage import MOST_AHEAD, Stager
 from speechtrain.data.training_set import sample_rows
 from speechtrain.errors import DataError
 
@@ -49,7 +47,6 @@ class TrainingStream:
         self.decoded_bytes = _bytes_of_decoded(self.decoded_gib)
         speed_grid(self.speed)  # This raises ValueError for an invalid speed.
         self.training_set, self.skips = self.evaluation_sets.training_set, self.evaluation_sets.skips
-        self._staging = ExitStack()  # closes the Stager, if there is one
         self._address = (0, 0)  # epoch and position of the next micro-batch, over all ranks
 
     @cached_property
@@ -104,8 +101,6 @@ class TrainingStream:
     def _batches(self, rank: int, world_size: int, accumulate: int) -> Iterator[Batch]:
         epoch, position = self._address
         planned = self.sampler.micro_batches(epoch, position, rank, world_size)
-        if self.loader.stage:
-            planned = self._copy_ahead(planned, rank, world_size)
         acoustics = self.loader.acoustics.indices
         totals = {ACOUSTIC_REASONS[name]: len(index) for name, index in acoustics.items()}
         for number, batch in enumerate(self.evaluation_sets.workers.map(self.loader, planned), 1):
@@ -116,19 +111,6 @@ class TrainingStream:
                 epoch, position = self._address
                 self._address = self.sampler.advance(epoch, position, world_size * accumulate)
             yield batch
-
-    def _copy_ahead(self, planned: Iterator[MicroBatch], rank: int, world_size: int) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of ``planned``, and copy their recordings before they are used.
-
-        After these, the recordings of this rank's evaluation batches are copied.
-        """
-        self.close()  # If a stream starts again, the copying for its earlier address ends.
-        # At most one epoch is copied ahead, because the sampler caches the plans of two epochs.
-        epoch, _ = self._address
-        most_ahead = min(MOST_AHEAD, self.sampler.length(epoch) // world_size)
-        stager = Stager(self.loader.stage, self.evaluation_sets.path_finders(rank, world_size))
-        self._staging.callback(stager.close)
-        return stager.copy_ahead(planned, self.loader.copy_for_thread().files, max(1, most_ahead))
 
     def median_batch(self) -> Batch:
         """Return the batch of median size of the first epoch. The state does not change."""
@@ -186,10 +168,6 @@ class TrainingStream:
         self._address = (int(state["epoch"]), int(state["position"]))
         for recording_id, reason in state["skipped"].items():
             self.skips.reasons[str(recording_id)] = str(reason)
-
-    def close(self) -> None:
-        """End the copying of recordings."""
-        self._staging.close()
 
 
 def other_data(name: str, difference: str, run_dir: str) -> str:

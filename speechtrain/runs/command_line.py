@@ -38,7 +38,7 @@ _OPENING = ("[", "{", "'", '"')
 """First characters of lists, mappings and quoted texts in Hydra's syntax. Such values are not rewritten."""
 _SOURCES = re.compile(r"\+{0,2}(data\.(train|valid(\.[\w-]+)?)|augment\.(noise|rooms))")
 """The keys whose values are sources of recordings."""
-_PATHS = re.compile(r".*\.(path|root|cache|stage|model|lm|hostfile|recipe_cache)|\+{0,2}init_from|run_dir")
+_PATHS = re.compile(r".*\.(path|root|cache|model|lm|hostfile|recipe_cache)|\+{0,2}init_from|run_dir")
 """The other keys whose values are paths."""
 _TOKEN = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^]\[{},:'"]+|.""", re.DOTALL)
 """A part of a list or mapping in Hydra's syntax: a quoted text, an unquoted text, or a punctuation mark."""

@@ -247,7 +247,7 @@ def test_a_stored_config_does_not_choose_where_evaluation_writes(
     monkeypatch.setenv("TOKEN", "secret")
     run = Path(shutil.copytree(run_dir, tmp_path / "run"))
     content = yaml.safe_load((run / "config.yaml").read_text())
-    content["data"] |= dict.fromkeys(("cache", "stage", "run_dir"), f"{tmp_path}/far/${{oc.env:TOKEN}}")
+    content["data"] |= dict.fromkeys(("cache", "run_dir"), f"{tmp_path}/far/${{oc.env:TOKEN}}")
     (run / "config.yaml").write_text(yaml.safe_dump(content))
     loaded = load(run, ONE)
     assert (loaded.opened.config.data.cache, loaded.opened.config.data.run_dir) == (None, str(run))

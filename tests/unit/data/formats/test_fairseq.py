@@ -136,7 +136,7 @@ def test_the_rate_is_that_of_the_first_header_and_no_other_file_is_opened(
         opened.append(Path(path).name)
         return open_regular(path)
 
-    monkeypatch.setattr("speechtrain.data.recordings.open_staged", watched)
+    monkeypatch.setattr("speechtrain.data.recordings.open_regular", watched)
     path = tsv(tmp_path / "m.tsv", ".", *((f"{n:02d}.wav", 8000) for n in range(30)))
     source = open_source(path)
     assert isinstance(source, Fairseq)
