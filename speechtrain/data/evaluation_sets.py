@@ -38,8 +38,8 @@ class EvaluationSets:
     """The evaluation sets by name, each opened at first use.
 
     ``specs`` maps the name of each set to its source. If it is empty, the recordings that ``training_set``
-    holds out are the only set. Otherwise ``training_set`` holds out nothing. ``new_loader`` returns a loader
-    for an index. Raises ValueError for an invalid source.
+    holds out are the only set. Otherwise its ``hold_out`` must be 0. ``new_loader`` returns a loader for an
+    index. Raises ValueError for an invalid source.
     """
 
     specs: dict[str, Any]
@@ -52,13 +52,10 @@ class EvaluationSets:
     def __post_init__(self) -> None:
         for name, spec in self.specs.items():
             check_source(f"valid: {name}", spec, is_valid=True)
-        if self.specs:
-            self.training_set.hold_out = 0.0
         self._sets: dict[str, EvaluationSet] = {}
 
     @property
     def names(self) -> list[str]:
-        # With ``specs``, ``hold_out`` is 0.
         return [_HELD_OUT] if self.training_set.hold_out else list(self.specs)
 
     def source(self, name: str) -> Source:
@@ -99,11 +96,7 @@ class EvaluationSets:
 
     def shapes(self) -> list[tuple[int, int, int]]:
         """Return the fixed (rows, samples, labels) of all sets. Without fixed shapes it is empty."""
-        shapes = set[tuple[int, int, int]]()
-        for name in self.names:
-            for shape in self[name].plan.shapes:
-                shapes.add((shape.rows, shape.samples, shape.labels))
-        return sorted(shapes)
+        return sorted({shape for name in self.names for shape in self[name].plan.shapes})
 
 
 @dataclass

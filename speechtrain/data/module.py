@@ -132,7 +132,7 @@ class SpeechData(DataModule):
             min_seconds,
             max_seconds,
             skip_empty,
-            hold_out,
+            0.0 if valid else hold_out,
             needs_text=tokenizer.reads_text and not allow_empty,
             run_dir=run_dir or "",
             initial_run=initial_run,
@@ -148,7 +148,10 @@ class SpeechData(DataModule):
             self.skips,
         )
         self.stream = TrainingStream(
+            self.training_set,
             self.evaluation_sets,
+            self.workers,
+            self.skips,
             new_training_loader,
             BatchSize(batch or BatchLimits(), footprint, shapes),
             speed or (1.0, 1.0),
@@ -174,7 +177,7 @@ class SpeechData(DataModule):
         return self.stream.start(rank, world_size, accumulate)
 
     def shapes(self) -> list[tuple[int, int, int]]:
-        return [(shape.rows, shape.samples, shape.labels) for shape in self.sampler.shapes]
+        return list(self.sampler.shapes)
 
     def sample(self) -> Batch | None:
         return self.stream.median_batch()

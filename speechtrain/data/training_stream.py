@@ -17,9 +17,10 @@ from speechtrain.data.hold_out import write_sides
 from speechtrain.data.index import Index
 from speechtrain.data.loader import BatchLoader
 from speechtrain.data.sampler import BatchSize, CutDraws, Sampler
-from speechtrain.data.skips import ACOUSTIC_REASONS
+from speechtrain.data.skips import ACOUSTIC_REASONS, SkipLog
 from speechtrain.data.speed import speed_grid
-from speechtrain.data.training_set import sample_rows
+from speechtrain.data.training_set import TrainingSet, sample_rows
+from speechtrain.data.workers import Workers
 from speechtrain.errors import DataError
 
 _BYTES_OF_SAMPLE = 4  # float32
@@ -31,13 +32,16 @@ MOST_CHECKED = 10_000
 class TrainingStream:
     """The training batches of one rank.
 
-    The recordings are ``evaluation_sets.training_set``. ``new_loader`` returns a loader for an index.
-    ``speed`` is the lowest and the highest speed factor. ``decoded_gib`` are the GiB of decoded recordings
-    that the rank keeps in memory at most. A set that needs more is not kept, because a part of a large set is
-    rarely used again. Raises ValueError for an invalid speed or size.
+    The state of the stream also identifies the recordings of ``evaluation_sets``. ``new_loader`` returns a
+    loader for an index. ``speed`` is the lowest and the highest speed factor. ``decoded_gib`` are the GiB of
+    decoded recordings that the rank keeps in memory at most. A set that needs more is not kept, because a
+    part of a large set is rarely used again. Raises ValueError for an invalid speed or size.
     """
 
+    training_set: TrainingSet
     evaluation_sets: EvaluationSets
+    workers: Workers
+    skips: SkipLog
     new_loader: Callable[..., BatchLoader]
     size: BatchSize
     speed: Sequence[float]
@@ -46,7 +50,6 @@ class TrainingStream:
     def __post_init__(self) -> None:
         self.decoded_bytes = _bytes_of_decoded(self.decoded_gib)
         speed_grid(self.speed)  # This raises ValueError for an invalid speed.
-        self.training_set, self.skips = self.evaluation_sets.training_set, self.evaluation_sets.skips
         self._address = (0, 0)  # epoch and position of the next micro-batch, over all ranks
 
     @cached_property
@@ -54,7 +57,7 @@ class TrainingStream:
         loader = self.new_loader(self.training_set.index)
         loader.acoustics.open(self.training_set.cache)
         seconds = float(loader.index.seconds[self.training_set.rows].sum())
-        processes = max(1, self.evaluation_sets.workers.count)  # Each process keeps the recordings.
+        processes = max(1, self.workers.count)  # Each process keeps the recordings.
         needed_bytes = processes * seconds * loader.sample_rate * _BYTES_OF_SAMPLE
         loader.decoded = DecodedAudio(needed_bytes <= self.decoded_bytes)
         return loader
@@ -103,7 +106,7 @@ class TrainingStream:
         planned = self.sampler.micro_batches(epoch, position, rank, world_size)
         acoustics = self.loader.acoustics.indices
         totals = {ACOUSTIC_REASONS[name]: len(index) for name, index in acoustics.items()}
-        for number, batch in enumerate(self.evaluation_sets.workers.map(self.loader, planned), 1):
+        for number, batch in enumerate(self.workers.map(self.loader, planned), 1):
             for skip in batch.skipped:
                 self.skips.add(skip, totals.get(skip.reason, len(self.training_set.rows)))
             # The address changes when a batch is yielded, because workers load batches ahead.
@@ -142,25 +145,17 @@ class TrainingStream:
         Raises DataError if the training cuts, their transcripts, the held-out recordings, the noise or the
         rooms have changed.
         """
-        training_set, index = self.training_set, self.training_set.index
-        for name, former in state.get("sets", {}).items():
+        for name, former in state["sets"].items():
             difference = self._indices[name].difference(former.numpy()) if name in self._indices else ""
             if difference:
                 raise DataError(other_data(name, difference, self.skips.run_dir))
-        # Checkpoints of earlier releases have a hash of the training set only.
-        content = state.get("content", index.content), state.get("texts", index.texts)
-        if content != (index.content, index.texts):
-            raise DataError(
-                other_data("train", f"{state['cuts']} recordings then, {len(index)} now", self.skips.run_dir)
-            )
-        if training_set.hold_out and state["held_out"] != training_set.held_out_digest:
+        if self.training_set.hold_out and state["held_out"] != self.training_set.held_out_digest:
             raise DataError(
                 "other recordings would be held out, so the run would validate on recordings that it has "
                 "trained on. The folders of the recordings have other names, or another release began the "
                 "run. Give the folders their former names, or use another run_dir"
             )
-        # Checkpoints of earlier releases have no noise and no rooms.
-        if state.get("acoustics", {}) != self.loader.acoustics.content():
+        if state["acoustics"] != self.loader.acoustics.content():
             raise DataError(
                 "the recordings of augment.noise or augment.rooms have changed since the checkpoint. Restore "
                 "them, or use another run_dir"

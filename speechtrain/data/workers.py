@@ -460,10 +460,6 @@ def _run_worker(link: Connection, folder: str) -> None:
     # the program has already ended, the first ``recv`` below fails.
     with suppress(OSError):
         link.send(None)
-    answers: SimpleQueue[tuple[int, Batch | Exception]] = SimpleQueue()
-    # Another thread sends the answers. If this thread did it, both processes could wait for each other to
-    # read a full pipe.
-    threading.Thread(target=_send_answers, args=(link, answers), daemon=True).start()
     loaders: dict[int, Loader] = {}
     while True:
         try:
@@ -476,11 +472,11 @@ def _run_worker(link: Connection, folder: str) -> None:
         except Exception as error:  # For example, this process cannot import the tokenizer's module.
             problem = f"a data worker cannot import its loader ({type(error).__name__}: {error})"
             fix = "Use data.workers=0 to load without workers"
-            answers.put((_NO_TICKET, MachineError(f"{problem}. {fix}")))
+            _send_answer(link, _NO_TICKET, MachineError(f"{problem}. {fix}"))
             continue
         if new_loader is not None:
             loaders[loader_number] = new_loader
-        answers.put((ticket, _load(loaders[loader_number], micro_batch)))
+        _send_answer(link, ticket, _load(loaders[loader_number], micro_batch))
 
 
 def _end_after_grace(signal_number: int, frame: FrameType | None) -> None:
@@ -502,15 +498,11 @@ def _load(loader: Loader, micro_batch: MicroBatch) -> Batch | Exception:
         )
 
 
-def _send_answers(link: Connection, answers: SimpleQueue[tuple[int, Batch | Exception]]) -> None:
-    while True:
-        ticket, result = answers.get()
+def _send_answer(link: Connection, ticket: int, result: Batch | Exception) -> None:
+    """Send an answer. A thread of the program reads each answer at once, so this does not block for long."""
+    with suppress(OSError):  # The program has closed its end. The next ``recv`` also notices this.
         try:
-            try:
-                content = _pack(result) if isinstance(result, Batch) else result
-                link.send((ticket, content))
-            except RuntimeError as error:
-                # torch raises this error if shared memory is full. It has sent nothing then.
-                link.send((ticket, MachineError(f"a batch does not fit into /dev/shm ({error}). Enlarge it")))
-        except OSError:  # The program has closed its end. The main thread also notices this and returns.
-            return
+            link.send((ticket, _pack(result) if isinstance(result, Batch) else result))
+        except RuntimeError as error:
+            # torch raises this error if shared memory is full. It has sent nothing then.
+            link.send((ticket, MachineError(f"a batch does not fit into /dev/shm ({error}). Enlarge it")))
