@@ -265,7 +265,7 @@ def write_stats(arguments: argparse.Namespace) -> int:
     for cut, audio_check in checked_cuts:
         statistics.add(cut, audio_check)
         has_bad = has_bad or isinstance(audio_check, Unusable)
-    summary = statistics.as_json() | statistics.long_recordings()
+    summary = statistics.as_json()
     if arguments.json:
         print(json.dumps(summary, indent=1))
     else:
@@ -278,24 +278,21 @@ def write_split(arguments: argparse.Namespace) -> int:
 
     All cuts of a speaker, or of a recording, are in the same file.
     """
-    from speechtrain.data.hold_out import GROUPS, groups_of, held_out  # imports torch
+    from speechtrain.data.hold_out import held_out  # imports torch
+    from speechtrain.data.index import open_index
 
     if not 0 < arguments.share < 1:
         raise ConfigError(f"--share {arguments.share}: it must be above 0 and below 1")
     source = named_source(arguments)
-    # One row per cut: a key for each kind of group (speaker, recording and id), and the duration.
-    columns = [(group, "i8") for group in GROUPS]
-    columns.append(("seconds", "f4"))
-    rows = ((*groups_of(cut), seconds_of(cut)) for cut in cuts_of(source))
-    cut_table = np.fromiter(rows, np.dtype(columns))
-    without_speaker = int((cut_table["speaker"] < 0).sum())
+    index = open_index(source)
+    without_speaker = int((index.speakers < 0).sum())
     if without_speaker and arguments.by == "speaker":
-        counts = f"{without_speaker} of {len(cut_table)} cuts"
+        counts = f"{without_speaker} of {len(index)} cuts"
         raise DataError(f"--by speaker: {counts} name no speaker. Use --by recording")
-    groups = {group: cut_table[group] for group in GROUPS}
+    groups = index.groups(np.arange(len(index)))
     is_held_out, unit = held_out(
         groups,
-        cut_table["seconds"],
+        index.seconds,
         arguments.share,
         by=arguments.by or "",
         former=_former_sides(arguments.out),
@@ -322,10 +319,9 @@ def _former_sides(out: Path) -> Sides:
 
 def _recordings(path: Path) -> NDArray[np.int64]:
     """Return the keys of the recordings in a file of cuts, which are none if it does not exist."""
-    from speechtrain.data.hold_out import groups_of
+    from speechtrain.data.index import open_index
 
-    cuts = cuts_of(open_source(str(path))) if path.exists() else ()
-    return np.array([groups_of(cut)[1] for cut in cuts], np.int64)
+    return open_index(open_source(str(path))).recordings if path.exists() else np.zeros(0, np.int64)
 
 
 def _write_both(out: Path, source: Source, is_held_out: list[bool]) -> None:

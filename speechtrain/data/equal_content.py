@@ -9,22 +9,16 @@ from collections.abc import Callable, Hashable, Iterable
 from speechtrain.data.tar_members import file_of
 from speechtrain.files import open_regular
 
-_START_BYTES = 2**16  # bytes at the start of two files that are compared before the whole files
-
 
 def equal_files(paths: Iterable[str]) -> list[list[str]]:
     """Return the groups of two or more files with equal content, each group sorted.
 
-    Files that cannot be read and members of a tar are in no group. Three signatures are compared, so that
-    few files are read completely: the size, the first 64 KiB, and a hash of the whole content.
+    Files that cannot be read and members of a tar are in no group. Only files of equal size are read.
     """
     files = {path for path in paths if file_of(path) == path}  # without members of a tar
-    groups = [sorted(files)]
-    for signature in (_size, _start, _content_hash):
-        smaller_groups = []
-        for group in groups:
-            smaller_groups += _groups_by(signature, group)
-        groups = smaller_groups
+    groups = []
+    for files_of_size in _groups_by(_size, sorted(files)):
+        groups += _groups_by(_content_hash, files_of_size)
     return groups
 
 
@@ -41,11 +35,6 @@ def _groups_by(signature: Callable[[str], Hashable], paths: list[str]) -> list[l
 
 def _size(path: str) -> int:
     return os.stat(path).st_size
-
-
-def _start(path: str) -> bytes:
-    with open_regular(path) as file:
-        return file.read(_START_BYTES)
 
 
 def _content_hash(path: str) -> str:

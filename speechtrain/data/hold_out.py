@@ -22,9 +22,6 @@ from speechtrain.data.formats.manifests import Record, speaker_of
 from speechtrain.files import MOST_LOG_BYTES, atomic, open_regular
 from speechtrain.run_directory import SIDES
 
-GROUPS = ("speaker", "recording", "cut")
-"""The kinds of groups. All cuts of a group are either held out or trained on."""
-
 _FEWEST_SPEAKERS = 10  # With fewer speakers, training would lack too many of the voices.
 _TOLERANCE = 1.5  # The seconds of held-out speakers may differ from the requested seconds by this factor.
 _TOO_LARGE = 2.0  # Speakers who are connected by recordings may have this multiple of the requested seconds.
@@ -81,7 +78,7 @@ def write_sides(run_dir: str, sides: Sides) -> None:
 
 
 def groups_of(cut: Record, former: Callable[[str], str] = str) -> tuple[int, int, int]:
-    """Return the keys (``key_of``) of a cut's speaker, recording and id, in the order of GROUPS.
+    """Return the keys (``key_of``) of a cut's speaker, recording and id.
 
     The key of the speaker is -1 if the cut names none. ``former`` maps the path of the recording to the path
     that it had when the run started, so that moved recordings stay in their groups.
@@ -100,8 +97,9 @@ def held_out(
 ) -> tuple[NDArray[np.bool_], str]:
     """Return a mask (N,) of the held-out cuts, and the kind of the groups that were drawn.
 
-    ``groups`` maps each kind in GROUPS to the key of each cut's group (N,). ``share`` is the requested share
-    of the ``seconds`` (N,) of all cuts. ``by`` is the kind. If it is empty, the kind is
+    ``groups`` maps each kind (speaker, recording and cut) to the key of each cut's group (N,). All cuts of a
+    group are either held out or trained on. ``share`` is the requested share of the ``seconds`` (N,) of all
+    cuts. ``by`` is the kind. If it is empty, the kind is
 
     - speaker, if each cut names a speaker, there are ten groups of speakers or more, and the drawn speakers
       have about the requested seconds,

@@ -118,6 +118,14 @@ class Index:
             return np.zeros(0, dtype)
         return np.memmap(self.folder / f"{name}.bin", dtype, mode="r", shape=(self._size,))
 
+    def groups(self, rows: NDArray[Any]) -> dict[str, NDArray[np.int64]]:
+        """Return the keys of the groups of ``rows``, by the kind of group (see ``hold_out.held_out``)."""
+        return {
+            "speaker": self.speakers[rows],
+            "recording": self.recordings[rows],
+            "cut": self.keys[rows],
+        }
+
     @cached_property
     def identity(self) -> NDArray[np.int64]:
         """The id, the duration in microseconds and the transcript of each cut (N, 3), texts as ``key_of``.

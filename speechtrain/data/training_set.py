@@ -121,12 +121,9 @@ class TrainingSet:
             return rows[:0]
         if self.needs_text:
             rows = rows[index.characters[rows] > 0]
-        groups = {
-            "speaker": index.speakers[rows],
-            "recording": index.recordings[rows],
-            "cut": index.keys[rows],
-        }
-        is_held_out, _ = held_out(groups, index.seconds[rows], self.hold_out, former=self.former_sides)
+        is_held_out, _ = held_out(
+            index.groups(rows), index.seconds[rows], self.hold_out, former=self.former_sides
+        )
         return rows[is_held_out]
 
     @cached_property

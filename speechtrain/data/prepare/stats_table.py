@@ -104,12 +104,6 @@ class Statistics:
         if invisible(text):
             self.errors["invisible"].append(name)
 
-    def long_recordings(self) -> dict[str, Any]:
-        """Return the number and hours of recordings that ``recipe=scratch`` does not use."""
-        seconds = [length for length in self.seconds if length > LONG]
-        hours = sum(seconds) / 3600
-        return {"long": {"recordings": len(seconds), "hours": round(hours, 4)}}
-
     def as_json(self) -> dict[str, Any]:
         """Return the statistics as JSON stores them, with the ids of the recordings by likely error."""
         seconds, spoken = np.array(self.seconds), np.array(self.spoken)
@@ -122,6 +116,7 @@ class Statistics:
         # Numbers and symbols stay as labels.
         no_letters = {sign: n for sign, n in self.characters.items() if category(sign)[0] in "NS"}
         hours = float(seconds.sum()) / 3600
+        long_seconds = seconds[seconds > LONG]
         return {
             "recordings": len(self.ids),
             "hours": round(hours, 4),
@@ -133,6 +128,7 @@ class Statistics:
             "no_letters": dict(Counter({**self.remarks, **no_letters}).most_common()),
             "likely_errors": self._likely_errors(rates, median),
             "details": self.details,
+            "long": {"recordings": len(long_seconds), "hours": round(float(long_seconds.sum()) / 3600, 4)},
         }
 
     def _likely_errors(self, rates: NDArray[np.float64], median: float) -> dict[str, list[str]]:
@@ -156,7 +152,7 @@ class Statistics:
 
 
 def table_lines(result: Mapping[str, Any]) -> Iterable[str]:
-    """Yield the lines of a text table of ``Statistics.as_json`` and ``Statistics.long_recordings``."""
+    """Yield the lines of a text table of ``Statistics.as_json``."""
     unknown = f" ({result['without_speaker']} recordings without one)" if result["without_speaker"] else ""
     lengths = ", ".join(f"{name} {seconds:g}" for name, seconds in result["seconds"].items())
     yield f"recordings  {result['recordings']}"

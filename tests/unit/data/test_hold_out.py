@@ -13,7 +13,7 @@ import soundfile
 from speechtrain.commands import prepare
 from speechtrain.counter_rng import key_of
 from speechtrain.data.equal_content import equal_files
-from speechtrain.data.hold_out import GROUPS, NO_SIDES, Sides, held_out
+from speechtrain.data.hold_out import NO_SIDES, Sides, held_out
 from speechtrain.data.index import Index, open_index
 from speechtrain.data.module import SpeechData
 from speechtrain.data.sampler import BatchLimits
@@ -39,8 +39,7 @@ def index_of(path: str) -> Index:
 
 
 def rows_of(index: Index, share: float = 0.1) -> set[int]:
-    keys = (index.speakers, index.recordings, index.keys)
-    held, _ = held_out(dict(zip(GROUPS, keys, strict=True)), index.seconds, share)
+    held, _ = held_out(index.groups(np.arange(len(index))), index.seconds, share)
     return set(np.flatnonzero(held).tolist())
 
 
@@ -218,7 +217,7 @@ def test_held_out_takes_speakers_if_their_seconds_are_about_the_share(ratio: flo
 @pytest.mark.parametrize(("ratio", "expected"), [(1.4, True), (1.6, False)])
 def test_held_out_passes_over_a_recording_far_longer_than_the_share(ratio: float, expected: bool) -> None:
     recordings, keys = [f"recording-{i}" for i in range(10)], dict[str, np.ndarray[Any, Any]]()
-    for by in GROUPS:
+    for by in ("speaker", "recording", "cut"):
         keys[by] = np.array([key_of(name) for name in recordings])
     is_first, _ = held_out(keys, np.ones(10, np.float32), 0.1, by="recording")
     assert np.count_nonzero(is_first) == 1
