@@ -1,22 +1,21 @@
 """The index of a source's cuts: memory-mapped arrays of the facts that the sampler needs of each cut.
 
 An index is a folder of the cache. It contains flat binary arrays with one element for each cut, such as its
-duration and the byte offset of its JSON line. If the source is not a file of JSON lines, the folder also
-contains the cuts as JSON lines. The arrays are built in chunks, so the memory does not grow with the source.
-To open an index is fast, because mapping an array reads nothing.
+duration and the byte offset of its JSON line, and the cuts of each part of the source as JSON lines. It is
+built in chunks, so the memory does not grow with the source. To open an index is fast, because mapping an
+array reads nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -29,7 +28,6 @@ from speechtrain.counter_rng import key_of
 from speechtrain.data.cache import cache_folder
 from speechtrain.data.formats import manifests
 from speechtrain.data.formats.manifests import (
-    Entry,
     Manifest,
     Record,
     digest,
@@ -41,12 +39,12 @@ from speechtrain.data.formats.manifests import (
 from speechtrain.data.hold_out import groups_of
 from speechtrain.data.source import Facts, Source
 from speechtrain.data.sources import parts_of
-from speechtrain.errors import MALFORMED, DataError, print_notice
-from speechtrain.files import absolute_path, atomic, flush, open_append, read_text, writing
+from speechtrain.errors import MALFORMED, DataError
+from speechtrain.files import absolute_path, atomic, flush, read_text, writing
 from speechtrain.text.normalise import Normaliser, normalise_in, normaliser
 from speechtrain.text.vocabulary import Tokenizer
 
-FORMAT = 6  # the format of the folder. An index of another format is built again.
+FORMAT = 7  # the format of the folder. An index of another format is built again.
 # the dtype of each array, by the name of its file
 _ARRAYS = {
     "seconds": "<f4",
@@ -60,7 +58,7 @@ _ARRAYS = {
 }
 _MOST_OPEN = 100  # the most open files of an index. A process can open 1,024 by default.
 _CHUNK = 65_536  # rows that are in memory during a build
-_LOCK_ATTEMPTS = 100  # attempts to lock an index before a message, one each 0.1 s
+_DAY = 86_400  # seconds
 
 
 class Index:
@@ -78,8 +76,8 @@ class Index:
         """A hash of the ids and durations. Equal cuts in other files have the same hash."""
         self.texts: str = meta["texts"]
         """A hash of the transcripts."""
-        # The file of each part's JSON lines. If ``name`` is an absolute path, ``/`` drops the folder.
-        self.files = [folder / name for name in meta["files"]]
+        self.files = [folder / f"cuts-{number}.jsonl" for number in range(meta["parts"])]
+        """The file of each part's JSON lines."""
         self._size: int = meta["cuts"]
         self._open_files: dict[int, IO[bytes]] = {}  # by the number of the part
         self.seconds = self._map("seconds")
@@ -222,9 +220,8 @@ def open_index(source: Source, cache: str = "") -> Index:
     """Return the index of ``source``. It is built if the cache has none for the source's fingerprint.
 
     ``cache`` is the cache folder. An empty string stands for ``cache_folder()``. If several processes need an
-    index, one process builds it and the others wait. On a file system without locks, each process builds the
-    index, and the first complete one is used. Raises DataError for malformed or repeated cuts, MachineError
-    if the cache cannot be written.
+    index at the same time, each of them builds it, and the first complete one is used. Raises DataError for
+    malformed or repeated cuts, MachineError if the cache cannot be written.
     """
     cache_root = absolute_path(cache) if cache else cache_folder()
     root = cache_root / "index"
@@ -235,46 +232,45 @@ def open_index(source: Source, cache: str = "") -> Index:
     index = _load(folder, source)
     if index is not None:
         return index
-    with _lock(folder.with_name(f"{folder.name}.lock")) as has_lock:
-        index = _load(folder, source)  # Another process may have built it.
-        if index is not None:
-            return index
-        temporary = root / f".{folder.name}.{secrets.token_hex(8)}"
-        try:
-            with _writing(root):
-                temporary.mkdir()
-                _build(source, temporary)
-                _check_unique(Index(temporary), parts_of(source))
-                for path in temporary.iterdir():
-                    flush(path)
-                _replace(temporary, folder, source)
-        finally:
-            # The lock shows that no other process builds this index. So all other temporary folders are from
-            # interrupted builds.
-            leftovers = root.glob(f".{folder.name}.*") if has_lock else [temporary]
-            for leftover in leftovers:
-                shutil.rmtree(leftover, ignore_errors=True)
+    temporary = root / f".{folder.name}.{secrets.token_hex(8)}"
+    try:
+        with _writing(root):
+            _remove_leftovers(root)
+            temporary.mkdir()
+            _build(source, temporary)
+            _check_unique(Index(temporary), parts_of(source))
+            for path in temporary.iterdir():
+                flush(path)
+            _rename(temporary, folder, source)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return Index(folder, _facts_of(source))
+
+
+def _remove_leftovers(root: Path) -> None:
+    """Remove the temporary folders of builds that were interrupted more than a day ago."""
+    for leftover in root.glob(".*"):
+        with contextlib.suppress(FileNotFoundError):  # Another process may have removed it.
+            if leftover.stat().st_mtime < time.time() - _DAY:
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _facts_of(source: Source) -> list[Facts]:
     return [part.facts for part in parts_of(source)]
 
 
-def _replace(temporary: Path, folder: Path, source: Source) -> None:
-    """Rename the new index ``temporary`` to ``folder``, unless another process has built that index.
-
-    A stale or damaged index in ``folder`` gets a temporary name, so that the caller removes it.
-    """
-    if _load(folder, source) is not None:
-        return
-    with contextlib.suppress(FileNotFoundError):
-        folder.rename(folder.with_name(f".{folder.name}.{secrets.token_hex(8)}"))
-    try:
-        temporary.rename(folder)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # Otherwise another process was faster.
-            raise
+def _rename(temporary: Path, folder: Path, source: Source) -> None:
+    """Rename the new index ``temporary`` to ``folder``, unless another process has built that index."""
+    for _ in range(2):
+        try:
+            temporary.rename(folder)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        if _load(folder, source) is not None:
+            return
+        shutil.rmtree(folder)  # It is stale or damaged.
 
 
 def _load(folder: Path, source: Source) -> Index | None:
@@ -331,21 +327,13 @@ class _Row(NamedTuple):
 
 
 def _build(source: Source, folder: Path) -> None:
-    """Write the arrays, the converted cuts and ``meta.json`` into ``folder``."""
-    files, count = list[str](), 0
+    """Write the arrays, the cuts and ``meta.json`` into ``folder``."""
+    parts, count = parts_of(source), 0
     content_hash, text_hash = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
     with contextlib.ExitStack() as stack:
         arrays = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in _ARRAYS}
-        for number, part in enumerate(parts_of(source)):
-            if isinstance(part, Manifest) and part.in_place:
-                files.append(str(part.path))
-                entries = part.entries()
-            else:
-                name = f"cuts-{number}.jsonl"
-                files.append(name)
-                entries = _convert(part, folder / name)
-            former = part.former if isinstance(part, Manifest) else str
-            rows = _rows(entries, number, text_hash, former)
+        for number, part in enumerate(parts):
+            rows = _rows(part, number, folder / f"cuts-{number}.jsonl", text_hash)
             while chunk := list(islice(rows, _CHUNK)):
                 _append_rows(chunk, arrays, content_hash)
                 count += len(chunk)
@@ -354,26 +342,35 @@ def _build(source: Source, folder: Path) -> None:
         "cuts": count,
         "content": content_hash.hexdigest(),
         "texts": text_hash.hexdigest(),
-        "files": files,
+        "parts": len(parts),
     }
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
-def _rows(
-    entries: Iterable[Entry], part: int, text_hash: hashlib.blake2b, former: Callable[[str], str]
-) -> Iterator[_Row]:
-    """Yield the row of each cut of the part with number ``part``, and add its transcript to ``text_hash``.
+def _cuts(part: Source) -> Iterator[tuple[str, Record]]:
+    """Yield ``FILE:LINE`` and the cut for each cut of a manifest, or ``CORPUS:NUMBER`` and the cut."""
+    if isinstance(part, Manifest):
+        for entry in part.entries():
+            yield part.location_of(entry.line), entry.cut
+        return
+    for number, cut in enumerate(part.cuts(), 1):
+        yield f"{type(part).__name__}:{number}", cut.to_dict()
 
-    ``former`` is as in ``groups_of``.
+
+def _rows(part: Source, number: int, path: Path, text_hash: hashlib.blake2b) -> Iterator[_Row]:
+    """Yield the row of each cut of the part with ``number``, and add its transcript to ``text_hash``.
+
+    The cuts are written to the file ``path`` as JSON lines.
     """
-    for entry in entries:
-        text = text_of(entry.cut)
-        text_hash.update(text.encode() + b"\0")
-        speaker, recording, key = groups_of(entry.cut, former)
-        characters = len(text.strip())
-        yield _Row(
-            seconds_of(entry.cut), entry.offset, key, part, speaker, recording, characters, key_of(text)
-        )
+    former = part.former if isinstance(part, Manifest) else str
+    with path.open("wb") as file:
+        for _, cut in _cuts(part):
+            offset, text = file.tell(), text_of(cut)
+            file.write(_json_line(cut))
+            text_hash.update(text.encode() + b"\0")
+            speaker, recording, key = groups_of(cut, former)
+            characters = len(text.strip())
+            yield _Row(seconds_of(cut), offset, key, number, speaker, recording, characters, key_of(text))
 
 
 def _append_rows(
@@ -387,22 +384,6 @@ def _append_rows(
     content_hash.update(columns["key"].tobytes() + columns["seconds"].tobytes())
 
 
-def _convert(part: Source, path: Path) -> Iterator[Entry]:
-    """Write each cut of ``part`` to the file ``path`` as a JSON line, and yield its entry.
-
-    The line numbers of the entries begin at 1.
-    """
-    if isinstance(part, Manifest):
-        cuts = (entry.cut for entry in part.entries())
-    else:
-        cuts = (cut.to_dict() for cut in part.cuts())
-    with path.open("wb") as file:
-        for number, cut in enumerate(cuts, 1):
-            offset = file.tell()
-            file.write(_json_line(cut))
-            yield Entry(cut, number, offset)
-
-
 def _json_line(cut: Record) -> bytes:
     """Return a cut as a JSON line. Raises DataError if JSON cannot represent the cut."""
     try:
@@ -414,67 +395,19 @@ def _json_line(cut: Record) -> bytes:
 
 def _check_unique(index: Index, parts: list[Source]) -> None:
     """Raise DataError if an id is repeated. It shows the files and lines of two cuts with the same id."""
-    order = np.argsort(index.keys, kind="stable")
-    sorted_keys = index.keys[order]
-    repeats = np.flatnonzero(sorted_keys[1:] == sorted_keys[:-1])
-    if not len(repeats):
+    sorted_keys = np.sort(index.keys)
+    repeated_keys = sorted_keys[1:][sorted_keys[1:] == sorted_keys[:-1]]
+    if not len(repeated_keys):
         return
-    first_repeat = int(repeats[0])  # a position in ``order``. The next position has the same key.
-    first_row, second_row = int(order[first_repeat]), int(order[first_repeat + 1])
-    first_location = _location_of(index, first_row, parts)
-    second_location = _location_of(index, second_row, parts)
+    cuts = [cut for part in parts for cut in _cuts(part) if key_of(str(cut[1]["id"])) == repeated_keys[0]]
+    (first_location, cut), (second_location, _), *_ = cuts
     raise DataError(
-        f"{second_location}: cut id {index.cut(first_row)['id']!r} is already at {first_location}. "
-        f"Ids must be unique ({len(repeats)} repeated)"
+        f"{second_location}: cut id {cut['id']!r} is already at {first_location}. "
+        f"Ids must be unique ({len(repeated_keys)} repeated)"
     )
-
-
-def _location_of(index: Index, row: int, parts: list[Source]) -> str:
-    """Return ``FILE:LINE`` of a cut in its manifest, or ``CORPUS:NUMBER`` of a cut in a corpus."""
-    number = int(index.parts[row])
-    part = parts[number]
-    # The file has one line for each cut, so the cut's line is found by counting the lines before its offset.
-    line, bytes_left = 1, int(index._offsets[row])  # noqa: SLF001 - of this module
-    with index.files[number].open("rb") as file:
-        while bytes_left > 0:
-            block = file.read(min(bytes_left, 1 << 20))
-            line += block.count(b"\n")
-            bytes_left -= len(block)
-    return part.location_of(line) if isinstance(part, Manifest) else f"{type(part).__name__}:{line}"
 
 
 def _writing(folder: Path) -> contextlib.AbstractContextManager[None]:
     """Return a context that raises MachineError, with the fix, if the index cannot be written."""
     fix = "free some space, or set data.cache or SPEECHTRAIN_CACHE to another folder"
     return writing(f"{folder}: the index", fix)
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[bool]:
-    """Lock the file ``path`` and yield whether the file system can lock.
-
-    On a file system without locks, several processes may build the same index at the same time. Each of these
-    indices is complete.
-    """
-    has_lock = False
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            file = stack.enter_context(open_append(path))
-            _wait_for_lock(file, path)
-            has_lock = True
-        yield has_lock
-
-
-def _wait_for_lock(file: IO[bytes], path: Path) -> None:
-    """Lock an open file. Print a message after ten seconds.
-
-    The message is needed because any process that can read the file can lock it.
-    """
-    for _ in range(_LOCK_ATTEMPTS):
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        time.sleep(0.1)
-    cause = f"waiting for another process that holds {path}"
-    print_notice(f"{cause}. If no process builds this index, stop, and delete the file")
-    fcntl.flock(file, fcntl.LOCK_EX)

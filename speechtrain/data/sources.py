@@ -397,7 +397,7 @@ def _format_of_folder(path: Path, columns: Mapping[str, str]) -> str:
 
 def _format_of_objects(path: Path, line: int) -> str:
     """Return the kind of a manifest of JSON or YAML objects. ``line`` is the number of its first line."""
-    _, _, record = next(records(path), (0, 0, None))
+    _, record = next(records(path), (0, None))
     if record is None:
         raise DataError(f"{path}:{line}: the array is empty. Add an object for each recording")
     kind = _format_of_record(record)

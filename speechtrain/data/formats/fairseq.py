@@ -106,7 +106,7 @@ class Fairseq(Manifest):
                 frames, rate = header.frames, header.samplerate
             cut_id = f"{self.name}/{line.path}"
             cut = simple_cut(cut_id, path, 0.0, duration=frames / rate, text=text, rate=rate)
-            yield Entry(cut, line.number, -1)
+            yield Entry(cut, line.number)
         if is_empty:
             raise DataError(f"{self.path} lists no recordings. Add a line 'path<TAB>frames' for each")
 

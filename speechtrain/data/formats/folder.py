@@ -273,7 +273,7 @@ class Folder(Manifest):
             path = str(self.path / name)
             seconds, rate = measure(path)
             cut = simple_cut(f"{self.name}/{stem}", path, 0.0, seconds, text, rate=rate, speaker=speaker)
-            yield Entry(cut, number, -1)
+            yield Entry(cut, number)
 
     def _librispeech_utterances(self) -> dict[str, tuple[str, str | None]]:
         """Return the transcript and the speaker of each utterance in LibriSpeech's lists, by its stem.

@@ -71,7 +71,7 @@ class Kaldi(Manifest):
                 speaker=speakers.get(utterance),
                 segment=is_segment,
             )
-            yield Entry(cut, line, -1)
+            yield Entry(cut, line)
         if not line:
             raise DataError(
                 f"{self.path / self._utterance_list} is empty. It needs a line for each utterance"

@@ -207,6 +207,8 @@ def _checked_list(part: Mapping[str, Any], key: str, max_length: int) -> list[An
 def _number(part: Mapping[str, Any], key: str, bounds: tuple[float, float], default: object = None) -> float:
     """Return ``part[key]`` or the default. Raises UnknownPart unless it is a number within ``bounds``."""
     number = part.get(key, default)
+    if number is None:
+        raise UnknownPart(f"has no {key!r}")
     low, high = bounds
     if isinstance(number, bool) or not isinstance(number, int | float) or not low <= number <= high:
         raise UnknownPart(f"{key!r} is {str(number)[:40]}, not a number from {low:g} to {high:g}")

@@ -70,7 +70,6 @@ class Entry:
 
     cut: Record
     line: int  # from 1
-    offset: int  # the position of the line's first byte in a plain file of JSON lines, otherwise -1
 
 
 class Manifest(Source):
@@ -103,11 +102,6 @@ class Manifest(Source):
             folder, former_folder = folder.parent, former_folder.parent
         name = path.removeprefix(os.path.join(folder, ""))
         return path if name == path else os.path.join(former_folder, name)
-
-    @property
-    def in_place(self) -> bool:
-        """Whether ``path`` is a plain file of lhotse cuts as JSON lines, which can be read at any offset."""
-        return False
 
     @abstractmethod
     def entries(self) -> Iterator[Entry]:
@@ -282,8 +276,8 @@ class JsonLines(Manifest):
         """Return the cut of one object."""
 
     def entries(self) -> Iterator[Entry]:
-        for line, offset, record in records(self.path):
-            yield Entry(self.cut_of(record, line), line, offset)
+        for line, record in records(self.path):
+            yield Entry(self.cut_of(record, line), line)
 
 
 class LhotseCuts(JsonLines):
@@ -293,10 +287,6 @@ class LhotseCuts(JsonLines):
     """
 
     kind = "lhotse"
-
-    @property
-    def in_place(self) -> bool:
-        return not is_gzip(self.path) and first_line(self.path)[1].startswith(b"{")
 
     def cut_of(self, record: Record, line: int) -> Record:
         """Return the cut, which is checked. Raises DataError for a cut that cannot be read."""
@@ -315,7 +305,6 @@ class LhotseRecordings(LhotseCuts):
     """A lhotse recording manifest alone. Each recording is a cut without a transcript."""
 
     kind = "recordings"
-    in_place = False
 
     def cut_of(self, record: Record, line: int) -> Record:
         channel_ids = record.get("channel_ids")
@@ -332,7 +321,6 @@ class LhotsePair(LhotseCuts):
     """A lhotse recording manifest and its supervision manifest. Each supervision is a cut."""
 
     kind = "lhotse-pair"
-    in_place = False
 
     def __init__(self, recordings: Path, supervisions: Path) -> None:
         super().__init__(supervisions)
@@ -343,17 +331,17 @@ class LhotsePair(LhotseCuts):
 
     def entries(self) -> Iterator[Entry]:
         recordings = self._recordings()
-        for line, offset, supervision in records(self.path):
+        for line, supervision in records(self.path):
             recording_id = self.text_field(supervision, "recording_id", line)
             if recording_id not in recordings:
                 raise self.error_at(line, f"recording {recording_id!r} is not in {self.recordings}")
             cut = cut_of_supervision(supervision, json.loads(recordings[recording_id]))
-            yield Entry(self.cut_of(cut, line), line, offset)
+            yield Entry(self.cut_of(cut, line), line)
 
     def _recordings(self) -> dict[str, bytes]:
         """Return the recordings by id, as JSON. JSON needs a tenth of the memory of dictionaries."""
         recordings = {}
-        for line, _, recording in records(self.recordings):
+        for line, recording in records(self.recordings):
             recording_id = recording.get("id")
             if not isinstance(recording_id, str):
                 raise DataError(f"{self.recordings}:{line}: not a recording ('id' is missing)")
@@ -630,8 +618,8 @@ def first_line(path: Path) -> tuple[int, bytes]:
     raise DataError(f"{path} is empty. A manifest has at least one cut")
 
 
-def records(path: Path) -> Iterator[tuple[int, int, Record]]:
-    """Yield (line, byte offset, object) of JSON lines, or (number of the object, -1, object) of an array.
+def records(path: Path) -> Iterator[tuple[int, Record]]:
+    """Yield (line, object) of JSON lines, or (number of the object, object) of an array.
 
     Raises DataError with file and line. If the file is YAML, the message has the command that converts it.
     """
@@ -644,16 +632,14 @@ def records(path: Path) -> Iterator[tuple[int, int, Record]]:
     return json_lines(path)
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, int, Record]]:
-    """Yield (line number from 1, byte offset, object) of each line that is not blank.
+def json_lines(path: Path) -> Iterator[tuple[int, Record]]:
+    """Yield (line number from 1, object) of each line that is not blank.
 
     Raises DataError with file and line if a line is not a JSON object.
     """
-    offset = 0
     for line, content in numbered_lines(path):
         if content.strip():
-            yield line, offset, parse(content, path, line)
-        offset += len(content)
+            yield line, parse(content, path, line)
 
 
 def decode_line(content: bytes, path: Path, line: int) -> str:
@@ -690,8 +676,8 @@ def _check_object(element: Any, path: Path, line: int) -> Record:
     return element
 
 
-def json_array(path: Path) -> Iterator[tuple[int, int, Record]]:
-    """Yield (number from 1, -1, object) of each element of a JSON array, which is parsed as a whole.
+def json_array(path: Path) -> Iterator[tuple[int, Record]]:
+    """Yield (number from 1, object) of each element of a JSON array, which is parsed as a whole.
 
     Raises DataError with the file and the line, or with the number of an element that is not an object.
     """
@@ -707,7 +693,7 @@ def json_array(path: Path) -> Iterator[tuple[int, int, Record]]:
             )
         lines.append(content)
     for number, element in enumerate(_parse_json(b"".join(lines), path, 1), 1):
-        yield number, -1, _check_object(element, path, number)
+        yield number, _check_object(element, path, number)
 
 
 def measure(path: str) -> tuple[float, int]:

@@ -68,7 +68,6 @@ class Shar(LhotseCuts):
     """
 
     kind = "shar"
-    in_place = False
 
     def __init__(self, path: Path, audio: str = "") -> None:
         super().__init__(path)
@@ -118,12 +117,12 @@ class Shar(LhotseCuts):
             recordings = _recordings(shard.tar)
             cuts_before = line
             self._cuts_before.append(cuts_before)
-            for number, _, cut in records(shard.cuts):
+            for number, cut in records(shard.cuts):
                 line = cuts_before + number
                 recording = next(recordings, None)
                 if recording is None:
                     raise self.error_at(line, f"{shard.tar} has no recording of this cut. Write both again")
-                yield Entry(self._with_audio(cut, recording, line), line, -1)
+                yield Entry(self._with_audio(cut, recording, line), line)
             extra_recording = next(recordings, None)
             if extra_recording is not None:
                 raise DataError(

@@ -105,7 +105,7 @@ class Table(Nemo):
         first_line = next((content for _, content in lines if content.strip()), b"")
         header = first_line[:_LONGEST_HEADER].decode("utf-8-sig", errors="replace")
         if header.lstrip().startswith(("{", "[", "-")):
-            for _, _, record in records(self.path):
+            for _, record in records(self.path):
                 return Form("", list(record))
         is_text_line = len(first_line) <= _LONGEST_HEADER and "\0" not in header
         return self._delimited_form(header, is_text_line)
@@ -202,7 +202,7 @@ class Table(Nemo):
                 problem = f"rows of {span[0]} without distinct times (line {line}). Names of times: {known}"
                 raise self._column_error(f"{problem}. Its columns", "start: COLUMN, end: COLUMN")
             spans.add(hash(tuple(span)))
-            yield Entry(cut, line, -1)
+            yield Entry(cut, line)
         if not line:
             raise DataError(f"{self.path} has a header only. Add a row for each recording")
 
@@ -242,8 +242,7 @@ class Table(Nemo):
         """Yield the line number of each row, and its values by column."""
         form = self.form
         if not form.delimiter:
-            for line, _, record in records(self.path):
-                yield line, record
+            yield from records(self.path)
             return
         rows = self._delimited_rows()
         if form.has_header:

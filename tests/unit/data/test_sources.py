@@ -41,7 +41,6 @@ def test_lhotse_cuts_are_told_by_content_and_come_out_as_they_are(
     path = write(tmp_path / "cuts", [lhotse_line("x"), lhotse_line("y", text="two")], mode)
     source = open_source(path)
     assert [cut.to_dict() for cut in source.cuts()] == [lhotse_line("x"), lhotse_line("y", text="two")]
-    assert source.in_place is (mode == "plain")  # type: ignore[attr-defined]
 
 
 def test_a_nemo_line_without_a_duration_has_that_of_its_audio(tmp_path: Path) -> None:
@@ -180,7 +179,7 @@ def test_a_lhotse_recording_manifest_is_followed_by_its_supervisions(
     assert (whole.id, whole.duration, whole.supervisions) == ("r", 10.0, [])
     stereo = write(tmp_path / "stereo.jsonl", [{**recording, "channel_ids": [0, 1]}])
     assert [cut.channel for cut in open_source(stereo).cuts()] == [[0, 1]]
-    assert "'duration' is None" in refusal(write(tmp_path / "d.jsonl", [{**recording, "duration": None}]))
+    assert "has no 'duration'" in refusal(write(tmp_path / "d.jsonl", [{**recording, "duration": None}]))
     union = open_source([pair[0], write(tmp_path / "m.jsonl", [nemo_line()])])
     assert [cut.id for cut in union.cuts()] == ["r", "m:1:a"]
     assert "recording 'r' is not in" in refusal(
@@ -383,4 +382,4 @@ def test_an_array_is_read_as_json_does(
     path = tmp_path_factory.mktemp("array") / "a.json"
     text = json.dumps(items, indent=indent, ensure_ascii=ascii_only)
     path.write_text(text)
-    assert list(json_array(path)) == [(number, -1, item) for number, item in enumerate(items, 1)]
+    assert list(json_array(path)) == [*enumerate(items, 1)]
