@@ -96,6 +96,10 @@ TABLE_ROWS: list[tuple[str, str, Any]] = [
     ("path,path\na.wav,b.wav\n", r"Choose with {path: m\.csv, audio: COLUMN}", "path,second\na.wav,b.wav\n"),
     ("x,y\na.wav,one\n", r"Choose with {path: m\.csv, audio: COLUMN}", "{path: m.csv, audio: x, text: y}"),
     (TABLE + ",one\n", "has no recording in column 'path'", TABLE + "a.wav,one\n"),
+    (TABLE + "a.wav,one\n" + TABLE, "is the header again. Delete this line", TABLE + "a.wav,one\n"),
+    ("path|text|lang\na.wav|one|two|en\n", "has 4 cells", 'path|text|lang\na.wav|"one|two"|en\n'),
+    ("path;text;end\na.wav;one;0,5\n", r"not a number\. Write 0\.5", "path;text;end\na.wav;one;0.5\n"),
+    ("file,label,word\na.wav,1,one\n", "2 columns that may be its text", "file,id,word\na.wav,1,one\n"),
     (TABLE + 'a.wav,"one"two\n', "write those within a cell twice", TABLE + 'a.wav,"one""two"\n'),
     (TABLE + 'a.wav,"one\n', "Close its quotation marks", TABLE + "a.wav,one\n"),
     (

@@ -11,7 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from speechtrain.batch import Footprint
 from speechtrain.config.build import dry_build
+from speechtrain.data.corpora.digits import Digits
+from speechtrain.data.module import SpeechData
+from speechtrain.data.sampler import BatchLimits, BatchSize
 from speechtrain.decoding.beam import TransducerBeam
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.encoders.convolutional import ConvolutionalEncoder
@@ -42,6 +46,7 @@ from speechtrain.optim.schedules import (
 )
 from speechtrain.precision import FP16
 from speechtrain.runs.compose import compose
+from speechtrain.text.vocabulary import Characters
 from speechtrain.tracking.console import Console
 from speechtrain.tracking.wandb import WandB
 
@@ -57,7 +62,34 @@ def with_features(encoder: Part, **values: Any) -> Part:
 transformer = partial(Transformer, 16, 3, 24, 4, position_kernel=6, position_groups=2)
 fast_conformer = with_features(FastConformer)
 convolutional = with_features(ConvolutionalEncoder, blocks=[{}], filters=8)
+data = partial(SpeechData, "a.jsonl", {}, Characters())
+no_footprint = BatchSize(BatchLimits(memory_gib=1.0), Footprint(0.0))
 ROWS: list[tuple[Part, dict[str, Any], str]] = [
+    (data, {"min_seconds": 5.0, "max_seconds": 1.0}, "min_seconds=5.0"),
+    (data, {"workers": -2}, "workers=-2"),
+    (data, {"workers": 100_000}, "workers=100000"),
+    (data, {"speed": [1.1, 0.9]}, "the lowest and the highest"),
+    (data, {"speed": [0.1, 1.0]}, "the lowest and the highest"),
+    (data, {"speed": [1.0]}, "the lowest and the highest"),
+    (data, {"sample_rate": 0}, "sample_rate=0"),
+    (data, {"channel": -1}, "channel=-1"),
+    (data, {"timeout_seconds": 0.0}, "timeout_seconds=0"),
+    (data, {"shapes": -1}, "shapes=-1"),
+    (data, {"hold_out": 1.0}, "hold_out=1"),
+    (data, {"crop_seconds": 3.0}, "Use tokenizer=none"),
+    (data, {"crop_seconds": 0.0}, "crop_seconds=0.0"),
+    (data, {"decoded_gib": -1.0}, "decoded_gib=-1.0"),
+    (BatchLimits, {"count": 0}, "count=0"),
+    (BatchLimits, {"seconds": -1.0}, "seconds=-1.0"),
+    (BatchLimits, {"count": None}, "all null"),
+    (BatchLimits, {"window": 0}, "window=0"),
+    (BatchLimits, {"multiple": 0}, "multiple=0"),
+    (no_footprint.rows, {"seconds": 1.0}, "does not predict its memory"),
+    (Digits, {"split": "dev"}, "choose one of train, valid"),
+    (Digits, {"split": "train", "min_words": 8}, "min_words=8, max_words=7"),
+    (Digits, {"split": "train", "gap_seconds": [0.2, 0.1]}, "gap_seconds"),
+    (Digits, {"split": "train", "gap_seconds": [0.2]}, "gap_seconds"),
+    (Digits, {"split": "train", "utterances": 0}, "utterances=0"),
     (StackTime, {"factor": 0}, "StackTime.factor is 0"),
     (LSTMPrediction, {"embedding": 0}, "embedding is 0"),
     (LSTMPrediction, {"dropout": 1.0}, "dropout is 1.0"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import tracemalloc
 import wave
 from collections.abc import Callable
 from functools import partial
@@ -231,22 +230,6 @@ def test_an_evaluation_set_drops_what_cannot_be_read(cache: Path, tmp_path: Path
     assert "\n" not in str(caught.value)
 
 
-def test_an_evaluation_set_without_a_usable_recording_is_an_error(cache: Path, tmp_path: Path) -> None:
-    path = manifest(tmp_path / "d", {kind: BAD_AUDIO[kind] for kind in ("nan", "text")})
-    with pytest.raises(DataError, match="2 of 2 recordings of the set dev are unusable"):
-        list(make_data("unused", {"dev": path}).valid()["dev"])
-
-
-def test_a_set_that_is_half_unusable_is_refused_before_training(cache: Path, recordings: Any) -> None:
-    """The limit of ten would allow updates without a recording first."""
-    lines = [json.loads(line) for line in Path(recordings.corpus("good", 30)).read_text().splitlines()]
-    doubled = [{**line, "duration": 3 * line["duration"]} for line in lines]
-    path = recordings.nemo("doubled.jsonl", doubled)
-    with pytest.raises(DataError, match=r"30 of 30 .*\(30 wrong_length; .*remove it"):
-        make_data(path, max_bad=10).check()
-    make_data(recordings.nemo("few.jsonl", [*doubled[:5], *lines[5:]]), max_bad=10).check()
-
-
 def test_a_claim_of_days_costs_an_evaluation_nothing(cache: Path, tmp_path: Path) -> None:
     kinds = {"days": (plain, {"duration": 9e5}, "too_long"), "plain": FINE["plain"]}
     for shapes in (0, 1):
@@ -407,17 +390,6 @@ def test_an_evaluation_set_keeps_everything_else(cache: Path, tmp_path: Path) ->
     assert rows["a-blink"][3] == 1600
 
 
-def test_a_three_hour_file_is_not_read_to_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "long.wav"
-    three_hours(path)
-    read_cut(simple_cut("warm", str(path), 0.0, 1.0, "", segment=True), RATE)  # imports
-    tracemalloc.start()
-    with pytest.raises(Unusable, match="wrong_length"):
-        read_cut(simple_cut("x", str(path), 0.0, 1.0, ""), RATE)
-    assert tracemalloc.get_traced_memory()[1] < 2e6
-    tracemalloc.stop()
-
-
 def test_empty_transcripts_train_where_they_are_allowed(cache: Path, tmp_path: Path) -> None:
     kinds = {"empty-transcript": BAD_TEXT["empty-transcript"], "plain": FINE["plain"]}
     data = make_data(manifest(tmp_path / "d", kinds), allow_empty=True)
@@ -487,21 +459,6 @@ def test_known_bad_recordings_are_left_out_before_the_first_update(
     assert skipped <= set(bad)
     with pytest.raises(DataError, match="of 260 "):
         make_data(path, max_bad=0).check()
-
-
-def test_more_than_a_tenth_of_known_bad_recordings_ends_the_run_before_it_starts(
-    cache: Path, tmp_path: Path
-) -> None:
-    for count in (13, 14):
-        gone = {f"gone-{i}": BAD_AUDIO["empty"] for i in range(count)}
-        good = {f"good-{i}": FINE["plain"] for i in range(130 - count)}
-        data = make_data(manifest(tmp_path / str(count), {**gone, **good}), max_bad=None)
-        if count == 13:
-            data.check()
-        else:
-            with pytest.raises(DataError, match="14 of 130 recordings") as caught:
-                data.check()
-            assert "\n" not in str(caught.value)
 
 
 def test_the_budget_of_a_user_replaces_that_of_the_defaults() -> None:

@@ -72,13 +72,6 @@ def test_without_text_no_transcript_is_counted(manifest: str, monkeypatch: pytes
     data.check()
 
 
-def test_a_set_that_runs_out_on_one_rank_has_no_labels_either(manifest: str) -> None:
-    data = pretraining(manifest, valid={"dev": manifest}, valid_batch=BatchLimits(count=5))
-    last = [list(data.valid(rank, 2)["dev"])[-1] for rank in range(2)]
-    assert [batch.utterances for batch in last] == [4, 0]
-    assert all(batch.labels.shape[1] == 0 for batch in last)
-
-
 # --- cropping -----------------------------------------------------------------------------------
 
 
@@ -127,21 +120,6 @@ def test_crops_follow_the_cut_and_not_the_batch_the_worker_or_the_rank(manifest:
         assert all(torch.equal(row, found[key]) for key, row in expected.items())
     other = crops(seed=6)
     assert sum(torch.equal(row, other[key]) for key, row in expected.items()) < 3
-
-
-def test_crops_belong_to_the_recordings_and_not_to_the_manifests_order(
-    cache: Path, recordings: Any, tmp_path: Path
-) -> None:
-    names = [recordings.tone(f"{n}.wav", 0.5, pitch=200 + 7 * n).name for n in range(6)]
-    found = []
-    for folder, order in (("a", names), ("b", names[::-1])):
-        (tmp_path / folder).mkdir()
-        path = tmp_path / folder / "m.tsv"
-        path.write_text("\n".join(["..", *(f"{name}\t8000" for name in order)]) + "\n")
-        batch = next(pretraining(str(path), crop_seconds=0.2, batch=BatchLimits(count=6)).train())
-        found.append(dict(zip(batch.ids, batch.audio, strict=True)))
-    assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(row, found[1][name]) for name, row in found[0].items())
 
 
 def assert_same(ours: Batch, theirs: Batch) -> None:
@@ -255,16 +233,6 @@ def test_batches_are_fairseqs(count: int, multiple: int) -> None:
     assert len(expected) <= len(found) <= len(expected) + 1  # what is left at the end is cut in two
     assert found[: len(expected) - 1] == expected[:-1]
     assert [n for lengths in found[len(expected) - 1 :] for n in lengths] == expected[-1]
-
-
-def test_batches_of_a_count_are_whole_multiples() -> None:
-    for limits, most in ((BatchLimits(count=13, multiple=8), 8), (BatchLimits(count=5, multiple=8), 5)):
-        sampler = new_sampler(**lengths_of(45), seed=1, limits=limits)
-        sizes = np.diff(sampler.plan(0).bounds).tolist()
-        assert sorted(sizes)[1:] == [most] * (len(sizes) - 1)
-        assert sampler.length(0) == len(sizes)
-    with pytest.raises(ValueError, match="multiple=0"):
-        BatchLimits(multiple=0)
 
 
 def test_cropping_wastes_what_it_says() -> None:

@@ -180,11 +180,6 @@ def test_a_damaged_recording_that_is_held_out_does_not_end_the_run(cache: Path, 
     assert (skip.id, skip.reason) == (damaged, "unreadable")
 
 
-def test_a_share_is_a_share() -> None:
-    with pytest.raises(ValueError, match="hold_out=1"):
-        data_of("m.jsonl", hold_out=1.0)
-
-
 def sides_of(
     speakers: list[str], recordings: list[str], share: float, seconds: np.ndarray[Any, Any]
 ) -> tuple[np.ndarray[Any, Any], str]:

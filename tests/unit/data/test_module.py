@@ -4,7 +4,6 @@ import ast
 import copy
 import inspect
 import os
-import signal
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -16,12 +15,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from speechtrain.batch import Batch, Footprint
+from speechtrain.batch import Batch
 from speechtrain.data.corpora.digits import Digits
 from speechtrain.data.module import SpeechData
 from speechtrain.data.sampler import BatchLimits
 from speechtrain.data.workers import Processes, automatic_workers
-from speechtrain.errors import DataError, MachineError
+from speechtrain.errors import DataError
 from speechtrain.text.vocabulary import Characters, NoText
 from tests.support.data_module import make_data
 
@@ -257,30 +256,7 @@ def test_fixed_shapes_are_the_only_ones(corpus: Path) -> None:
     assert make_data(corpus).shapes() == make_data(corpus).evaluation_shapes() == []
 
 
-def test_packing_by_memory_follows_the_models_prediction(corpus: Path) -> None:
-    footprint = Footprint(per_second=1e8, per_second_label=1e6)
-    data = make_data(corpus, batch=BatchLimits(count=None, memory_gib=1.0), footprint=footprint)
-    for batch in islice(data.train(), 20):
-        rows, samples = batch.audio.shape
-        assert rows == 1 or footprint.bytes(rows, samples / 16_000, batch.labels.shape[1]) <= 1.01 * 2**30
-
-
 # --- the rest -----------------------------------------------------------------------------------
-
-
-def test_a_killed_worker_ends_training_with_a_line_that_says_so(corpus: Path) -> None:
-    data = make_data(corpus, workers=1)
-    try:
-        stream = data.train()
-        next(stream)
-        assert isinstance(data.workers, Processes)
-        data.workers.wait_until_ready()
-        next(stream)
-        os.kill(data.workers.pids[0], signal.SIGKILL)
-        with pytest.raises(MachineError, match="was killed by signal 9"):
-            list(islice(stream, 100))
-    finally:
-        data.close()
 
 
 def test_check_accepts_the_embedded_corpus_and_report_begins_empty(corpus: Path) -> None:
@@ -298,24 +274,6 @@ def test_speed_changes_the_length_by_the_drawn_factor(corpus: Path) -> None:
     plain = next(make_data(corpus, speed=None).train())
     assert slow.ids == plain.ids
     assert slow.audio_lengths.tolist() == [-(-n * 100 // 80) for n in plain.audio_lengths.tolist()]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"min_seconds": 5.0, "max_seconds": 1.0}, "min_seconds=5.0"),
-        ({"workers": -2}, "workers=-2"),
-        ({"workers": 100_000}, "workers=100000"),
-        ({"speed": [1.1, 0.9]}, "speed="),
-        ({"sample_rate": 0}, "sample_rate=0"),
-        ({"timeout_seconds": 0.0}, "timeout_seconds=0"),
-        ({"shapes": -1}, "shapes=-1"),
-        ({"hold_out": 1.5}, "hold_out=1.5"),
-    ],
-)
-def test_arguments_that_fit_no_data_are_refused(corpus: Path, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        make_data(corpus, **options)
 
 
 def test_the_automatic_number_of_workers_is_a_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:

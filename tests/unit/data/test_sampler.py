@@ -13,7 +13,6 @@ from speechtrain.batch import Footprint
 from speechtrain.counter_rng import key_of
 from speechtrain.data.planned_lengths import planned_samples
 from speechtrain.data.sampler import BatchLimits, MicroBatch, Plan, Sampler
-from speechtrain.data.speed import speed_grid
 from tests.support.samplers import new_evaluation, new_sampler
 
 FOOTPRINT = Footprint(per_second=1e7, per_second_label=1e5)
@@ -83,29 +82,6 @@ def test_every_cut_is_there_once_in_every_epoch(
         assert (batch.epoch, batch.index) == (epoch, number)
         assert len(batch.rows) == len(batch.percents) > 0
         assert_within_limits(batch, data, limits)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    count=st.integers(1, 60),
-    limits=st.sampled_from(LIMITS),
-    begin=st.integers(0, 40),
-    steps=st.integers(0, 50),
-    shapes=st.sampled_from([0, 3]),
-)
-def test_any_position_is_found_at_once(
-    count: int, limits: BatchLimits, begin: int, steps: int, shapes: int
-) -> None:
-    def fresh() -> Sampler:
-        return new_sampler(**corpus(count), seed=3, limits=limits, speed=(0.9, 1.1), shapes=shapes)
-
-    whole = list(islice(fresh().micro_batches(0, 0), begin + steps + 3))
-    epoch, position = fresh().advance(0, 0, begin)
-    epoch, position = fresh().advance(epoch, position, steps)
-    for expected, found in zip(whole[begin + steps :], fresh().micro_batches(epoch, position), strict=False):
-        assert (expected.epoch, expected.index) == (found.epoch, found.index)
-        assert expected.rows.tolist() == found.rows.tolist()
-        assert expected.percents.tolist() == found.percents.tolist()
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
@@ -209,31 +185,6 @@ def test_evaluation_has_every_cut_once_the_longest_first(
         lengths = [data["seconds"][row] for batch in batches for row in batch.rows]
         assert lengths == sorted(lengths, reverse=True)
     assert all(batch.shape in plan.shapes for batch in batches if plan.shapes)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"count": 0}, "count=0"),
-        ({"seconds": -1.0}, "seconds=-1.0"),
-        ({"count": None}, "all null"),
-        ({"window": 0}, "window=0"),
-    ],
-)
-def test_packing_refuses_limits_that_hold_nothing(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        BatchLimits(**arguments)
-
-
-@pytest.mark.parametrize("speed", [(1.1, 0.9), (0.1, 1.0), (1.0, 3.0), (1.0,)])
-def test_speeds_that_are_no_range_are_refused(speed: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="the lowest and the highest"):
-        speed_grid(speed)
-
-
-def test_packing_by_memory_needs_a_model_that_predicts_it() -> None:
-    with pytest.raises(ValueError, match="does not predict its memory"):
-        new_sampler(**{**corpus(3), "footprint": None}, seed=1, limits=BatchLimits(memory_gib=1.0)).plan(0)
 
 
 # --- over ranks, with and without weights ---------------------------------------------------------

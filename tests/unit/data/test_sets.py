@@ -167,15 +167,8 @@ def test_a_set_without_a_recording_is_named(tmp_path: Path, monkeypatch: pytest.
     ("spec", "words"),
     [
         ({"a": {"path": "x", "weight": 0}}, "a: weight is '0'. It must be a number above 0"),
-        ({"a": {"path": "x", "weight": "3"}}, "a: weight is '3'. It must be"),
         ({"a": {"path": "x", "weight": True}}, "a: weight is 'True'"),
-        ({"path": "x", "weight": 3}, "only training sets with names have a weight"),
         ([{"path": "x", "weight": 3}], "only training sets with names have a weight"),
-        ({"a": {"path": "x", "normaliser": "englsh"}}, "a: normaliser: 'englsh' is unknown; did you mean"),
-        (
-            {"a": {"path": "x", "normalizer": "english"}},
-            "a: 'normalizer' is not a key of a source; did you mean",
-        ),
         ({"a": {"path": "x", "language": 3}}, "a: language is '3', not a string"),
         ({"a": {"b": {"path": "x"}}}, "a: 'b' is not a key of a source"),
         ({"a": 3}, "a: '3' is not a source"),

@@ -194,16 +194,6 @@ def test_a_killed_worker_is_an_error_that_says_so(loader: BatchLoader, workers: 
     assert "\n" not in str(caught.value)
 
 
-def test_a_stuck_worker_is_an_error_after_the_time_out(loaders: Any) -> None:
-    pool = Processes(1, timeout_seconds=0.5)
-    try:
-        ready(pool)
-        with pytest.raises(MachineError, match=r"gave no answer for 0\.5 s \(at micro-batch 0 of epoch 0\)"):
-            next(pool.map(loaders.stuck, planned(1)))
-    finally:
-        kill_and_close(pool)
-
-
 @pytest.mark.parametrize("is_stopping", [False, True])
 def test_a_worker_that_stops_in_the_middle_of_an_answer_is_an_error(
     loaders: Any, monkeypatch: pytest.MonkeyPatch, is_stopping: bool

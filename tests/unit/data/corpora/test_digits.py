@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from speechtrain.data.corpora import connected
 from speechtrain.data.corpora.digits import EMBEDDED, Digits
-from speechtrain.errors import ConfigError, DataError, MachineError
+from speechtrain.errors import DataError, MachineError
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
@@ -181,22 +181,6 @@ def test_too_little_room_is_said_before_writing(cache: Path, monkeypatch: pytest
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(MachineError, match=r"0 MB free.*SPEECHTRAIN_CACHE"):
         next(Digits("valid", 10).cuts())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"split": "dev"}, "split='dev'.*train, valid"),
-        ({"split": "train", "min_words": 8}, "min_words=8, max_words=7"),
-        ({"split": "train", "min_words": 0}, "min_words=0"),
-        ({"split": "train", "gap_seconds": [0.2, 0.1]}, "gap_seconds"),
-        ({"split": "train", "gap_seconds": [0.2]}, "gap_seconds"),
-        ({"split": "train", "utterances": 0}, "utterances=0"),
-    ],
-)
-def test_impossible_arguments_are_named(arguments: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Digits(**arguments)
 
 
 def test_damaged_folders_are_named(tmp_path: Path) -> None:

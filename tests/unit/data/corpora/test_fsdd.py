@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from speechtrain.data.corpora.fsdd import WORDS, Fsdd, find_takes
-from speechtrain.errors import ConfigError, DataError
+from speechtrain.errors import DataError
 
 REAL = Path(__file__).resolve().parents[5] / "shared/data/fsdd"
 
@@ -174,24 +174,6 @@ def test_the_fingerprint_follows_content_and_arguments(corpus: Path, tmp_path: P
     path = tmp_path / "copy/recordings/3_ann_6.wav"
     path.write_bytes(path.read_bytes()[:-2] + b"\1\2")
     assert Fsdd(copy, "train").fingerprint() != original
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"split": "valid"}, ConfigError, "split='valid'.*train, test"),
-        ({"split": "train", "utterances": -1}, ConfigError, "utterances=-1"),
-        ({"split": "train", "max_words": 2}, ConfigError, "min_words=3, max_words=2"),
-        ({"split": "train", "exclude_speakers": ["anne"]}, DataError, "'anne'.*mean 'ann'.*bo_b"),
-        ({"split": "train", "only_speakers": ["ann"], "exclude_speakers": ["ann"]}, DataError, "no train"),
-    ],
-)
-def test_errors_name_the_argument(
-    corpus: Path, arguments: dict, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message) as caught:
-        Fsdd(str(corpus), **arguments)
-    assert "\n" not in str(caught.value)
 
 
 def test_missing_and_unreadable_recordings_are_named(tmp_path: Path) -> None:

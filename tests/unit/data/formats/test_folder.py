@@ -15,8 +15,6 @@ from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
 from speechtrain.text.vocabulary import Characters
 
-COMMANDS = Path(__file__).resolve().parents[5] / "shared/data/arabic_commands/val"
-
 
 def texts_of(folder: Path) -> list[str]:
     return [text_of(cut.to_dict()) for cut in open_source(str(folder)).cuts()]
@@ -287,17 +285,3 @@ def test_folders_that_may_be_speakers_or_parts_are_no_words(
     for name in names:
         recordings.tone(f"c/{name}", 4.0 if "long" in name else 0.3)
     assert words_of(tmp_path / "c") == ([""] * len(names), [])
-
-
-def test_a_corpus_of_commands_is_read_as_folders_of_words(tmp_path: Path) -> None:
-    if not COMMANDS.is_dir():
-        pytest.skip(f"{COMMANDS} is not there")
-    expected = []
-    for path in sorted(COMMANDS.iterdir())[::60]:
-        word, _, name = path.name.partition("_")
-        (tmp_path / "dataset" / word).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "dataset" / word / name).symlink_to(path)
-        expected.append(word)
-    texts, (warning,) = words_of(tmp_path / "dataset")
-    assert texts == sorted(expected)
-    assert f"the names of {len(set(expected))} folders are used as words" in warning

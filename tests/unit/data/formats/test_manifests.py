@@ -6,10 +6,8 @@ import gzip
 import io
 import json
 import os
-import shlex
 import shutil
 import struct
-import subprocess
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -52,7 +50,7 @@ def cut(**more: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("key", ["duration", "offset", "orig_sample_rate"])
-@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity", "9" * 400, "9" * 5_000])
+@pytest.mark.parametrize("number", ["1e999", "NaN", "9" * 5_000])
 def test_a_number_without_bound_names_file_and_line(tmp_path: Path, key: str, number: str) -> None:
     path = tmp_path / "m.jsonl"
     row = {"audio_filepath": "a.wav", "text": "a", "duration": 1.0, key: 1.0}
@@ -69,14 +67,6 @@ def test_lhotse_cuts_refuse_an_unknown_rate(tmp_path: Path, rate: object) -> Non
     line["recording"]["sampling_rate"] = rate
     path.write_text(json.dumps(line) + "\n")
     with pytest.raises(DataError, match=r"m\.jsonl:1: (has no )?'sampling_rate'"):
-        entries(path)
-
-
-@pytest.mark.parametrize("key", ["start", "duration"])
-def test_lhotse_cuts_refuse_times_of_years(tmp_path: Path, key: str) -> None:
-    path = tmp_path / "m.jsonl"
-    path.write_text(json.dumps(cut(**{key: 1e14})) + "\n")
-    with pytest.raises(DataError, match=rf"m\.jsonl:1: '{key}' is 1"):
         entries(path)
 
 
@@ -138,31 +128,6 @@ def test_table_of_an_empty_list_is_one_line(tmp_path: Path) -> None:
         next(iter(source.cuts()))
 
 
-def test_kaldi_refuses_a_packed_list(tmp_path: Path) -> None:
-    (tmp_path / "wav.scp").write_text("a a.wav\n")
-    (tmp_path / "text").write_bytes(gzip.compress(b"a one\n"))
-    with pytest.raises(DataError, match="text is gzipped"):
-        entries(tmp_path)
-
-
-@pytest.mark.parametrize("frames", ["9" * 400, "9" * 5_000, "²", "0", "1e5"])
-def test_a_number_of_frames_without_bound_names_file_and_line(tmp_path: Path, frames: str) -> None:
-    path = tmp_path / "m.tsv"
-    path.write_text(f"{tmp_path}\na.wav\t16000\nb.wav\t{frames}\n")
-    with pytest.raises(DataError, match=r"m\.tsv:3: .* is not a number of frames"):
-        entries(path)
-
-
-@pytest.mark.parametrize("source", [0, ["x"], None, {}, ""])
-def test_a_recording_without_a_path_names_file_and_line(tmp_path: Path, source: object) -> None:
-    record = cut()
-    record["recording"]["sources"][0]["source"] = source
-    path = tmp_path / "m.jsonl"
-    path.write_text(json.dumps(record) + "\n")
-    with pytest.raises(DataError, match=r"m\.jsonl:1: .*'source'"):
-        entries(path)
-
-
 def packed(path: Path, start: bytes, fill: bytes, count: int) -> Path:
     """A gzipped file of ``start`` and ``count`` times 1 MiB of ``fill``."""
     member = gzip.compress(fill * MIB)
@@ -196,14 +161,6 @@ def test_a_gzipped_line_without_end_is_refused_in_little_memory(tmp_path: Path, 
         assert tracemalloc.get_traced_memory()[1] < 150 * MIB
     finally:
         tracemalloc.stop()
-
-
-def test_a_sparse_file_is_refused_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "sparse.jsonl"
-    with path.open("wb") as file:
-        file.truncate(10 * 2**30)
-    with pytest.raises(DataError, match=r"sparse\.jsonl:1: "):
-        entries(path)
 
 
 def test_an_array_on_one_long_line_is_read(tmp_path: Path) -> None:
@@ -411,22 +368,6 @@ def test_a_store_is_no_way_to_other_files(tmp_path: Path) -> None:
     (folder / "in/note.wav").write_bytes(wav())
     with pytest.raises(DataError, match=r"in/note\.txt lies in"):
         texts(folder)
-
-
-@pytest.mark.parametrize("kind", ["a.txt", "metadata.csv", ".hidden"])
-def test_the_copy_that_a_refused_link_asks_for_is_read(tmp_path: Path, kind: str) -> None:
-    folder = tmp_path / "my corpus"
-    folder.mkdir()
-    (folder / "a.wav").write_bytes(wav())
-    (tmp_path / "far").write_text("file_name,text\na.wav,one\n" if kind == "metadata.csv" else "one")
-    (folder / ".hidden").write_text("one")
-    (folder / kind.replace(".hidden", "a.txt")).symlink_to(".hidden" if kind == ".hidden" else "../far")
-    with pytest.raises(DataError) as caught:
-        texts(folder)
-    command = str(caught.value).partition(", run ")[2]
-    assert command == f"cp -rL '{folder}' COPY"
-    subprocess.run(shlex.split(command), cwd=tmp_path, check=True)
-    assert texts(tmp_path / "COPY") == ["one"]
 
 
 def test_a_text_that_a_manifest_names_elsewhere_is_read_from_its_copy(tmp_path: Path) -> None:

@@ -116,17 +116,16 @@ def assert_same(ours: Batch, theirs: Batch) -> None:
     assert torch.equal(ours.audio, theirs.audio)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_resume_continues_in_the_midst_of_an_epoch(tmp_path: Path, cache: Path, workers: int) -> None:
+def test_a_resume_continues_in_the_midst_of_an_epoch(tmp_path: Path, cache: Path) -> None:
     shar = write_shar(tmp_path, 20)
     whole = list(islice(make_data(shar).train(), 12))
-    first = make_data(shar, workers=workers)
+    first = make_data(shar)
     first.check()
     for _ in islice(first.train(), 5):
         pass
     state = copy.deepcopy(first.state_dict())
     first.close()
-    resumed = make_data(shar, workers=workers)
+    resumed = make_data(shar)
     resumed.load_state_dict(state)
     for ours, expected in zip(islice(resumed.train(), 7), whole[5:], strict=True):
         assert_same(ours, expected)
@@ -351,9 +350,7 @@ def test_a_header_of_a_million_records_takes_no_time(tmp_path: Path) -> None:
     assert isinstance(open_source(str(shar)), Shar)
 
 
-def test_preparing_reads_it_like_any_other_source(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_preparing_reads_it_like_any_other_source(tmp_path: Path, cache: Path) -> None:
     from speechtrain.commands import prepare
 
     shar, out = str(write_shar(tmp_path)), tmp_path / "out"
@@ -365,9 +362,3 @@ def test_preparing_reads_it_like_any_other_source(
     for row in range(10):
         cuts = [open_index(open_source(str(out / "cuts.jsonl"))).cut(row), expected.cut(row)]
         assert np.allclose(*(read_cut(cut, RATE) for cut in cuts), atol=1e-4)
-    capsys.readouterr()
-    assert prepare.run(["stats", shar, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["recordings"], found["speakers"], found["likely_errors"]) == (10, 2, {})
-    assert prepare.run(["split", shar, "--out", str(out), "--share", "0.3"]) == 0
-    assert len(open_index(open_source(f"{out}/train.jsonl,{out}/valid.jsonl"))) == 10
