@@ -1,6 +1,6 @@
 """The index of a source's cuts: memory-mapped arrays of the facts that the sampler needs of each cut.
 
-An index is a folder of the cache. It contains flat binary arrays with one element for each cut, such as its
+An index is a folder of the cache. It contains a binary file with the numbers of each cut, such as its
 duration and the byte offset of its JSON line, and the cuts of each part of the source as JSON lines. It is
 built in chunks, so the memory does not grow with the source. To open an index is fast, because mapping an
 array reads nothing.
@@ -15,11 +15,11 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,17 +45,21 @@ from speechtrain.text.normalise import Normaliser, normalise_in, normaliser
 from speechtrain.text.vocabulary import Tokenizer
 
 FORMAT = 7  # the format of the folder. An index of another format is built again.
-# the dtype of each array, by the name of its file
-_ARRAYS = {
-    "seconds": "<f4",
-    "offset": "<i8",
-    "key": "<i8",
-    "part": "<i2",
-    "speaker": "<i8",
-    "recording": "<i8",
-    "characters": "<i4",
-    "text": "<i8",
-}
+_ROW = np.dtype(
+    [
+        ("key", "<i8"),
+        ("offset", "<i8"),
+        ("speaker", "<i8"),
+        ("recording", "<i8"),
+        ("text", "<i8"),
+        ("seconds", "<f4"),
+        ("characters", "<i4"),
+        ("part", "<i2"),
+    ],
+    align=True,
+)
+"""The numbers of a cut. ``Index`` describes them."""
+
 _MOST_OPEN = 100  # the most open files of an index. A process can open 1,024 by default.
 _CHUNK = 65_536  # rows that are in memory during a build
 _DAY = 86_400  # seconds
@@ -80,21 +84,22 @@ class Index:
         """The file of each part's JSON lines."""
         self._size: int = meta["cuts"]
         self._open_files: dict[int, IO[bytes]] = {}  # by the number of the part
-        self.seconds = self._map("seconds")
+        rows = _mapped(folder / "rows.bin", _ROW, self._size)
+        self.seconds = rows["seconds"]
         """Duration of each cut in its manifest (float32), or 0 if the manifest has no positive number."""
-        self.keys = self._map("key")
+        self.keys = rows["key"]
         """``key_of`` of each cut's id (int64)."""
-        self.speakers = self._map("speaker")
+        self.speakers = rows["speaker"]
         """``key_of`` of each cut's speaker (int64), or -1 if its source names none."""
-        self.recordings = self._map("recording")
+        self.recordings = rows["recording"]
         """``key_of`` of each cut's recording (int64), which is the name and the folder of its file."""
-        self.characters = self._map("characters")
+        self.characters = rows["characters"]
         """Characters of each transcript before it is normalised, without spaces at its ends (int32)."""
-        self.text_keys = self._map("text")
+        self.text_keys = rows["text"]
         """``key_of`` of each transcript (int64)."""
-        self.parts = self._map("part")
+        self.parts = rows["part"]
         """The number of the part of the source to which each cut belongs (int16)."""
-        self._offsets = self._map("offset")
+        self._offsets = rows["offset"]
         self._normalisers: dict[int, Normaliser] = {}  # by the number of the part
         self._languages: dict[int, str] = {}  # by the number of the part
         for number, part_facts in enumerate(facts):
@@ -109,12 +114,6 @@ class Index:
     def __reduce__(self) -> tuple[type[Index], tuple[Path, Sequence[Facts]]]:
         # A worker opens the arrays and files itself, because they cannot be pickled.
         return Index, (self.folder, self.facts)
-
-    def _map(self, name: str) -> NDArray[Any]:
-        dtype = _ARRAYS.get(name, "<i4")  # The arrays of label counts have other names.
-        if not self._size:  # An empty file cannot be mapped.
-            return np.zeros(0, dtype)
-        return np.memmap(self.folder / f"{name}.bin", dtype, mode="r", shape=(self._size,))
 
     def groups(self, rows: NDArray[Any]) -> dict[str, NDArray[np.int64]]:
         """Return the keys of the groups of ``rows``, by the kind of group (see ``hold_out.held_out``)."""
@@ -205,7 +204,14 @@ class Index:
                     texts = (self.text(row, tokenizer.normalise) for row in rows)
                     counts = [label_count(text, tokenizer) for text in texts]
                     np.array(counts, "<i4").tofile(file)
-        return self._map(name)
+        return _mapped(path, np.dtype("<i4"), self._size)
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], size: int) -> NDArray[Any]:
+    """Map a file of ``size`` elements into memory. Raises ValueError if it has fewer."""
+    if not size:  # An empty file cannot be mapped.
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype, mode="r", shape=(size,))
 
 
 def label_count(text: str, tokenizer: Tokenizer) -> int:
@@ -277,10 +283,6 @@ def _load(folder: Path, source: Source) -> Index | None:
     """Return the index in ``folder`` if it is complete and current, else None."""
     try:
         index = Index(folder, _facts_of(source))
-        for name, dtype in _ARRAYS.items():
-            size = np.dtype(dtype).itemsize * len(index)
-            if (folder / f"{name}.bin").stat().st_size != size:
-                return None
     except (OSError, TypeError, KeyError, *MALFORMED):
         return None
     return index if _is_current(index, source) else None
@@ -313,29 +315,16 @@ def _is_current(index: Index, source: Source) -> bool:
     return True
 
 
-class _Row(NamedTuple):
-    """The elements of one cut in the arrays, in the order of ``_ARRAYS`` (see the attributes of Index)."""
-
-    seconds: float
-    offset: int
-    key: int
-    part: int
-    speaker: int
-    recording: int
-    characters: int
-    text: int
-
-
 def _build(source: Source, folder: Path) -> None:
-    """Write the arrays, the cuts and ``meta.json`` into ``folder``."""
+    """Write the rows, the cuts and ``meta.json`` into ``folder``."""
     parts, count = parts_of(source), 0
     content_hash, text_hash = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
-    with contextlib.ExitStack() as stack:
-        arrays = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in _ARRAYS}
+    with (folder / "rows.bin").open("wb") as file:
         for number, part in enumerate(parts):
             rows = _rows(part, number, folder / f"cuts-{number}.jsonl", text_hash)
-            while chunk := list(islice(rows, _CHUNK)):
-                _append_rows(chunk, arrays, content_hash)
+            while len(chunk := np.fromiter(islice(rows, _CHUNK), _ROW)):
+                chunk.tofile(file)
+                content_hash.update(chunk["key"].tobytes() + chunk["seconds"].tobytes())
                 count += len(chunk)
     meta = {
         "format": FORMAT,
@@ -357,8 +346,8 @@ def _cuts(part: Source) -> Iterator[tuple[str, Record]]:
         yield f"{type(part).__name__}:{number}", cut.to_dict()
 
 
-def _rows(part: Source, number: int, path: Path, text_hash: hashlib.blake2b) -> Iterator[_Row]:
-    """Yield the row of each cut of the part with ``number``, and add its transcript to ``text_hash``.
+def _rows(part: Source, number: int, path: Path, text_hash: hashlib.blake2b) -> Iterator[tuple[Any, ...]]:
+    """Yield the _ROW of each cut of the part with ``number``, and add its transcript to ``text_hash``.
 
     The cuts are written to the file ``path`` as JSON lines.
     """
@@ -370,18 +359,7 @@ def _rows(part: Source, number: int, path: Path, text_hash: hashlib.blake2b) -> 
             text_hash.update(text.encode() + b"\0")
             speaker, recording, key = groups_of(cut, former)
             characters = len(text.strip())
-            yield _Row(seconds_of(cut), offset, key, number, speaker, recording, characters, key_of(text))
-
-
-def _append_rows(
-    rows: Sequence[_Row], arrays: Mapping[str, IO[bytes]], content_hash: hashlib.blake2b
-) -> None:
-    """Append rows to the files of the arrays, and add their keys and seconds to ``content_hash``."""
-    columns = {}
-    for number, name in enumerate(_ARRAYS):
-        columns[name] = np.array([row[number] for row in rows], _ARRAYS[name])
-        columns[name].tofile(arrays[name])
-    content_hash.update(columns["key"].tobytes() + columns["seconds"].tobytes())
+            yield key, offset, speaker, recording, key_of(text), seconds_of(cut), characters, number
 
 
 def _json_line(cut: Record) -> bytes:

@@ -101,7 +101,7 @@ def test_a_damaged_index_is_built_again(cache: Path, recordings: Any, builds: li
     path = recordings.nemo("m.jsonl", nemo_records(3))
     folder = open_index(open_source(path)).folder
     if damage == "truncate":
-        (folder / "offset.bin").write_bytes(b"1234")
+        (folder / "rows.bin").write_bytes(b"1234")
     elif damage == "delete":
         (folder / "cuts-0.jsonl").unlink()
     else:
