@@ -307,7 +307,7 @@ def _is_current(index: Index, source: Source) -> bool:
         try:
             indexed_cut = index.cut(first_row)
             # JSON changes tuples to lists. So the cut is compared as it is read from JSON.
-            json_cut = json.loads(_json_line(first_cut.to_dict()))
+            json_cut = json.loads(_json_line(first_cut))
         except (DataError, IndexError):
             return False
         if json_cut != indexed_cut:
@@ -343,7 +343,7 @@ def _cuts(part: Source) -> Iterator[tuple[str, Record]]:
             yield part.location_of(entry.line), entry.cut
         return
     for number, cut in enumerate(part.cuts(), 1):
-        yield f"{type(part).__name__}:{number}", cut.to_dict()
+        yield f"{type(part).__name__}:{number}", cut
 
 
 def _rows(part: Source, number: int, path: Path, text_hash: hashlib.blake2b) -> Iterator[tuple[Any, ...]]:

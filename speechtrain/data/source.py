@@ -5,10 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # The import of lhotse takes seconds, so sources import it at first use.
-    from lhotse.cut import Cut
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -29,11 +26,11 @@ class Source(ABC):
     """Whether this is example data. It shows that training works, but not how good a model is."""
 
     @abstractmethod
-    def cuts(self) -> Iterator[Cut]:
-        """Yield every cut, in the same order in every process. Ids are unique within the source.
+    def cuts(self) -> Iterator[dict[str, Any]]:
+        """Yield every cut in lhotse's JSON format (``Cut.to_dict``), in the same order in every process.
 
-        A cut's transcript is the texts of its supervisions in order. Raises DataError if a file cannot be
-        read, MachineError if the disk is full.
+        Ids are unique within the source. A cut's transcript is the texts of its supervisions in order. Raises
+        DataError if a file cannot be read, MachineError if the disk is full.
         """
 
     @abstractmethod

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -44,10 +44,6 @@ from speechtrain.errors import ConfigError, DataError, nearest
 from speechtrain.files import absolute_path, small_yaml
 from speechtrain.text.normalise import normaliser
 
-if TYPE_CHECKING:
-    from lhotse.cut import Cut
-
-
 Spec = str | Mapping[str, Any]
 """A source as the user writes it: a path, a mapping with a path, or a mapping of named sets.
 
@@ -76,7 +72,7 @@ class Union(Source):
     def __init__(self, parts: Sequence[Source]) -> None:
         self.parts = list(parts)
 
-    def cuts(self) -> Iterator[Cut]:
+    def cuts(self) -> Iterator[Record]:
         for part in self.parts:
             yield from part.cuts()
 

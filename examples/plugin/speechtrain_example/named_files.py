@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lhotse import Recording, SupervisionSegment
-from lhotse.cut import Cut
 
 from speechtrain.data.formats.manifests import digest
 from speechtrain.data.source import Source
@@ -16,12 +16,12 @@ class NamedFiles(Source):
     def __init__(self, folder: str) -> None:
         self.paths = sorted(Path(folder).expanduser().glob("*.wav"))
 
-    def cuts(self) -> Iterator[Cut]:
+    def cuts(self) -> Iterator[dict[str, Any]]:
         for path in self.paths:
             cut = Recording.from_file(path, recording_id=path.stem).to_cut()
             text = path.stem.partition("_")[0]
             cut.supervisions = [SupervisionSegment(path.stem, path.stem, 0.0, cut.duration, text=text)]
-            yield cut
+            yield cut.to_dict()
 
     def fingerprint(self) -> str:
         return digest("named files", *(f"{path} {path.stat().st_size}" for path in self.paths))

@@ -18,20 +18,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from speechtrain.data.cache import cache_folder
-from speechtrain.data.formats.manifests import digest
-from speechtrain.data.lhotse_import import import_lhotse
+from speechtrain.data.formats.manifests import Record, cut_of_supervision, digest, simple_cut
 from speechtrain.data.source import Source
 from speechtrain.errors import ConfigError
 from speechtrain.files import atomic, writing
-
-if TYPE_CHECKING:
-    from lhotse.cut import Cut
 
 Samples = NDArray[np.int16]
 
@@ -123,7 +118,7 @@ class Connected(Source):
     def content(self) -> tuple[object, ...]:
         """Return JSON-like values that identify the clips in the fingerprint."""
 
-    def cuts(self) -> Iterator[Cut]:
+    def cuts(self) -> Iterator[Record]:
         """Yield one cut of the cached joined audio for each utterance."""
         return joined_cuts(f"{self.corpus}-{self.split}-{self.fingerprint()}", self.clips, self.plan())
 
@@ -138,35 +133,30 @@ class Connected(Source):
         return np.rint(seconds * SAMPLE_RATE).astype(np.int64)
 
 
-def joined_cuts(name: str, clips: Clips, plan: Sequence[Utterance]) -> Iterator[Cut]:
+def joined_cuts(name: str, clips: Clips, plan: Sequence[Utterance]) -> Iterator[Record]:
     """Yield one cut for each utterance of ``plan``.
 
     ``name`` is the name of the cached file. It must contain a fingerprint of the clips and the plan, because
     an existing file is used again. Raises MachineError if the audio cannot be written into the cache folder.
     """
-    import_lhotse()
-    from lhotse import MonoCut, Recording, SupervisionSegment
-    from lhotse.audio import AudioSource
-
     lengths = [utterance.length(clips) for utterance in plan]
     sample_count = sum(lengths)
     path = _cached_wav(name, clips, plan, sample_count)
-    recording = Recording(
-        id=name,
-        sources=[AudioSource(type="file", channels=[0], source=str(path))],
-        sampling_rate=SAMPLE_RATE,
-        num_samples=sample_count,
-        duration=sample_count / SAMPLE_RATE,
-    )
+    file_seconds = sample_count / SAMPLE_RATE
+    recording = simple_cut(name, str(path), 0.0, file_seconds, text="", rate=SAMPLE_RATE)["recording"]
     start = 0  # in samples
     for utterance, length in zip(plan, lengths, strict=True):
-        start_seconds, duration = start / SAMPLE_RATE, length / SAMPLE_RATE
-        supervision = SupervisionSegment(
-            utterance.id, name, 0.0, duration, text=utterance.text, language="en", speaker=utterance.speaker
-        )
-        yield MonoCut(
-            utterance.id, start_seconds, duration, 0, supervisions=[supervision], recording=recording
-        )
+        supervision = {
+            "id": utterance.id,
+            "recording_id": name,
+            "start": start / SAMPLE_RATE,
+            "duration": length / SAMPLE_RATE,
+            "channel": 0,
+            "text": utterance.text,
+            "language": "en",
+            "speaker": utterance.speaker,
+        }
+        yield cut_of_supervision(supervision, recording)
         start += length
 
 

@@ -6,7 +6,6 @@ dictionary takes 6 µs to make, and an object of lhotse 50 to 150 µs. Only ``cu
 
 from __future__ import annotations
 
-import copy
 import gzip
 import hashlib
 import json
@@ -20,17 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 from speechtrain.data.formats.lhotse_cuts import UnknownPart, known_cut
-from speechtrain.data.lhotse_import import import_lhotse
 from speechtrain.data.recordings import header_or_none
 from speechtrain.data.source import Source
 from speechtrain.errors import MALFORMED, DataError
 from speechtrain.files import absolute_path, open_regular, read_bytes
-
-if TYPE_CHECKING:
-    from lhotse.cut import Cut
 
 Record = dict[str, Any]
 
@@ -107,20 +102,9 @@ class Manifest(Source):
     def entries(self) -> Iterator[Entry]:
         """Yield every cut in order. Raises DataError with file and line for a malformed cut."""
 
-    def cuts(self) -> Iterator[Cut]:
-        """Yield the entries as lhotse objects."""
-        import_lhotse()
-        from lhotse.cut.set import deserialize_cut
-
+    def cuts(self) -> Iterator[Record]:
         for entry in self.entries():
-            self._known_parts(entry.cut, entry.line)
-            try:
-                cut = deserialize_cut(copy.deepcopy(entry.cut))  # lhotse changes the dictionary
-            except Exception as error:  # lhotse raises many types of errors for a wrong field
-                raise self.error_at(
-                    entry.line, f"not a lhotse cut ({type(error).__name__}: {error})"
-                ) from None
-            yield cut
+            yield entry.cut
 
     def fingerprint(self) -> str:
         """Return a hash of the format and of the file's path, size and modification time."""

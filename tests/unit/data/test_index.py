@@ -172,7 +172,7 @@ def test_audio_in_memory_cannot_be_indexed(cache: Path, recordings: Any) -> None
 
     class InMemory(Source):
         def cuts(self) -> Iterator[Any]:
-            yield Recording.from_file(recordings.tone("a.wav")).to_cut().move_to_memory()
+            yield Recording.from_file(recordings.tone("a.wav")).to_cut().move_to_memory().to_dict()
 
         def fingerprint(self) -> str:
             return "memory"

@@ -41,7 +41,7 @@ class Cuts(Source):
         self._cuts = cuts
 
     def cuts(self) -> Iterator[Any]:
-        return iter(self._cuts)
+        return (cut.to_dict() for cut in self._cuts)
 
     def fingerprint(self) -> str:
         return "-".join(cut.id for cut in self._cuts)

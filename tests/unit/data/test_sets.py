@@ -23,6 +23,7 @@ from speechtrain.errors import DataError
 from speechtrain.runs.command_line import translate_arguments
 from speechtrain.runs.compose import compose
 from speechtrain.text.vocabulary import Characters
+from tests.support.cuts import lhotse_cuts
 from tests.support.samplers import new_sampler
 
 
@@ -190,7 +191,7 @@ def test_a_validation_set_has_no_weight() -> None:
 
 def digits(folder: Path, said: str | None = None) -> list[str]:
     """NeMo manifests of 20 and 12 recordings, as a and b."""
-    source, paths = list(Digits("train", utterances=32).cuts()), []
+    source, paths = list(lhotse_cuts(Digits("train", utterances=32))), []
     for name, cuts in (("a", source[:20]), ("b", source[20:])):
         lines = [
             {

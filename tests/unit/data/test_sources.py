@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from speechtrain.data.formats.manifests import json_array, seconds_of, text_of
 from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
+from tests.support.cuts import lhotse_cuts
 
 
 def write(path: Path, lines: list[Any], mode: str = "plain") -> str:
@@ -28,7 +29,7 @@ def nemo_line(audio: str = "a.wav", **more: Any) -> dict[str, Any]:
 
 def refusal(spec: Any) -> str:
     with pytest.raises(DataError) as caught:
-        list(open_source(spec).cuts())
+        list(lhotse_cuts(open_source(spec)))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -39,7 +40,7 @@ def test_lhotse_cuts_are_told_by_content_and_come_out_as_they_are(
 ) -> None:
     path = write(tmp_path / "cuts", [lhotse_line("x"), lhotse_line("y", text="two")], mode)
     source = open_source(path)
-    assert [cut.to_dict() for cut in source.cuts()] == [lhotse_line("x"), lhotse_line("y", text="two")]
+    assert [cut.to_dict() for cut in lhotse_cuts(source)] == [lhotse_line("x"), lhotse_line("y", text="two")]
 
 
 def test_a_nemo_line_without_a_duration_has_that_of_its_audio(tmp_path: Path) -> None:
@@ -84,7 +85,7 @@ def test_nemo_lines_with_aliases_offsets_and_paths_beside_the_manifest(tmp_path:
         {"audio_file": "/abs/b.flac", "duration": 1, "normalized_text": "normal"},
         {"audio_filename": "c.wav", "duration": 1.5, "text_filepath": "said.txt", "offset": 3.0},
     ]
-    cuts = list(open_source(write(tmp_path / "m.json", lines)).cuts())
+    cuts = list(lhotse_cuts(open_source(write(tmp_path / "m.json", lines))))
     assert [cut.recording.sources[0].source for cut in cuts] == [
         str(tmp_path / "wavs/a.wav"),
         "/abs/b.flac",
@@ -100,7 +101,7 @@ def test_a_tarred_set_of_nemo_is_refused_until_it_is_unpacked(tmp_path: Path, re
     assert "is of a tarred set" in refusal(path)
     assert "tar -xf" in refusal(path)
     recordings.tone("a.wav", 2.5)
-    assert len(list(open_source(path).cuts())) == 1
+    assert len(list(lhotse_cuts(open_source(path)))) == 1
     assert "has no 'audio_filepath' of one file" in refusal(
         write(tmp_path / "m", [{"audio_filepath": ["a.wav", "b.wav"], "duration": 1}])
     )
@@ -110,10 +111,10 @@ def test_nemos_name_of_several_manifests_is_their_union(tmp_path: Path) -> None:
     for number in range(12):
         write(tmp_path / f"m_{number}.json", [nemo_line()])
         write(tmp_path / f"p_{number:03d}.json", [nemo_line()])
-    names = [cut.id for cut in open_source(f"{tmp_path}/m__OP_0..11_CL_.json").cuts()]
+    names = [cut.id for cut in lhotse_cuts(open_source(f"{tmp_path}/m__OP_0..11_CL_.json"))]
     assert names == [f"m_{number}:1:a" for number in range(12)]
     padded = f"{tmp_path}/p__OP_009..011_CL_.json"
-    assert [cut.id for cut in open_source([padded, f"{tmp_path}/m_1.json"]).cuts()] == [
+    assert [cut.id for cut in lhotse_cuts(open_source([padded, f"{tmp_path}/m_1.json"]))] == [
         *("p_009:1:a", "p_010:1:a", "p_011:1:a", "m_1:1:a")
     ]
     assert "m_12.json does not exist" in refusal(f"{tmp_path}/m__OP_0..12_CL_.json")
@@ -139,7 +140,7 @@ def test_mlperf_arrays_take_the_file_of_speed_one(tmp_path: Path) -> None:
     bare = {"transcript": "b", "original_duration": 2.0, "files": [{"fname": "b.wav"}]}
     path = tmp_path / "train.json"
     path.write_text("\n" + json.dumps([item, bare], indent=2))
-    first, second = open_source(str(path)).cuts()
+    first, second = lhotse_cuts(open_source(str(path)))
     assert first.recording.sources[0].source == str(tmp_path / "x/a.wav")
     assert (first.duration, first.recording.sampling_rate) == (4.5, 8000)
     assert first.supervisions[0].text == "hello there"
@@ -162,20 +163,20 @@ def test_a_lhotse_recording_manifest_is_followed_by_its_supervisions(
         for i in range(3)
     ]
     pair = [write(tmp_path / "recordings.jsonl", [recording]), write(tmp_path / "sup.jsonl", supervisions)]
-    cuts = list(open_source(pair).cuts())
+    cuts = list(lhotse_cuts(open_source(pair)))
     assert [(cut.id, cut.start, cut.duration, cut.supervisions[0].text) for cut in cuts] == [
         ("s0", 0.0, 0.5, "t0"),
         ("s1", 1.0, 0.5, "t1"),
         ("s2", 2.0, 0.5, "t2"),
     ]
     assert "needs its recording manifest before it" in refusal(pair[1])
-    (whole,) = open_source(pair[0]).cuts()
+    (whole,) = lhotse_cuts(open_source(pair[0]))
     assert (whole.id, whole.duration, whole.supervisions) == ("r", 10.0, [])
     stereo = write(tmp_path / "stereo.jsonl", [{**recording, "channel_ids": [0, 1]}])
-    assert [cut.channel for cut in open_source(stereo).cuts()] == [[0, 1]]
+    assert [cut.channel for cut in lhotse_cuts(open_source(stereo))] == [[0, 1]]
     assert "has no 'duration'" in refusal(write(tmp_path / "d.jsonl", [{**recording, "duration": None}]))
     union = open_source([pair[0], write(tmp_path / "m.jsonl", [nemo_line()])])
-    assert [cut.id for cut in union.cuts()] == ["r", "m:1:a"]
+    assert [cut.id for cut in lhotse_cuts(union)] == ["r", "m:1:a"]
     assert "recording 'r' is not in" in refusal(
         [write(tmp_path / "o.jsonl", [{**recording, "id": "q"}]), pair[1]]
     )
@@ -195,7 +196,7 @@ def test_audio_without_transcripts_needs_no_key_for_them(tmp_path: Path) -> None
     nemo = {"audio_filepath": "a.wav", "duration": 2.5}
     mlperf = {"original_duration": 2.0, "files": [{"fname": "b.wav"}]}
     for number, line in enumerate((nemo, mlperf)):
-        (cut,) = open_source(write(tmp_path / f"{number}.jsonl", [line])).cuts()
+        (cut,) = lhotse_cuts(open_source(write(tmp_path / f"{number}.jsonl", [line])))
         assert cut.supervisions[0].text == ""
 
 
@@ -203,7 +204,7 @@ def test_several_files_are_their_union_in_order(tmp_path: Path, lhotse_line: Any
     a = write(tmp_path / "a.jsonl", [lhotse_line("x"), lhotse_line("y")])
     b = write(tmp_path / "b.jsonl", [nemo_line()])
     for spec in ([a, b], f"{a},{b}", f"{a}, {b}"):
-        assert [cut.id for cut in open_source(spec).cuts()] == ["x", "y", "b:1:a"]
+        assert [cut.id for cut in lhotse_cuts(open_source(spec))] == ["x", "y", "b:1:a"]
     assert open_source([b, a]).fingerprint() != open_source([a, b]).fingerprint()
     assert "is given twice" in refusal([a, a])
 
@@ -212,7 +213,7 @@ def test_manifests_of_the_same_name_give_different_ids(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "y").mkdir()
     files = [write(tmp_path / name / "train.jsonl", [nemo_line()]) for name in "xy"]
-    assert [cut.id for cut in open_source(files).cuts()] == ["x/train:1:a", "y/train:1:a"]
+    assert [cut.id for cut in lhotse_cuts(open_source(files))] == ["x/train:1:a", "y/train:1:a"]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +265,7 @@ def test_only_audio_files_are_read(tmp_path: Path, lhotse_line: Any, kind: str) 
 def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(nemo_line()).encode())
-    assert len(list(open_source(str(path)).cuts())) == 1
+    assert len(list(lhotse_cuts(open_source(str(path))))) == 1
 
 
 def test_a_folder_of_recordings_with_texts_beside_them(tmp_path: Path, recordings: Any) -> None:
@@ -273,7 +274,7 @@ def test_a_folder_of_recordings_with_texts_beside_them(tmp_path: Path, recording
     recordings.tone("corpus/silent.wav", 0.5)
     (tmp_path / "corpus/b.txt").write_text(" Hello\nWorld ")
     (tmp_path / "corpus/deep/a.txt").write_text("two")
-    cuts = {cut.id: cut for cut in open_source(str(tmp_path / "corpus")).cuts()}
+    cuts = {cut.id: cut for cut in lhotse_cuts(open_source(str(tmp_path / "corpus")))}
     assert list(cuts) == ["corpus/b", "corpus/deep/a", "corpus/silent"]
     assert [cut.supervisions[0].text for cut in cuts.values()] == ["Hello World", "two", ""]
     assert (cuts["corpus/deep/a"].duration, cuts["corpus/deep/a"].recording.sampling_rate) == (0.25, 8000)
@@ -284,7 +285,7 @@ def test_a_folder_as_librispeech_has_it(tmp_path: Path, recordings: Any) -> None
         recordings.tone(f"dev/19/198/{name}.flac", 0.3)
     listed = "19-198-0000 CHAPTER ONE\n19-198-0001 TWO\n19-198-0002 NOT THERE\n"
     (tmp_path / "dev/19/198/19-198.trans.txt").write_text(listed)
-    cuts = list(open_source(str(tmp_path / "dev")).cuts())
+    cuts = list(lhotse_cuts(open_source(str(tmp_path / "dev"))))
     assert [cut.supervisions[0].text for cut in cuts] == ["CHAPTER ONE", "TWO", "NOT THERE"]
     assert [cut.supervisions[0].speaker for cut in cuts] == ["19"] * 3
     assert cuts[2].recording.sources[0].source.endswith("19-198-0002.flac")  # met as a missing recording
@@ -294,7 +295,7 @@ def test_a_folder_keeps_recordings_that_cannot_be_measured(tmp_path: Path) -> No
     (tmp_path / "c").mkdir()
     (tmp_path / "c/empty.wav").write_bytes(b"")
     (tmp_path / "c/text.wav").write_text("not audio")
-    assert len(list(open_source(str(tmp_path / "c")).cuts())) == 2
+    assert len(list(lhotse_cuts(open_source(str(tmp_path / "c"))))) == 2
 
 
 def test_fingerprints_follow_content(tmp_path: Path, recordings: Any) -> None:

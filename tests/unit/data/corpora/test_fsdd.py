@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from speechtrain.data.corpora.fsdd import WORDS, Fsdd, find_takes
 from speechtrain.errors import DataError
+from tests.support.cuts import lhotse_cuts
 
 REAL = Path(__file__).resolve().parents[5] / "shared/data/fsdd"
 
@@ -99,7 +100,7 @@ def test_only_a_last_group_is_short_and_only_where_it_must(corpus: Path) -> None
 
 def test_the_audio_is_the_resampled_recordings_with_silence_between(corpus: Path) -> None:
     source = Fsdd(str(corpus), "test", seed=2)
-    for cut, row in zip(source.cuts(), source.plan(), strict=True):
+    for cut, row in zip(lhotse_cuts(source), source.plan(), strict=True):
         audio = cut.load_audio()
         assert cut.sampling_rate == 16000
         assert audio.shape == (1, cut.num_samples)
@@ -182,10 +183,10 @@ def test_missing_and_unreadable_recordings_are_named(tmp_path: Path) -> None:
     for name, content in (("1_eve_9.wav", b""), ("1_eve_9.wav", b"RIFF____WAVEjunk")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=r"1_eve_9.wav: cannot be read as audio"):
-            next(Fsdd(str(tmp_path), "train").cuts())
+            next(lhotse_cuts(Fsdd(str(tmp_path), "train")))
     soundfile.write(tmp_path / "1_eve_9.wav", np.zeros(0), 8000)
     with pytest.raises(DataError, match=r"1_eve_9.wav: cannot be read as audio \(no_samples"):
-        next(Fsdd(str(tmp_path), "train").cuts())
+        next(lhotse_cuts(Fsdd(str(tmp_path), "train")))
 
 
 def _write_pipe(path: Path) -> None:
@@ -200,7 +201,7 @@ def _write_long_flac(path: Path) -> None:
 def test_fsdd_refuses_a_hostile_recording_in_one_line(tmp_path: Path, write: Callable[[Path], None]) -> None:
     write(tmp_path / "1_eve_9.wav")
     with pytest.raises(DataError, match=r"1_eve_9.wav: cannot be read as audio"):
-        next(Fsdd(str(tmp_path), "train").cuts())
+        next(lhotse_cuts(Fsdd(str(tmp_path), "train")))
 
 
 def test_find_takes_leaves_out_names_that_nobody_can_print(tmp_path: Path) -> None:
@@ -217,7 +218,7 @@ def test_the_real_recordings() -> None:
     assert train.speakers == ["george", "jackson", "lucas", "nicolas", "yweweler"]
     assert (len(train.takes), len(test.takes)) == (2250, 250)
     assert 420 < len(train.plan()) < 490
-    cuts = list(test.cuts())
+    cuts = list(lhotse_cuts(test))
     assert sum(len(cut.supervisions[0].text.split()) for cut in cuts) == 250
     assert all(np.abs(cut.load_audio()).max() > 0.01 for cut in cuts)
     code = f"from speechtrain.data.corpora.fsdd import Fsdd; print(Fsdd({str(REAL)!r}, 'test').fingerprint())"

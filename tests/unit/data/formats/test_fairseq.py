@@ -19,6 +19,7 @@ from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
 from speechtrain.files import open_regular
 from speechtrain.text.vocabulary import NoText
+from tests.support.cuts import lhotse_cuts
 
 
 def tsv(path: Path, root: str, *recordings: tuple[str, Any]) -> str:
@@ -48,7 +49,7 @@ def test_recordings_become_cuts(tmp_path: Path, recordings: Any) -> None:
     recordings.tone("wavs/a/x.flac", 1.5)
     recordings.tone("wavs/y z.wav", 0.5)
     path = tsv(tmp_path / "train.tsv", str(tmp_path / "wavs"), ("a/x.flac", 24000), ("y z.wav", 8000))
-    first, second = open_source(path).cuts()
+    first, second = lhotse_cuts(open_source(path))
     assert (first.id, first.duration, first.start) == ("train/a/x.flac", 1.5, 0.0)
     assert first.recording.sources[0].source == str(tmp_path / "wavs/a/x.flac")
     assert (second.id, second.duration, second.num_samples) == ("train/y z.wav", 0.5, 8000)
@@ -185,5 +186,5 @@ def test_it_joins_with_other_manifests(tmp_path: Path, recordings: Any) -> None:
     recordings.tone("b/x.wav")
     files = [tsv(tmp_path / folder / "train.tsv", ".", ("x.wav", 16000)) for folder in "ab"]
     nemo = recordings.nemo("m.jsonl", [{"audio_filepath": "a/x.wav", "duration": 1.0, "text": "one"}])
-    names = [cut.id for cut in open_source([*files, nemo]).cuts()]
+    names = [cut.id for cut in lhotse_cuts(open_source([*files, nemo]))]
     assert names == ["a/train/x.wav", "b/train/x.wav", "m:1:x"]

@@ -14,10 +14,11 @@ from speechtrain.data.pieces import recordings as named_recordings
 from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
 from speechtrain.text.vocabulary import Characters
+from tests.support.cuts import lhotse_cuts
 
 
 def texts_of(folder: Path) -> list[str]:
-    return [text_of(cut.to_dict()) for cut in open_source(str(folder)).cuts()]
+    return [text_of(cut.to_dict()) for cut in lhotse_cuts(open_source(str(folder)))]
 
 
 def test_texts_are_read_from_a_folder_beside_that_of_the_recordings(tmp_path: Path, recordings: Any) -> None:
@@ -146,7 +147,7 @@ def test_what_the_decoder_reads_is_a_recording(
     recordings.tone(f"c/{name}", 0.5, format=form, subtype=subtype)
     (folder / "a.txt").write_text("one two")
     source = open_source(str(folder))
-    (cut,) = source.cuts()
+    (cut,) = lhotse_cuts(source)
     assert (cut.id, text_of(cut.to_dict())) == ("c/a", "one two")
     assert cut.duration == pytest.approx(0.5, abs=0.1)
     assert not list(source.warnings())
@@ -200,7 +201,7 @@ def test_what_is_left_out_is_counted_by_kind(tmp_path: Path, recordings: Any) ->
     for name in ("3.m4a", "my talk.M4A", "4.webm", "1.mp4"):
         (folder / name).write_bytes(HEADERS["a.m4a"])
     source = open_source(str(folder))
-    assert [cut.id for cut in source.cuts()] == ["c/1", "c/2", "c/u.001", "c/u.002"]
+    assert [cut.id for cut in lhotse_cuts(source)] == ["c/1", "c/2", "c/u.001", "c/u.002"]
     (line,) = source.warnings()
     fix = "cannot be decoded: convert to WAV or FLAC, as with ffmpeg -i 3.m4a 3.wav"
     others = "2 .txt without a recording, 1 without a suffix, 1 .odt that are no recordings"
@@ -217,7 +218,7 @@ def test_transcribing_reads_no_text_of_a_folder(tmp_path: Path, recordings: Any)
     (tmp_path / "c/2.txt").write_bytes(b"\xff\xfe\xff")
     (recording,) = named_recordings(str(tmp_path / "c"), 16_000, 100.0)
     assert recording.name == str(tmp_path / "c/1.wav")
-    (cut,) = open_source({"path": str(tmp_path / "c"), "text": ""}).cuts()
+    (cut,) = lhotse_cuts(open_source({"path": str(tmp_path / "c"), "text": ""}))
     assert text_of(cut.to_dict()) == ""
 
 
@@ -246,7 +247,7 @@ def test_a_stand_in_of_a_file_is_named(tmp_path: Path, content: bytes, fact: str
 def words_of(folder: Path) -> tuple[list[str], list[str]]:
     """The transcripts and the warnings of a folder."""
     source = open_source(str(folder))
-    return [text_of(cut.to_dict()) for cut in source.cuts()], list(source.warnings())
+    return [text_of(cut.to_dict()) for cut in lhotse_cuts(source)], list(source.warnings())
 
 
 def test_folders_without_transcripts_have_the_name_of_their_word(tmp_path: Path, recordings: Any) -> None:

@@ -30,6 +30,7 @@ from speechtrain.errors import DataError
 from speechtrain.inference.loaded_run import LONGEST_SECONDS as LONGEST
 from speechtrain.text.normalise import NORMALISERS
 from speechtrain.text.vocabulary import Characters
+from tests.support.cuts import lhotse_cuts
 
 MIB = 2**20
 
@@ -125,7 +126,7 @@ def test_table_of_an_empty_list_is_one_line(tmp_path: Path) -> None:
     path.write_text("[]")
     source = open_source({"path": str(path), "audio": "a", "text": "b"})
     with pytest.raises(DataError, match=r"a\.json"):
-        next(iter(source.cuts()))
+        next(iter(lhotse_cuts(source)))
 
 
 def packed(path: Path, start: bytes, fill: bytes, count: int) -> Path:
@@ -321,7 +322,7 @@ def wav() -> bytes:
 
 
 def texts(source: Path) -> list[str]:
-    return [manifests.text_of(cut.to_dict()) for cut in open_source(str(source)).cuts()]
+    return [manifests.text_of(cut.to_dict()) for cut in lhotse_cuts(open_source(str(source)))]
 
 
 @pytest.mark.parametrize("store", STORES)
