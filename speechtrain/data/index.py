@@ -276,7 +276,7 @@ def _rename(temporary: Path, folder: Path, source: Source) -> None:
                 raise
         if _load(folder, source) is not None:
             return
-        shutil.rmtree(folder)  # It is stale or damaged.
+        shutil.rmtree(folder, ignore_errors=True)  # It is damaged, and another process may remove it, too.
 
 
 def _load(folder: Path, source: Source) -> Index | None:

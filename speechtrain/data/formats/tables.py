@@ -47,10 +47,9 @@ A column belongs to the first key that has its name. So ``offset`` is the end on
 
 _LABELS = ("class", "label", "word", "command")  # the names of the texts in a table without another text
 _DELIMITERS = "\t,;|"
-_UNQUOTED = "\t|"  # the delimiters of tables in which a text may contain a single quotation mark
 _LONGEST_HEADER = 2**16  # bytes
 _LONGEST_ROW = 3 * 2**20  # bytes. A text of LONGEST_TRANSCRIPT has 2 MiB at most.
-_MOST_LINES = 100  # the most line ends in a row of an unquoted table
+_MOST_LINES = 100  # the most line ends in a row
 _LARGEST_CONVERTED = 2**26  # bytes of a table in UTF-16, or with CR line ends, which is read at once
 _ROOT_VARIABLE = re.compile(r"[${]*data_(root|folder)}?/")  # SpeechBrain's variable for the table's folder
 _LJSPEECH_COLUMNS = ["id", "text", "normalised"]
@@ -258,41 +257,7 @@ class Table(Nemo):
         Missing last cells are empty, if the table has a header. Raises DataError for a row with more cells
         than the header, and for a row that is too long.
         """
-        form = self.form
-        rows = self._unquoted_rows() if form.delimiter in _UNQUOTED else self._quoted_rows()
-        for line, cells in rows:
-            if not "".join(cells).strip():
-                continue
-            missing = len(form.columns) - len(cells)
-            if missing < 0 or (missing and not form.has_header):
-                counts = f"has {len(cells)} cells, the table has {len(form.columns)} columns"
-                fix = f"Put a cell with {form.delimiter!r} in quotation marks"
-                raise self.error_at(line, f"{counts}. {fix}")
-            yield line, cells + [""] * missing
-
-    def _quoted_rows(self) -> Iterator[tuple[int, list[str]]]:
-        bytes_left = _LONGEST_ROW  # of the present row, which can have several lines
-
-        def lines() -> Iterator[str]:
-            nonlocal bytes_left
-            for line, content in self._lines():
-                bytes_left -= len(content)
-                if bytes_left < 0:
-                    raise self.error_at(line, "a row is too long to be read. Is a quotation mark not closed?")
-                yield decode_line(content, self.path, line)
-
-        reader = csv.reader(lines(), delimiter=self.form.delimiter, skipinitialspace=True, strict=True)
-        try:
-            while (cells := _next_row(reader)) is not None:
-                bytes_left = _LONGEST_ROW
-                yield reader.line_num, cells
-        except csv.Error as error:
-            fix = "Close its quotation marks, and write those within a cell twice"
-            raise self.error_at(reader.line_num, f"is not a row of a table ({error}). {fix}") from None
-
-    def _unquoted_rows(self) -> Iterator[tuple[int, list[str]]]:
-        form = self.form
-        lines = self._lines()
+        form, lines = self.form, self._lines()
         ahead = deque(islice(lines, 1))  # the lines that have been read and are in no row yet
         while ahead:
             line, content = ahead.popleft()
@@ -302,9 +267,19 @@ class Table(Nemo):
             cells = _cells(text, form.delimiter)
             if len(cells) != len(form.columns):
                 cells = self._quoted_row(text, ahead, lines) or cells
-            yield line, cells
             if not ahead:
                 ahead.extend(islice(lines, 1))
+            if not cells and text.strip():
+                fix = "Close its quotation marks, and write those within a cell twice"
+                raise self.error_at(line, f"is not a row of a table. {fix}")
+            if not "".join(cells).strip():
+                continue
+            missing = len(form.columns) - len(cells)
+            if missing < 0 or (missing and not form.has_header):
+                counts = f"has {len(cells)} cells, the table has {len(form.columns)} columns"
+                fix = f"Put a cell with {form.delimiter!r} in quotation marks"
+                raise self.error_at(line, f"{counts}. {fix}")
+            yield line, cells + [""] * missing
 
     def _quoted_row(
         self, text: str, ahead: deque[tuple[int, bytes]], lines: Iterator[tuple[int, bytes]]
@@ -323,10 +298,7 @@ class Table(Nemo):
             line, content = ahead[count]
             row += decode_line(content, self.path, line)
             count += 1
-        try:
-            cells = _next_row(csv.reader([row], delimiter=self.form.delimiter, strict=True)) or []
-        except csv.Error:
-            return []
+        cells = _csv_cells(row, self.form.delimiter)
         if len(cells) != len(self.form.columns):
             return []
         for _ in range(count):
@@ -359,11 +331,17 @@ class Table(Nemo):
             yield number, f"{line}\n".encode()
 
 
-def _next_row(reader: Iterator[list[str]]) -> list[str] | None:
-    """Return the next row. A cell may be longer than the limit of the csv module, which is global."""
+def _csv_cells(row: str, delimiter: str) -> list[str]:
+    """Return the cells of a row with quotation marks, or an empty list if it is not a row.
+
+    A cell may be longer than the limit of the csv module, which is global.
+    """
+    reader = csv.reader([row], delimiter=delimiter, skipinitialspace=delimiter in ",;", strict=True)
     limit = csv.field_size_limit(_LONGEST_ROW)
     try:
-        return next(reader, None)
+        return next(reader, [])
+    except csv.Error:
+        return []
     finally:
         csv.field_size_limit(limit)
 
@@ -374,11 +352,7 @@ def _cells(line: str, delimiter: str) -> list[str]:
         return [cell.strip() for cell in line.split(delimiter)]
     if delimiter == "\t":
         return [_unquoted(cell.strip()) for cell in line.rstrip("\r\n").split(delimiter)]
-    try:
-        row = _next_row(csv.reader([line], delimiter=delimiter, skipinitialspace=True, strict=True))
-    except csv.Error:
-        return []
-    return [cell.strip() for cell in row or []]
+    return [cell.strip() for cell in _csv_cells(line, delimiter)]
 
 
 def _column_key(column: str) -> str:
