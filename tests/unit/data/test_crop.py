@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import key_of
@@ -20,7 +18,6 @@ from speechtrain.data.audio import read_file, standardise
 from speechtrain.data.index import open_index
 from speechtrain.data.loader import BatchLoader, audio_row
 from speechtrain.data.module import SpeechData
-from speechtrain.data.planned_lengths import planned_samples
 from speechtrain.data.sampler import BatchLimits
 from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
@@ -177,33 +174,6 @@ def test_a_crop_beside_a_transcript_is_refused(manifest: str) -> None:
         SpeechData(manifest, {}, Characters(), crop_seconds=3.0, workers=0)
     with pytest.raises(ValueError, match=r"crop_seconds=0\.0"):
         pretraining(manifest, crop_seconds=0.0)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    count=st.integers(1, 300),
-    multiple=st.sampled_from([1, 8]),
-    speed=st.sampled_from([(1.0, 1.0), (0.9, 1.1)]),
-    window=st.sampled_from([2, 10**6]),
-)
-def test_the_rule_of_1_4_million_samples(
-    count: int, multiple: int, speed: tuple[float, float], window: int
-) -> None:
-    """Rows × the longest, neither counted beyond the crop, are at most 87.5 s: fairseq's max_tokens."""
-    limits = BatchLimits(count=None, seconds=87.5, multiple=multiple, window=window)
-    data = lengths_of(count)
-    sampler = new_sampler(**data, seed=1, limits=limits, speed=speed, crop_seconds=15.625)
-    plan = sampler.plan(0)
-    assert sorted(plan.rows.tolist()) == list(range(count))
-    odd = 0
-    for i in range(len(plan)):
-        samples = planned_samples(data["seconds"][plan[i].rows], plan[i].percents, RATE)
-        assert len(samples) * min(250_000, samples.max()) <= 1_400_000 * (1 + 1e-5)
-        odd += len(samples) > multiple and len(samples) % multiple != 0
-    assert odd == 0
-    assert sampler.tensor_sizes(0).max() <= 1_400_000 * (1 + 1e-5)
-    if window > 2:  # full, but for the last
-        assert (np.sort(np.diff(plan.bounds))[1:] >= 5).all()
 
 
 def fairseq_batches(samples: list[int], most: int, multiple: int) -> list[list[int]]:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 import soundfile
 import torch
 
-from speechtrain.batch import Batch
 from speechtrain.counter_rng import dither_offset
 from speechtrain.data.audio import (
     _BETA,
@@ -104,24 +102,6 @@ def test_decoding_is_what_lhotse_does(recordings: Any) -> None:
     for cut in cuts:
         expected = np.atleast_2d(cut.load_audio()).mean(axis=0)
         np.testing.assert_allclose(read_cut(cut.to_dict(), RATE), expected, atol=1e-6, err_msg=cut.id)
-
-
-def test_channels_are_averaged(recordings: Any) -> None:
-    from lhotse import Recording
-
-    path = recordings.tone("stereo.wav", 0.5, channels=2)
-    expected = soundfile.read(path, dtype="float32")[0].mean(axis=1)
-    both = Recording.from_file(path).to_cut().to_dict()
-    # Manifests of NeMo and MLPerf do not have the number of channels, so their cuts name the first channel
-    # only.
-    unknown = {**both, "type": "MonoCut", "channel": 0}
-    unknown["recording"] = {
-        **both["recording"],
-        "sources": [{"type": "file", "channels": [0], "source": str(path)}],
-    }
-    for cut in (both, unknown):
-        np.testing.assert_allclose(read_cut(cut, RATE), expected, atol=1e-7)
-    np.testing.assert_allclose(read_file(str(path), RATE), expected, atol=1e-7)
 
 
 @pytest.mark.parametrize("rate", [8_000, 11_025, 16_001, 22_050, 44_100, 48_000])
@@ -221,13 +201,6 @@ def test_a_padding_row_replaces_a_transcript_that_is_wider_than_its_shape(
     index = open_index(open_source(recordings.corpus("m", 1)))
     batch = BatchLoader(index, Characters())(micro_batch(0, shape=Shape(1, 8000, 6)))
     assert [skip.reason for skip in batch.skipped] == ["long_transcript"]
-
-
-def test_a_batch_goes_through_pickle_and_move(cache: Path, recordings: Any) -> None:
-    batch = BatchLoader(open_index(open_source(recordings.corpus("m", 1))), Characters())(micro_batch(0))
-    moved = batch.to(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
-    assert moved.audio.dtype == torch.float64
-    assert {f.name for f in dataclasses.fields(Batch)} == set(vars(moved))
 
 
 def test_whole_files_as_a_batch(recordings: Any) -> None:

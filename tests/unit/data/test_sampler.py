@@ -62,28 +62,6 @@ def assert_within_limits(batch: MicroBatch, data: dict[str, Any], limits: BatchL
         assert FOOTPRINT.bytes(rows, longest, most_labels) <= most_bytes * (1 + 1e-5)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    count=st.integers(1, 200),
-    limits=st.sampled_from(LIMITS),
-    epoch=st.integers(0, 5),
-    speed=st.sampled_from([(1.0, 1.0), (0.9, 1.1)]),
-    shapes=st.sampled_from([0, 1, 4]),
-)
-def test_every_cut_is_there_once_in_every_epoch(
-    count: int, limits: BatchLimits, epoch: int, speed: tuple[float, float], shapes: int
-) -> None:
-    data = corpus(count)
-    sampler = new_sampler(**data, seed=1, limits=limits, speed=speed, shapes=shapes)
-    plan = sampler.plan(epoch)
-    assert sorted(np.concatenate([batch.rows for batch in all_of(plan)]).tolist()) == list(range(count))
-    assert len(plan) == sampler.length(epoch)
-    for number, batch in enumerate(all_of(plan)):
-        assert (batch.epoch, batch.index) == (epoch, number)
-        assert len(batch.rows) == len(batch.percents) > 0
-        assert_within_limits(batch, data, limits)
-
-
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         return new_sampler(**corpus(100), seed=seed, limits=BatchLimits(count=4)).plan(epoch).rows.tolist()
