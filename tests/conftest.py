@@ -150,7 +150,6 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 KEPT_PROCESSES = (
     "starting.py",
-    "pretraining.py",
     "multiprocessing",
     "torch/_inductor",
     "/usr/sbin/sshd",

@@ -8,7 +8,7 @@ import os
 import resource
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -183,12 +183,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str],
 
 
 @pytest.fixture(scope="session")
-def forks(environment: dict[str, str]) -> Iterator[Forks]:
-    """A process that has imported torch, from which ranks are forked; one run at a time."""
-    from .forked import forking
+def forks(environment: dict[str, str]) -> Forks:
+    """Ranks without a launcher; one run at a time."""
+    from .forked import Forks
 
-    with forking(environment) as found:
-        yield found
+    return Forks(environment)
 
 
 @pytest.fixture

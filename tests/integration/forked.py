@@ -1,17 +1,16 @@
-"""Tiny wav2vec 2.0 runs whose ranks are forked from one process, which has imported torch for all."""
+"""Ranks that are forked from the process of the commands, and tiny runs of wav2vec 2.0."""
 
 from __future__ import annotations
 
 import json
+import os
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .conftest import Command
+from .conftest import STARTER, Command
+from .starting import Started
 
 TINY = [
     *("model=wav2vec2_small", "model._target_=pretraining.RecordedWav2Vec2", "data=digits", "augment=small"),
@@ -46,44 +45,35 @@ class Pretraining(Command):
         return dict(sorted(found.items()))
 
 
+_MOST_SECONDS = 600.0  # on a busy machine; pytest ends a test after as many
+
+
 class Forks:
-    """The process from which ranks are forked; one run at a time."""
+    """Ranks that are forked from the process of ``STARTER``; one run at a time."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        self._said()
-
-    def _said(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the forking process has died"
-        return line
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        own = {"SPEECHTRAIN_ALLOW_TARGETS": "pretraining,recording", "OMP_NUM_THREADS": "1"}
+        self._environment = {**environment, **own}
+        self._ranks: list[Started] = []
 
     def start(self, config: Path, ranks: int = 1) -> list[int]:
         """Process ids of a run's ranks."""
+        variables = {**self._environment, "DRAWN": str(config.with_name("drawn.jsonl"))}
+        err = str(config.with_name("stderr.log"))
         with socket.create_server(("127.0.0.1", 0)) as found:
-            port = found.getsockname()[1]
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([str(config), ranks, port]) + "\n")
-        self._process.stdin.flush()
-        members: list[int] = json.loads(self._said())
-        return members
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
+        self._ranks = []
+        for rank in range(ranks):
+            world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+            own = {name: str(value) for name, value in world.items()} if ranks > 1 else {}
+            rank_variables = {**variables, **own}
+            self._ranks.append(STARTER.start([str(config)], rank_variables, "rank", os.devnull, err))
+        return [rank.pid for rank in self._ranks]
 
     def wait(self) -> list[int]:
         """Their exit codes, negative for signals, when all have ended."""
-        codes: list[int] = json.loads(self._said())
-        return codes
+        return [rank.wait(_MOST_SECONDS) for rank in self._ranks]
 
     def run(self, config: Path, ranks: int = 1) -> list[int]:
         self.start(config, ranks)
         return self.wait()
-
-
-@contextmanager
-def forking(environment: Mapping[str, str]) -> Iterator[Forks]:
-    """A process to fork from, as long as the context lasts."""
-    allowed = {**environment, "SPEECHTRAIN_ALLOW_TARGETS": "pretraining,recording", "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, str(Path(__file__).with_name("pretraining.py"))]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(program, env=allowed, stdin=pipe, stdout=pipe, text=True) as process:
-        yield Forks(process)

@@ -1,8 +1,8 @@
-"""Commands without their imports: forked from one process that has made them for all.
+"""Commands and ranks without their imports: forked from one process that has made them for all.
 
 ``python starting.py`` reads a line of JSON for each command from its standard input, answers with the
 process id, and leaves the exit code in the file that the line names. A command that is executed anew
-takes 3 s of CPU to import what it needs; the ranks it starts are always executed.
+takes 3 s of CPU to import what it needs; the ranks that a command starts are always executed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _SHARED = (
     *("torch", "torch._dynamo", "hydra._internal.hydra", "speechtrain.runs.jobs"),
     *("speechtrain.commands.train", "speechtrain.optim.adamw", "speechtrain.data.module"),
     *("speechtrain.models.rnnt", "speechtrain.features.logmel", "speechtrain.commands.evaluate"),
+    *("speechtrain.rank.main", "speechtrain.data.corpora.digits", "soundfile"),
     *("lhotse", "speechtrain.report.page", "speechtrain.study.sweep", "speechtrain.study.output"),
 )
 _POLL_SECONDS = 0.005
@@ -79,9 +80,14 @@ class Starter:
         self._numbers = count()
 
     def start(
-        self, argv: list[str], environment: Mapping[str, str], module: str = "train", out: str = ""
+        self,
+        argv: list[str],
+        environment: Mapping[str, str],
+        module: str = "train",
+        out: str = "",
+        err: str = "",
     ) -> Started:
-        """A command with these arguments, by the name of its module. Its output may go to another file."""
+        """A command, by the name of its module, or a ``rank``. Its output may go to other files."""
         if self._process is None:
             self._folder = tempfile.TemporaryDirectory(prefix="started-")
             pipe = subprocess.PIPE
@@ -93,9 +99,10 @@ class Starter:
         assert self._process.stdout is not None
         # Another command of this name would start again with the variables of its device.
         program = "speechtrain-train" if module == "train" else module
-        request = {"module": f"speechtrain.commands.{module}", "argv": [program, *argv]}
+        path = "rank.main" if module == "rank" else f"commands.{module}"
+        request = {"module": f"speechtrain.{path}", "argv": [program, *argv]}
         request |= {"environment": dict(environment), "base": str(base), "cwd": os.getcwd()}
-        request["out"] = out or f"{base}.out"
+        request |= {"out": out or f"{base}.out", "err": err or f"{base}.err"}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return Started(argv, int(self._process.stdout.readline()), base)
@@ -106,8 +113,8 @@ def _command(asked: dict[str, Any]) -> NoReturn:
     os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number, name in ((0, os.devnull), (1, asked["out"]), (2, asked["base"] + ".err")):
-        opened = os.open(name, os.O_RDWR | os.O_CREAT, 0o600)
+    for number, name in ((0, os.devnull), (1, asked["out"]), (2, asked["err"])):
+        opened = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(opened, number)
         os.close(opened)
     os.environ.clear()
@@ -117,7 +124,8 @@ def _command(asked: dict[str, Any]) -> NoReturn:
     sys.argv = asked["argv"]
     code = 70
     try:
-        importlib.import_module(asked["module"]).main()
+        returned = importlib.import_module(asked["module"]).main()
+        code = code if returned is None else returned
     except SystemExit as left:
         code = int(left.code or 0)
     finally:
