@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 from tests.support.mllog import MLLog, golden_keys
 
-from .conftest import INLINE, Command, finish, wait_for
+from .conftest import INLINE, Command
 
 UPDATES = 12  # of an epoch: 48 utterances in batches of 4
 REFERENCE = {
@@ -125,41 +124,6 @@ def test_the_start_prints_the_environment_and_the_data(reference_run: tuple[Comm
     (line,) = re.findall("^data: .*$", output, re.M)
     for fact in (*DATA, "freq_masks 2", "speed [0.85, 1.15]"):
         assert fact in line
-
-
-def test_a_run_that_was_killed_continues_its_log(logged: Callable[..., Command]) -> None:
-    """Killed in epoch 2 after step 15 was saved: what came after it is void and comes again."""
-    run = logged("killed")
-    process = run.start()
-    wait_for(lambda: run.events("train")[16:], process)
-    os.kill(run.pid(), signal.SIGKILL)
-    finish(process)
-    succeed(run)
-    log = MLLog.read(run.run_dir)
-    for key in ("init_start", "init_stop", "run_start", "run_stop", "restart", "resume", "opt_name"):
-        assert log.keys.count(key) == 1, key
-    (step,) = log.values("resume")
-    assert UPDATES < step < 2 * UPDATES
-    assert log.metadata("epoch_start") == [1, 2, 2]
-    assert log.metadata("epoch_stop") == log.metadata("eval_accuracy") == [1, 2]
-    assert len(log.times) == 3
-    event = run.events("epoch")[-1]
-    utterances = event["utterances_per_s"] * event["seconds"]
-    assert utterances == pytest.approx(48), "with what the first start counted of the epoch"
-
-
-def test_a_run_that_fails_ends_its_log(logged: Callable[..., Command]) -> None:
-    run = logged("failed", "trainer.on_save_error=stop")
-    folder = run.run_dir / "checkpoints"
-    folder.mkdir(parents=True)
-    (folder / ".writing-step-00000015").write_text("a file where a folder should be")
-    process = run.run_inline()
-    assert process.returncode == 4, process.stdout
-    log = MLLog.read(run.run_dir)
-    assert log.metadata("run_stop", "status") == ["aborted"]
-    assert log.keys[-2:] == ["block_stop", "run_stop"]
-    words = [re.split("[ ,]", line)[0] for line in log.times]
-    assert words == ["STARTING", "ENDING", "RESULT"]
 
 
 def test_the_first_rank_of_a_host_stores_its_environment(logged: Callable[..., Command]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 from speechtrain.commands import evaluate, train
 from speechtrain.config.stored import read_config
 from speechtrain.data.sources import with_former_paths
-from speechtrain.errors import DataError, RunError
+from speechtrain.errors import DataError
 from tests.support.small_training import SMALL_TRAINING, write_recordings
 
 STEPS = 4
@@ -100,50 +99,6 @@ def evaluated(run_dir: str, *overrides: str) -> list[Any]:
     assert evaluate.run([run_dir, "--checkpoint", "last", "--out", "utterances", *overrides]) == 0
     files = sorted(Path("utterances").rglob("*.jsonl"))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
-
-
-def add(folder: Path) -> None:
-    write_recordings(folder, 13)
-
-
-def remove(folder: Path) -> None:
-    (folder / "3.wav").unlink()
-
-
-def rewrite(folder: Path) -> None:
-    (folder / "7.txt").write_text("no")
-
-
-@pytest.mark.slow
-def test_other_data_is_refused_and_each_way_out_works(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sets = ("data.valid.dev=dev",)
-    assert start("run", 2, *sets) == 0
-    shutil.copytree("dev", "moved dev")
-    stored = Path("run/config.yaml").read_text()
-    changes: dict[str, Callable[[Path], None]] = {
-        r"1 of 12 recordings differ \(1 missing\), near '.*/4'": remove,
-        r"1 of 12 recordings differ \(1 changed\), e\.g\. '.*/7'": rewrite,
-        r"1 of 13 recordings differ \(1 new\), e\.g\. '.*/12'": add,
-    }
-    for number, (message, change) in enumerate(changes.items()):
-        folder = Path(f"copy{number}")
-        shutil.copytree("rec", folder)
-        change(folder)
-        with pytest.raises(DataError, match=message) as refusal:
-            resume("run", f"data.train={folder}")
-        assert "data.train=PLACE" in str(refusal.value)
-        assert Path("run/config.yaml").read_text() == stored  # Nothing is lost.
-    with pytest.raises(DataError, match=r"data\.valid\.dev is not the data of the run: 9 of 12 .*9 new"):
-        resume("run", "data.valid.dev=rec")
-    with pytest.raises(RunError, match="belongs to another config"):
-        resume("run", "data.train={path: rec, normaliser: lower}")
-
-    assert resume("run", "data.valid.dev=moved dev") == 0
-    ways_out = str(refusal.value).partition("init_from=")[2].split()
-    assert ways_out[:2] == [str(project / "run"), "run_dir=NEW"]
-    assert start("NEW", 1, *sets, "data.train=copy2", f"init_from={ways_out[0]}") == 0
 
 
 MOVED = {"path": "/b", "moved_from": "/a"}
