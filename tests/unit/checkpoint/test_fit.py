@@ -13,11 +13,14 @@ from torch import nn
 from speechtrain.checkpoint.fit import KERNELS, check_fit, load_optimizer
 from speechtrain.optim.adamw import AdamW
 from speechtrain.optim.lamb import LAMB
+from speechtrain.optim.muon import Muon
 from speechtrain.optim.novograd import NovoGrad
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: AdamW(parameters, lr=0.1),
     "fused adamw": lambda parameters: AdamW(parameters, lr=0.1, fused=True),
+    "intel's adamw": lambda parameters: AdamW(parameters, lr=0.1, form="intel"),
+    "muon": lambda parameters: Muon(parameters, lr=0.1, min_side=3),
     "lamb": lambda parameters: LAMB(parameters, lr=0.1),
     "novograd": lambda parameters: NovoGrad(parameters, lr=0.1),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),

@@ -66,12 +66,6 @@ def test_quartznet_has_its_published_size() -> None:
     assert sum(name.endswith("depthwise.weight") for name in found) == 1 + 15 * 5 + 1
 
 
-@pytest.mark.parametrize(("model", "encoder"), [("rnnt", "contextnet_tiny"), ("ctc", "quartznet_tiny")])
-def test_the_tiny_ones_are_tiny_and_fit_characters(model: str, encoder: str) -> None:
-    assert sum(parameters(f"model={model}", f"encoder={encoder}").values()) <= 2_000_000
-    assert narrow(encoder).frames(16_000) == 25
-
-
 def shrink(node: dict[str, Any]) -> None:
     """Leave one of equal blocks, with few channels and its first and last convolution."""
     for mapping in (node, *node["blocks"]):

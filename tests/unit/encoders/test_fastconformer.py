@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import STATIC, apply_policy
-from speechtrain.config.build import build_encoder, build_model, build_tokenizer
+from speechtrain.config.build import build_encoder
 from speechtrain.encoders import fastconformer
 from speechtrain.encoders.fastconformer import FastConformer
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.runs.compose import compose
-from tests.support.composed import composed
 from tests.support.noise import batch
 from tools.rehearsal.operations import GAUDI
 from tools.rehearsal.recorder import Recorder
@@ -192,13 +191,6 @@ def test_it_is_fit_for_gaudi() -> None:
     assert recorder.costs.reads == 0
 
 
-def parameters(*overrides: str) -> int:
-    config = composed("data=digits", *overrides)
-    with torch.device("meta"):
-        model = build_model(config, build_tokenizer(config), build_encoder(config))
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 @pytest.mark.parametrize(
     ("size", "arguments"),
     [
@@ -216,9 +208,3 @@ def test_published_sizes_have_parakeets_parameters(size: str, arguments: dict[st
     assert count == sum(parameter.numel() for parameter in theirs.parameters())
     published = {"large": 109e6, "xlarge": 0.6e9, "xxlarge": 1.1e9}[size]
     assert count == pytest.approx(published, rel=0.04)
-
-
-def test_the_tiny_one_has_two_million_parameters_at_most() -> None:
-    assert parameters("model=rnnt", "encoder=fastconformer_tiny") <= 2_000_000
-    config = compose(["model=rnnt", "encoder=fastconformer_tiny", "data=digits"])
-    assert build_encoder(config).frames(16000) == 25

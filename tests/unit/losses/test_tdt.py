@@ -159,16 +159,6 @@ def test_ragged_lattices_in_float64(durations: tuple[int, ...], even: bool) -> N
         assert not gradients[0][4].any()
 
 
-@FORMS
-@pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_dropout_is_one_mask_in_forward_and_backward(static: bool, rate: float) -> None:
-    problem = drawn([9, 1, 4, 6, 0], [4, 2, 0, 5, 3], USUAL, hidden=7)
-    loss, gradients = run(problem, USUAL, static=static, dropout=rate, seed=2**62 + 5, chunk=5)
-    true_loss, true = oracle(problem, USUAL, rate=rate, seed=2**62 + 5)
-    torch.testing.assert_close(loss, true_loss, rtol=1e-12, atol=1e-12)
-    assert_gradients(gradients, true, 1e-12)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", [0.5, 1.0, 4.0])
 def test_fp32_gradients(spread: float) -> None:

@@ -337,28 +337,6 @@ def test_a_second_backward_through_one_loss() -> None:
     assert all(torch.equal(2 * a, b) for a, b in zip(once, twice, strict=True))
 
 
-@FORMS
-@pytest.mark.parametrize("fastemit", [0.01, 0.5])
-def test_fastemit_scales_label_arcs_and_keeps_the_loss(static: bool, fastemit: float) -> None:
-    loss, gradients = RAGGED.run(static=static, fastemit=fastemit)
-    true_loss, true = oracle(RAGGED, fastemit=fastemit)
-    torch.testing.assert_close(loss, true_loss, rtol=1e-12, atol=1e-12)
-    assert_gradients(gradients, true, 1e-12)
-    _, without = oracle(RAGGED)
-    assert (gradients[3] - without[3]).norm() > 1e-3 * without[3].norm()
-
-
-@FORMS
-@pytest.mark.parametrize("hidden", [6, 7])
-@pytest.mark.parametrize("chunk", [5, 1024])
-def test_dropout_is_one_mask_in_forward_and_backward(static: bool, hidden: int, chunk: int) -> None:
-    problem = Problem.draw([9, 1, 4, 6, 0], [4, 2, 0, 5, 3], hidden=hidden)
-    loss, gradients = problem.run(static=static, chunk=chunk, dropout=0.3, seed=2**62 + 12345)
-    true_loss, true = oracle(problem, rate=0.3, seed=2**62 + 12345)
-    torch.testing.assert_close(loss, true_loss, rtol=1e-12, atol=1e-12)
-    assert_gradients(gradients, true, 1e-12)
-
-
 def test_dropout_does_not_move_with_padding_or_skipping() -> None:
     """The mask belongs to the cell, so an utterance's loss is the same alone, padded and among others."""
     alone = Problem.draw([5], [2])

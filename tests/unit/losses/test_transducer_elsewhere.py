@@ -225,13 +225,6 @@ def test_transducer_loss_has_equal_gradients_in_a_compiled_model(
 
 
 @BOTH_FORMS
-def test_transducer_loss_is_the_same_in_inference_mode(static: bool) -> None:
-    with torch.inference_mode():
-        loss = transducer_loss(**loss_arguments(), blank=BLANK, static=static)
-    torch.testing.assert_close(loss, transducer_loss(**loss_arguments(), blank=BLANK, static=static).detach())
-
-
-@BOTH_FORMS
 def test_transducer_loss_accepts_expanded_inputs(static: bool) -> None:
     """All rows share one prediction, and all classes share one bias.
 

@@ -87,19 +87,6 @@ def test_fused_attention_is_the_written_one(pre_norm: bool) -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "slices"])
-@pytest.mark.parametrize("pre_norm", [False, True])
-def test_valid_frames_do_not_depend_on_padding(pre_norm: bool, attention: str) -> None:
-    model = make(pre_norm=pre_norm, attention=attention).eval()
-    x = frames()
-    y = model(x, LENGTHS)
-    for row, length in enumerate(LENGTHS.tolist()):
-        alone = model(x[row : row + 1, :length], LENGTHS[row : row + 1])
-        torch.testing.assert_close(y[row, :length], alone[0])
-    other = torch.where(torch.arange(11)[:, None] < LENGTHS[:, None, None], x, 7.0)
-    torch.testing.assert_close(model(other, LENGTHS)[1, :7], y[1, :7])
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "slices"])
 def test_a_row_without_frames_stays_finite(attention: str) -> None:
     model = make(attention=attention)
     y = model(frames(), torch.tensor([11, 0, 3]))

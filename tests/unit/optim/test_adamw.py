@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -35,17 +33,3 @@ def test_two_steps_by_hand(form: str, flags: dict[str, bool]) -> None:
         assert parameter.item() == pytest.approx(weight, rel=1e-15)
     group = optimizer.param_groups[0]
     assert (group["eps"], group["weight_decay"]) == (0.01, 0.25)
-
-
-def test_a_resumed_run_of_intels_form_is_bit_equal() -> None:
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = optimizer_of(parameter, "intel")
-    parameter.grad = torch.tensor([0.5, -0.25, 3.0])
-    optimizer.step()
-    twin = nn.Parameter(parameter.detach().clone())
-    resumed = optimizer_of(twin, "intel")
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    twin.grad = parameter.grad.clone()
-    optimizer.step()
-    resumed.step()
-    assert torch.equal(parameter, twin)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -118,34 +116,6 @@ def test_swapped_in_and_back_to_the_bit() -> None:
         failing_evaluation()
     assert same(copied(module), own)
     assert same(average.averaged_state_dict(module), averaged)
-
-
-def test_a_resume_is_bit_equal() -> None:
-    whole = network()
-    undisturbed = EMA(whole, 0.97)
-    for step in range(8):
-        disturb(whole, step)
-        undisturbed.update(whole)
-
-    first = network()
-    average = EMA(first, 0.97)
-    for step in range(3):
-        disturb(first, step)
-        average.update(first)
-    file = io.BytesIO()
-    torch.save({"module": first.state_dict(), "average": average.state_dict()}, file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-
-    second = network(seed=7)
-    resumed = EMA(second, 0.97)
-    second.load_state_dict(state["module"])
-    resumed.load_state_dict(state["average"])
-    for step in range(3, 8):
-        disturb(second, step)
-        resumed.update(second)
-    assert resumed.updates == undisturbed.updates == 8
-    assert same(resumed.state_dict()["average"], undisturbed.state_dict()["average"])
 
 
 def test_loading_copies() -> None:

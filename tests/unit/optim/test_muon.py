@@ -82,15 +82,3 @@ def test_a_convolution_of_one_frame_is_a_matrix() -> None:
     for parameter in (kernel, matrix):
         train(Muon([parameter], min_side=4, bf16=False), [parameter])
     torch.testing.assert_close(kernel[..., 0], matrix)
-
-
-def test_a_loaded_state_continues_the_same_updates() -> None:
-    parameters, copies = parameters_of((6, 6), (6,)), parameters_of((6, 6), (6,))
-    optimizer, first_start, second_start = (Muon(p, min_side=4) for p in (parameters, copies, copies))
-    train(optimizer, parameters)
-    train(optimizer, parameters)
-    train(first_start, copies)
-    second_start.load_state_dict(first_start.state_dict())
-    train(second_start, copies)
-    for parameter, parameter_copy in zip(parameters, copies, strict=True):
-        assert torch.equal(parameter, parameter_copy)
