@@ -8,15 +8,12 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from speechtrain.commands._cli import Parser, add_command, console
 from speechtrain.errors import MALFORMED, ConfigError, escape_controls
 from speechtrain.files import parse_json, yaml_text
 from speechtrain.study import require_optuna
-
-if TYPE_CHECKING:
-    from speechtrain.study.store import Study
 
 
 def run(argv: Sequence[str]) -> int:
@@ -46,16 +43,14 @@ def parser() -> Parser:
     commands = parser.add_subparsers(
         dest="subcommand", required=True, metavar="SUBCOMMAND", parser_class=Parser
     )
-    ask = _add(commands, "ask", "print the next trials as {id, assignments}, nothing if the study is full")
-    ask.add_argument("--count", type=int, default=1, metavar="N", help="number of trials, a line each")
+    ask = _add(commands, "ask", "print the next trial as {id, assignments}, nothing if the study is full")
     ask.add_argument(
         "--worker",
         default="",
         metavar="NAME",
         help="a worker that asks again gets its unfinished trial again",
     )
-    tell = _add(commands, "tell", "store the end of trials, {id, values} or {id, failed}")
-    tell.add_argument("lines", nargs="*", metavar="JSON", help="a trial each (default: the lines of stdin)")
+    _add(commands, "tell", "store the end of a trial, {id, values} or {id, failed}", "STUDY JSON")
     status = _add(commands, "status", "print a table of the trials")
     status.add_argument("--html", action="store_true", help="also write optuna's plots, STUDY/study.html")
     imported = _add(
@@ -70,42 +65,33 @@ def _add(commands: Any, name: str, meaning: str, positionals: str = "STUDY") -> 
     """Add the parser of a subcommand with the arguments ``positionals``, and return it."""
     subparser = add_command(commands, name, meaning, positionals, program="study")
     for positional in positionals.split():
-        subparser.add_argument(positional.lower(), type=Path, metavar=positional)
+        kind = str if positional == "JSON" else Path
+        subparser.add_argument(positional.lower(), type=kind, metavar=positional)
     return subparser
 
 
 def _ask(arguments: Namespace) -> None:
-    """Print the next trials of a study, one JSON object per line."""
+    """Print the next trial of a study as a JSON object."""
     from speechtrain.study.store import Study
 
     study = Study(arguments.study)
-    for _ in range(arguments.count):
-        trial = study.ask(arguments.worker)
-        if trial is None:
-            print(f"{arguments.study} has its {study.spec.n_trials} trials", file=sys.stderr)
-            return
-        print(json.dumps({"id": trial.number, "assignments": trial.params}), flush=True)
+    trial = study.ask(arguments.worker)
+    if trial is None:
+        print(f"{arguments.study} has its {study.spec.n_trials} trials", file=sys.stderr)
+    else:
+        print(json.dumps({"id": trial.number, "assignments": trial.params}))
 
 
 def _tell(arguments: Namespace) -> None:
-    """Store the results of trials, from the arguments or from the lines of stdin."""
-    from speechtrain.study.store import Study
+    """Store the result of a trial, a JSON object. Raises ConfigError for another form."""
+    from speechtrain.study.objectives import values_of
+    from speechtrain.study.store import Outcome, Study
 
     study = Study(arguments.study)
-    for line in arguments.lines or sys.stdin:
-        if line.strip():
-            _tell_line(study, line)
-
-
-def _tell_line(study: Study, line: str) -> None:
-    """Store the result of one trial, a JSON object. Raises ConfigError for another form."""
-    from speechtrain.study.objectives import values_of
-    from speechtrain.study.store import Outcome
-
     expected_form = '{"id": 0, "values": {"NAME": VALUE}}, or {"id": 0, "failed": "CAUSE"}'
-    form_error = ConfigError(f"{line.strip()[:200]}: a trial is {expected_form}")
+    form_error = ConfigError(f"{arguments.json[:200]}: a trial is {expected_form}")
     try:
-        content = parse_json(line)
+        content = parse_json(arguments.json)
         number, values, failure = content["id"], content.get("values"), content.get("failed")
     except (AttributeError, KeyError, TypeError, *MALFORMED):
         raise form_error from None

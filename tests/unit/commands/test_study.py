@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
@@ -53,7 +52,7 @@ while line := subprocess.run(ask, capture_output=True, text=True, check=True).st
     trial = json.loads(line)
     values = {"WER": trial["assignments"]["learning_rate"], "training_time": 3600 * trial["id"]}
     end = {"id": trial["id"], "values": values}
-    subprocess.run([*command, "tell", sys.argv[1]], input=json.dumps(end), text=True, check=True)
+    subprocess.run([*command, "tell", sys.argv[1], json.dumps(end)], check=True)
 """
 
 
@@ -96,7 +95,7 @@ def test_ask_gives_a_worker_its_trial_again(folder: Path, capsys: pytest.Capture
     assert lines[0]["assignments"].keys() == {"learning_rate", "warmup_epochs"}
 
 
-def test_tell_refuses_lines_that_are_no_end_of_a_trial(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tell_refuses_lines_that_are_no_end_of_a_trial(folder: Path) -> None:
     study.run(["ask", str(folder)])
     lines = ["{", "[]", '{"id": 0}', '{"id": "0", "failed": "x"}', '{"id": 0, "values": {"WER": "low"}}']
     lines.append('{"id": 0, "values": {"WER": NaN, "training_time": 1}}')
@@ -108,19 +107,20 @@ def test_tell_refuses_lines_that_are_no_end_of_a_trial(folder: Path, monkeypatch
     for number in (4, -1):
         with pytest.raises(RunError, match=f"trial {number} is finished or does not exist"):
             study.run(["tell", str(folder), json.dumps({"id": number, "failed": "lost"})])
-    monkeypatch.setattr(sys, "stdin", io.StringIO('{"id": 0, "failed": "out of memory"}\n'))
-    study.run(["tell", str(folder)])
+    study.run(["tell", str(folder), '{"id": 0, "failed": "out of memory"}'])
     assert Study(folder).trials()[0].state.name == "FAIL"
 
 
 def test_status_shows_values_thresholds_and_causes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    study.run(["ask", str(folder), "--count", "4"])
+    for _ in range(4):
+        study.run(["ask", str(folder)])
     ends = [
         {"id": 0, "values": {"WER": 0.2, "training_time": 50000}},
         {"id": 1, "values": {"WER": 0.24, "training_time": 100}},
         {"id": 2, "failed": "the host was lost"},
     ]
-    study.run(["tell", str(folder), *map(json.dumps, ends)])
+    for end in ends:
+        study.run(["tell", str(folder), json.dumps(end)])
     capsys.readouterr()
     study.run(["status", str(folder), "--html"])
     lines = capsys.readouterr().out.splitlines()
