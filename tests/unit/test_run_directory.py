@@ -124,19 +124,6 @@ def test_note_environment_leaves_the_rest_of_the_file(tmp_path: Path) -> None:
     assert read_about(tmp_path / "ranks" / "8").hosts == {"node-8": {"threads": "4"}}
 
 
-def test_the_epochs_of_a_lost_attempt_are_void(tmp_path: Path) -> None:
-    rows = [
-        {"event": "epoch", "step": 7, "attempt": 1},
-        {"event": "valid", "step": 7, "attempt": 1},
-        {"event": "epoch", "step": 14, "attempt": 1},  # The second attempt resumes before this step.
-        {"event": "resume", "step": 10, "attempt": 2},
-        {"event": "epoch", "step": 14, "attempt": 2},
-        {"event": "epoch", "step": 21, "attempt": 2},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert read_metrics(tmp_path).rows == [*rows[:2], *rows[3:]]
-
-
 @pytest.mark.parametrize("text", ["", "STARTING TIMING RUN AT noon\n", ":::MLLOG {}\n", "\udcff"])
 def test_a_log_without_a_date_has_not_started(tmp_path: Path, text: str) -> None:
     assert timing_start(tmp_path) is None

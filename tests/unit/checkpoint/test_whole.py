@@ -116,16 +116,6 @@ def test_restore_reports_damage_and_loads_the_previous_one(
     assert len(caplog.messages) == count
 
 
-def test_restore_returns_none_if_all_checkpoints_are_damaged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save_checkpoints(tmp_path, (10, 20))
-    for folder in (tmp_path / "checkpoints").glob("step-*"):
-        truncate(folder)
-    assert restore(Checkpointer(tmp_path), {"value": Value(torch.zeros(1))}) is None
-    assert len(caplog.messages) == 2
-
-
 def test_an_incomplete_checkpoint_is_not_loaded_and_is_removed(tmp_path: Path) -> None:
     save_checkpoints(tmp_path, (10,))
     incomplete = tmp_path / "checkpoints" / ".writing-step-00000020"

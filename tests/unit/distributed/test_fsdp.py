@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +28,11 @@ from speechtrain.precision import FP16, FP32, Precision
 from speechtrain.training.optimizer_step import HostCheckedUpdate, StepOutcome, Trained
 from speechtrain.training.recompute import checkpoint_layers
 from tests.support.checkpoints import restore
+from tests.support.ranks import RANKS, accounts_of_ranks
 
 NEEDS_TORCH_2_8 = pytest.mark.skipif(TorchVersion(torch.__version__) < "2.8", reason="sharding needs 2.8")
 pytestmark = [pytest.mark.slow, NEEDS_TORCH_2_8]
 
-RANKS = 2
 STEPS = 12
 CLIP = 3.0  # among the norms of the first updates
 
@@ -285,29 +281,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def told(folder: Path) -> list[dict[str, Any]]:
     """Every rank's account; each is a process of its own that ends by itself, without a complaint."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = str(found.getsockname()[1])
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    code = (
-        "import importlib.util, pathlib, sys, torch\n"
-        "torch.set_num_threads(1)\n"
-        f"spec = importlib.util.spec_from_file_location('members', {str(Path(__file__))!r})\n"
-        "module = importlib.util.module_from_spec(spec); sys.modules['members'] = module\n"
-        "spec.loader.exec_module(module)\n"
-        "rank, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])\n"
-        "torch.save(module.member(rank, folder), folder / f'{rank}.pt')"
-    )
-    lines = [[sys.executable, "-c", code, str(rank), str(folder)] for rank in range(RANKS)]
-    processes = [subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True) for line in lines]
-    try:
-        complaints = [process.communicate(timeout=600)[1] for process in processes]
-        assert [p.returncode for p in processes] == [0] * RANKS, complaints
-        kept = [line for each in complaints for line in each.splitlines() if "reducer.cpp" not in line]
-        assert not kept
-    finally:
-        for process in processes:
-            process.kill()
-    return [torch.load(folder / f"{r}.pt", weights_only=True) for r in range(RANKS)]
+    results, errors = accounts_of_ranks(__file__, folder)
+    assert not [line for line in errors.splitlines() if "reducer.cpp" not in line]
+    return results
 
 
 def assert_same(found: Any, expected: Any) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +22,7 @@ from speechtrain.distributed.group import SingleProcess, Status, TorchGroup, ope
 from speechtrain.distributed.loopback import store_of_one_host
 from speechtrain.errors import MachineError
 from speechtrain.launcher import World
-
-RANKS = 2
+from tests.support.ranks import RANKS, accounts_of_ranks
 
 
 class Net(nn.Module):
@@ -75,7 +72,7 @@ def leave_out(net: Net) -> None:
     net.uses_head = False
 
 
-def member(rank: int) -> dict[str, Any]:
+def member(rank: int, folder: Path) -> dict[str, Any]:
     """What one of two processes sees."""
     group = open_group(World(rank, RANKS, rank, RANKS), timeout_seconds=60)
     told: dict[str, Any] = {}
@@ -140,28 +137,10 @@ def member(rank: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Every rank's account; each is a process of its own that ends by itself, without a complaint."""
-    folder = tmp_path_factory.mktemp("group")
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = str(found.getsockname()[1])
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    code = (
-        "import importlib.util, sys, torch\n"
-        f"spec = importlib.util.spec_from_file_location('members', {str(Path(__file__))!r})\n"
-        "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
-        "torch.save(module.member(int(sys.argv[1])), sys.argv[2])"
-    )
-    lines = [[sys.executable, "-c", code, str(r), str(folder / f"{r}.pt")] for r in range(RANKS)]
-    processes = [subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True) for line in lines]
-    try:
-        for process in processes:
-            _, complaint = process.communicate(timeout=240)
-            assert process.returncode == 0, complaint
-            assert "terminate called" not in complaint
-    finally:
-        for process in processes:
-            process.kill()
     with torch.serialization.safe_globals([Status]):
-        return [torch.load(folder / f"{r}.pt", weights_only=True) for r in range(RANKS)]
+        results, errors = accounts_of_ranks(__file__, tmp_path_factory.mktemp("group"))
+    assert "terminate called" not in errors
+    return results
 
 
 def close(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:

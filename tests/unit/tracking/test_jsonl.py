@@ -146,10 +146,6 @@ def test_lines_that_are_no_events_are_passed_over(tmp_path: Path) -> None:
     assert read_metrics(path.parent).rows == [{"event": "train", "step": 1}]
 
 
-def test_a_missing_file_has_no_events(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path).rows == []
-
-
 def test_a_line_torn_by_a_full_disk_does_not_spoil_the_next(tmp_path: Path) -> None:
     tracker = Jsonl(str(tmp_path))
     tracker.log("train", {"step": 1})

@@ -91,13 +91,6 @@ def test_the_real_time_factor_is_seconds_of_work_for_each_second_of_audio() -> N
     assert silent.real_time_factor == math.inf
 
 
-def test_no_words_are_no_perfect_score() -> None:
-    assert (
-        evaluate(Errors(), {"dev": [batch_of([(0, 0)])]}, CPU(), PLAIN, SingleProcess())["dev"].metrics["wer"]
-        == math.inf
-    )
-
-
 def test_a_stop_leaves_no_figures_and_the_task_as_it_was() -> None:
     answers = iter([False, True])
     task = Errors().train()

@@ -83,17 +83,6 @@ def check_rates(rates: list[float], peak: float) -> None:
         assert abs(after - before) <= 0.15 * max(rates)
 
 
-def test_a_validation_of_28_percent_is_made_once_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(tmp_path, monkeypatch, lambda clock_s: 1.37, 123.0, seconds=432.0)
-    assert run.validations == [run.steps]
-    assert 0.97 * 432 <= run.wall_s <= 1.05 * 432
-    (warning,) = run.warnings
-    assert "validation takes 28% of the time" in warning
-    assert "give data.valid fewer recordings" in warning
-
-
 def test_validations_of_a_typed_interval_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, monkeypatch, lambda clock_s: 1.37, 43.0, seconds=432.0, validate_every=100)
     assert run.validations == [100, run.steps]

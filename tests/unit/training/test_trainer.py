@@ -384,13 +384,6 @@ def test_a_validation_is_saved_without_being_repeated(tmp_path: Path) -> None:
     assert Checkpointer(tmp_path).best()[1] == min(row["loss"] for row in first.recorder.of("valid"))
 
 
-def test_a_stop_before_the_first_step_makes_none(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, stop_at=0, max_steps=5)
-    assert (rig.status, rig.trainer.progress.step) == ("preempted", 0)
-    assert [folder.name for folder in Checkpointer(tmp_path).folders()] == ["step-00000000"]
-    assert Rig(tmp_path, max_steps=5).losses == Rig(tmp_path / "whole", max_steps=5).losses
-
-
 def test_a_run_out_of_time_says_so_and_does_no_more(tmp_path: Path) -> None:
     rig = Rig(tmp_path, max_steps=500, max_hours=1e-12)
     assert rig.status == "time"
