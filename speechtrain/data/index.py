@@ -38,7 +38,7 @@ from speechtrain.data.formats.manifests import (
 )
 from speechtrain.data.hold_out import groups_of
 from speechtrain.data.source import Facts, Source
-from speechtrain.data.sources import parts_of
+from speechtrain.data.sources import located_cuts, parts_of
 from speechtrain.errors import MALFORMED, DataError
 from speechtrain.files import absolute_path, atomic, flush, read_text, writing
 from speechtrain.text.normalise import Normaliser, normalise_in, normaliser
@@ -336,16 +336,6 @@ def _build(source: Source, folder: Path) -> None:
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
-def _cuts(part: Source) -> Iterator[tuple[str, Record]]:
-    """Yield ``FILE:LINE`` and the cut for each cut of a manifest, or ``CORPUS:NUMBER`` and the cut."""
-    if isinstance(part, Manifest):
-        for entry in part.entries():
-            yield part.location_of(entry.line), entry.cut
-        return
-    for number, cut in enumerate(part.cuts(), 1):
-        yield f"{type(part).__name__}:{number}", cut
-
-
 def _rows(part: Source, number: int, path: Path, text_hash: hashlib.blake2b) -> Iterator[tuple[Any, ...]]:
     """Yield the _ROW of each cut of the part with ``number``, and add its transcript to ``text_hash``.
 
@@ -353,7 +343,7 @@ def _rows(part: Source, number: int, path: Path, text_hash: hashlib.blake2b) -> 
     """
     former = part.former if isinstance(part, Manifest) else str
     with path.open("wb") as file:
-        for _, cut in _cuts(part):
+        for _, cut in located_cuts(part):
             offset, text = file.tell(), text_of(cut)
             file.write(_json_line(cut))
             text_hash.update(text.encode() + b"\0")
@@ -377,7 +367,9 @@ def _check_unique(index: Index, parts: list[Source]) -> None:
     repeated_keys = sorted_keys[1:][sorted_keys[1:] == sorted_keys[:-1]]
     if not len(repeated_keys):
         return
-    cuts = [cut for part in parts for cut in _cuts(part) if key_of(str(cut[1]["id"])) == repeated_keys[0]]
+    cuts = [
+        cut for part in parts for cut in located_cuts(part) if key_of(str(cut[1]["id"])) == repeated_keys[0]
+    ]
     (first_location, cut), (second_location, _), *_ = cuts
     raise DataError(
         f"{second_location}: cut id {cut['id']!r} is already at {first_location}. "

@@ -92,6 +92,16 @@ def parts_of(source: Source) -> list[Source]:
     return source.parts if isinstance(source, Union) else [source]
 
 
+def located_cuts(part: Source) -> Iterator[tuple[str, Record]]:
+    """Yield ``FILE:LINE`` and the cut for each cut of a manifest, or ``CORPUS:NUMBER`` and the cut."""
+    if isinstance(part, Manifest):
+        for entry in part.entries():
+            yield part.location_of(entry.line), entry.cut
+        return
+    for number, cut in enumerate(part.cuts(), 1):
+        yield f"{type(part).__name__}:{number}", cut
+
+
 @dataclass(frozen=True)
 class _SourcePath:
     """One path of a specification, with the names of its columns and its facts."""

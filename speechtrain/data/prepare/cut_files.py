@@ -18,7 +18,7 @@ from speechtrain.counter_rng import key_of
 from speechtrain.data.formats.manifests import Manifest, Record, language_of, seconds_of, text_of
 from speechtrain.data.recordings import Unusable, header_or_none, tolerated_seconds
 from speechtrain.data.source import Facts, Source
-from speechtrain.data.sources import parts_of
+from speechtrain.data.sources import located_cuts, parts_of
 from speechtrain.errors import DataError, MachineError, escape_controls, shorten
 from speechtrain.files import atomic, writing
 from speechtrain.text.normalise import normalise_in, normaliser
@@ -38,23 +38,18 @@ _CHUNK = 64  # items for each thread that are read from the input at once
 
 
 def cuts_of(source: Source) -> Iterator[Record]:
-    """Yield every cut in lhotse's JSON format. Raises DataError for a repeated id in manifests."""
+    """Yield every cut in lhotse's JSON format. Raises DataError for a repeated id."""
     keys = set[int]()  # the keys of the ids so far. A million keys need 60 MB, less than the ids.
     for part in parts_of(source):
-        if not isinstance(part, Manifest):
-            # The cuts of corpora and of lhotse's own files are complete, and their ids are not checked here.
-            yield from part.cuts()
-            continue
-        for entry in part.entries():
-            key = key_of(str(entry.cut["id"]))
+        for location, cut in located_cuts(part):
+            key = key_of(str(cut["id"]))
             if key in keys:
-                raise part.error_at(entry.line, f"cut id {entry.cut['id']!r} is repeated. Ids must be unique")
+                raise DataError(f"{location}: cut id {cut['id']!r} is repeated. Ids must be unique")
             keys.add(key)
-            _apply_facts(entry.cut, part.facts)
-            if part.kind in _INCOMPLETE_FORMATS:
-                yield with_measured_length(entry.cut, counts_samples=part.kind == "fairseq")
-            else:
-                yield entry.cut
+            _apply_facts(cut, part.facts)
+            if isinstance(part, Manifest) and part.kind in _INCOMPLETE_FORMATS:
+                cut = with_measured_length(cut, counts_samples=part.kind == "fairseq")
+            yield cut
 
 
 def _apply_facts(cut: Record, facts: Facts) -> None:

@@ -390,19 +390,6 @@ def test_an_evaluation_set_keeps_everything_else(cache: Path, tmp_path: Path) ->
     assert rows["a-blink"][3] == 1600
 
 
-def test_empty_transcripts_train_where_they_are_allowed(cache: Path, tmp_path: Path) -> None:
-    kinds = {"empty-transcript": BAD_TEXT["empty-transcript"], "plain": FINE["plain"]}
-    data = make_data(manifest(tmp_path / "d", kinds), allow_empty=True)
-    batch = next(data.train())
-    assert (batch.utterances, batch.skipped) == (2, ())
-
-
-def test_the_limit_of_labels_can_be_moved(cache: Path, tmp_path: Path) -> None:
-    kinds = {"long": BAD_TEXT["transcript-longer-than-frames"]}
-    data = make_data(manifest(tmp_path / "d", kinds), max_labels_per_second=51.0)
-    assert next(data.train()).utterances == 1
-
-
 def test_durations_at_the_limits_are_kept(cache: Path, recordings: Any) -> None:
     records = [{"audio_filepath": "a.wav", "duration": d, "text": "a"} for d in (0.0999, 0.1, 16.7, 16.701)]
     data = make_data(recordings.nemo("m.jsonl", records), max_seconds=16.7)
@@ -475,11 +462,6 @@ def test_the_budget_is_exceeded_only_by_number_and_share(tmp_path: Path) -> None
         log.add(Skip(f"a{i}", "missing"), total=20)
     with pytest.raises(DataError, match="11 of 20"):
         log.add(Skip("a10", "missing"), total=20)
-    log = SkipLog("", max_bad=10, max_bad_share=0.001)
-    for i in range(100):
-        log.add(Skip(f"a{i}", "missing"), total=100_000)
-    with pytest.raises(DataError, match="101 of 100000"):
-        log.add(Skip("a100", "missing"), total=100_000)
 
 
 def test_skips_are_counted_once_over_ranks_and_resumes(tmp_path: Path) -> None:
@@ -535,15 +517,6 @@ def test_recordings_that_are_not_there_are_named_before_training(cache: Path, re
     make_data(good, {"dev": good}).check()
 
 
-def test_a_few_missing_recordings_are_left_to_the_budget(cache: Path, recordings: Any) -> None:
-    good = recordings.corpus("good", 30)
-    lines = [json.loads(line) for line in Path(good).read_text().splitlines()]
-    path = recordings.nemo("m.jsonl", [*lines, {"audio_filepath": "gone.wav", "duration": 1.0, "text": "a"}])
-    make_data(path, {"dev": path}, max_bad=10).check()
-    with pytest.raises(DataError, match=r"gone\.wav does not exist: 1 of 31.*data\.valid\.dev"):
-        make_data(good, {"dev": path}, max_bad=0).check()
-
-
 def test_a_small_set_without_a_usable_recording_is_refused_before_training(
     cache: Path, recordings: Any
 ) -> None:
@@ -555,10 +528,6 @@ def test_a_small_set_without_a_usable_recording_is_refused_before_training(
     with pytest.raises(DataError, match=r"train: 6 of 6 .*\(6 wrong_length; "):
         make_data(path, max_bad=10).check()
     make_data(recordings.nemo("few.jsonl", [*doubled[:2], *lines[2:]]), max_bad=10).check()
-    log = SkipLog("", max_bad=10, max_bad_share=0.001)
-    log.add(Skip("a", "missing"), total=2)
-    with pytest.raises(DataError, match="2 of 2 training recordings are unusable"):
-        log.add(Skip("b", "missing"), total=2)
 
 
 def test_a_large_set_is_sampled(cache: Path, recordings: Any) -> None:

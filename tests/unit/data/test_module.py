@@ -175,14 +175,6 @@ def test_ranks_and_accumulation_share_one_global_order(
     assert ids_of(islice(data.train(accumulate=size), size)) == longer[steps * size :]
 
 
-def test_no_utterance_is_lost_or_met_twice_in_an_epoch(corpus: Path) -> None:
-    data = make_data(corpus)
-    batches = list(islice(data.train(accumulate=4), 3 * data.micro_batches_per_epoch))
-    for epoch in range(3):
-        met = [name for batch in batches if batch.epoch == epoch for name in batch.ids]
-        assert sorted(met) == [f"digits-train-0-{i:06d}" for i in range(31)]
-
-
 # --- evaluation ---------------------------------------------------------------------------------
 
 
@@ -257,23 +249,6 @@ def test_fixed_shapes_are_the_only_ones(corpus: Path) -> None:
 
 
 # --- the rest -----------------------------------------------------------------------------------
-
-
-def test_check_accepts_the_embedded_corpus_and_report_begins_empty(corpus: Path) -> None:
-    data = make_data(corpus)
-    data.check()
-    assert data.report() == {}
-    assert data.micro_batches_per_epoch == 11
-    assert make_data(corpus, batch=BatchLimits(count=None, seconds=9.0)).micro_batches_per_epoch == len(
-        make_data(corpus, batch=BatchLimits(count=None, seconds=9.0)).sampler.plan(0)
-    )
-
-
-def test_speed_changes_the_length_by_the_drawn_factor(corpus: Path) -> None:
-    slow = next(make_data(corpus, speed=[0.8, 0.8]).train())
-    plain = next(make_data(corpus, speed=None).train())
-    assert slow.ids == plain.ids
-    assert slow.audio_lengths.tolist() == [-(-n * 100 // 80) for n in plain.audio_lengths.tolist()]
 
 
 def test_the_automatic_number_of_workers_is_a_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,15 +286,6 @@ def test_a_data_module_names_the_key_before_anything_starts(sets: Any, words: st
         SpeechData(**sets, tokenizer=Characters())
 
 
-def test_a_table_is_trained_on(tmp_path: Path, recordings: Any, cache: Path) -> None:
-    for name in "ab":
-        recordings.tone(f"{name}.wav", 0.5)
-    path = write(tmp_path / "t.csv", "path,text,said\na.wav,x,one\nb.wav,y,two\n")
-    data = SpeechData({"path": path, "text": "said"}, {"dev": path}, Characters(), workers=0)
-    data.check()
-    assert sorted(next(data.train()).texts) == ["one", "two"]
-
-
 HEAD = "path\tsentence\tlocale\n"
 LONG = "字" * 2**19
 TABLES: dict[str, tuple[bytes, list[str]]] = {
