@@ -95,7 +95,8 @@ def faults(ended: Ended, folder: Path, refuses: bool | None = None) -> list[str]
     A refusal is one line. ``prepare --check`` has one line for each bad recording.
     """
     both = ended.out + ended.err
-    found = [f"{path}: code ran" for path in folder.rglob(CANARY)]
+    written = [*folder.rglob(f"{CANARY}*"), *folder.parent.glob(f"{CANARY}*")]
+    found = [f"{path}: code ran, or a file was written" for path in written]
     found += [f"it passed the limit of {ended.limit}"] if ended.limit else []
     found += ["an internal error"] if "Traceback" in both or "internal error" in both else []
     found += [f"ended by signal {-ended.code}"] if ended.code < 0 and not ended.limit else []
