@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import STARTER, TINY, finish
+from .conftest import STARTER, TINY, finish, wait_for
 
 SHORT = [text for text in TINY if not text.startswith(("trainer.max_steps", "trainer.validate_every"))]
 
@@ -67,3 +68,22 @@ def test_sweep_under_joblib_ends_with_the_table(sweep: Callable[..., CompletedPr
     assert all(float(figure) > 0 for figure in speed[::2])
     assert table[1] == ["job", "2", "-", "ConfigError", "optimizer.lr=-1"]
     assert "1 of 2 jobs failed, first: optimizer.lr is -1" in command.stderr
+
+
+def test_a_sweep_that_is_stopped_begins_no_job_and_continues(
+    sweep: Callable[..., CompletedProcess[str]], tmp_path: Path, environment: dict[str, str]
+) -> None:
+    keys = ["seed=1,2", "trainer.validate_every=5000"]
+    variables = {**environment, "OUTPUT_DIR": str(tmp_path)}
+    process = STARTER.start(["-m", *SHORT, *keys, "trainer.max_steps=5000"], variables)
+    wait_for(
+        lambda: [path for path in tmp_path.glob("*/metrics.jsonl") if events(path.parent, "train")], process
+    )
+    process.send_signal(signal.SIGTERM)
+    assert finish(process).returncode == 75
+    (first,) = runs_by_steps(tmp_path)
+    command = sweep(*keys, f"trainer.max_steps={first + 1}")
+    assert command.returncode == 0, command.stderr
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("*/result.json")]
+    assert [(result["status"], result["steps"]) for result in results] == [("finished", first + 1)] * 2
+    assert sum(len(events(path.parent, "resume")) for path in tmp_path.glob("*/metrics.jsonl")) == 1
