@@ -194,7 +194,7 @@ def test_a_vendor_is_named_in_one_file(choice: str) -> None:
         assert named <= {Path(inspect.getfile(type(device))), PACKAGE / "torch_private.py"}
 
 
-def test_only_devices_and_the_policy_ask_for_the_chip_and_for_autocast() -> None:
+def test_only_devices_and_the_policy_ask_for_the_chip() -> None:
     asks = re.compile(r"is_cpu|get_autocast|is_autocast_enabled|platform\.processor")
     named = {p.relative_to(PACKAGE) for p in SOURCES if PACKAGE in p.parents and asks.search(p.read_text())}
     assert {path.parts[0] for path in named} <= {"devices", "compute_policy.py"}

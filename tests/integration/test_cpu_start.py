@@ -27,9 +27,7 @@ def _precision() -> str:
 
 
 @has_bf16
-def test_the_policy_is_timed_once_kept_in_the_run_and_taken_up_again(
-    command: Callable[..., Command], forks: Forks
-) -> None:
+def test_the_policy_is_timed_once_and_kept_in_the_run(command: Callable[..., Command], forks: Forks) -> None:
     run = command("run", "device.autotune=true", "precision=bf16", "trainer.max_steps=2")
     assert forks.run(run.write()) == [0], run.result()
     file = run.run_dir / "device.json"

@@ -40,7 +40,7 @@ def half_write(folder: Path) -> None:
     (folder / "checkpoint.json").write_text("{")
 
 
-def test_each_damage_is_named_and_training_goes_on_from_the_one_before(
+def test_each_damage_is_named_and_the_save_before_is_used(
     command: Callable[..., Command], forks: Forks
 ) -> None:
     run = command(
@@ -71,9 +71,7 @@ def test_each_damage_is_named_and_training_goes_on_from_the_one_before(
         assert not list((run.run_dir / "checkpoints").glob(".*"))
 
 
-def test_a_run_whose_only_checkpoint_is_damaged_begins_with_its_initial_weights(
-    command: Callable[..., Command], forks: Forks
-) -> None:
+def test_a_run_without_a_sound_checkpoint_begins_anew(command: Callable[..., Command], forks: Forks) -> None:
     settings = ["trainer.max_steps=2", "trainer.save_every=2", "trainer.validate_every=100"]
     earlier = command("earlier", *settings)
     assert forks.run(earlier.write()) == [0], earlier.result()

@@ -74,7 +74,7 @@ def test_two_pods_train_what_one_process_does(
     assert [kind for kind, _ in cluster[0].objects] == ["jobs"]  # the Service has gone
 
 
-def test_a_pod_that_is_evicted_continues_the_run_and_a_signal_ends_it(
+def test_an_evicted_pod_continues_and_a_signal_ends_the_run(
     run: Command, cluster: tuple[Cluster, dict[str, str]]
 ) -> None:
     process = run.start("trainer.max_steps=5000")

@@ -180,7 +180,7 @@ def test_num_steps_limits_two_hosts_in_each_precision(
     assert f"precision.{precision.upper()}" in (run.run_dir / "config.yaml").read_text()
 
 
-def test_a_rank_that_dies_ends_all_and_nothing_outlives_the_command(run: FromTheFirst) -> None:
+def test_a_dead_rank_ends_all_and_none_outlives_the_command(run: FromTheFirst) -> None:
     first = len(run.events("train"))
     process = run.start("trainer.max_steps=5000", "trainer.save_every=1")
     wait_for(lambda: len(run.events("train")) >= first + 3, process)

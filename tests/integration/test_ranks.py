@@ -75,7 +75,7 @@ def test_two_ranks_train_what_one_process_does(command: Callable[..., Command], 
     assert not list(both.run_dir.rglob("error.log"))
 
 
-def test_ranks_keep_to_loopback_a_signal_to_one_stops_all_and_another_world_goes_on(
+def test_a_signal_to_one_rank_stops_all_and_one_rank_goes_on(
     command: Callable[..., Command], alone: Command
 ) -> None:
     run = command("run", *EXTRA)

@@ -39,7 +39,7 @@ def runs_by_steps(folder: Path) -> dict[int, Path]:
     return run_dirs
 
 
-def test_sweep_over_a_limit_trains_each_job_with_its_own_schedule(
+def test_sweep_over_a_limit_has_a_schedule_for_each_job(
     sweep: Callable[..., CompletedProcess[str]], tmp_path: Path
 ) -> None:
     command = sweep("trainer.max_steps=2,4")

@@ -92,3 +92,18 @@ def test_card_options_need_a_token_before_anything_is_written(tmp_path: Path) ->
     with pytest.raises(DataError, match="is not the output of speechtrain evaluate"):
         export.run([*arguments, "--evaluation", str(run_dir / "config.yaml")])
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.slow
+def test_write_card_of_a_dry_run_prints_the_files_and_the_card(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    arguments = [str(trained), "--to", "huggingface", "--out", str(folder)]
+    assert export.run([*arguments, "--push", "team/model", "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert "the card states no licence. --licence NAME states it" in output
+    assert "files: README.md, config.json, " in output
+    assert (folder / "README.md").read_text() in output
+    assert 'model="team/model"' in output
+    assert "uploaded" not in output

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import soundfile
 import yaml
 
 from speechtrain.commands import evaluate
@@ -175,7 +176,7 @@ def cut_off(dev: Path, folder: Path, shares: dict[int, float]) -> str:
     return f"cut={folder / 'valid.jsonl'}"
 
 
-def test_short_recordings_are_read_and_half_a_recording_is_dropped(
+def test_evaluate_reads_short_recordings_and_drops_half_ones(
     run_dir: Path, dev: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     some = cut_off(dev, tmp_path / "some", {0: 0.99, 1: 0.95, 2: 0.5})
@@ -256,3 +257,24 @@ def test_a_stored_config_does_not_choose_where_evaluation_writes(
     (run / "config.yaml").write_text(yaml.safe_dump(content))
     load(run, ONE, f"data.cache={tmp_path}/near").evaluate({"dev": f"{dev}/valid.jsonl"})
     assert (tmp_path / "near" / "index").is_dir()
+
+
+def test_transcripts_of_another_alphabet_are_counted(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in {"a": "one two", "b": "éжщ"}.items():
+        soundfile.write(tmp_path / f"{name}.wav", [0.01, -0.01] * 8000, 16000)
+        (tmp_path / f"{name}.txt").write_text(text)
+    assert evaluate.run([str(run_dir), ONE, "--set", f"dev={tmp_path}"]) == 0
+    warning = "dev: 1 of 2 transcripts cannot be spelled by the run's labels ('é' 'ж' 'щ')"
+    assert f"speechtrain: warning: {warning}" in capsys.readouterr().err
+
+
+def test_training_data_is_not_looked_for(run_dir: Path, dev: Path, tmp_path: Path) -> None:
+    from omegaconf import OmegaConf
+
+    moved = Path(shutil.copytree(run_dir, tmp_path / "elsewhere"))
+    config = OmegaConf.load(moved / "config.yaml")
+    config.data.train.root = "/nowhere"
+    OmegaConf.save(config, moved / "config.yaml")
+    assert evaluate.run([str(moved), ONE, "--set", f"dev={dev / 'valid.jsonl'}"]) == 0

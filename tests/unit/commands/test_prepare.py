@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +47,7 @@ def test_a_tokenizer_spells_its_transcripts(kind: str, capsys: pytest.CaptureFix
     assert f"tokenizer=sentencepiece tokenizer.model={Path('t.model').absolute()}" in told
 
 
-def test_a_tokenizer_is_the_same_from_the_same_texts_through_any_format() -> None:
+def test_a_tokenizer_does_not_depend_on_the_format_of_its_texts() -> None:
     nemo(Path("a.jsonl"), *((f"{i}.wav", 1.0, t) for i, t in enumerate(["one two", "two three one"])))
     assert prepare.run(["manifest", "a.jsonl", "--out", "b.jsonl.gz"]) == 0
     for name in ("a.jsonl", "b.jsonl.gz"):
@@ -350,3 +351,29 @@ def test_convert_writes_the_samples_that_training_hears() -> None:
     samples, _ = soundfile.read(cuts[1]["recording"]["sources"][0]["source"], dtype="int16")
     assert np.array_equal(samples, source.plan()[1].audio(source.clips))
     assert len(json_lines(Path("d/train.jsonl"))) == 3
+
+
+def test_stats_name_damaged_text_and_invisible_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [("a", "wo\ufffdrd"), ("b", "\u200fword\u200b"), ("c", "می\u200cروم"), ("d", "word")]
+    nemo(Path("t.jsonl"), *((f"{name}.wav", 1.0, text) for name, text in rows))
+    assert prepare.run(["stats", "t.jsonl", "--no-audio"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^damaged text +1  \S+a$", shown, re.M)
+    assert re.search(r"^invisible +1  \S+b$", shown, re.M)
+
+
+def test_stats_count_recordings_that_a_run_does_not_use(capsys: pytest.CaptureFixture[str]) -> None:
+    speech(Path("long.wav"), 60.5)
+    speech(Path("short.wav"), 60.0)
+    Path("t.csv").write_text("path,text\nlong.wav,one\nshort.wav,two\n")
+    assert prepare.run(["stats", "t.csv", "--no-audio"]) == 0
+    assert "1 recordings (0.02 h) are too long for recipe=scratch (above 60 s)" in capsys.readouterr().out
+
+
+def test_conversion_says_what_it_needs_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tone(Path("data/a.wav"), 5.0)
+    full = shutil._ntuple_diskusage(10, 10, 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(MachineError, match="needs up to 0 MB, 0 MB are free"):
+        prepare.run(["convert", "data", "--out", "out"])
+    assert not Path("out").exists()

@@ -222,3 +222,12 @@ def test_hugging_face_reads_tables_of_its_folder_only(tmp_path: Path) -> None:
     for name in (folder, nested):
         with pytest.raises(DataError, match=r"jsonl is not Parquet or Arrow"):
             prepare.run(["corpus=huggingface", f"name={name}", "out=out"])
+
+
+def test_a_refused_corpus_leaves_its_folder_free(tmp_path: Path) -> None:
+    (tmp_path / "wrong/LibriSpeech/dev-clean").mkdir(parents=True)
+    with pytest.raises(DataError):
+        prepare.run(["corpus=librispeech", "root=wrong", "out=out"])
+    expected = librispeech(tmp_path / "root")
+    assert prepare.run(["corpus=librispeech", "root=root", "out=out", "parts=dev-clean"]) == 0
+    assert set(cuts("out/dev-clean.jsonl.gz")) == set(expected["dev-clean"])

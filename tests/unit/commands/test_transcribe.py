@@ -212,7 +212,7 @@ def results_in(out: Path, pattern: str = "*.txt") -> list[str]:
     return sorted(str(path.relative_to(out)) for path in out.rglob(pattern))
 
 
-def test_results_keep_folders_and_their_names_do_not_depend_on_failures(run_dir: Path, batch: Path) -> None:
+def test_results_keep_their_folders_and_names_after_failures(run_dir: Path, batch: Path) -> None:
     command = [str(run_dir), "d1", "d2", ONE, "--out", "out"]
     assert transcribe.run(command) == 0
     assert results_in(batch / "out") == ["d1/x.txt", "d2/deep/y.txt", "d2/x.txt"]
@@ -293,3 +293,24 @@ def test_a_list_comes_from_standard_input(
     assert len(names) == 3
     with pytest.raises(DataError, match="--list missing: No such file"):
         transcribe.run([str(run_dir), ONE, "--list", "missing"])
+
+
+@pytest.mark.parametrize("seconds", [1.5, 2.05])
+def test_words_stay_in_their_recording(seconds: float) -> None:
+    """The last frame of a recording may end after its last sample."""
+    hypothesis = Hypothesis(
+        (1,), "a", -1.0, times=(1.0,), ends=(1.1,), confidences=(0.5,), tokenizer=Characters()
+    )
+    (word,) = Transcript("a", "a", seconds, (Segment(1.0, seconds, hypothesis),)).words
+    assert (word.start, word.end) == (min(2.0, seconds), seconds)
+
+
+def test_results_of_one_stem_keep_their_suffixes(run_dir: Path, folder: Path, batch: Path) -> None:
+    shutil.copy(folder / "stereo.flac", "d1/x.flac")
+    assert transcribe.run([str(run_dir), "d1/x.wav", "d1/x.flac", ONE, "--out", "out"]) == 0
+    assert results_in(batch / "out") == ["x.flac.txt", "x.wav.txt"]
+
+
+def test_recordings_of_one_name_in_ctm_are_refused(run_dir: Path, batch: Path) -> None:
+    with pytest.raises(ConfigError, match=r"d1/x\.wav and .*d2/x\.wav would both be x"):
+        transcribe.run([str(run_dir), "d1", "d2", ONE, "--format", "ctm"])

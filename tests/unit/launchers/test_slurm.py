@@ -66,7 +66,7 @@ def install_programs(folder: Path, monkeypatch: pytest.MonkeyPatch, **lines: str
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
-def test_the_command_names_the_line_that_follows_the_log_and_waits_for_the_end(
+def test_launch_names_the_log_and_waits_for_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     states = tmp_path / "states"

@@ -117,3 +117,11 @@ def test_with_restarts_the_hosts_meet_at_a_store_of_the_first(tmp_path: Path) ->
         assert {f"--local-addr={host}", f"--rdzv-conf=is_host={is_host},join_timeout=90"} < set(remote)
         assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in remote
         assert not [word for word in remote if word.startswith(("--node-rank", "--master"))]
+
+
+def test_a_run_meets_at_a_port_of_its_own(tmp_path: Path) -> None:
+    ports = set()
+    for name in ("a", "b", "a"):
+        rendered = launcher(tmp_path, "x\ny\n").render(job(tmp_path / name))
+        ports.add(rendered.partition("--master-port=")[2].split()[0])
+    assert len(ports) == 2

@@ -125,7 +125,7 @@ def test_a_launcher_of_other_hosts_needs_an_explicit_device(
     assert error_text(*keys) == ""
 
 
-def test_a_launcher_of_a_package_is_remote_unless_is_here_says_otherwise(
+def test_a_launcher_of_a_package_is_remote_without_is_here(
     no_accelerator: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPEECHTRAIN_ALLOW_TARGETS", __name__)
@@ -175,7 +175,7 @@ def test_a_sweep_over_devices_trains_each_job(
     assert steps == [2, 2]
 
 
-def test_a_job_of_a_sweep_on_a_host_with_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_same_device_refuses_a_job_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "cuda")
     check_same_device({"device": "auto"}, "cuda")
     check_same_device({"device": "cpu"}, "hpu")
@@ -205,7 +205,7 @@ FALLBACK = f"{HOST_LINE}, precision=fp32"
 
 
 @pytest.mark.slow
-def test_evaluate_uses_device_auto_if_the_device_of_the_run_is_absent(
+def test_evaluate_uses_device_auto_for_an_absent_device(
     gpu_run: Path, no_accelerator: None, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate.run([str(gpu_run), "device.threads=1", "--json"]) == 0

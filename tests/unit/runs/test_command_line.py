@@ -119,7 +119,7 @@ def _compose_and_check(argv: list[str]) -> DictConfig:
     derandomize=True,
 )
 @given(st.lists(overrides, min_size=1, max_size=3))
-def test_compose_and_check_refuse_command_lines_without_a_traceback(argv: list[str]) -> None:
+def test_compose_and_check_refuse_without_a_traceback(argv: list[str]) -> None:
     try:
         _compose_and_check(argv)
         OUTCOMES["accepted"] += 1
@@ -134,10 +134,10 @@ def test_compose_and_check_refuse_command_lines_without_a_traceback(argv: list[s
         os.environ.pop(ALLOW_TARGETS, None)
 
 
-def test_compose_and_check_accept_some_of_the_random_command_lines() -> None:
+def test_compose_and_check_accept_some_random_command_lines() -> None:
     total = sum(OUTCOMES.values())
     if total == 0:
-        pytest.skip("test_compose_and_check_refuse_command_lines_without_a_traceback has not run")
+        pytest.skip("test_compose_and_check_refuse_without_a_traceback has not run")
     assert OUTCOMES["accepted"] >= total // 50
     assert OUTCOMES["refused"] >= total // 10
 
@@ -189,7 +189,7 @@ def test_any_name_of_a_folder_is_read_as_it_is_written(
     assert command.run_dir == tmp_path / name
 
 
-def test_a_new_run_directory_may_have_any_name_but_a_list_stays_a_list() -> None:
+def test_a_run_directory_has_any_name_and_a_list_stays_a_list() -> None:
     for name in NAMES:
         quoted_by_user = name == "null"  # ``run_dir=null`` is the run directory that follows from the keys.
         expected = None if quoted_by_user else name

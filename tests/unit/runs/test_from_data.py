@@ -114,7 +114,7 @@ RECOGNISER = ["recipe=demo", "encoder.hidden=24", "model.joint.hidden=20", "toke
 PRETRAINING = ["model=wav2vec2_small", "data=digits", "encoder.width=96"]
 
 
-def test_finetuned_copies_model_encoder_and_tokenizer_of_init_from(tmp_path: Path) -> None:
+def test_finetuned_copies_the_parts_of_init_from(tmp_path: Path) -> None:
     recogniser = untrained(tmp_path / "recogniser", *RECOGNISER)
     config = compose(["recipe=finetune", f"init_from={recogniser}", "encoder.dropout=0.3"])
     assert (config.encoder.hidden, config.encoder.dropout, config.model.joint.hidden) == (24, 0.3, 20)
@@ -161,7 +161,7 @@ def test_labels_of_the_same_name_are_kept(tmp_path: Path) -> None:
         ("defaults: [/device: lazy]", "'defaults', which would choose other parts"),
     ],
 )
-def test_a_strangers_run_at_init_from_cannot_read_the_environment(
+def test_init_from_reads_no_environment_for_a_strangers_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, words: str
 ) -> None:
     monkeypatch.setenv("SPEECHTRAIN_TEST_SECRET", "hush")
@@ -259,7 +259,7 @@ def test_explicit_keys_are_not_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache")
-def test_the_ranks_are_chosen_unless_the_user_or_the_launcher_decides(
+def test_follow_data_chooses_ranks_unless_a_key_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CPU, "rank_cores", lambda self: 2)
@@ -275,7 +275,7 @@ def test_the_ranks_are_chosen_unless_the_user_or_the_launcher_decides(
 
 
 @pytest.mark.usefixtures("cache")
-def test_the_longest_recording_follows_from_the_data_and_the_memory(
+def test_max_seconds_follows_from_the_data_and_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "free_memory", lambda: 2**40)
@@ -294,3 +294,28 @@ def test_the_longest_recording_follows_from_the_data_and_the_memory(
         config_from_data("recipe=scratch", f"data.train={long}")
     monkeypatch.setattr(host, "free_memory", lambda: 2**29)
     assert 20.0 < config_from_data(*base).data.max_seconds < 35.0
+
+
+@pytest.mark.usefixtures("cache")
+def test_transcripts_that_the_normaliser_empties_are_named(tmp_path: Path) -> None:
+    train = write_manifest(tmp_path, ["?!…"] * 5)
+    with pytest.raises(DataError, match=r"normaliser=unicode leaves nothing .*, such as '\?!…'"):
+        config_from_data("recipe=scratch", f"data.train={train}")
+    config = config_from_data("recipe=scratch", f"data.train={train}", "tokenizer.normaliser=none")
+    assert config.tokenizer.alphabet == "!?…"
+
+
+@pytest.mark.usefixtures("cache")
+def test_max_seconds_beyond_the_memory_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host, "free_memory", lambda: 2**33)
+    train = write_manifest(tmp_path, ["a quick brown fox " * 200] * 9, seconds=400.0)
+    base = ["recipe=scratch", "device=cpu", f"data.train={train}"]
+    assert config_from_data(*base, "data.max_seconds=600").data.max_seconds == 600.0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert "a batch of the longest recordings (400 s) needs about " in line
+    assert "% of the free memory. Lower data.max_seconds. Long texts need timestamps" in line
+    monkeypatch.setattr(host, "free_memory", lambda: 2**50)
+    config_from_data(*base, "data.max_seconds=600")
+    assert "warning" not in capsys.readouterr().err

@@ -143,9 +143,7 @@ def test_right_own_parts_train(train_own: Train) -> None:
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_an_own_metric_chooses_the_best_checkpoint_in_its_direction(
-    mode: str, train_own: Train, tmp_path: Path
-) -> None:
+def test_an_own_metric_chooses_the_best_checkpoint(mode: str, train_own: Train, tmp_path: Path) -> None:
     head = f"class Own(CTC):\n    metric, metric_mode = 'cosine', '{mode}'\n"
     overrides = ["trainer.max_steps=3", "trainer.validate_every=1", "trainer.save_every=1"]
     assert train_own(_MODULE.replace("class Own(CTC):\n", head), *overrides) == ""
@@ -183,7 +181,7 @@ def test_the_losses_are_the_same_without_the_check(
     assert losses[0] == losses[1]
 
 
-def test_the_warning_of_a_skipped_update_names_the_recording_and_the_term(
+def test_a_skipped_update_names_the_recording_and_the_term(
     train_own: Train, tmp_path: Path, recordings: Path
 ) -> None:
     mistake = """
@@ -197,7 +195,7 @@ def test_the_warning_of_a_skipped_update_names_the_recording_and_the_term(
     assert re.search(r"skipped: non-finite loss or gradient: the term mine, the loss of '[^']*3'\"", log), log
 
 
-def test_a_study_that_minimises_a_metric_where_higher_is_better_is_refused() -> None:
+def test_check_direction_refuses_to_minimise_an_accuracy() -> None:
     result = RunResult("finished", 0.5, {"accuracy": 0.5}, metric_mode="max")
     check_direction([Objective("metric", "maximize"), Objective("wall_s")], result)
     with pytest.raises(ConfigError, match="Set direction: maximize"):
@@ -230,7 +228,7 @@ def test_options_of_a_constructor_are_the_keys_of_its_parent(train_own: Train, t
     assert train_own(source, "+model.encoder_lr_scale=0.5", "+model.factor=2") == ""
 
 
-def test_the_check_changes_neither_weights_nor_buffers_nor_generators(tmp_path: Path) -> None:
+def test_check_contract_leaves_weights_and_generators(tmp_path: Path) -> None:
     write_recordings(tmp_path, 8)
     overrides = ["model=ctc", "encoder=fastconformer_tiny", f"data.train={tmp_path}", *_TRAINING]
     config = composed(*overrides, "tokenizer=characters")

@@ -173,7 +173,7 @@ def test_a_refusal_has_the_command_of_another_run(override: str, advice: str, tm
         train.run([f"run_dir={tmp_path}", override])
 
 
-def test_a_launcher_whose_key_has_no_value_gets_it_when_a_run_continues() -> None:
+def test_set_key_sets_a_key_of_a_launcher_without_value() -> None:
     config = compose(["launcher=kubernetes"])
     set_key(config, "launcher.image", "registry.example/speechtrain:1")
     assert config.launcher.image == "registry.example/speechtrain:1"

@@ -80,7 +80,7 @@ def test_render_names_the_run_directory(
 
 
 @pytest.mark.parametrize(("launcher", "program"), list(PROGRAMS.items()))
-def test_a_dry_run_needs_no_program_of_the_launcher_and_no_cores_of_this_host(
+def test_a_dry_run_needs_no_program_and_no_cores_of_this_host(
     launcher: str,
     program: str,
     tmp_path: Path,
@@ -108,7 +108,7 @@ def test_a_dry_run_needs_no_program_of_the_launcher_and_no_cores_of_this_host(
     assert ("OMP_NUM_THREADS" in shown) == (launcher != "slurm")  # which passes it by itself
 
 
-def test_too_many_ranks_are_refused_or_warned_of_in_dry_and_continued_runs(
+def test_too_many_ranks_are_refused_or_in_a_dry_run_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ["recipe=demo", "world_size=64", f"run_dir={tmp_path / 'run'}"]
@@ -323,7 +323,7 @@ def test_waiting_ranks_get_the_exit_code_of_a_refused_command(
         assert train.run([f"run_dir={run_dir}", wrong]) == error.exit_code
 
 
-def test_a_finished_run_writes_a_report_and_prints_the_command_for_own_recordings(
+def test_a_finished_run_has_a_report_and_the_next_command(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "</html>" in (run_dir / "report.html").read_text()
@@ -390,7 +390,7 @@ def test_a_missing_package_is_a_warning_in_a_dry_run_only(
         (["trainer.max_steps=7", "trainer.max_hours=2"], 2.0, 7),
     ],
 )
-def test_an_explicit_number_of_steps_replaces_the_hours_of_a_recipe(
+def test_explicit_steps_replace_the_hours_of_a_recipe(
     overrides: list[str],
     hours: float | None,
     steps: int | None,
@@ -423,3 +423,21 @@ def test_a_continued_run_keeps_explicit_hours_of_its_first_start(
     assert (config.trainer.max_hours, config.trainer.max_steps) == (hours, 9000)
     config = config_to_continue(tmp_path, read_command([f"run_dir={tmp_path}", "trainer.log_every=3"]))
     assert config.trainer.max_hours == 0.5
+
+
+def test_an_unused_dataset_dir_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DATASET_DIR", "/corpora/")
+    assert train.run(DRY) == 0
+    warnings = capsys.readouterr().err
+    assert warnings.count("\n") == 1
+    assert "DATASET_DIR=/corpora is set" in warnings
+    assert "data=manifest data.train=/corpora" in warnings
+    files = ["data.train=/corpora/a.jsonl", "data.valid.dev=/corpora/b.jsonl"]
+    assert train.run(["dry_run=true", "data=manifest", *files]) == 0
+    assert train.run(["dry_run=true", "data=manifest", "data.train=/corpora", files[1]]) == 0
+    monkeypatch.setenv("DATASET_DIR", "")
+    assert train.run(DRY) == 0
+    assert capsys.readouterr().err == ""

@@ -135,7 +135,7 @@ WRONG_COMMANDS = [
 @pytest.mark.parametrize(
     ("argv", "code", "texts"), WRONG_COMMANDS, ids=[" ".join(w[0]) or "empty" for w in WRONG_COMMANDS]
 )
-def test_a_wrong_command_has_an_error_of_one_line_and_leaves_no_file(
+def test_a_wrong_command_has_one_line_and_leaves_no_file(
     argv: list[str], code: int, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if not argv[-1].startswith("--"):  # An override cannot follow an option that may need a value.

@@ -52,14 +52,14 @@ def start(tmp_path: Path, answer: str, *options: str) -> tuple[subprocess.Popen[
 
 
 @pytest.mark.parametrize("requests", [node.ALIVE + node.STOP, node.STOP + node.STOP, b""])
-def test_a_request_to_stop_or_the_end_of_the_input_stops_the_rank(tmp_path: Path, requests: bytes) -> None:
+def test_a_request_or_the_end_of_the_input_stops_the_rank(tmp_path: Path, requests: bytes) -> None:
     process, rank = start(tmp_path, "sys.exit(7)", "--attached=60")
     process.communicate(requests, timeout=60)  # communicate() also closes the standard input.
     assert process.returncode == 7
     assert not is_running(rank)
 
 
-def test_a_node_that_is_stopped_before_it_has_ranks_exits_as_preempted(tmp_path: Path) -> None:
+def test_a_node_that_is_stopped_without_ranks_is_preempted(tmp_path: Path) -> None:
     """A pod that waits for its peers must exit. Otherwise Kubernetes kills it after the grace period."""
     options = [f"--outcome={tmp_path}", str(tmp_path / "agent.log"), "--"]
     waiting = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -151,3 +151,19 @@ def test_a_node_that_comes_back_after_the_end_starts_nothing(tmp_path: Path) -> 
     (tmp_path / RESULT).write_text('{"status": "finished"}')
     line = ["run", f"--outcome={tmp_path}", str(tmp_path / "agent.log"), "--", "/nowhere"]
     assert node.main(line) == 0
+
+
+def test_unattached_it_leaves_its_standard_input_alone(tmp_path: Path) -> None:
+    process, rank = start(tmp_path, "sys.exit(7)")
+    assert process.stdin is not None
+    process.stdin.close()
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.terminate()
+    assert process.wait(60) == 7
+    assert not is_running(rank)
+
+
+def test_an_address_has_its_interface() -> None:
+    assert node.interface_of("127.0.0.1") == "lo"
+    assert node.interface_of("192.0.2.1") == ""  # RFC 5737 reserves this address, so no host has it.

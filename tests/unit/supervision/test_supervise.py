@@ -134,7 +134,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_agent_without_ranks_shows_what_it_waits_for_and_ends_after_a_signal(
+def test_an_agent_without_ranks_says_what_it_waits_for(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """torchrun waits for minutes where a host's name does not resolve, without a word on the terminal."""
@@ -180,7 +180,7 @@ time.sleep(120)
 """
 
 
-def test_a_rank_that_does_not_end_after_anothers_failure_is_killed(tmp_path: Path) -> None:
+def test_a_rank_that_stays_after_a_failure_is_killed(tmp_path: Path) -> None:
     line = agent_command(sys.executable, ranks=2, nodes=1)
     line += [sys.executable, "-c", DEAF, str(tmp_path)]
     log = tmp_path / "agent.log"
@@ -252,3 +252,28 @@ def test_a_job_elsewhere_is_asked_to_stop_until_it_accepts() -> None:
 
     assert wait_for_job(exit_code, stop, poll_seconds=0.01) == 7
     assert signals == [1, 1]
+
+
+def test_what_the_user_has_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    job = Job(Path("c.yaml"), Path(), environment={"OMP_NUM_THREADS": "2", "SPEECHTRAIN_TEST_ONLY": "1"})
+    assert job.environ()["OMP_NUM_THREADS"] == "3"
+    assert job.environ()["SPEECHTRAIN_TEST_ONLY"] == "1"
+
+
+def test_wait_for_job_interrupts_after_a_second_signal() -> None:
+    signals: list[int] = []
+
+    def exit_code() -> int | None:
+        if signals == [1, 2]:
+            return 0
+        os.kill(os.getpid(), signal.SIGINT)
+        return None
+
+    def stop(count: int) -> bool:
+        signals.append(count)
+        return True
+
+    with pytest.raises(KeyboardInterrupt):
+        wait_for_job(exit_code, stop, poll_seconds=0.01)
+    assert signals == [1, 2]
