@@ -170,7 +170,7 @@ def test_ranks_and_accumulation_share_one_global_order(
     assert all(torch.equal(tensor, sets[0][name]) for named in sets for name, tensor in named.items())
     # and a run that goes on with another number of ranks goes on with the same order
     data = make_data(corpus, **options)
-    data.load_state_dict(states[0])
+    data.load_state_dict(states[0] | {"sets": sets[0]})
     longer = ids_of(islice(make_data(corpus, **options).train(accumulate=size), (steps + 1) * size))
     assert ids_of(islice(data.train(accumulate=size), size)) == longer[steps * size :]
 
