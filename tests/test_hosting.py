@@ -101,7 +101,7 @@ def test_every_suite_runs_on_the_host() -> None:
     (line,) = recipe("test-nightly")
     nightly_targets = {"test-cluster", "test-attacks", "test-faults", "test-marked-nightly"}
     assert nightly_targets == set(re.findall(r"test-[a-z-]+", line))
-    assert targets == {"check", "setup-dev", "test", "test-all", "wheel", *nightly_targets}
+    assert targets == {"check", "docs", "setup-dev", "test", "test-all", "wheel", *nightly_targets}
 
 
 def test_the_matrix_has_each_supported_release() -> None:

@@ -292,13 +292,8 @@ TRANSCRIBE_ROWS: list[tuple[list[str], str, list[str]]] = [
     (["a.wav", "--batch", "0"], "--batch 0: it must be at least 1", ["a.wav", "--batch", "1"]),
     (
         ["a.wav", "b.wav", "--format", "srt"],
-        "a.srt exists. Name a folder for the captions by --out DIR",
+        "there are 2 recordings. Name a folder for them by --out DIR",
         ["a.wav", "b.wav", "--format", "srt", "--out", "DIR"],
-    ),
-    (
-        ["m.json", "b.wav", "--format", "srt"],
-        "is part of a manifest. Name a folder for the captions by --out",
-        ["m.json", "b.wav", "--format", "srt", "--out", "DIR"],
     ),
     (
         ["a.wav", "decoder=beam", "decoder.hotwords=[one,Q9]"],

@@ -153,7 +153,7 @@ def test_errors_name_what_is_wrong(loaded: LoadedRun, wav: Path, tmp_path: Path)
         "samples of type str": (str(wav), 16_000),
         "too many values to unpack": (str(wav),) * 3,
         "samples of type NoneType": None,
-        "a rate of 999 Hz. Give 1,000 to 768,000 Hz": (np.zeros(9), 999),
+        "a rate of 999 Hz. Give 1000 to 768000 Hz": (np.zeros(9), 999),
         "a rate of -1 Hz": (np.zeros(9), -1),
         "cannot convert float NaN": (np.zeros(9), np.nan),
     }
