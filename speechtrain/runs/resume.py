@@ -37,7 +37,7 @@ BATCH_KEYS = ("world_size", "trainer.accumulate", "trainer.simulate_world")
 _SHAPE_PRESERVING = {"optimizer", "schedule", "augment", "data", "trainer", "seed", "precision"}
 """Keys and groups whose values do not change the shape of a weight."""
 _SOURCES = ("data.train", "data.valid")
-_OF_THE_COMMAND = ("launcher", "tracking", "data.cache", "data.stage")
+_OF_THE_COMMAND = ("launcher", "tracking", "data.cache")
 """The keys of a run found by its name that the present command decides."""
 _LENGTH_KEYS = ("trainer.max_steps", "trainer.max_epochs")
 _MAX_SHOWN = 3
