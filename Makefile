@@ -112,8 +112,8 @@ $(PEERS_VENV)/.stamp: setup.py pyproject.toml
 		-e '.[interop,peers]' accelerate pytest pytest-timeout pytest-xdist hypothesis
 	touch $(PEERS_VENV)/.stamp
 
-# The tests that take too long for CI: every launcher, all attacks, all faults, and the other tests marked nightly. All
-# suites run even if one of them fails.
+# The tests that take too long for CI: every launcher, all attacks, all faults, and the other tests marked nightly, such
+# as the rehearsal of absent devices. All suites run even if one of them fails.
 test-nightly:
 	$(MAKE) --jobs=1 --keep-going test-marked-nightly test-cluster test-attacks test-faults
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,12 +31,11 @@ from speechtrain.launcher import (
     is_number,
 )
 from speechtrain.supervision.node_agent import ALIVE, KILL, MODULE, STOP, versions
-from speechtrain.supervision.rendezvous import RESTARTABLE, agent_command, rendezvous_port
+from speechtrain.supervision.rendezvous import agent_command, rendezvous_port
 from speechtrain.supervision.supervise import stop_signals
 
 _ALIVE_SECONDS = 5.0  # the time between two messages to the hosts that this process still runs
 _POLL_SECONDS = 0.1
-_LOST_HOST_POLL_SECONDS = 2.0
 _MAX_EXIT_CODE = 128  # With a higher code, the agent was killed or the connection was lost.
 _CONNECTION_LOST = 255  # ssh exits with this code if it cannot connect, or loses the connection.
 _SSH_OPTIONS = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")
@@ -54,9 +53,7 @@ class Ssh(Launcher):
     versions, and the run directory. All of this is checked before the start. The hosts get the variables
     whose names match ``forward``, but never secrets.
 
-    With ``max_restarts`` the agents start all ranks again after a failure, up to this number of times. A lost
-    host can join again within ``rejoin_seconds``. The first host cannot, because it runs the store by which
-    the agents find each other. After a restart the ranks are numbered by the addresses of their hosts.
+    If a host is lost, the run ends, and the same command continues it.
 
     The remote command reads stop requests on its standard input. The end of this input means that the
     connection is lost. A remote terminal (``ssh -tt``) would merge the command's two outputs and change their
@@ -72,16 +69,13 @@ class Ssh(Launcher):
     forward: list[str] | None = None
     login_seconds: int = 20
     shutdown_seconds: int = 60
-    max_restarts: int = 0
-    rejoin_seconds: int = 600
 
     def __post_init__(self) -> None:
         if isinstance(self.nodes, str):
             if not is_number(self.nodes):
                 raise ConfigError(f"launcher.nodes={self.nodes}: it must be a number of hosts")
             self.nodes = int(self.nodes)
-        self.check_minimum(1, "login_seconds", "shutdown_seconds", "rejoin_seconds", "nodes")
-        self.check_minimum(0, "max_restarts")
+        self.check_minimum(1, "login_seconds", "shutdown_seconds", "nodes")
         self._python = self.python or sys.executable
 
     def check(self, job: Job) -> None:
@@ -89,17 +83,11 @@ class Ssh(Launcher):
 
     def launch(self, job: Job) -> LaunchResult:
         hosts = self._hosts()
-        clients = [
-            _Client(host, command) for host, command in zip(hosts, self._commands(job, hosts), strict=True)
-        ]
         self._check_hosts(job, hosts)
-
-        def fault_of_lost_host(host: str) -> str:
-            return self._faults(job, [host], port=0).get(host, "")
-
-        connections = _Connections(
-            clients, self.shutdown_seconds, self.max_restarts, self.rejoin_seconds, fault_of_lost_host
-        )
+        clients = []
+        for host, command in zip(hosts, self._commands(job, hosts), strict=True):
+            clients.append(_Client(host, command))
+        connections = _Connections(clients, self.shutdown_seconds)
         code = connections.run()
         return LaunchResult(code, cause=connections.cause)
 
@@ -150,8 +138,6 @@ class Ssh(Launcher):
             **forwarded_environment(job, self.forward),
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds),
         }
-        if self.max_restarts:
-            environment |= RESTARTABLE
         commands = []
         for index, host in enumerate(hosts):
             node_command = self._node_command(job, hosts, index)
@@ -165,8 +151,14 @@ class Ssh(Launcher):
         variables and becomes torchrun's agent. That agent starts the ranks.
         """
         ranks = job.ranks_per_node(len(hosts))
-        rendezvous = self._rendezvous(job, hosts, index)
-        agent = agent_command(self._python, ranks, len(hosts), *rendezvous, restarts=self.max_restarts)
+        agent = agent_command(
+            self._python,
+            ranks,
+            len(hosts),
+            f"--node-rank={index}",
+            f"--master-addr={hosts[0]}",
+            f"--master-port={self._port(job)}",
+        )
         agent += [self._python, *escape_for_torchrun(job.command[1:])]
         node = [self._python, "-P", "-m", MODULE, "run", f"--attached={self.shutdown_seconds}"]
         if len(hosts) > 1:
@@ -174,56 +166,31 @@ class Ssh(Launcher):
         log = f"agent-{index}.log" if index else AGENT
         return [*node, str(job.run_dir / log), "--", *job.on_host(agent, ranks, self._python)]
 
-    def _rendezvous(self, job: Job, hosts: list[str], index: int) -> list[str]:
-        """Return torchrun's options by which the agents of the hosts find each other.
-
-        The backend c10d allows a host to join later, but its agents unpickle the content of the store. So it
-        is used only with restarts.
-        """
-        port = self._port(job)
-        if not self.max_restarts:
-            return [f"--node-rank={index}", f"--master-addr={hosts[0]}", f"--master-port={port}"]
-        settings = f"is_host={int(index == 0)},join_timeout={self.rejoin_seconds}"
-        return [
-            f"--nnodes={len(hosts)}",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={hosts[0]}:{port}",
-            "--rdzv-id=speechtrain",
-            f"--rdzv-conf={settings}",
-            f"--local-addr={hosts[index]}",
-        ]
-
     def _check_hosts(self, job: Job, hosts: list[str]) -> None:
-        """Raise MachineError if a host cannot run ranks. If several cannot, print a line for each."""
-        faults = self._faults(job, hosts, self._port(job))
-        lines = [f"{host}: {fault}" for host, fault in faults.items()]
+        """Raise MachineError if a host cannot run ranks. If several cannot, print a line for each.
+
+        All hosts are checked at the same time.
+        """
+        token = secrets.token_hex(16)
+        token_file = job.run_dir / f".seen-{token[:8]}"
+        write_text(token_file, token)
+        ports = [0] * len(hosts)  # 0 means any port.
+        ports[0] = self._port(job)
+        fault_at_port = partial(self._fault_of, token_file=token_file, token=token, job=job)
+        lines = []
+        try:
+            with ThreadPoolExecutor(len(hosts)) as pool:
+                for host, fault in zip(hosts, pool.map(fault_at_port, hosts, ports), strict=True):
+                    if fault:
+                        lines.append(f"{host}: {fault}")
+        finally:
+            token_file.unlink(missing_ok=True)
         if len(lines) == 1:
             raise MachineError(lines[0])
         for line in lines:
             print_notice(line)
         if lines:
             raise MachineError(f"{len(lines)} of {len(hosts)} hosts cannot take part. See the lines above")
-
-    def _faults(self, job: Job, hosts: list[str], port: int) -> dict[str, str]:
-        """Return the reason for each host that cannot run ranks of ``job``.
-
-        All hosts are checked at the same time. ``port`` must be free on the first host. 0 means any port.
-        """
-        token = secrets.token_hex(16)
-        token_file = job.run_dir / f".seen-{token[:8]}"
-        write_text(token_file, token)
-        ports = [0] * len(hosts)
-        ports[0] = port
-        fault_at_port = partial(self._fault_of, token_file=token_file, token=token, job=job)
-        faults = {}
-        try:
-            with ThreadPoolExecutor(len(hosts)) as pool:
-                for host, fault in zip(hosts, pool.map(fault_at_port, hosts, ports), strict=True):
-                    if fault:
-                        faults[host] = fault
-        finally:
-            token_file.unlink(missing_ok=True)
-        return faults
 
     def _fault_of(self, host: str, port: int, token_file: Path, token: str, job: Job) -> str:
         """Return the reason why ``host`` cannot run ranks of ``job``, with the fix, or an empty text.
@@ -289,18 +256,10 @@ def _version_differences(remote_versions: Mapping[str, str]) -> str:
 
 @dataclass(eq=False)
 class _Client:
-    """The ssh client process of one host, and its state."""
+    """The ssh client process of one host."""
 
     host: str
     command: list[str]
-    is_over: bool = False
-    """Whether the client has ended for good. The run does not wait for its host."""
-    lost_time: float | None = None
-    """The time (monotonic clock) at which the host was lost, while the run waits for the host. Else None."""
-    can_rejoin: threading.Event = field(default_factory=threading.Event)
-    """Set when a lost host can run ranks again."""
-    starts: int = 0
-    """The number of starts of the client so far."""
     process: subprocess.Popen[bytes] | None = None
     readers: list[threading.Thread] = field(default_factory=list)
 
@@ -314,9 +273,6 @@ class _Client:
             start_new_session=True,
         )
         self.process = process
-        self.starts += 1
-        self.lost_time = None
-        self.can_rejoin.clear()
         for stream, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             reader = threading.Thread(target=_copy_lines, args=(stream, target, self.host), daemon=True)
             reader.start()
@@ -353,19 +309,16 @@ class _Connections:
     - The first SIGINT or SIGTERM asks all ranks to save and exit. The second kills them.
     - When one host ends, the others must end. Usually their ranks notice it. Otherwise they are asked to stop
       after ``grace / 2`` seconds, and are killed after ``grace`` seconds.
-    - If the agents restart ranks, the run waits for a lost host, at most ``rejoin_seconds``, until
-      ``fault_of_lost_host(host)`` returns an empty text.
     """
 
     clients: list[_Client]
     grace: float
-    max_restarts: int
-    rejoin_seconds: float
-    fault_of_lost_host: Callable[[str], str]  # returns why a host cannot run ranks, or an empty text
     cause: str = ""
     """One line about the lost host that has ended the run. Empty if no lost host did."""
     signals: int = 0
     """The number of SIGINT and SIGTERM so far."""
+    _alive_time: float = field(init=False, default_factory=time.monotonic)
+    """The time (monotonic clock) of the latest request ``ALIVE``."""
 
     def run(self) -> int:
         """Wait for all clients and return the highest exit code.
@@ -379,10 +332,10 @@ class _Connections:
                 # A signal that came between two starts has not reached the clients that started after it.
                 self._send(STOP)
             try:
-                self._wait()
+                self._wait_for_first_end()
+                self._wait_for_others()
             finally:
                 for client in self.clients:
-                    client.is_over = True
                     client.kill()
         for client in self.clients:
             client.wait_for_output(self.grace)
@@ -391,79 +344,37 @@ class _Connections:
         # The code of a process that was killed by a signal is negative.
         return max(abs(client.code or 0) for client in self.clients)
 
-    def _wait(self) -> None:
-        """Wait until all clients are over. After the end of one, make the others end."""
-        alive_time = time.monotonic()  # of the latest ALIVE request
-        # The first period of grace starts at the end of the first client. Each KILL request starts another
-        # period, so the request is repeated every ``grace`` seconds.
-        grace_start: float | None = None
+    def _wait_for_first_end(self) -> None:
+        """Wait until a client has ended. Set ``cause`` if it has lost its host."""
+        while all(client.code is None for client in self.clients):
+            self._pause()
+        first = next(client for client in self.clients if client.code is not None)
+        if not self.signals and (first.code or 0) > _MAX_EXIT_CODE:
+            cause = f"its agent ended with {first.code}"
+            if first.code == _CONNECTION_LOST:
+                cause = "the connection broke"
+            self.cause = f"{first.host} is lost: {cause}; the run ends, and the same command continues it"
+
+    def _wait_for_others(self) -> None:
+        """Wait until all clients have ended, and make them end after a time of grace."""
+        start = time.monotonic()
         has_sent_stop = False
-        while not all(client.is_over for client in self.clients):
-            loop_time = time.monotonic()
-            for client in self.clients:
-                if not client.is_over and client.code is not None:
-                    self._handle_end(client, loop_time)
-            if loop_time - alive_time > _ALIVE_SECONDS:
-                alive_time = loop_time
-                self._send(ALIVE)
-            if grace_start is None and any(client.is_over for client in self.clients):
-                grace_start = loop_time
-            if grace_start is not None:
-                grace_used = loop_time - grace_start
-                if not has_sent_stop and grace_used > self.grace / 2:
-                    has_sent_stop = True
-                    self._send(STOP)
-                if grace_used > self.grace:
-                    self._send(KILL)
-                    grace_start = loop_time
-            time.sleep(_POLL_SECONDS)
+        while any(client.code is None for client in self.clients):
+            self._pause()
+            seconds = time.monotonic() - start
+            if not has_sent_stop and seconds > self.grace / 2:
+                has_sent_stop = True
+                self._send(STOP)
+            if seconds > self.grace:
+                self._send(KILL)
+                start = time.monotonic()  # The request is repeated every ``grace`` seconds.
 
-    def _handle_end(self, client: _Client, loop_time: float) -> None:
-        """Handle a client whose process has ended: it is over, lost, or starts again.
-
-        ``_wait`` calls this in each loop until the client is over or runs again.
-        """
-        run_is_ending = bool(self.signals) or any(peer.is_over for peer in self.clients)
-        if client.lost_time is None:
-            self._handle_new_end(client, loop_time, run_is_ending)
-        elif run_is_ending:
-            client.is_over = True
-            self._send(KILL)  # The other hosts cannot save without this host.
-        elif client.can_rejoin.is_set():
-            print_notice(f"{client.host} is back and joins again")
-            client.start()
-        elif loop_time - client.lost_time > self.rejoin_seconds:
-            self._end_run(client, f"{client.host} is lost for more than {self.rejoin_seconds:g} s")
-            self._send(KILL)
-
-    def _handle_new_end(self, client: _Client, loop_time: float, run_is_ending: bool) -> None:
-        """Handle a client that has run until now. It is over, or the run waits for its host."""
-        cause = f"its agent ended with {client.code}"
-        if client.code == _CONNECTION_LOST:
-            cause = "the connection broke"
-        if run_is_ending or (client.code or 0) <= _MAX_EXIT_CODE:
-            client.is_over = True
-        elif client is self.clients[0]:
-            self._end_run(client, f"{client.host}, where the ranks meet, is lost: {cause}")
-        elif client.starts > self.max_restarts:
-            self._end_run(client, f"{client.host} is lost: {cause}")
-        else:
-            print_notice(f"{client.host} is lost ({cause}); it joins again once it is back")
-            client.lost_time = loop_time
-            threading.Thread(target=self._poll_lost_host, args=(client,), daemon=True).start()
-
-    def _poll_lost_host(self, client: _Client) -> None:
-        """Check a lost host until it can run ranks again. This runs in its own thread."""
-        while not client.is_over:
-            if not self.fault_of_lost_host(client.host):
-                client.can_rejoin.set()
-                return
-            time.sleep(_LOST_HOST_POLL_SECONDS)
-
-    def _end_run(self, client: _Client, cause: str) -> None:
-        """Record that the run ends because of a lost host."""
-        client.is_over = True
-        self.cause = f"{cause}; the run ends, and the same command continues it"
+    def _pause(self) -> None:
+        """Wait for the next look at the clients, and tell the hosts that this process still runs."""
+        time.sleep(_POLL_SECONDS)
+        if time.monotonic() - self._alive_time > _ALIVE_SECONDS:
+            self._alive_time = time.monotonic()
+            self._send(ALIVE)
 
     def _send(self, request: bytes) -> None:
         """Send a request to all hosts."""

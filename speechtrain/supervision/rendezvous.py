@@ -6,12 +6,6 @@ import socket
 import zlib
 from pathlib import Path
 
-RESTARTABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Environment variables for agents that restart ranks.
-
-By default, ranks share a store with their agent. After a restart, new ranks would find there the addresses of
-dead ranks.
-"""
 _NO_LOGS = "--log-dir=/dev/null"
 """An option for every agent. Without it the agent leaves empty folders in TMPDIR."""
 # Rendezvous ports are below 32768, where Linux begins to assign ports to programs.
