@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from speechtrain.errors import ConfigError
 from speechtrain.runs.compose import compose_with_choices
+from speechtrain.runs.resume import _file_changes
 from speechtrain.runs.user_yaml import text_of, user_yaml_files, values_of
 
 LAUGHS = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
@@ -18,10 +20,21 @@ DEEP = "a: " + "[" * 2_000 + "]" * 2_000
 TAG = "a: !!python/object/apply:os.system ['x']\n"
 
 
-@pytest.mark.parametrize("text", ["[1]", "a: [\n", TAG, LAUGHS, DEEP])
-def test_values_of_refuses_a_text_of_another_kind_or_size(text: str) -> None:
+@pytest.mark.parametrize("text", ["[1]", "a: [\n", TAG, DEEP])
+def test_values_of_refuses_a_text_of_another_kind(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         values_of("optimizer/mine", text)
+
+
+def test_a_stored_text_with_aliases_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "mine.yaml").write_text("a: &a [1]\nb: *a\n")
+    assert values_of("optimizer/mine", text_of(str(tmp_path), "optimizer/mine")) == {
+        "optimizer.a": [1],
+        "optimizer.b": [1],
+    }
+    with pytest.raises(ConfigError, match=r"optimizer/mine\.yaml cannot be read: it has the alias \*a0"):
+        _file_changes(str(tmp_path), {"optimizer/mine": LAUGHS})
 
 
 def test_values_of_keeps_references_as_they_are_written() -> None:

@@ -247,7 +247,7 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, content: str, word
     ("spec", "words"),
     [
         ({"path": "t.csv", "text": "said"}, "t.csv:1: has no column 'said': 'path', 'text'. Choose with"),
-        ("{a: &a [b], c: [*a, *a]}", "c: ['b'] is a list in a list"),
+        ("{a: [b], c: [[b], [b]]}", "c: ['b'] is a list in a list"),
         ("{a: gone.csv}", "gone.csv does not exist"),
     ],
 )
