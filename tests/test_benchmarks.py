@@ -35,6 +35,7 @@ TRAINS = {
     "decoders",
     "first_contact",
     "onnx",
+    "pauses",
     "pretraining",
     "recipes",
     "scratch",
