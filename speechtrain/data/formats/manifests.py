@@ -149,7 +149,9 @@ class Manifest(Source):
             try:
                 seconds = float(seconds) if seconds.strip() else None
             except ValueError:
-                fix = f". Write {seconds[:40].replace(',', '.')}" if "," in seconds else ""
+                fix = ". If its column has no times, rename the column"
+                if "," in seconds:
+                    fix = f". Write {seconds[:40].replace(',', '.')}"
                 raise self.error_at(line, f"{name!r} is {seconds[:40]!r}, not a number{fix}") from None
         return None if seconds is None else self.number_field({name: seconds}, name, line)
 

@@ -231,6 +231,10 @@ def test_recordings_without_transcripts_need_no_column(tmp_path: Path, recording
         ),
         ("path,duration\na.wav,-1\n", "t.csv:2: 'duration' is -1.0, below 0. Without it"),
         ("path,duration\na.wav,nan\n", "t.csv:2: 'duration' is nan, not a finite number"),
+        (
+            "path,from\na.wav,en\n",
+            "t.csv:2: 'start' is 'en', not a number. If its column has no times, rename",
+        ),
         ("path,start,end\na.wav,-3,2\n", "t.csv:2: starts at -3 s and ends at 2 s"),
         ('path,text\na.wav,"one\n', "t.csv:2: is not a row of a table"),
         ("path,text\na.wav,\udcff\n", "t.csv:2: not UTF-8"),
