@@ -22,7 +22,7 @@ from speechtrain.errors import MachineError, one_line, require_least
 from speechtrain.files import read_bytes
 
 _PACKAGE = "habana_frameworks"
-_REHEARSAL = "device=lazy rehearses its lazy mode here, speechtrain doctor device=hpu checks the recipe"
+_REHEARSAL = "device=lazy rehearses its lazy mode here, and tools/rehearsal/run.py of a clone the recipe"
 _KEPT_TORCH = "Use the vendor's image, and install with pip's --no-deps or -c (docs/devices.md)"
 _ADVICE = f"It comes with the vendor's container (vault.habana.ai/gaudi-docker). {_REHEARSAL}"
 _LOWER, _FP32 = "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST"
