@@ -119,6 +119,9 @@ class Kubernetes(Launcher):
         node do not count as failures. An error of the user ends the Job.
         """
         resources = {"cpu": self.cpus, "memory": self.memory, **(self.resources or {})}
+        working_dir = ""  # the image's own working directory
+        if self._is_mounted(Path.cwd()):
+            working_dir = str(Path.cwd())
         texts = {
             "name": json.dumps(_name(job)),
             "port": rendezvous_port(job.run_dir),
@@ -127,7 +130,7 @@ class Kubernetes(Launcher):
             "grace_seconds": self.grace_seconds,
             "image": json.dumps(self.image),
             "command": json.dumps(self._command(job)),
-            "working_dir": json.dumps(str(Path.cwd()) if self._is_mounted(Path.cwd()) else ""),
+            "working_dir": json.dumps(working_dir),
             "shutdown_seconds": json.dumps(str(self.shutdown_seconds)),
             "quantities": json.dumps({name: str(n) for name, n in resources.items() if n is not None}),
         }

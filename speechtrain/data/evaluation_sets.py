@@ -83,15 +83,15 @@ class EvaluationSets:
             batches[name] = EvaluationBatches(name, loader, plan, self.workers, self.skips, rank, world_size)
         return batches
 
-    def heard(self, sides: Sides) -> dict[str, str]:
+    def trained_counts(self, sides: Sides) -> dict[str, str]:
         """Return the number of recordings among those trained on, with an example, by the set."""
         counts = {}
         for name in self.names:
             index, rows = self[name].loader.index, self[name].plan.rows
-            heard = rows[np.isin(index.recordings[rows], sides.trained)]
-            if len(heard):
-                example = index.cut(int(heard.min()))["id"]
-                counts[name] = f"{len(heard)} of {len(rows)} recordings, such as {example!r}"
+            trained_rows = rows[np.isin(index.recordings[rows], sides.trained)]
+            if len(trained_rows):
+                example = index.cut(int(trained_rows.min()))["id"]
+                counts[name] = f"{len(trained_rows)} of {len(rows)} recordings, such as {example!r}"
         return counts
 
     def shapes(self) -> list[tuple[int, int, int]]:

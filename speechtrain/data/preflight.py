@@ -171,7 +171,7 @@ def warnings(stream: TrainingStream) -> Iterator[str]:
         yield from _symbols_warning(name, sets[name])
         yield from _name_warnings(f"valid.{name}", index, np.sort(sets[name].plan.rows))
     yield from _name_warnings("train", training_set.index, training_set.rows)
-    for name, counts in sets.heard(training_set.initial_sides).items():
+    for name, counts in sets.trained_counts(training_set.initial_sides).items():
         yield f"{name}: the weights of init_from were trained on {counts}, so its error rates are too low"
     yield from _low_rate_warning(stream)
     yield from _copies_warning(training_set)

@@ -104,9 +104,9 @@ class Folder(Manifest):
         ]
         if texts:
             yield f"{len(texts)} .txt without a recording"
-        others = [name for name in self._unused if not name.lower().endswith(_OTHER_SUFFIXES)]
-        if others:
-            yield f"{_kinds(others)} that are no recordings"
+        unknown_files = [name for name in self._unused if not name.lower().endswith(_OTHER_SUFFIXES)]
+        if unknown_files:
+            yield f"{_kinds(unknown_files)} that are no recordings"
         if self._annotations:
             yield self._annotations
 
