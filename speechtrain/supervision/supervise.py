@@ -136,6 +136,7 @@ def supervise(
             child.pid = process.pid
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        child.handle_signals()  # Another thread may have got a signal before the child had a pid.
         if agent_log is None:
             code = process.wait()
         else:
@@ -161,9 +162,13 @@ class _Child:
     is_killed_without_ranks: bool = False
 
     def receive(self) -> None:
-        """Handle a stop signal: pass the first one on, and kill at the second one."""
+        """Count a stop signal, and handle it."""
         self.signals += 1
-        if not self.pid:  # The child has not started. A signal to pid 0 would go to this process's group.
+        self.handle_signals()
+
+    def handle_signals(self) -> None:
+        """Pass the first signal on, and kill at the second one. Before the child has started, do nothing."""
+        if not self.pid or not self.signals:  # A signal to pid 0 would go to this process's group.
             return
         if self.signals == 1:
             self.pass_on()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,6 +89,27 @@ def test_a_signal_waits_for_a_child_that_is_still_starting(tmp_path: Path) -> No
     code = OBEDIENT.format(busy=1.0, ready=str(tmp_path / "ready"))
     with signals(signal.SIGTERM, when=until_handled(signal.getsignal(signal.SIGTERM))):
         assert supervise([sys.executable, "-c", code], os.environ) == 7
+
+
+def test_a_signal_before_the_child_starts_reaches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread blocks the signal, so another thread of this process gets it."""
+    start = subprocess.Popen
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+
+    def start_late(*arguments: Any, **keywords: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        return start(*arguments, **keywords)
+
+    monkeypatch.setattr(subprocess, "Popen", start_late)
+    code = OBEDIENT.format(busy=0, ready=str(tmp_path / "ready")).replace("sleep(60)", "sleep(5)")
+    try:
+        assert supervise([sys.executable, "-c", code], os.environ) == 7
+    finally:
+        end.set()
+        thread.join()
 
 
 # what an agent does: children in sessions of their own; it ends when they have ended, and with their word
