@@ -184,6 +184,12 @@ SPEC_ROWS: list[tuple[str, Files, str, Any]] = [
     ("{path: m.json, weight: 3}", GOOD, "data.train={a: {path: FILE, weight: 3}, b: FILE}", WEIGHTED),
     ("{a: {path: m.json, weight: x}, b: in}", GOOD, "It must be a number above 0", WEIGHTED),
     ("{path: m.json, normaliser: lowr}", GOOD, "did you mean 'lower'", "{path: m.json, normaliser: lower}"),
+    (
+        "{path: m.csv, text: said}",
+        {"m.csv": TABLE + "a.wav,one\n"},
+        "has no column 'said': 'path', 'sentence'",
+        "{path: m.csv, text: sentence}",
+    ),
     ("m.json,m.json", GOOD, "is given twice. Remove one", "m.json"),
     (",", GOOD, "no manifest is given. Set a file, a folder", "m.json"),
     *(

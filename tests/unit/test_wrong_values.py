@@ -79,6 +79,8 @@ ROWS: list[tuple[Part, dict[str, Any], str]] = [
     (data, {"crop_seconds": 3.0}, "Use tokenizer=none"),
     (data, {"crop_seconds": 0.0}, "crop_seconds=0.0"),
     (data, {"decoded_gib": -1.0}, "decoded_gib=-1.0"),
+    (data, {"decoded_gib": "all"}, "decoded_gib=all"),
+    (data, {"decoded_gib": math.inf}, "decoded_gib=inf"),
     (BatchLimits, {"count": 0}, "count=0"),
     (BatchLimits, {"seconds": -1.0}, "seconds=-1.0"),
     (BatchLimits, {"count": None}, "all null"),

@@ -160,6 +160,7 @@ def test_recordings_without_a_transcript_are_in_neither_part(
     data = data_of(path, skip_empty=True, run_dir=str(tmp_path))
     data.check()
     assert data.report()["untranscribed"] == 10
+    assert [line for line in data.warnings() if line.startswith("data.train: 10 of 30 recordings (")]
     assert len(list(data.recordings(str))) == 20
     next(data.train())
     reasons = [json.loads(line)["reason"] for line in (tmp_path / "filtered.jsonl").read_text().splitlines()]

@@ -4,15 +4,12 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import threading
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from speechtrain.counter_rng import key_of
@@ -66,13 +63,6 @@ def test_lhotse_lines_are_stored_as_they_are(cache: Path, tmp_path: Path, lhotse
     index = open_index(open_source(str(path)))
     path.unlink()
     assert [index.cut(row) for row in range(4)] == lines
-
-
-def test_a_union_is_one_index(cache: Path, tmp_path: Path, recordings: Any, lhotse_line: Any) -> None:
-    spec = [lhotse_manifest(tmp_path / "a.jsonl", [lhotse_line("x"), lhotse_line("y")])]
-    spec.append(recordings.nemo("b.jsonl", nemo_records(3)))
-    index = open_index(open_source(spec))
-    assert [index.cut(row)["id"] for row in range(5)] == ["x", "y", "b:1:0", "b:2:1", "b:3:2"]
 
 
 def test_an_index_is_built_once_and_again_when_the_manifest_changes(
@@ -187,24 +177,6 @@ def test_a_cache_that_cannot_be_written_is_a_machine_error(tmp_path: Path, recor
         open_index(open_source(recordings.nemo("m.jsonl", nemo_records(1))), str(tmp_path / "file"))
 
 
-@pytest.mark.slow
-def test_processes_that_build_at_once_agree(cache: Path, recordings: Any) -> None:
-    path = recordings.nemo("m.jsonl", nemo_records(3000))
-    program = (
-        "import sys\nfrom speechtrain.data.index import open_index\n"
-        "from speechtrain.data.sources import open_source\n"
-        "index = open_index(open_source(sys.argv[1]))\n"
-        "print(len(index), index.content, index.cut(2999)['id'])"
-    )
-    running = [
-        subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in running]
-    assert outputs[0] == outputs[1] == f"3000 {open_index(open_source(path)).content} m:3000:2999\n"
-    assert len([entry for entry in (cache / "index").iterdir() if entry.is_dir()]) == 1
-
-
 def test_builders_at_the_same_time_are_safe(
     cache: Path, recordings: Any, monkeypatch: pytest.MonkeyPatch, builds: list[str]
 ) -> None:
@@ -254,12 +226,6 @@ def test_building_holds_no_more_than_a_chunk(
     monkeypatch.setattr(module, "_CHUNK", 200)
     peak(100)  # imports
     assert peak(8000) - peak(1000) < 7000 * 64  # the check for repeated ids sorts 8 bytes a cut, and no more
-
-
-def test_a_duration_of_nothing_is_zero(cache: Path, recordings: Any) -> None:
-    records = [{"audio_filepath": "a.wav", "duration": 0, "text": ""}]
-    index = open_index(open_source(recordings.nemo("m.jsonl", records)))
-    assert not np.any(index.seconds)
 
 
 def test_folders_of_interrupted_builds_are_removed_after_a_day(cache: Path, recordings: Any) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from speechtrain.data.audio import (
 from speechtrain.data.index import open_index
 from speechtrain.data.loader import BatchLoader, audio_row, collate
 from speechtrain.data.sampler import MicroBatch
-from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
 from speechtrain.data.speed import change_speed
 from speechtrain.data.static_shapes import Shape
@@ -30,19 +28,6 @@ from speechtrain.data.workers import InProcess
 from speechtrain.text.vocabulary import Characters
 
 RATE = 16_000
-
-
-class Cuts(Source):
-    """A source with the cuts of lhotse that are passed to the constructor."""
-
-    def __init__(self, *cuts: Any) -> None:
-        self._cuts = cuts
-
-    def cuts(self) -> Iterator[Any]:
-        return (cut.to_dict() for cut in self._cuts)
-
-    def fingerprint(self) -> str:
-        return "-".join(cut.id for cut in self._cuts)
 
 
 EPOCH, NUMBER = 3, 7  # of every micro-batch here
@@ -74,46 +59,6 @@ def test_a_batch_holds_audio_labels_and_names(cache: Path, recordings: Any) -> N
     assert batch.seconds == pytest.approx(0.82)
     assert batch.audio.dtype == batch.weight.dtype == torch.float32
     assert batch.labels.dtype == torch.int64
-
-
-def test_decoding_is_what_lhotse_does(recordings: Any) -> None:
-    """Whole files, stretches, channels, mixtures and transforms of well-formed cuts."""
-    from lhotse import MonoCut, Recording
-    from lhotse.utils import fastcopy
-
-    mono = Recording.from_file(recordings.tone("mono.wav", 2.0))
-    stereo = Recording.from_file(recordings.tone("stereo.wav", 2.0, channels=2))
-    left = MonoCut("left", 0.0, 2.0, 0, recording=stereo)
-    right = fastcopy(left, id="right", channel=1)
-    whole = mono.to_cut()
-    cuts = [
-        whole,
-        whole.truncate(offset=0.5, duration=0.75),
-        left,
-        right,
-        whole.append(right),
-        whole.pad(3.0),
-    ]
-    cuts += [
-        whole.perturb_speed(0.9),
-        whole.perturb_volume(2.0),
-        whole.truncate(duration=1.0).mix(right, snr=5),
-    ]
-    for cut in cuts:
-        expected = np.atleast_2d(cut.load_audio()).mean(axis=0)
-        np.testing.assert_allclose(read_cut(cut.to_dict(), RATE), expected, atol=1e-6, err_msg=cut.id)
-
-
-@pytest.mark.parametrize("rate", [8_000, 11_025, 16_001, 22_050, 44_100, 48_000])
-def test_other_rates_are_converted(recordings: Any, rate: int) -> None:
-    """A tone below the Nyquist frequencies of both rates keeps its pitch, its amplitude and its length."""
-    path = recordings.folder / "tone.wav"
-    times = np.arange(rate) / rate
-    soundfile.write(path, 0.5 * np.sin(2 * np.pi * 1000 * times), rate, subtype="FLOAT")
-    samples = read_file(str(path), RATE)
-    assert len(samples) == RATE
-    expected = 0.5 * np.sin(2 * np.pi * 1000 * np.arange(RATE) / RATE)
-    np.testing.assert_allclose(samples[800:-800], expected[800:-800], atol=2e-3)
 
 
 @pytest.mark.parametrize("rate", [8_000, 22_050, 44_100])
@@ -210,20 +155,6 @@ def test_whole_files_as_a_batch(recordings: Any) -> None:
     assert batch.ids == tuple(files)
     assert batch.audio_lengths.tolist() == [16_000, 8_000, 1_600]  # a front end needs a frame
     assert batch.weight.tolist() == [1.0] * 3
-
-
-def test_mixtures_of_cuts_are_batches_too(cache: Path, recordings: Any) -> None:
-    from lhotse import Recording, SupervisionSegment
-
-    def cut(name: str, text: str) -> Any:
-        made = Recording.from_file(recordings.tone(f"{name}.wav", 0.5)).to_cut()
-        made.supervisions.append(SupervisionSegment(name, name, 0.0, 0.5, text=text))
-        return made
-
-    index = open_index(Cuts(cut("a", "one").append(cut("b", "two"))))
-    batch = BatchLoader(index, Characters())(micro_batch(0))
-    assert batch.texts == ("one two",)
-    assert batch.audio_lengths.tolist() == [16_000]
 
 
 def test_a_mixture_of_files_far_longer_than_said_is_not_read(recordings: Any) -> None:

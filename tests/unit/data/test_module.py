@@ -219,13 +219,6 @@ def test_large_evaluation_sets_go_through_the_workers(corpus: Path, monkeypatch:
         data.close()
 
 
-def test_evaluation_needs_no_training_data(corpus: Path) -> None:
-    data = make_data(corpus, train="nowhere.jsonl")
-    assert len(list(data.valid()["unheard"])) == 2
-    with pytest.raises(DataError, match=r"nowhere\.jsonl does not exist"):
-        data.check()
-
-
 # --- static shapes ------------------------------------------------------------------------------
 
 
@@ -288,16 +281,6 @@ def test_dropped_recordings_are_one_warning_with_hours_and_key(cache: Path, reco
         "data.valid.valid: 1 of 2 recordings (0.01 of 0.01 h) are longer than data.max_seconds=20, as no"
     )
     assert data.report() == {"too_long": 2, "too_short": 1}
-
-
-def test_recordings_without_a_transcript_are_counted_if_they_are_not_used(
-    cache: Path, recordings: Any
-) -> None:
-    parts = [lengths(recordings, "spoken", 0.5), lengths(recordings, "silent", 0.5, 0.6, text="")]
-    data = SpeechData(parts, {}, Characters(), skip_empty=True, sample_rate=8_000)
-    assert [line.partition(" (")[0] for line in data.warnings()] == ["data.train: 2 of 3 recordings"]
-    assert data.report() == {"untranscribed": 2}
-    assert not list(SpeechData(parts[0], {}, Characters(), sample_rate=8_000).warnings())
 
 
 def texts(recordings: Any, *said: str) -> str:

@@ -249,19 +249,6 @@ def test_what_a_file_that_is_no_manifest_holds_is_not_shown(tmp_path: Path) -> N
     assert "secret" not in message
 
 
-def test_a_truncated_gzip_file_is_named(tmp_path: Path, lhotse_line: Any) -> None:
-    path = Path(write(tmp_path / "cuts.gz", [lhotse_line(str(i)) for i in range(500)], "gzip"))
-    path.write_bytes(path.read_bytes()[:-20])
-    assert "the file is damaged" in refusal(str(path))
-
-
-@pytest.mark.parametrize("kind", ["command", "url", "memory"])
-def test_only_audio_files_are_read(tmp_path: Path, lhotse_line: Any, kind: str) -> None:
-    cut = lhotse_line("x")
-    cut["recording"]["sources"][0] |= {"type": kind, "source": f"touch {tmp_path}/pwned"}
-    assert f"has the type '{kind}'" in refusal(write(tmp_path / "cuts.jsonl", [cut]))
-
-
 def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(nemo_line()).encode())
@@ -291,22 +278,18 @@ def test_a_folder_as_librispeech_has_it(tmp_path: Path, recordings: Any) -> None
     assert cuts[2].recording.sources[0].source.endswith("19-198-0002.flac")  # met as a missing recording
 
 
-def test_a_folder_keeps_recordings_that_cannot_be_measured(tmp_path: Path) -> None:
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c/empty.wav").write_bytes(b"")
-    (tmp_path / "c/text.wav").write_text("not audio")
-    assert len(list(lhotse_cuts(open_source(str(tmp_path / "c"))))) == 2
-
-
 def test_fingerprints_follow_content(tmp_path: Path, recordings: Any) -> None:
     path = tmp_path / "m.jsonl"
     before = open_source(write(path, [nemo_line()])).fingerprint()
     assert open_source(str(path)).fingerprint() == before
     assert open_source(write(path, [nemo_line(), nemo_line()])).fingerprint() != before
     recordings.tone("c/a.wav")
-    folder = open_source(str(tmp_path / "c")).fingerprint()
+    folders = [open_source(str(tmp_path / "c")).fingerprint()]
     recordings.tone("c/b.wav")
-    assert open_source(str(tmp_path / "c")).fingerprint() != folder
+    folders.append(open_source(str(tmp_path / "c")).fingerprint())
+    (tmp_path / "c/b.txt").write_text("one")
+    folders.append(open_source(str(tmp_path / "c")).fingerprint())
+    assert len(set(folders)) == 3
 
 
 def test_text_and_seconds_of_mixed_cuts(lhotse_line: Any) -> None:

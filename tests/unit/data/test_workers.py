@@ -254,16 +254,6 @@ def test_workers_that_cannot_be_started_are_done_without(
     assert any("cannot start" in record.message for record in caplog.records)
 
 
-def test_closing_ends_the_workers(loader: BatchLoader, workers: Processes) -> None:
-    ready(workers)
-    stream = workers.map(loader, planned(100))
-    next(stream)
-    pids = workers.pids
-    workers.close()
-    assert wait_for_the_end_of(pids)
-    workers.close()
-
-
 def test_a_worker_whose_program_has_ended_is_silent(tmp_path: Path) -> None:
     code = (
         "from multiprocessing import Pipe\n"

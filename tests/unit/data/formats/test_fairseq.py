@@ -12,7 +12,6 @@ import soundfile
 
 from speechtrain.data.formats.fairseq import Fairseq
 from speechtrain.data.formats.manifests import Manifest
-from speechtrain.data.index import open_index
 from speechtrain.data.module import SpeechData
 from speechtrain.data.sampler import BatchLimits
 from speechtrain.data.sources import open_source
@@ -156,12 +155,6 @@ def test_the_rate_is_that_of_the_first_header_and_no_other_file_is_opened(
     assert cuts_of(alone)[0]["duration"] == 1.0  # 16 kHz where nothing tells
 
 
-def test_a_recording_twice_is_named_with_both_lines(tmp_path: Path, cache: Path) -> None:
-    path = tsv(tmp_path / "m.tsv", ".", ("x.wav", 16000), ("y.wav", 16000), ("x.wav", 16000))
-    with pytest.raises(DataError, match=r"cut id 'm/x\.wav' is already at "):
-        open_index(open_source(path))
-
-
 def test_other_rates_and_stereo_are_trained_on(tmp_path: Path, cache: Path, recordings: Any) -> None:
     """8 kHz in two channels comes out at 16 kHz, mixed down; of another rate than the first is bad."""
     names = [recordings.tone(f"{n}.flac", 1.0 + n / 4, rate=8000, channels=2).name for n in range(4)]
@@ -179,12 +172,3 @@ def test_other_rates_and_stereo_are_trained_on(tmp_path: Path, cache: Path, reco
     expected = np.interp(np.arange(16_000) / 2, np.arange(8000), stereo.mean(axis=1))
     assert np.corrcoef(row, expected)[0, 1] > 0.99
     assert np.abs(row).max() == pytest.approx(np.abs(stereo.mean(axis=1)).max(), rel=0.1)
-
-
-def test_it_joins_with_other_manifests(tmp_path: Path, recordings: Any) -> None:
-    recordings.tone("a/x.wav")
-    recordings.tone("b/x.wav")
-    files = [tsv(tmp_path / folder / "train.tsv", ".", ("x.wav", 16000)) for folder in "ab"]
-    nemo = recordings.nemo("m.jsonl", [{"audio_filepath": "a/x.wav", "duration": 1.0, "text": "one"}])
-    names = [cut.id for cut in lhotse_cuts(open_source([*files, nemo]))]
-    assert names == ["a/train/x.wav", "b/train/x.wav", "m:1:x"]

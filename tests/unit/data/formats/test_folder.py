@@ -33,14 +33,6 @@ def test_texts_are_read_from_a_folder_beside_that_of_the_recordings(tmp_path: Pa
     assert texts_of(tmp_path / "c") == ["one", "two", "three"]
 
 
-def test_an_index_of_a_folder_changes_with_its_texts(tmp_path: Path, recordings: Any) -> None:
-    recordings.tone("c/wav/1.wav", 0.2)
-    before = open_source(str(tmp_path / "c")).fingerprint()
-    (tmp_path / "c/txt").mkdir()
-    (tmp_path / "c/txt/1.txt").write_text("one")
-    assert open_source(str(tmp_path / "c")).fingerprint() != before
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

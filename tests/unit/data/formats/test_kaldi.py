@@ -101,21 +101,3 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, files: dict[str, s
         (tmp_path / "d" / name.replace("_", ".")).write_bytes(text.encode(errors="surrogateescape"))
     assert words in refusal(str(tmp_path / "d"))
     assert not (tmp_path / "pwned").exists()
-
-
-def test_a_list_that_leads_out_of_the_folder_is_not_read(tmp_path: Path) -> None:
-    folder = write(tmp_path / "d", wav_scp="a x.wav\n")
-    (tmp_path / "secret").write_text("a password\n")
-    (tmp_path / "d/text").symlink_to(tmp_path / "secret")
-    assert "transcripts are read below" in refusal(folder)
-
-
-def test_an_utterance_twice_is_named(tmp_path: Path, cache: Path) -> None:
-    with pytest.raises(DataError, match="cut id 'd/a' is already at"):
-        open_index(open_source(write(tmp_path / "d", wav_scp="a x.wav\na y.wav\n")))
-
-
-def test_a_path_with_two_spaces_is_one_path(tmp_path: Path) -> None:
-    (cut,) = cuts_of(write(tmp_path / "d", wav_scp="a my own file.wav\n"))
-    (source,) = cut["recording"]["sources"]
-    assert source["source"] == f"{tmp_path}/d/my own file.wav"

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import gzip
 import io
 import os
 import shutil
 import tarfile
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import soundfile
-import torch
 
-from speechtrain.batch import Batch
 from speechtrain.data.audio import files_of, read_cut, read_file, recording_of
 from speechtrain.data.formats.shar import Shar
 from speechtrain.data.index import open_index
@@ -108,28 +104,6 @@ def test_the_tars_may_be_in_another_folder(tmp_path: Path, cache: Path) -> None:
 def make_data(shar: Path, **options: Any) -> SpeechData:
     options = {"batch": BatchLimits(count=3), "speed": [0.9, 1.1], "workers": 0, **options}
     return SpeechData(str(shar), {"dev": str(shar)}, Characters(), **options)
-
-
-def assert_same(ours: Batch, theirs: Batch) -> None:
-    assert (ours.ids, ours.epoch, ours.index, ours.skipped) == (theirs.ids, theirs.epoch, theirs.index, ())
-    assert torch.equal(ours.audio, theirs.audio)
-
-
-def test_a_resume_continues_in_the_midst_of_an_epoch(tmp_path: Path, cache: Path) -> None:
-    shar = write_shar(tmp_path, 20)
-    whole = list(islice(make_data(shar).train(), 12))
-    first = make_data(shar)
-    first.check()
-    for _ in islice(first.train(), 5):
-        pass
-    state = copy.deepcopy(first.state_dict())
-    first.close()
-    resumed = make_data(shar)
-    resumed.load_state_dict(state)
-    for ours, expected in zip(islice(resumed.train(), 7), whole[5:], strict=True):
-        assert_same(ours, expected)
-    resumed.close()
-    assert sum(batch.utterances for batch in make_data(shar).valid()["dev"]) == 20
 
 
 def test_only_the_recordings_of_a_batch_are_read(tmp_path: Path, cache: Path) -> None:

@@ -13,10 +13,8 @@ import pytest
 from speechtrain.data.formats import tables
 from speechtrain.data.formats.manifests import text_of
 from speechtrain.data.formats.tables import Table
-from speechtrain.data.module import SpeechData
 from speechtrain.data.sources import open_source, parts_of
 from speechtrain.errors import DataError
-from speechtrain.text.vocabulary import Characters
 
 LJSPEECH = (
     "LJ001-0001|Printing, in the only sense with which|Printing, in the only sense\n"
@@ -247,22 +245,6 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, content: str, word
     assert words in refusal(str(path))
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ({"path": "t.csv", "text": "said"}, "t.csv:1: has no column 'said': 'path', 'text'. Choose with"),
-        ("{a: [b], c: [[b], [b]]}", "c: ['b'] is a list in a list"),
-        ("{a: gone.csv}", "gone.csv does not exist"),
-    ],
-)
-def test_a_source_that_is_no_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: Any, words: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "t.csv", "path,text\na.wav,one\n")
-    assert words in refusal(spec)
-
-
 def test_a_table_whose_cells_are_numbers_is_not_fairseqs(tmp_path: Path) -> None:
     assert rows_of(write(tmp_path / "t.tsv", "path\tduration\na.wav\t2\n"))[0][1:3] == ("", 2.0)
     (tmp_path / "audio").mkdir()
@@ -275,19 +257,6 @@ def test_a_row_without_end_is_refused_in_little_memory(tmp_path: Path) -> None:
         path.write_bytes(b"path,text\n" + row * 2**20)
         assert "t.csv:" in refusal(str(path))
     assert tables._LONGEST_ROW < 2**24
-
-
-@pytest.mark.parametrize(
-    ("sets", "words"),
-    [
-        ({"train": {"path": "t.csv", "txt": "a"}, "valid": {}}, r"train: 'txt' is not a key .* 'text'\?"),
-        ({"train": "t", "valid": {"dev": {"path": "t", "x": "a"}}}, "valid: dev: 'x' is not a key"),
-        ({"train": "t", "valid": {"path": "t.csv", "txt": "a"}}, "valid: valid: 'txt' is not a key"),
-    ],
-)
-def test_a_data_module_names_the_key_before_anything_starts(sets: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        SpeechData(**sets, tokenizer=Characters())
 
 
 HEAD = "path\tsentence\tlocale\n"
