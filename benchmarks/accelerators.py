@@ -27,12 +27,12 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy, apply_policy
-from speechtrain.config.build import build_data, build_device, build_precision
 from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.rank.build import build_task
-from speechtrain.runs.compose import compose
+from speechtrain.start.build import build_data, build_device, build_precision
+from speechtrain.start.compose import compose
 from speechtrain.task import Task
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -36,11 +36,11 @@ from recipes import TRAIN, speakers, unheard
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.config.build import build_data
 from speechtrain.counter_rng import key_of, seed_at
 from speechtrain.decoding.base import Decoder
 from speechtrain.inference.loaded_run import LoadedRun, load
 from speechtrain.metrics import character_errors, rate_interval, word_errors
+from speechtrain.start.build import build_data
 from speechtrain.task import examples_of
 from speechtrain.text.ngram import write_ngram
 

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Footprint
 from speechtrain.compute_policy import ComputePolicy, apply_policy
-from speechtrain.config.build import build_device, build_encoder, build_model, build_tokenizer
 from speechtrain.devices.base import Device
 from speechtrain.devices.out_of_memory import out_of_memory_error
 from speechtrain.errors import one_line
@@ -42,7 +41,8 @@ from speechtrain.losses.ctc import ctc_loss
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.nn.lstm import LSTM
 from speechtrain.run_directory import read_result
-from speechtrain.runs.compose import compose
+from speechtrain.start.build import build_device, build_encoder, build_model, build_tokenizer
+from speechtrain.start.compose import compose
 from speechtrain.training.graph_warmup import padding_batch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -27,9 +27,9 @@ import torch
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy, apply_policy
-from speechtrain.config.build import build_device, build_optimizer, build_precision
 from speechtrain.rank.build import build_task
-from speechtrain.runs.compose import compose
+from speechtrain.start.build import build_device, build_optimizer, build_precision
+from speechtrain.start.compose import compose
 from speechtrain.task import Task
 
 MiB = 2**20

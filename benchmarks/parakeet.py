@@ -78,9 +78,9 @@ def speechtrain_model(folder: Path) -> Any:
     """Return speechtrain's model with the weights of transformers' model in ``folder``."""
     from omegaconf import OmegaConf
 
-    from speechtrain.config.build import build_encoder, build_model
     from speechtrain.interop.weights import initialise, read_nodes, read_weights
-    from speechtrain.runs.compose import compose
+    from speechtrain.start.build import build_encoder, build_model
+    from speechtrain.start.compose import compose
     from speechtrain.text.vocabulary import Characters
 
     config = compose(["model=rnnt", "data=digits"])

@@ -40,14 +40,14 @@ from measuring import machine
 
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.config.build import build_precision
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import Group, SingleProcess, open_group
-from speechtrain.launcher import World
+from speechtrain.distributed.world import World
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.lamb import LAMB
 from speechtrain.rank.build import build_task
-from speechtrain.runs.compose import compose
+from speechtrain.start.build import build_precision
+from speechtrain.start.compose import compose
 from speechtrain.task import Task
 from speechtrain.tracking.jsonl import Jsonl
 from speechtrain.trainer_config import TrainerConfig

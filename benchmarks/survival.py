@@ -36,7 +36,7 @@ from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.data.module import SpeechData
 from speechtrain.errors import RunError
-from speechtrain.supervision.process_tree import children_of
+from speechtrain.launch.process_tree import children_of
 
 SMALL = [
     *("recipe=demo", "schedule=constant", "schedule.warmup_steps=60"),

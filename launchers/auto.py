@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from speechtrain.launcher import Job, Launcher, LaunchResult
+from speechtrain.launch.launcher import Job, Launcher, LaunchResult
 
 
 class Auto(Launcher):

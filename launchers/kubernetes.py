@@ -13,7 +13,8 @@ from typing import Any
 
 from speechtrain.errors import ConfigError, RunError, print_notice
 from speechtrain.files import write_text
-from speechtrain.launcher import (
+from speechtrain.launch.client import ask_client, call_client
+from speechtrain.launch.launcher import (
     AGENT,
     Job,
     Launcher,
@@ -22,10 +23,9 @@ from speechtrain.launcher import (
     forwarded_environment,
     here_document,
 )
-from speechtrain.supervision.client import ask_client, call_client
-from speechtrain.supervision.node_agent import MODULE
-from speechtrain.supervision.rendezvous import agent_command, rendezvous_port
-from speechtrain.supervision.supervise import wait_for_job
+from speechtrain.launch.node_agent import MODULE
+from speechtrain.launch.rendezvous import agent_command, rendezvous_port
+from speechtrain.launch.supervise import wait_for_job
 
 MANIFEST = "kubernetes.json"
 """File in the run directory: the submitted manifest."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 
 from speechtrain.errors import ConfigError
-from speechtrain.launcher import WORKER, Job, Launcher, LaunchResult, shell_line
-from speechtrain.supervision.supervise import supervise
+from speechtrain.launch.launcher import WORKER, Job, Launcher, LaunchResult, shell_line
+from speechtrain.launch.supervise import supervise
 
 
 class Local(Launcher):
@@ -31,7 +31,7 @@ class Local(Launcher):
 
     def launch(self, job: Job) -> LaunchResult:
         if self.inline:
-            worker = importlib.import_module(WORKER)
+            worker = importlib.import_module(f"{WORKER}.main")
             return LaunchResult(worker.main([str(job.config)]))
         return LaunchResult(supervise(job.command, job.environ()))
 

@@ -11,9 +11,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from speechtrain.errors import ConfigError
-from speechtrain.launcher import AGENT, PARENT, Job, Launcher, LaunchResult, forwarded_environment, host_lines
-from speechtrain.supervision.rendezvous import port_error, rendezvous_port
-from speechtrain.supervision.supervise import supervise
+from speechtrain.launch.launcher import (
+    AGENT,
+    PARENT,
+    Job,
+    Launcher,
+    LaunchResult,
+    forwarded_environment,
+    host_lines,
+)
+from speechtrain.launch.rendezvous import port_error, rendezvous_port
+from speechtrain.launch.supervise import supervise
 
 # The output of `mpirun --version` matches the pattern of the engine. The order counts: Intel MPI is built on
 # MPICH's process manager Hydra, so its output may also contain HYDRA.

@@ -12,12 +12,12 @@ from pathlib import Path
 from string import Template
 
 from speechtrain.errors import ConfigError
-from speechtrain.files import open_append, write_text, writing
-from speechtrain.launcher import Job, Launcher, LaunchResult, here_document, is_secret
-from speechtrain.supervision.client import ask_client, call_client
-from speechtrain.supervision.node_agent import MODULE
-from speechtrain.supervision.rendezvous import rendezvous_port
-from speechtrain.supervision.supervise import wait_for_job
+from speechtrain.files import is_secret, open_append, write_text, writing
+from speechtrain.launch.client import ask_client, call_client
+from speechtrain.launch.launcher import Job, Launcher, LaunchResult, here_document
+from speechtrain.launch.node_agent import MODULE
+from speechtrain.launch.rendezvous import rendezvous_port
+from speechtrain.launch.supervise import wait_for_job
 
 SCRIPT = "slurm.sh"
 LOG = "slurm.log"

@@ -18,9 +18,10 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import IO
 
+from speechtrain.distributed.world import is_number
 from speechtrain.errors import ConfigError, MachineError, print_notice
 from speechtrain.files import write_text
-from speechtrain.launcher import (
+from speechtrain.launch.launcher import (
     AGENT,
     Job,
     Launcher,
@@ -28,11 +29,10 @@ from speechtrain.launcher import (
     escape_for_torchrun,
     forwarded_environment,
     host_lines,
-    is_number,
 )
-from speechtrain.supervision.node_agent import ALIVE, KILL, MODULE, STOP, versions
-from speechtrain.supervision.rendezvous import agent_command, rendezvous_port
-from speechtrain.supervision.supervise import stop_signals
+from speechtrain.launch.node_agent import ALIVE, KILL, MODULE, STOP, versions
+from speechtrain.launch.rendezvous import agent_command, rendezvous_port
+from speechtrain.launch.supervise import stop_signals
 
 _ALIVE_SECONDS = 5.0  # the time between two messages to the hosts that this process still runs
 _POLL_SECONDS = 0.1

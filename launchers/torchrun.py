@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 
-from speechtrain.launcher import AGENT, Job, Launcher, LaunchResult, escape_for_torchrun, shell_line
-from speechtrain.supervision.rendezvous import agent_command
-from speechtrain.supervision.supervise import supervise
+from speechtrain.launch.launcher import AGENT, Job, Launcher, LaunchResult, escape_for_torchrun, shell_line
+from speechtrain.launch.rendezvous import agent_command
+from speechtrain.launch.supervise import supervise
 
 
 @dataclass(eq=False)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from speechtrain.inference.loaded_run import load
     from speechtrain.losses.transducer import transducer_loss
-    from speechtrain.runs.job_config import compose
+    from speechtrain.start.job_config import compose
 
 __version__ = "0.1.0"
 __all__ = ("__version__", "compose", "load", "transducer_loss")
 
 _MODULES = {
-    "compose": "speechtrain.runs.job_config",
+    "compose": "speechtrain.start.job_config",
     "load": "speechtrain.inference.loaded_run",
     "transducer_loss": "speechtrain.losses.transducer",
 }

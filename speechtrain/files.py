@@ -478,3 +478,25 @@ def json_text(content: Any) -> str:
     text = json.dumps(content, ensure_ascii=False)
     has_controls = text != escape_controls(text, FORMAT_CHARACTERS)
     return json.dumps(content) if has_controls else text
+
+
+# Names of variables and keys whose values are secrets. TOKEN must not match TOKENIZER.
+_SECRET_NAME = re.compile(
+    r"(?i)TOKEN(?!IZER)|KEY|PASSW|PASSPHRASE|SECRET|CREDENTIAL|BEARER|JWT|COOKIE|DATABASE_URL"
+    r"|(?:^|_)(?:PAT|AUTH|DSN)(?![A-Z])|_PWD(?![A-Z])"
+)
+# The group is a key in YAML, JSON or KEY=VALUE, whose value is neither null nor an interpolation.
+# The lookbehind and the possessive ``++`` make the search linear in the length of a word.
+_KEY_WITH_VALUE = re.compile(r"(?<!\w)(\w++)[\"']?[ \t]*[:=][ \t]*(?!null\b|[\"']?\$\{)(?=[^\s,}[{])")
+_PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+
+
+def is_secret(name: str) -> bool:
+    """Return whether a variable with this name has a value that must not appear in a command line or log."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def holds_secret(text: str) -> bool:
+    """Return whether ``text`` contains a key with a secret name and a value, or a URL with a password."""
+    has_secret_key = any(map(is_secret, _KEY_WITH_VALUE.findall(text)))
+    return has_secret_key or _PASSWORD_IN_URL.search(text) is not None

@@ -652,3 +652,14 @@ def git_state(path: Path) -> dict[str, Any]:
         "commit": commit,
         "dirty": bool(git_output(path.parent, "status", "--porcelain", "--", path.name)),
     }
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one mapping of dotted keys. An empty mapping is returned as a value."""
+    flat_values: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat_values |= flat(value, f"{prefix}{key}.")
+        else:
+            flat_values[f"{prefix}{key}"] = value
+    return flat_values

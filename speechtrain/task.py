@@ -162,7 +162,7 @@ class Task(nn.Module, ABC):
     """The choice of the config group ``decoder`` that is the beam search of this task, or "" without one."""
 
     decoder: Any = None
-    """The decoder of every evaluation (``speechtrain.decoding.base.Decoder``). ``config.build`` sets it."""
+    """The decoder of every evaluation (``speechtrain.decoding.base.Decoder``). ``start.build`` sets it."""
 
     final_decoder: Any = None
     """The decoder of one more evaluation at the end of training. ``NoDecoder`` means no such evaluation."""

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.config.build import build
 from speechtrain.devices.base import Device
-from speechtrain.runs.compose import compose
+from speechtrain.start.build import build
+from speechtrain.start.compose import compose
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "speechtrain"
@@ -20,16 +20,16 @@ SOURCES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "launchers").rglob("*.py")])
 
 CONTRACTS = {
     *("batch", "task", "errors", "metrics", "counter_rng", "precision", "compute_policy", "files", "dtensor"),
-    *("run_directory", "trainer_config", "launcher", "torch_private", "__init__"),
+    *("run_directory", "trainer_config", "overrides", "torch_private", "__init__"),
 }
 """Root modules that every folder may import; they import one another, torch and libraries."""
 
-MOST_ROOT_MODULES = 15
+MOST_ROOT_MODULES = 14
 
-PYTHON = {"inference.loaded_run", "losses.transducer", "runs.job_config"}
+PYTHON = {"inference.loaded_run", "losses.transducer", "start.job_config"}
 """What `import speechtrain` offers; it is imported at first use."""
 
-# A folder, or the program of a rank: what it may import of speechtrain besides itself and the contracts.
+# A folder: what it may import of speechtrain besides itself and the contracts.
 MAY_IMPORT = {
     "nn": "",
     "losses": "nn",
@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "text": "",
     "models": "decoding encoders losses nn text",
     "devices": "",
-    "data": "text",
+    "data": "distributed.world text",
     "optim": "",
     "tracking": "",
     "distributed": "devices.base",
@@ -50,30 +50,29 @@ MAY_IMPORT = {
         "distributed.group optim.common optim.ema optim.schedules tracking.base"
     ),
     "interop": "checkpoint encoders features models nn text",
-    "export": "config data decoding encoders inference models nn text",
-    "report": "config.resume_fields tracking",
-    # Return types of its builders, for type checkers only.
-    "config": (
-        "data.base decoding.base devices.base encoders.base optim.schedules text.vocabulary tracking.base"
-    ),
-    "study": "config.resume_fields",
-    "supervision": "",
-    "launchers": "supervision",
+    "export": "data decoding encoders inference models nn start text",
+    "report": "tracking",
+    "study": "",
+    "launch": "distributed.loopback",
+    "launchers": "distributed.world launch",
     "__main__": "commands.main",
-    "train_rank": "rank.main",
     # They build the parts of a run by their interfaces. Blocks of networks are none of their business.
     "rank": (
-        "checkpoint config data.base data.module devices.base devices.host devices.out_of_memory "
-        "distributed interop.weights optim.ema optim.schedules supervision "
+        "checkpoint data.base data.module devices.base devices.host devices.out_of_memory "
+        "distributed interop.weights launch optim.ema optim.schedules start "
         "text.vocabulary tracking training"
     ),
-    "runs": "checkpoint config data devices interop report study supervision text",
+    # The interfaces of encoders, decoders and schedules are types of its builders.
+    "start": (
+        "checkpoint data decoding.base devices distributed.world encoders.base interop launch "
+        "optim.schedules report study text tracking.base"
+    ),
     "inference": (
-        "checkpoint config data decoding.base devices.base distributed.group encoders.base rank.build "
-        "runs text.vocabulary training"
+        "checkpoint data decoding.base devices.base distributed.group encoders.base rank.build "
+        "start text.vocabulary training"
     ),
     "commands": (
-        "checkpoint config data devices export inference interop rank report runs study text "
+        "checkpoint data devices export inference interop launch.launcher rank report start study text "
         "training.evaluation"
     ),
 }
@@ -124,7 +123,7 @@ def test_imports_follow_the_layout(path: Path) -> None:
 def test_the_root_is_a_list_of_contracts() -> None:
     root = {path.stem for path in PACKAGE.glob("*.py")}
     root.remove("__main__")  # It holds the call of the program for ``python -m speechtrain`` only.
-    assert root == CONTRACTS | {"train_rank"}
+    assert root == CONTRACTS
     assert len(root) <= MOST_ROOT_MODULES
 
 
@@ -178,7 +177,7 @@ def test_a_program_imports_no_other_program() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_hydra_stays_at_the_door(path: Path) -> None:
-    if axis_of(path) in ("commands", "config", "inference", "rank", "runs", "study"):
+    if axis_of(path) in ("commands", "inference", "rank", "start", "study"):
         return
     named = [name for _, name in imports(path) if name.split(".")[0] in ("hydra", "omegaconf")]
     assert not named, f"{path.relative_to(ROOT)} imports {named}; classes never meet the config"
@@ -262,11 +261,11 @@ TOUCH_FILES = {
     "interop/weights.py": "a model that the user names, and a new folder",
     "checkpoint/whole.py": "a new folder",
     "tracking/tensorboard.py": "event files, which carry the time in their names",
-    "supervision/process_tree.py": "/proc",
+    "launch/process_tree.py": "/proc",
     "devices/preload.py": "/proc, and libraries",
     "devices/cpu.py": "/proc",
     "devices/affinity.py": "/sys",
-    "runs/user_yaml.py": "the user's own YAML files",
+    "start/user_yaml.py": "the user's own YAML files",
     "commands/transcribe.py": "--list FILE, the user's choice",
     "commands/report.py": "--out FILE, the user's choice",
     "commands/_cli.py": "a new temporary file",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from speechtrain.devices.cpu import CPU
-from speechtrain.runs.compose import compose
+from speechtrain.start.compose import compose
 
 pytestmark = pytest.mark.slow
 

@@ -17,18 +17,18 @@ import soundfile
 from omegaconf import DictConfig
 
 from speechtrain.commands import prepare, train
-from speechtrain.config.resolved import with_absolute_paths
-from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.errors import SpeechtrainError
 from speechtrain.interop.pretrained import describe
 from speechtrain.interop.weights import write_imported
-from speechtrain.runs.command_line import Command, check_flags, read_command
-from speechtrain.runs.compose import compose_with_choices
-from speechtrain.runs.from_data import explicit_keys, follow_data
-from speechtrain.runs.jobs import _refuse_other_validation
-from speechtrain.runs.recipe_needs import settle_needs
-from speechtrain.runs.resume import config_to_continue, run_to_continue
-from speechtrain.runs.start import start_run
+from speechtrain.start.command_line import Command, check_flags, read_command
+from speechtrain.start.compose import compose_with_choices
+from speechtrain.start.from_data import explicit_keys, follow_data
+from speechtrain.start.jobs import _refuse_other_validation
+from speechtrain.start.recipe_needs import settle_needs
+from speechtrain.start.resolved import with_absolute_paths
+from speechtrain.start.resume import config_to_continue, run_to_continue
+from speechtrain.start.start import start_run
+from speechtrain.start.targets import ALLOW_TARGETS
 from tests.support.tiny_run import TINY, untrained
 
 from .support.digits import write_digits

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.config.check import check
 from speechtrain.errors import SpeechtrainError
-from speechtrain.runs.command_line import read_command
-from speechtrain.runs.compose import compose_with_choices
+from speechtrain.start.check import check
+from speechtrain.start.command_line import read_command
+from speechtrain.start.compose import compose_with_choices
 from tests.support.documented_commands import (
     Example,
     check_device,

@@ -76,7 +76,7 @@ def main() -> None:
     original_init = subprocess.Popen.__init__
 
     def print_and_exit_at_rank(process: Any, args: Any, *popen_arguments: Any, **options: Any) -> None:
-        if "speechtrain.train_rank" not in str(args):
+        if "speechtrain.rank" not in str(args):
             original_init(process, args, *popen_arguments, **options)
             return
         sys.setprofile(None)

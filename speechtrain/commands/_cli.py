@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from speechtrain import __version__, errors
-from speechtrain.config.resume_fields import unquoted
-from speechtrain.config.targets import described_error, place_of_error
 from speechtrain.errors import (
     ConfigError,
     MachineError,
@@ -31,6 +29,8 @@ from speechtrain.errors import (
     print_notice,
 )
 from speechtrain.files import stdout_problem
+from speechtrain.overrides import unquoted
+from speechtrain.start.targets import described_error, place_of_error
 
 _HELP_WIDTH = 100  # characters in a line of a description
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console
-from speechtrain.config.resume_fields import key_of_override
-from speechtrain.config.targets import described_error
 from speechtrain.errors import ConfigError, DataError, MachineError, SpeechtrainError, one_line
 from speechtrain.files import absolute_path
-from speechtrain.runs.choices import choices
+from speechtrain.overrides import key_of_override
+from speechtrain.start.choices import choices
+from speechtrain.start.targets import described_error
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -109,9 +109,9 @@ def _restart(overrides: list[str], config_dir: str | None) -> None:
 
     An error of the config or the device is ignored here, because a later check reports it.
     """
-    from speechtrain.config.build import build_device
-    from speechtrain.runs.compose import compose
-    from speechtrain.runs.on_host import restart_for
+    from speechtrain.start.build import build_device
+    from speechtrain.start.compose import compose
+    from speechtrain.start.on_host import restart_for
 
     with contextlib.suppress(SpeechtrainError):
         restart_for(build_device(compose(overrides, config_dir)), is_training=True)
@@ -196,7 +196,7 @@ def package_findings() -> Iterator[Finding]:
     import torch
 
     from speechtrain.devices.cpu import has_bf16
-    from speechtrain.runs.auto_device import auto_device
+    from speechtrain.start.auto_device import auto_device
 
     yield devices_finding()
     capability = torch.backends.cpu.get_cpu_capability()
@@ -209,9 +209,9 @@ def package_findings() -> Iterator[Finding]:
 
 def devices_finding() -> Finding:
     """Return the finding on devices: the usable ones with their precisions, and why others are not usable."""
-    from speechtrain.config.build import build_device
     from speechtrain.precision import NAMES
-    from speechtrain.runs.compose import compose
+    from speechtrain.start.build import build_device
+    from speechtrain.start.compose import compose
 
     usable, absent = [], []
     for choice in choices(None)["device"]:
@@ -269,12 +269,12 @@ class Recipe:
                 yield from self._step_findings(self.precision)
 
     def _config_findings(self) -> Iterator[Finding]:
-        from speechtrain.config.check import check
-        from speechtrain.runs.auto_device import check_launcher
-        from speechtrain.runs.command_line import translate_arguments
-        from speechtrain.runs.compose import compose_with_choices
-        from speechtrain.runs.from_data import explicit_keys, follow_data
-        from speechtrain.runs.recipe_needs import needs_of
+        from speechtrain.start.auto_device import check_launcher
+        from speechtrain.start.check import check
+        from speechtrain.start.command_line import translate_arguments
+        from speechtrain.start.compose import compose_with_choices
+        from speechtrain.start.from_data import explicit_keys, follow_data
+        from speechtrain.start.recipe_needs import needs_of
 
         overrides = translate_arguments(self.overrides)
         self.config, group_choices, notices = compose_with_choices(overrides, self.config_dir)
@@ -292,8 +292,8 @@ class Recipe:
 
     def _launcher_finding(self) -> Finding:
         """Return the finding on the launcher, its hosts and the programs that it needs on this machine."""
-        from speechtrain.config.build import build_launcher
-        from speechtrain.launcher import Job
+        from speechtrain.launch.launcher import Job
+        from speechtrain.start.build import build_launcher
 
         launcher = build_launcher(self.config)
         ranks, hosts = self.config.world_size, launcher.host_count()
@@ -303,8 +303,8 @@ class Recipe:
         return Finding(AMBER, "launcher", fault) if fault else Finding(GREEN, "launcher", text)
 
     def _device_findings(self) -> Iterator[Finding]:
-        from speechtrain.config.build import build_device
         from speechtrain.rank.build import open_device
+        from speechtrain.start.build import build_device
 
         self.device = build_device(self.config)
         yield from _vendor_findings(self.config, self.device)
@@ -334,7 +334,7 @@ class Recipe:
 
     def _optimizer_text(self, parameters: int) -> str:
         """Return the optimizer's class, and the memory of a rank that does not depend on the batch."""
-        from speechtrain.config.build import build_optimizer, rank_bytes
+        from speechtrain.start.build import build_optimizer, rank_bytes
 
         optimizer = build_optimizer(self.config, self.task.parameter_groups())
         gib = rank_bytes(self.config, parameters) / 2**30
@@ -343,8 +343,8 @@ class Recipe:
 
     def _data_findings(self) -> Iterator[Finding]:
         """Yield findings on recordings, shapes, transcripts, and labels per encoder frame."""
-        from speechtrain.config.build import build_data
         from speechtrain.rank.batch_memory import fill_batch_memory, free_batch_memory
+        from speechtrain.start.build import build_data
 
         fill_batch_memory(self.config, lambda: free_batch_memory(self.config, self.device, self.task))
         data = self.data = build_data(self.config, self.tokenizer, self.task)
@@ -437,7 +437,7 @@ def _host_memory_finding(config: DictConfig, device: Device) -> Finding:
     """Return the finding on host memory, for a device whose vendor specifies it for each card."""
     import psutil
 
-    from speechtrain.config.build import build_launcher
+    from speechtrain.start.build import build_launcher
 
     processes = math.ceil(config.world_size / build_launcher(config).host_count())
     needed_gib = device.facts.host_gib * processes

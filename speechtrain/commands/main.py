@@ -9,7 +9,7 @@ from importlib import import_module
 from speechtrain import __version__
 from speechtrain.commands._cli import console
 from speechtrain.errors import ConfigError, nearest
-from speechtrain.runs.command_line import without_local_rank
+from speechtrain.start.command_line import without_local_rank
 
 COMMANDS = {
     "train": "train a model, continue a run, or run a sweep",

@@ -20,8 +20,8 @@ from speechtrain.data.prepare.subwords import Subwords
 from speechtrain.data.sources import open_source
 from speechtrain.errors import ConfigError, DataError, nearest
 from speechtrain.files import absolute_path, print_line, read_json, write_json, writing
-from speechtrain.runs.choices import corpora
-from speechtrain.runs.named_corpus import MANIFESTS, Corpus, build_part, corpus_by_name, with_pairs
+from speechtrain.start.choices import corpora
+from speechtrain.start.named_corpus import MANIFESTS, Corpus, build_part, corpus_by_name, with_pairs
 
 _ORIGIN = "corpus.json"
 """Name of the file beside the manifests that says from which corpus and folders they were written."""

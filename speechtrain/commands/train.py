@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 from speechtrain import __version__
 from speechtrain.commands._cli import console
-from speechtrain.runs.choices import choices, config_dir
-from speechtrain.runs.command_line import check_flags, read_command
+from speechtrain.start.choices import choices, config_dir
+from speechtrain.start.command_line import check_flags, read_command
 
 HELP = """usage: speechtrain train [-h] [-m] [--config-dir DIR] [--cfg job] [--version] [RUN] [KEY=VALUE ...]
 
@@ -77,9 +77,9 @@ def run(argv: list[str]) -> int:
     if "--version" in argv:
         print(f"speechtrain {__version__}")
         return 0
-    from speechtrain.runs.jobs import start_jobs
-    from speechtrain.runs.resume import config_to_continue, run_to_continue
-    from speechtrain.runs.start import start_run
+    from speechtrain.start.jobs import start_jobs
+    from speechtrain.start.resume import config_to_continue, run_to_continue
+    from speechtrain.start.start import start_run
 
     command = read_command(argv)
     external_launch = command.external_launch

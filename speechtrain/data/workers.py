@@ -43,8 +43,8 @@ from speechtrain.batch import Batch
 from speechtrain.compute_policy import TorchSettings, unchanged_torch, usable_cpus
 from speechtrain.data.loader import BatchLoader
 from speechtrain.data.sampler import MicroBatch
+from speechtrain.distributed.world import is_number
 from speechtrain.errors import MachineError, Preempted, SpeechtrainError
-from speechtrain.launcher import is_number
 
 Loader = Callable[[MicroBatch], Batch]
 

@@ -19,9 +19,9 @@ from torch.torch_version import TorchVersion
 
 from speechtrain.devices.base import DeviceFacts
 from speechtrain.distributed.group import HOST, Status, TorchGroup
+from speechtrain.distributed.world import World
 from speechtrain.dtensor import is_sharded
 from speechtrain.errors import ConfigError, MachineError, one_line
-from speechtrain.launcher import World
 from speechtrain.task import units_of
 
 

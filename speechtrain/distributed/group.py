@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from speechtrain.devices.base import DeviceFacts
 from speechtrain.distributed.loopback import store_of_one_host
-from speechtrain.distributed.watchdog import RankStatus, collective
+from speechtrain.distributed.rank_status import RankStatus, collective
+from speechtrain.distributed.world import World
 from speechtrain.errors import MachineError, first_line
-from speechtrain.launcher import World
 
 HOST = DeviceFacts()
 """The facts of a host without an accelerator."""

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.torch_version import TorchVersion
 
-from speechtrain.launcher import World
+from speechtrain.distributed.world import World
 
 ADDRESS = "127.0.0.1"
 # Torch has two store servers: libuv and an older one. ``loopback_store`` passes a socket that already

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from speechtrain.config.build import build
 from speechtrain.errors import DataError
 from speechtrain.inference.loaded_run import LONGEST_SECONDS, LoadedRun
 from speechtrain.metrics import error_rates
+from speechtrain.start.build import build
 
 Export = Callable[[np.ndarray], str]
 """The text of samples (S,) by an export in one precision."""

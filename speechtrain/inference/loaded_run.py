@@ -20,8 +20,6 @@ from torch import Tensor
 
 from speechtrain.checkpoint.whole import read_state
 from speechtrain.compute_policy import TorchSettings, unchanged_torch
-from speechtrain.config.build import build, build_data
-from speechtrain.config.check import part_class
 from speechtrain.counter_rng import seed_at
 from speechtrain.data.audio import check_and_resample, check_seconds
 from speechtrain.data.formats.lhotse_cuts import Samples
@@ -34,8 +32,10 @@ from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError, first_line, require_least
 from speechtrain.inference.open_run import OpenedRun, open_run
 from speechtrain.inference.transcript import Segment, Transcript
-from speechtrain.runs.compose import process_lock
-from speechtrain.runs.stored_config import set_group, set_key
+from speechtrain.start.build import build, build_data
+from speechtrain.start.check import part_class
+from speechtrain.start.compose import process_lock
+from speechtrain.start.stored_config import set_group, set_key
 from speechtrain.training.evaluation import Outcome, evaluate
 
 if TYPE_CHECKING:

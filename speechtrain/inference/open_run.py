@@ -16,16 +16,16 @@ from torch import Tensor
 
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.compute_policy import ComputePolicy, apply_policy
-from speechtrain.config.build import build_device, build_precision, build_tokenizer, size_of_network
-from speechtrain.config.resume_fields import key_of_override
-from speechtrain.config.stored import read_config
 from speechtrain.devices.base import Device
 from speechtrain.errors import RunError, nearest, one_line
+from speechtrain.overrides import key_of_override
 from speechtrain.rank.build import build_task, open_device
 from speechtrain.run_directory import CONFIG, read_device
-from speechtrain.runs.auto_device import AUTO, auto_device
-from speechtrain.runs.on_host import restart_for
-from speechtrain.runs.stored_config import apply_overrides, relocate, set_group
+from speechtrain.start.auto_device import AUTO, auto_device
+from speechtrain.start.build import build_device, build_precision, build_tokenizer, size_of_network
+from speechtrain.start.on_host import restart_for
+from speechtrain.start.stored import read_config
+from speechtrain.start.stored_config import apply_overrides, relocate, set_group
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.training.autotune import recorded_policy

@@ -8,10 +8,13 @@ from typing import Any
 
 from speechtrain.checkpoint.whole import Checkpointer, validation_metrics
 from speechtrain.distributed.group import Group, SingleProcess
-from speechtrain.distributed.watchdog import Watch
 from speechtrain.files import with_finite_numbers
 from speechtrain.tracking.base import Tracker
 from speechtrain.training.run_state import Progress
+
+
+def _do_nothing() -> None:
+    """Stand in for ``Watch.close`` in a rank without a watchdog."""
 
 
 @dataclass
@@ -29,7 +32,8 @@ class Attempt:
     checkpointer: Checkpointer | None = None
     tracker: Tracker | None = None
     group: Group = field(default_factory=SingleProcess)
-    watch: Watch | None = None  # the watchdog
+    unwatch: Callable[[], None] = _do_nothing
+    """Stops the watchdog. If the watchdog has begun to end the process, this call does not return."""
     peak_memory: Callable[[], int] | None = None  # returns the highest memory of the device in bytes
     content: Mapping[str, str | float] = field(default_factory=dict)  # DataModule.content of the training set
     limits: Any = None  # the ``trainer`` node of the config
@@ -65,11 +69,6 @@ class Attempt:
             "memory_mib": memory_mib,
             "computes": self.computes,
         }
-
-    def unwatch(self) -> None:
-        """Stop the watchdog. If the watchdog has begun to end the process, this method does not return."""
-        if self.watch is not None:
-            self.watch.close()
 
     def end(self, result: dict[str, Any]) -> None:
         """Report the result to the trackers and close them."""

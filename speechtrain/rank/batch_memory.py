@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from speechtrain.config.build import rank_bytes
-from speechtrain.config.resolved import dump, load
 from speechtrain.devices import host
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
 from speechtrain.errors import MachineError
 from speechtrain.files import write_text
 from speechtrain.run_directory import CONFIG
+from speechtrain.start.build import rank_bytes
+from speechtrain.start.resolved import dump, load
 from speechtrain.task import Task
 
 _BATCH_FRACTION = 0.5

@@ -15,7 +15,16 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.config.build import (
+from speechtrain.counter_rng import RunStream, seed_at
+from speechtrain.data.base import DataModule
+from speechtrain.devices.base import Device
+from speechtrain.distributed.group import Group, open_group
+from speechtrain.distributed.world import World
+from speechtrain.errors import ConfigError, MachineError
+from speechtrain.optim.schedules import Schedule
+from speechtrain.precision import FP32, Precision
+from speechtrain.rank.hang import MARGIN_SECONDS, START_SECONDS
+from speechtrain.start.build import (
     build_device,
     build_encoder,
     build_model,
@@ -24,16 +33,7 @@ from speechtrain.config.build import (
     build_tokenizer,
     initial_run,
 )
-from speechtrain.config.stored import read_config
-from speechtrain.counter_rng import RunStream, seed_at
-from speechtrain.data.base import DataModule
-from speechtrain.devices.base import Device
-from speechtrain.distributed.group import Group, open_group
-from speechtrain.distributed.watchdog import MARGIN_SECONDS, START_SECONDS
-from speechtrain.errors import ConfigError, MachineError
-from speechtrain.launcher import World
-from speechtrain.optim.schedules import Schedule
-from speechtrain.precision import FP32, Precision
+from speechtrain.start.stored import read_config
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.trainer_config import TrainerConfig, is_planned_by_time, planned_steps

@@ -13,13 +13,14 @@ import torch
 from omegaconf import DictConfig
 
 from speechtrain.compute_policy import usable_cpus
-from speechtrain.config.build import build
-from speechtrain.config.resolved import resolve
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
-from speechtrain.launcher import Job, World, forwarded_environment
+from speechtrain.distributed.world import World
+from speechtrain.launch.launcher import Job, forwarded_environment
 from speechtrain.optim.schedules import Schedule
 from speechtrain.run_directory import CONFIG, note_environment, rank_folder
+from speechtrain.start.build import build
+from speechtrain.start.resolved import resolve
 from speechtrain.task import Task
 from speechtrain.tracking.base import Tracker
 from speechtrain.tracking.console import TextLog

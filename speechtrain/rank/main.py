@@ -1,6 +1,6 @@
 """One rank of a run: builds the objects of a resolved config, trains, and writes the result.
 
-Every rank runs ``python -m speechtrain.train_rank <run>/config.yaml``. The file has been composed by the
+Every rank runs ``python -m speechtrain.rank <run>/config.yaml``. The file has been composed by the
 command that started the rank, so a rank does not use Hydra.
 """
 
@@ -25,13 +25,11 @@ from torch.optim import Optimizer
 from speechtrain.batch import Footprint
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.compute_policy import ComputePolicy, apply_policy
-from speechtrain.config.build import build_data, build_optimizer
-from speechtrain.config.resolved import load
-from speechtrain.config.targets import described_error
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.devices.out_of_memory import out_of_memory_error
 from speechtrain.distributed.group import Group, PeerLost
+from speechtrain.distributed.world import World, is_number
 from speechtrain.errors import (
     ConfigError,
     MachineError,
@@ -42,7 +40,7 @@ from speechtrain.errors import (
     print_notice,
 )
 from speechtrain.files import open_append, stdout_problem, write_text
-from speechtrain.launcher import World, is_number
+from speechtrain.launch.process_tree import kill_descendants
 from speechtrain.optim.ema import EMA, Average, NoEMA
 from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import Precision
@@ -69,7 +67,9 @@ from speechtrain.rank.logs import (
 )
 from speechtrain.rank.stop import StopRequest, stop_with_parent
 from speechtrain.run_directory import ERROR, RESULT, RunLock, rank_folder, write_result
-from speechtrain.supervision.process_tree import kill_descendants
+from speechtrain.start.build import build_data, build_optimizer
+from speechtrain.start.resolved import load
+from speechtrain.start.targets import described_error
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.tracking.base import Tracker
@@ -126,7 +126,7 @@ def train(
     attempt.limits = OmegaConf.to_container(config.trainer)
     attempt.peak_memory = rank.device.memory
     if is_watched:
-        attempt.watch = watch(attempt, rank.run_dir, settings.timeout_seconds)
+        attempt.unwatch = watch(attempt, rank.run_dir, settings.timeout_seconds).close
     _fit(rank, _build_parts(rank), stop, attempt, early_lines)
 
 
@@ -301,7 +301,7 @@ def _set_world_variables() -> None:
 
 def _config_path(arguments: Sequence[str]) -> Path | None:
     """Return the path of the config in ``arguments``. If it is missing, print the reason and return None."""
-    line = "usage: python -m speechtrain.train_rank RUN/config.yaml"
+    line = "usage: python -m speechtrain.rank RUN/config.yaml"
     if len(arguments) == 1:
         path = Path(arguments[0])
         if path.is_file():

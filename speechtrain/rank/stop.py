@@ -7,8 +7,9 @@ import os
 import signal
 from types import FrameType
 
-from speechtrain.launcher import PARENT, is_number
-from speechtrain.supervision.process_tree import ancestors_of, is_running
+from speechtrain.distributed.world import is_number
+from speechtrain.launch.launcher import PARENT
+from speechtrain.launch.process_tree import ancestors_of, is_running
 
 
 class StopRequest:

@@ -12,11 +12,11 @@ from omegaconf import DictConfig
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy, apply_policy, compile_module, usable_cpus
-from speechtrain.config.build import build_optimizer
 from speechtrain.data.base import DataModule
 from speechtrain.data.module import SpeechData
 from speechtrain.devices.base import Device
 from speechtrain.precision import Precision
+from speechtrain.start.build import build_optimizer
 from speechtrain.task import Task
 from speechtrain.training.autotune import choose_policy
 

@@ -19,8 +19,7 @@ from jinja2 import Environment, PackageLoader, Template
 from markupsafe import Markup
 
 from speechtrain.errors import MALFORMED, ConfigError, DataError, escape_controls, one_line, shorten
-from speechtrain.files import read_json
-from speechtrain.launcher import holds_secret
+from speechtrain.files import holds_secret, read_json
 from speechtrain.report.run import Run
 from speechtrain.run_directory import finite_number, read_device, read_manifest
 from speechtrain.tracking.console import duration

@@ -14,10 +14,8 @@ from typing import Any
 
 import psutil
 
-from speechtrain.config.resume_fields import flat
 from speechtrain.errors import RunError, SpeechtrainError
-from speechtrain.files import read_text
-from speechtrain.launcher import holds_secret
+from speechtrain.files import holds_secret, read_text
 from speechtrain.report.advice import advice
 from speechtrain.run_directory import (
     CONFIG,
@@ -27,6 +25,7 @@ from speechtrain.run_directory import (
     RunResult,
     StoredConfig,
     finite_number,
+    flat,
     read_about,
     read_best,
     read_device,

@@ -14,9 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from optuna.trial import FrozenTrial, TrialState
 
 from speechtrain.compute_policy import usable_cpus
-from speechtrain.config.resume_fields import key_of_override
 from speechtrain.errors import ConfigError, DataError, Diverged, Preempted, RunError, SpeechtrainError
 from speechtrain.files import print_line
+from speechtrain.overrides import key_of_override
 from speechtrain.run_directory import RunResult, read_failure
 from speechtrain.study import trial_folder
 from speechtrain.study.objectives import check_direction, numbers_of, read_objectives, values_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 from speechtrain.errors import ConfigError, MachineError, RunError
-from speechtrain.launcher import holds_secret
+from speechtrain.files import holds_secret
 from speechtrain.run_directory import CONFIG, read_stored_config
 from speechtrain.tracking.base import Tracker, scalars
 

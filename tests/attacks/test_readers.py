@@ -25,19 +25,20 @@ from speechtrain.launchers.ssh import Ssh
 from speechtrain.batch import Skip
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.commands.report import run as report
-from speechtrain.config.resolved import load
 from speechtrain.data.audio import read_cut, read_file
 from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, UnknownPart, known_cut
 from speechtrain.data.recordings import Unusable
 from speechtrain.data.skips import SkipLog
 from speechtrain.data.sources import open_source
+from speechtrain.distributed.world import World
 from speechtrain.errors import RunError, SpeechtrainError, escape_controls, one_line
 from speechtrain.files import write_json, write_text
 from speechtrain.interop import wav2vec2_fairseq, wav2vec2_hf
-from speechtrain.launcher import Job, World
+from speechtrain.launch.launcher import Job
+from speechtrain.launch.supervise import supervise
 from speechtrain.rank.main import _redirect_output
 from speechtrain.run_directory import RunLock, read_about, read_best, read_device, read_metrics, read_result
-from speechtrain.supervision.supervise import supervise
+from speechtrain.start.resolved import load
 from speechtrain.text.vocabulary import SentencePiece
 from speechtrain.tracking.console import TextLog
 from speechtrain.tracking.jsonl import Jsonl

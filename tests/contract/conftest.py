@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig
 
-from speechtrain.config.targets import ALLOW_TARGETS
-from speechtrain.runs.compose import compose
+from speechtrain.start.compose import compose
+from speechtrain.start.targets import ALLOW_TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"

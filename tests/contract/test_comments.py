@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from speechtrain.config.schema import INTERFACES, NESTED_GROUPS, Config
 from speechtrain.data.corpora.downloads import Archive
 from speechtrain.data.corpora.huggingface import HuggingFace
-from speechtrain.runs.named_corpus import Corpus
+from speechtrain.start.named_corpus import Corpus
+from speechtrain.start.schema import INTERFACES, NESTED_GROUPS, Config
 from speechtrain.trainer_config import TrainerConfig
 
 from .conftest import CONF

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from speechtrain.batch import Batch, Footprint
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.compute_policy import PLAIN, ComputePolicy, GraphFunction, compile_module
-from speechtrain.config.build import build, build_data, build_tokenizer
 from speechtrain.counter_rng import DITHER_PERIOD
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
@@ -41,8 +40,9 @@ from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.schedules import Constant
 from speechtrain.precision import FP32
 from speechtrain.rank.build import open_device, plan_updates
-from speechtrain.runs.compose import compose
-from speechtrain.runs.from_data import explicit_keys, follow_data
+from speechtrain.start.build import build, build_data, build_tokenizer
+from speechtrain.start.compose import compose
+from speechtrain.start.from_data import explicit_keys, follow_data
 from speechtrain.task import Evaluation, Loss, Task
 from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig
@@ -75,8 +75,8 @@ def test_the_environment_is_pure(choice: str) -> None:
 
 _IMPORTS = """
 import torch
-from speechtrain.runs.compose import compose
-from speechtrain.config.build import build
+from speechtrain.start.compose import compose
+from speechtrain.start.build import build
 from speechtrain.errors import MachineError
 """
 _OPEN = """

@@ -27,16 +27,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy
-from speechtrain.config.build import build, dry_build
-from speechtrain.config.check import check
-from speechtrain.config.resolved import dump
-from speechtrain.config.schema import BORROWED_GROUPS, INJECTED, INTERFACES, NESTED_GROUPS
-from speechtrain.config.targets import target_class
 from speechtrain.encoders.base import Encoder
 from speechtrain.errors import ConfigError, MachineError
-from speechtrain.launcher import Job
-from speechtrain.runs.choices import corpora
-from speechtrain.runs.named_corpus import corpus_by_name
+from speechtrain.launch.launcher import Job
+from speechtrain.start.build import build, dry_build
+from speechtrain.start.check import check
+from speechtrain.start.choices import corpora
+from speechtrain.start.named_corpus import corpus_by_name
+from speechtrain.start.resolved import dump
+from speechtrain.start.schema import BORROWED_GROUPS, INJECTED, INTERFACES, NESTED_GROUPS
+from speechtrain.start.targets import target_class
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import train_sentencepiece
 
@@ -192,7 +192,7 @@ def test_a_base_yaml_has_at_most_one_base_and_several_files_that_inherit_it(grou
 _IMPORTS = """
 import os, sys, torch
 before = dict(os.environ)
-from speechtrain.config.build import _construct
+from speechtrain.start.build import _construct
 """
 _PURE = """
 device = _construct("device", json.loads(sys.argv[1]), {})
@@ -266,7 +266,7 @@ def test_launcher_renders_what_a_shell_runs(
     (run_dir / "config.yaml").write_text(dump(config))  # what runs first on each host reads it
     job = Job(run_dir / "config.yaml", run_dir, 1, {"AWKWARD": AWKWARD, "PLAIN": "1", "A_SECRET": "hush"})
     text = launcher.render(job)
-    assert "speechtrain.train_rank" in text
+    assert "speechtrain.rank" in text
     assert "hush" not in text
     # the worker line replaced by a program that writes down what reached it
     told = tmp_path / "told"
@@ -285,8 +285,8 @@ def test_launcher_renders_what_a_shell_runs(
 
 
 def _with_program(text: str, program: str) -> str:
-    """``-m speechtrain.train_rank`` replaced, be it part of a line or two items of a JSON list."""
-    replaced, count = re.subn(r'("?)-m\1,?\s+\1speechtrain\.train_rank\1', rf"\1{program}\1", text)
+    """``-m speechtrain.rank`` replaced, be it part of a line or two items of a JSON list."""
+    replaced, count = re.subn(r'("?)-m\1,?\s+\1speechtrain\.rank\1', rf"\1{program}\1", text)
     assert count == 1, "the worker line stands there in another way: extend this test"
     return replaced
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from speechtrain.config.build import build
 from speechtrain.devices.base import Device
-from speechtrain.runs.compose import compose
+from speechtrain.start.build import build
+from speechtrain.start.compose import compose
 from tests.support.parity import IN_BF16, RECIPES, STEPS, golden, losses
 
 FP32 = 1e-4  # relative band of a step's loss against the CPU's in fp32
@@ -26,8 +26,8 @@ BF16_MEDIAN, BF16_WORST = 5e-3, 3e-2
 
 _OPEN = """
 import sys
-from speechtrain.runs.compose import compose
-from speechtrain.config.build import build
+from speechtrain.start.compose import compose
+from speechtrain.start.build import build
 from speechtrain.errors import MachineError
 device = build(compose([f"device={sys.argv[1]}"], None), "device")
 try:

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from speechtrain.launcher import WORKER
+from speechtrain.launch.launcher import WORKER
 
 from ..conftest import PATIENCE_SECONDS
 from ..integration.conftest import Command, command, environment, forks, wait_for

@@ -12,7 +12,7 @@ from recording import RecordingData
 
 from speechtrain.batch import Batch
 from speechtrain.data.workers import Processes
-from speechtrain.launcher import Job, Launcher, LaunchResult
+from speechtrain.launch.launcher import Job, Launcher, LaunchResult
 
 
 class Nothing(Launcher):

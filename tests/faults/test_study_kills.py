@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from speechtrain.launcher import WORKER
+from speechtrain.launch.launcher import WORKER
 from speechtrain.study.store import Study
 
 from ..integration.conftest import finish

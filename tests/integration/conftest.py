@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from speechtrain.config.resolved import dump
-from speechtrain.runs.compose import compose
+from speechtrain.start.compose import compose
+from speechtrain.start.resolved import dump
 
 from .starting import Started, Starter
 

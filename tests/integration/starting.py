@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _SHARED = (
-    *("torch", "torch._dynamo", "hydra._internal.hydra", "speechtrain.runs.jobs"),
+    *("torch", "torch._dynamo", "hydra._internal.hydra", "speechtrain.start.jobs"),
     *("speechtrain.commands.train", "speechtrain.optim.adamw", "speechtrain.data.module"),
     *("speechtrain.models.rnnt", "speechtrain.features.logmel", "speechtrain.commands.evaluate"),
     *("speechtrain.rank.main", "speechtrain.data.corpora.digits", "soundfile"),
@@ -141,7 +141,7 @@ def prepare() -> None:
     sys.path.append(str(Path(__file__).parents[2]))
     importlib.import_module("tests.support.parsed_once").install()
     sys.path.pop()
-    importlib.import_module("speechtrain.runs.compose").compose(["recipe=demo", "dry_run=true"])
+    importlib.import_module("speechtrain.start.compose").compose(["recipe=demo", "dry_run=true"])
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from speechtrain.launchers.kubernetes import Kubernetes
 
-from speechtrain.launcher import Job
+from speechtrain.launch.launcher import Job
 
 from . import cluster as kubernetes
 from .cluster import Cluster, Pod
@@ -100,7 +100,7 @@ def test_an_evicted_pod_continues_and_a_signal_ends_the_run(
 DEAF = "#!/bin/sh\ntrap '' TERM\necho begun $JOB_COMPLETION_INDEX\nwhile :; do sleep 0.1; done\n"
 LAUNCH = """
 import pathlib, sys
-from speechtrain.launcher import Job
+from speechtrain.launch.launcher import Job
 from speechtrain.launchers.kubernetes import Kubernetes
 python, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 launcher = Kubernetes("image", nodes=2, python=python, volumes={"shared": str(folder)}, poll_seconds=0.2)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.supervision.process_tree import descendants_running
+from speechtrain.launch.process_tree import descendants_running
 
 from .conftest import DEADLINE, Command, beyond_loopback, finish, wait_for
 from .engines import (
@@ -40,7 +40,7 @@ def test_two_ranks_train_what_one_process_does_after_an_early_signal(
     run = with_mpi(engine, tmp_path, environment)
     if engine == "intel" or is_everything():  # its mpirun is a script, which the others' are not
         process = run.start(f"trainer.max_steps={STEPS}")
-        wait_for(lambda: descendants_running(process.pid, "speechtrain.train_rank"), process)
+        wait_for(lambda: descendants_running(process.pid, "speechtrain.rank"), process)
         process.send_signal(signal.SIGTERM)  # while the ranks import their libraries
         ended = finish(process)
         assert ended.returncode == 75, ended.stderr
@@ -60,7 +60,7 @@ def test_a_signal_saves_a_rank_that_dies_ends_all_and_nothing_outlives_the_comma
     process = run.start("trainer.max_steps=5000")
     wait_for(lambda: len(run.events("train")) >= 2, process)
     if engine == "openmpi":  # mpirun itself listens on all addresses, and MPICH's ranks inherit that socket
-        ranks = descendants_running(process.pid, "speechtrain.train_rank")
+        ranks = descendants_running(process.pid, "speechtrain.rank")
         assert [beyond_loopback(pid) for pid in ranks] == [[], []]
     process.send_signal(signal.SIGTERM)
     ended = finish(process)
@@ -70,7 +70,7 @@ def test_a_signal_saves_a_rank_that_dies_ends_all_and_nothing_outlives_the_comma
     before = len(run.events("train"))
     process = run.start("trainer.max_steps=5000")
     wait_for(lambda: len(run.events("train")) > before, process)
-    os.kill(max(descendants_running(process.pid, "speechtrain.train_rank")), signal.SIGKILL)
+    os.kill(max(descendants_running(process.pid, "speechtrain.rank")), signal.SIGKILL)
     assert finish(process).returncode not in (0, 75)
     wait_for(lambda: not processes_of(run))
 

@@ -140,7 +140,7 @@ def test_a_warned_job_goes_back_and_continues_and_a_signal_ends_it(
     run: Command, slurm: dict[str, str]
 ) -> None:
     process = run.start("trainer.max_steps=5000")
-    ranks = f" {sys.executable} -P -m speechtrain.train_rank"
+    ranks = f" {sys.executable} -P -m speechtrain.rank"
     wait_for(lambda: sum(ranks in line and "srun" not in line for line in processes_of(run)) == 2, process)
     (number,) = _ask(slurm, "squeue", "-h", "-o", "%A").split()
     # what Slurm itself does before the limit; here while the ranks import their libraries

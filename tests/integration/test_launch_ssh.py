@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from speechtrain.devices.cpu import CPU
-from speechtrain.supervision.process_tree import children_of
+from speechtrain.launch.process_tree import children_of
 
 from .conftest import DEADLINE, Command, finish, wait_for
 from .engines import ENGINES, SIZES, STEPS, assert_same, prepared, processes_of, skip_without
@@ -242,7 +242,7 @@ def test_each_host_computes_its_own_threads(
         found = {}
         for pid in {int(line.split()[0]) for line in processes_of(run)}:
             with contextlib.suppress(psutil.Error):
-                if psutil.Process(pid).cmdline()[1:4] == ["-P", "-m", "speechtrain.train_rank"]:
+                if psutil.Process(pid).cmdline()[1:4] == ["-P", "-m", "speechtrain.rank"]:
                     variables = psutil.Process(pid).environ()
                     found[variables["RANK"]] = variables["OMP_NUM_THREADS"]
         return [found[rank] for rank in sorted(found)]

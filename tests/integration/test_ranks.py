@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from speechtrain.supervision.process_tree import children_of
+from speechtrain.launch.process_tree import children_of
 
 from .conftest import RECORDED, Command, beyond_loopback, finish, wait_for
 from .forked import Forks

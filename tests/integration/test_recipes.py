@@ -11,7 +11,7 @@ import pytest
 
 from speechtrain.commands import prepare, train
 from speechtrain.data.corpora.digits import Digits
-from speechtrain.runs.compose import compose
+from speechtrain.start.compose import compose
 from speechtrain.text.vocabulary import train_sentencepiece
 from tests.support import corpora
 

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.supervision.process_tree import children_of
+from speechtrain.launch.process_tree import children_of
 from tests.support.processes import state_of
 
 from .conftest import RECORDED, Command, beyond_loopback, finish, wait_for

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, open_dict
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from speechtrain.errors import SpeechtrainError
-from speechtrain.runs.compose import compose
+from speechtrain.start.compose import compose
 from tools.rehearsal import fake_step
 
 

@@ -16,7 +16,7 @@ from speechtrain.compute_policy import GraphFunction, apply_policy
 from speechtrain.devices.hpu import HPU
 from speechtrain.errors import MachineError
 from speechtrain.rank.build import build_task
-from speechtrain.runs.compose import compose
+from speechtrain.start.compose import compose
 from speechtrain.task import Evaluation, Loss, Task
 from tools.rehearsal.graph_count import GraphCount, count_graphs
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from speechtrain.config.build import build_data, build_device, build_precision
 from speechtrain.rank.build import build_task
-from speechtrain.runs.compose import compose
+from speechtrain.start.build import build_data, build_device, build_precision
+from speechtrain.start.compose import compose
 from tools.rehearsal.recorded_updates import RecordedUpdates
 
 pytestmark = pytest.mark.nightly

@@ -8,8 +8,8 @@ from functools import cache
 
 from omegaconf import DictConfig
 
-from speechtrain.runs.auto_device import VARIABLE
-from speechtrain.runs.compose import compose
+from speechtrain.start.auto_device import VARIABLE
+from speechtrain.start.compose import compose
 
 
 @cache

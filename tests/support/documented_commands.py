@@ -14,13 +14,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from speechtrain.commands import doctor, evaluate, export, prepare, report, study, transcribe
-from speechtrain.config.check import check
 from speechtrain.data.corpora.huggingface import HuggingFace
-from speechtrain.runs.auto_device import VARIABLE, check_launcher
-from speechtrain.runs.choices import choices, corpora
-from speechtrain.runs.command_line import translate_arguments
-from speechtrain.runs.compose import compose
-from speechtrain.runs.named_corpus import build_part, corpus_by_name, with_pairs
+from speechtrain.start.auto_device import VARIABLE, check_launcher
+from speechtrain.start.check import check
+from speechtrain.start.choices import choices, corpora
+from speechtrain.start.command_line import translate_arguments
+from speechtrain.start.compose import compose
+from speechtrain.start.named_corpus import build_part, corpus_by_name, with_pairs
 from speechtrain.study.space import distribution
 from speechtrain.text.normalise import scoring_normaliser
 

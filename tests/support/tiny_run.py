@@ -55,9 +55,9 @@ def end_of_program(path: Path, *arguments: str) -> int | str | None:
 def untrained(folder: Path, *overrides: str) -> Path:
     """A run that has saved its initial weights and has not trained."""
     from speechtrain.checkpoint.whole import Checkpointer
-    from speechtrain.config.resolved import dump
     from speechtrain.rank.build import build_task
-    from speechtrain.runs.compose import compose
+    from speechtrain.start.compose import compose
+    from speechtrain.start.resolved import dump
     from tests.support.composed import composed
 
     if any(override.startswith("init_from=") for override in overrides):

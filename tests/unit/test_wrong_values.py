@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from speechtrain.batch import Footprint
-from speechtrain.config.build import dry_build
 from speechtrain.data.corpora.digits import Digits
 from speechtrain.data.module import SpeechData
 from speechtrain.data.sampler import BatchLimits, BatchSize
@@ -45,7 +44,8 @@ from speechtrain.optim.schedules import (
     WarmupHoldExponential,
 )
 from speechtrain.precision import FP16
-from speechtrain.runs.compose import compose
+from speechtrain.start.build import dry_build
+from speechtrain.start.compose import compose
 from speechtrain.text.vocabulary import Characters
 from speechtrain.tracking.console import Console
 from speechtrain.tracking.wandb import WandB

@@ -27,12 +27,12 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import apply_policy
-from speechtrain.config.build import build_device, build_optimizer, build_precision, rank_bytes
-from speechtrain.config.resolved import load
 from speechtrain.devices.base import Device
 from speechtrain.errors import SpeechtrainError, first_line
 from speechtrain.optim.ema import EMA
 from speechtrain.rank.build import build_task
+from speechtrain.start.build import build_device, build_optimizer, build_precision, rank_bytes
+from speechtrain.start.resolved import load
 from speechtrain.task import Task
 from speechtrain.training.graph_warmup import padding_batch
 from speechtrain.training.optimizer_step import BranchFreeUpdate, Trained

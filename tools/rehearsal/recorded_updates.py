@@ -14,12 +14,12 @@ from omegaconf import DictConfig
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.compute_policy import ComputePolicy, apply_policy
-from speechtrain.config.build import build_optimizer, build_precision, build_schedule
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.optim.ema import EMA
 from speechtrain.rank.trial_steps import batches_by_size, select_rows
+from speechtrain.start.build import build_optimizer, build_precision, build_schedule
 from speechtrain.task import Task
 from speechtrain.tracking.group import Trackers
 from speechtrain.trainer_config import TrainerConfig

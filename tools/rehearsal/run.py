@@ -24,20 +24,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from speechtrain.commands._cli import Parser, console
 from speechtrain.compute_policy import ComputePolicy, apply_policy
-from speechtrain.config.build import build_data, build_device, build_precision
-from speechtrain.config.check import check
-from speechtrain.config.resolved import dump
-from speechtrain.config.targets import described_error
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.errors import DataError, MachineError, one_line
 from speechtrain.files import write_text
 from speechtrain.rank.build import build_task
 from speechtrain.rank.trial_steps import batches_by_size
-from speechtrain.runs.command_line import translate_arguments
-from speechtrain.runs.compose import compose
-from speechtrain.runs.from_data import explicit_keys, follow_data
-from speechtrain.runs.recipe_needs import needs_of
+from speechtrain.start.build import build_data, build_device, build_precision
+from speechtrain.start.check import check
+from speechtrain.start.command_line import translate_arguments
+from speechtrain.start.compose import compose
+from speechtrain.start.from_data import explicit_keys, follow_data
+from speechtrain.start.recipe_needs import needs_of
+from speechtrain.start.resolved import dump
+from speechtrain.start.targets import described_error
 from speechtrain.training.graph_warmup import padding_batch
 from tools.rehearsal.operations import operations_of
 from tools.rehearsal.recorded_updates import RecordedUpdates

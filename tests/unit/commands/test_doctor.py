@@ -16,10 +16,10 @@ import soundfile
 
 from speechtrain.commands import doctor
 from speechtrain.commands._cli import exit_code_of
-from speechtrain.config.build import build_device
-from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.optim import adamw8bit
-from speechtrain.runs.compose import compose
+from speechtrain.start.build import build_device
+from speechtrain.start.compose import compose
+from speechtrain.start.targets import ALLOW_TARGETS
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from speechtrain.interop.pretrained import Pretrained, describe
 from speechtrain.interop.weights import initialise, read_weights
 from speechtrain.models.wav2vec2 import Wav2Vec2
 from speechtrain.nn.masking import SpanMask
-from speechtrain.runs.compose import compose
+from speechtrain.start.compose import compose
 from tests.support.tiny_run import untrained
 
 SMALL = (

@@ -14,7 +14,7 @@ import pytest
 from speechtrain.commands.evaluate import parser
 from speechtrain.commands.main import COMMANDS, run
 from speechtrain.errors import ConfigError
-from speechtrain.runs.command_line import read_command
+from speechtrain.start.command_line import read_command
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = Path(sys.executable).parent

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speechtrain.decoding.ctc_beam import CTCBeam
 from speechtrain.decoding.greedy import Greedy
-from speechtrain.runs.compose import compose
+from speechtrain.start.compose import compose
 from tests.support.label_sequences import ctc_sequences
 from tests.support.scorers import BLANK, FRAMES, one_hot
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from speechtrain.compute_policy import apply_policy
-from speechtrain.config.build import build_device, build_encoder, build_model
 from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
 from speechtrain.rank.build import build_task
-from speechtrain.runs.compose import compose
+from speechtrain.start.build import build_device, build_encoder, build_model
+from speechtrain.start.compose import compose
 from speechtrain.text.vocabulary import Characters
 from speechtrain.training.recompute import checkpoint_layers
 from tools.rehearsal.operations import GAUDI, Operations

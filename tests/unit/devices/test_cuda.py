@@ -30,7 +30,7 @@ from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import MachineError
 from speechtrain.nn.transformer import Transformer
 from speechtrain.rank.build import build_task
-from speechtrain.runs.compose import compose
+from speechtrain.start.compose import compose
 
 
 @pytest.mark.parametrize(

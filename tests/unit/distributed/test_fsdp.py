@@ -16,9 +16,9 @@ from torch.torch_version import TorchVersion
 
 from speechtrain.checkpoint.whole import SHARDED, WHOLE, Checkpointer
 from speechtrain.distributed.group import Group, SingleProcess, TorchGroup
+from speechtrain.distributed.world import World
 from speechtrain.dtensor import full_tensor, local_shard
 from speechtrain.errors import ConfigError, RunError
-from speechtrain.launcher import World
 from speechtrain.nn.transformer import Transformer
 from speechtrain.optim.adamw import AdamW
 from speechtrain.optim.ema import EMA, Average

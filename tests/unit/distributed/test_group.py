@@ -20,8 +20,8 @@ from speechtrain.devices.hpu import HPU
 from speechtrain.distributed import group as module
 from speechtrain.distributed.group import SingleProcess, Status, TorchGroup, open_group
 from speechtrain.distributed.loopback import store_of_one_host
+from speechtrain.distributed.world import World
 from speechtrain.errors import MachineError
-from speechtrain.launcher import World
 from tests.support.ranks import RANKS, accounts_of_ranks
 
 

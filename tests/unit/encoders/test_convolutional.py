@@ -14,12 +14,12 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from speechtrain.compute_policy import apply_policy
-from speechtrain.config.build import build
 from speechtrain.devices.hpu import HPU
 from speechtrain.encoders.convolutional import ConvolutionalEncoder
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.nn.norm import MaskedBatchNorm
+from speechtrain.start.build import build
 from tests.support.composed import composed
 from tests.support.noise import batch
 from tests.support.stored import stored_bytes

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import STATIC, apply_policy
-from speechtrain.config.build import build_encoder
 from speechtrain.encoders import fastconformer
 from speechtrain.encoders.fastconformer import FastConformer
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
-from speechtrain.runs.compose import compose
+from speechtrain.start.build import build_encoder
+from speechtrain.start.compose import compose
 from tests.support.noise import batch
 from tools.rehearsal.operations import GAUDI
 from tools.rehearsal.recorder import Recorder

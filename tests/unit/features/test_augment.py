@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from speechtrain.features.augment import Augment
-from speechtrain.runs.compose import compose
+from speechtrain.start.compose import compose
 
 
 def from_yaml(name: str) -> tuple[Augment, dict[str, Any]]:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from speechtrain.batch import Batch
-from speechtrain.config.build import build_encoder, build_model, build_tokenizer
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.interop import parakeet_hf
 from speechtrain.interop.weights import initialise, read_nodes, read_weights
-from speechtrain.runs.compose import compose
+from speechtrain.start.build import build_encoder, build_model, build_tokenizer
+from speechtrain.start.compose import compose
 from speechtrain.task import Task
 
 transformers = pytest.importorskip("transformers")

@@ -25,7 +25,7 @@ from speechtrain.interop.pretrained import Pretrained, describe
 from speechtrain.interop.weights import initialise, read_weights, write_imported
 from speechtrain.models.ctc import CTC
 from speechtrain.nn.masking import SpanMask
-from speechtrain.runs.compose import compose
+from speechtrain.start.compose import compose
 from speechtrain.text.vocabulary import Characters
 from tests.support.noise import batch
 

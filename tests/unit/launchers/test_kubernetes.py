@@ -13,7 +13,7 @@ from speechtrain.launchers.kubernetes import Kubernetes
 from torch.distributed.elastic.utils import macros
 
 from speechtrain.errors import EXIT_PREEMPTED, ConfigError, DataError, Diverged, MachineError
-from speechtrain.launcher import Job
+from speechtrain.launch.launcher import Job
 
 AWKWARD = "a b'c\"d $(HOME) $$(HOME) $ $$ $( `id` $(id) \\ ; # {x}: [1]\n\tend é"
 NUMBERS = ("1", "1e3", "0x1f", "0o7", "1_000", "1:30", "on", "y", "null", "~", "true", "-", "--", ".inf", "")
@@ -110,7 +110,7 @@ def test_values_arrive_as_they_are_and_secrets_do_not(monkeypatch: pytest.Monkey
     assert {"AWKWARD": AWKWARD, "HF_HOME": AWKWARD, **numbers}.items() <= reached.items()
     command = [expanded(word, plenty) for word in container["command"]]
     worker = macros.substitute(command[-4:], "0")  # what torchrun does to its arguments
-    assert worker == ["-P", "-m", "speechtrain.train_rank", str(run_dir / "config.yaml")]
+    assert worker == ["-P", "-m", "speechtrain.rank", str(run_dir / "config.yaml")]
     assert {f"--outcome={run_dir}", str(run_dir / "agent.log"), "--address=10.0.0.7"} < set(command)
     assert command.count(AWKWARD) == 4  # the interpreter
     assert {"--node=1", "--node-rank=1", "--nnodes=2", "--nproc-per-node=2"} < set(command)
@@ -120,7 +120,7 @@ def test_values_arrive_as_they_are_and_secrets_do_not(monkeypatch: pytest.Monkey
 def test_the_ranks_of_a_single_pod_meet_on_its_loopback_address() -> None:
     (*_, document) = documents(launcher(nodes=1).manifest(job(Path("/shared/run"))))
     words = pod_of(document)["containers"][0]["command"]
-    assert "speechtrain.distributed.local_agent" in words
+    assert "speechtrain.launch.local_agent" in words
     assert not [w for w in words if w.startswith(("--address", "--master", "--rdzv", "--node-rank"))]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from speechtrain.launchers.mpi import Mpi
 
-from speechtrain.launcher import Job
+from speechtrain.launch.launcher import Job
 
 SAID = {
     "openmpi": "mpirun (Open MPI) 4.1.4",

@@ -8,7 +8,7 @@ import pytest
 from speechtrain.launchers.slurm import Slurm
 
 from speechtrain.errors import ConfigError
-from speechtrain.launcher import Job
+from speechtrain.launch.launcher import Job
 
 
 def job(folder: Path, world_size: int = 4, **environment: str) -> Job:

@@ -10,7 +10,7 @@ from speechtrain.launchers.ssh import Ssh
 
 from speechtrain.commands import train
 from speechtrain.errors import ConfigError
-from speechtrain.launcher import Job
+from speechtrain.launch.launcher import Job
 
 
 def launcher(folder: Path, text: str, **keys: object) -> Ssh:
@@ -96,7 +96,7 @@ def test_a_variable_that_the_config_reads_goes_to_each_host(
 def test_the_ranks_of_a_single_host_meet_on_its_loopback_address(tmp_path: Path) -> None:
     text = launcher(tmp_path, "a\n").render(job(tmp_path))
     remote = shlex.split(shlex.split(text.splitlines()[1])[-1])
-    assert "speechtrain.distributed.local_agent" in remote
+    assert "speechtrain.launch.local_agent" in remote
     names = ("--address", "--master", "--rdzv", "--node-rank")
     assert not [word for word in remote if word.startswith(names)]
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN, STATIC, ComputePolicy, apply_policy
-from speechtrain.config.build import build
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.models.rnnt import RNNT
+from speechtrain.start.build import build
 from speechtrain.text.vocabulary import Characters, Tokenizer
 from tests.support import noise
 from tests.support.composed import composed

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.config.build import build
 from speechtrain.models.wav2vec2 import CollapseWatch, Wav2Vec2
+from speechtrain.start.build import build
 from tests.support import noise
 from tests.support.composed import composed
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.config.build import build, dry_build
 from speechtrain.errors import MachineError, RunError
 from speechtrain.optim import adamw8bit
 from speechtrain.optim.adamw import AdamW
 from speechtrain.optim.adamw8bit import AdamW8bit
-from speechtrain.runs.compose import compose
+from speechtrain.start.build import build, dry_build
+from speechtrain.start.compose import compose
 from tests.support.checkpoints import restore
 
 

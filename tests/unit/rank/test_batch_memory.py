@@ -8,15 +8,15 @@ import pytest
 from omegaconf import DictConfig
 from torch import Tensor
 
-from speechtrain.config.build import build_data, build_device
-from speechtrain.config.resolved import dump, load
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess
+from speechtrain.distributed.world import World
 from speechtrain.errors import MachineError
-from speechtrain.launcher import World
 from speechtrain.rank.batch_memory import choose_batch_memory, free_batch_memory
 from speechtrain.rank.build import build_task
-from speechtrain.runs.compose import compose
+from speechtrain.start.build import build_data, build_device
+from speechtrain.start.compose import compose
+from speechtrain.start.resolved import dump, load
 from speechtrain.tracking.console import start_lines
 from tests.support.composed import composed
 

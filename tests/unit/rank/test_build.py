@@ -10,14 +10,14 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from speechtrain.config.build import build_data, build_tokenizer
 from speechtrain.devices.cpu import CPU
+from speechtrain.distributed.world import World
 from speechtrain.errors import ConfigError, MachineError
-from speechtrain.launcher import World
 from speechtrain.optim.schedules import Schedule
 from speechtrain.rank import build
 from speechtrain.rank.build import build_task, load_initial_weights, plan_updates, trainer_config_for
-from speechtrain.runs.compose import compose
+from speechtrain.start.build import build_data, build_tokenizer
+from speechtrain.start.compose import compose
 from speechtrain.text.vocabulary import SentencePiece, train_sentencepiece
 from speechtrain.tracking.console import start_lines
 from speechtrain.trainer_config import TrainerConfig

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.config.resolved import dump
-from speechtrain.launcher import LaunchResult
+from speechtrain.launch.launcher import LaunchResult
 from speechtrain.rank.main import _restart_fact
 from speechtrain.run_directory import RunLock
-from speechtrain.runs.compose import compose
-from speechtrain.runs.start import _run_result
+from speechtrain.start.compose import compose
+from speechtrain.start.resolved import dump
+from speechtrain.start.start import _run_result
 from speechtrain.tracking.console import start_lines
 
 from ...conftest import Disk
@@ -25,7 +25,7 @@ def rank(run_dir: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     config = run_dir / "config.yaml"
     if not config.exists():
         config.write_text("[]")
-    line = [sys.executable, "-m", "speechtrain.train_rank", str(config)]
+    line = [sys.executable, "-m", "speechtrain.rank", str(config)]
     return subprocess.run(
         line, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
     )

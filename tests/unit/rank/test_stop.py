@@ -17,7 +17,7 @@ from speechtrain.rank.stop import StopRequest
 def test_a_rank_that_outlived_its_command_before_it_could_ask_stops(tmp_path: Path) -> None:
     code = (
         "import os, sys\n"
-        "from speechtrain.launcher import PARENT\n"
+        "from speechtrain.launch.launcher import PARENT\n"
         "from speechtrain.rank.stop import StopRequest, stop_with_parent\n"
         "for parent in sys.argv[1:]:\n"
         "    os.environ[PARENT] = parent\n"

@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from speechtrain.config.build import build
+from speechtrain.start.build import build
 from speechtrain.tracking.base import Tracker
 
 CONF = Path(__file__).parents[3] / "conf" / "tracking"

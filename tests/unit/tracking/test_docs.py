@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.config.build import build
-from speechtrain.config.check import check
-from speechtrain.config.targets import ALLOW_TARGETS
-from speechtrain.runs.compose import compose
+from speechtrain.start.build import build
+from speechtrain.start.check import check
+from speechtrain.start.compose import compose
+from speechtrain.start.targets import ALLOW_TARGETS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "trackers.md"
 

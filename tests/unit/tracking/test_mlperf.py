@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from speechtrain.config.build import build
-from speechtrain.config.resolved import dump, load
+from speechtrain.start.build import build
+from speechtrain.start.resolved import dump, load
 from speechtrain.tracking.base import Tracker
 from tests.support.composed import composed
 from tests.support.mllog import MLLog, golden_keys

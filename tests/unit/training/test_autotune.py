@@ -14,7 +14,6 @@ from torch._dynamo.utils import counters
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN, ComputePolicy
-from speechtrain.config.build import build_data
 from speechtrain.data.base import DataModule
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess
@@ -23,7 +22,8 @@ from speechtrain.files import write_json
 from speechtrain.precision import BF16, FP32, Auto, Precision
 from speechtrain.rank.build import build_task
 from speechtrain.run_directory import About, DeviceRecord
-from speechtrain.runs.compose import compose
+from speechtrain.start.build import build_data
+from speechtrain.start.compose import compose
 from speechtrain.task import Task
 from speechtrain.training import autotune
 from speechtrain.training.autotune import choose_policy, recorded_policy, resolve_policy

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from speechtrain.config.build import build_schedule
 from speechtrain.optim.schedules import Schedule
+from speechtrain.start.build import build_schedule
 from tests.support.composed import composed
 from tests.support.small_trainer import MICRO_BATCHES
 from tests.support.timed_run import Run

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.compute_policy import apply_policy
-from speechtrain.config.build import build_encoder, build_model, build_tokenizer
 from speechtrain.devices.cpu import CPU
 from speechtrain.errors import ConfigError
 from speechtrain.rank.build import build_task, open_device
-from speechtrain.runs.choices import choices
-from speechtrain.runs.compose import compose
+from speechtrain.start.build import build_encoder, build_model, build_tokenizer
+from speechtrain.start.choices import choices
+from speechtrain.start.compose import compose
 from speechtrain.task import Task, units_of
 from speechtrain.training.recompute import checkpoint_layers
 from tests.support.composed import composed

@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor
 
 from speechtrain.distributed.group import SingleProcess
+from speechtrain.distributed.world import World
 from speechtrain.errors import RunError
-from speechtrain.launcher import World
 from speechtrain.training.saving import Saving, choose_checkpoint
 from tests.support.small_trainer import Recorder, Rig
 

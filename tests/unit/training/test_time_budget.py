@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from speechtrain.batch import Batch
-from speechtrain.config.build import build_schedule
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import MachineError, RunError
+from speechtrain.start.build import build_schedule
 from speechtrain.task import Evaluation
 from speechtrain.training.time_budget import Revision, TimePlan, read_plan, shared_plan, write_plan
 from tests.support.composed import composed
