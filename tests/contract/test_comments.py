@@ -109,13 +109,3 @@ def test_a_key_without_a_comment_is_reported(tmp_path: Path) -> None:
     )
     (folder / "b.yaml").write_text("one: 2\nfour:  # four\n  six: 6  # six\n")
     assert keys_without_comment(folder) == ["device.two", "device.four.five"]
-
-
-def test_a_field_without_a_comment_is_reported() -> None:
-    class Record:
-        one: int = 1  # one
-        # two
-        two: int = 2
-        three: int = 3
-
-    assert fields_without_comment(Record) == []

@@ -229,9 +229,12 @@ def test_device(choice: str, required: dict[str, str], constructed: dict[str, tu
     assert re.search(device.facts.peer_lost, device.facts.collectives[device.name])
     assert isinstance(device.static_shapes, bool)
     assert device.graphs() >= 0
+    assert not device.supports(torch.float64)
     torch.device(device.name)  # what autocast is told
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert "\n" not in device.precision_fallback_reason(dtype)
         policy = device.policy(dtype)
+        assert policy.static_shapes == device.static_shapes
         assert ComputePolicy.from_record(json.loads(json.dumps(policy.record()))) == policy
 
 

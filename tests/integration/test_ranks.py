@@ -16,6 +16,7 @@ import pytest
 from speechtrain.launch.process_tree import children_of
 
 from .conftest import RECORDED, Command, beyond_loopback, finish, wait_for
+from .engines import TOLERANCE, figures
 from .forked import Forks
 
 STEPS = 20
@@ -25,7 +26,6 @@ EXTRA = [
     "schedule=constant",  # others depend on the planned length
     "data.valid_batch.count=2",  # three batches: of two ranks one has two of them, the other one and a filler
 ]
-TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +35,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str],
     run = Command(tmp_path_factory.mktemp("alone") / "run", environment, sizes)
     assert forks.run(run.write()) == [0], run.result()
     return run
-
-
-def figures(run: Command) -> np.ndarray:
-    """Loss and gradient norm of each update."""
-    return np.array([[e["step"], e["loss"], e["grad_norm"]] for e in run.events("train")])
 
 
 def assert_same(run: Command, alone: Command) -> None:

@@ -105,13 +105,3 @@ def test_a_ctc_run_is_exported_with_its_head_or_as_an_encoder(
     assert export.run([str(run), "--encoder", *to, str(tmp_path / "encoder")]) == 0
     assert ": encoder, " in capsys.readouterr().out
     assert not (tmp_path / "encoder" / "vocab.json").exists()
-
-
-def test_a_run_of_the_recipe_scratch_is_exported_with_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("transformers")
-    scratch = ("recipe=scratch", "data.train=x", "tokenizer=characters", "model.ctc_weight=1")
-    run = untrained(tmp_path / "run", *scratch, "encoder.layers=1")
-    assert export.run([str(run), "--to", "huggingface", "--out", str(tmp_path / "hf")]) == 0
-    assert ": Parakeet, the encoder with its auxiliary CTC, since " in capsys.readouterr().out

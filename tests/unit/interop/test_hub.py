@@ -8,9 +8,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,18 +34,34 @@ FILES = {
 }
 
 
-class Hub(BaseHTTPRequestHandler):
-    """The hub's answers for the model ``team/model``, as its client asks for them."""
+class Handler(BaseHTTPRequestHandler):
+    """A hub that notes its requests."""
 
-    def __init__(self, asked: list[str], *rest: object) -> None:
-        self.asked = asked
-        super().__init__(*rest)  # type: ignore[arg-type]
+    def __init__(self, requests: Any, *arguments: object) -> None:
+        self.requests = requests
+        super().__init__(*arguments)  # type: ignore[arg-type]
 
     def log_message(self, *_: object) -> None:
         pass
 
+
+@contextmanager
+def served(handler: type[Handler], requests: Any) -> Iterator[str]:
+    """Serve a hub on this machine. Yields its address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, requests))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class Hub(Handler):
+    """The hub's answers for the model ``team/model``, as its client asks for them."""
+
     def do_GET(self) -> None:
-        self.asked.append(self.path)
+        self.requests.append(self.path)
         path = self.path.partition("?")[0]
         if path in (f"/api/models/team/model/revision/{name}" for name in ("main", COMMIT)):
             siblings = [{"rfilename": name} for name in FILES]
@@ -79,13 +97,8 @@ class Hub(BaseHTTPRequestHandler):
 def asked() -> Iterator[tuple[list[str], str]]:
     """A hub on this machine: what it was asked for, and its address."""
     found: list[str] = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, found))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield found, f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with served(Hub, found) as endpoint:
+        yield found, endpoint
 
 
 def run(code: str, cache: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
@@ -132,15 +145,8 @@ def test_a_folder_is_its_absolute_path(tmp_path: Path, monkeypatch: pytest.Monke
     assert folder_of("hf:model") == tmp_path / "model"
 
 
-class UploadHub(BaseHTTPRequestHandler):
+class UploadHub(Handler):
     """The hub's answers to an upload. It refuses a card without a licence."""
-
-    def __init__(self, requests: dict[str, str], *arguments: object) -> None:
-        self.requests = requests
-        super().__init__(*arguments)  # type: ignore[arg-type]
-
-    def log_message(self, *_: object) -> None:
-        pass
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()
@@ -165,13 +171,8 @@ class UploadHub(BaseHTTPRequestHandler):
 def upload_hub() -> Iterator[tuple[dict[str, str], str]]:
     """A hub on this machine for uploads: the bodies of its requests by path, and its address."""
     requests: dict[str, str] = {}
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(UploadHub, requests))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield requests, f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with served(UploadHub, requests) as endpoint:
+        yield requests, endpoint
 
 
 UPLOAD = """
@@ -233,10 +234,3 @@ def test_check_upload_refuses_a_name(name: str) -> None:
 
     with pytest.raises(ConfigError, match=f"--push {name}"):
         check_upload(name, needs_token=False)
-
-
-def test_check_upload_without_a_token_says_how_to_get_one(tmp_path: Path) -> None:
-    code = UPLOAD.format(str(tmp_path)).replace('os.environ["HF_TOKEN"] = "hf_secret"', "")
-    process = run(code, tmp_path, "http://127.0.0.1:9")
-    assert process.stdout.startswith("4 --push team/model needs a token of the hub."), process.stderr
-    assert "https://huggingface.co/settings/tokens" in process.stdout

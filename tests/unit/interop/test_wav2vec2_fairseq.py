@@ -385,6 +385,7 @@ CHANGES = [
     (with_settings(encoder_attention_heads=5), "heads"),
     (drop_first, "strides"),
     (lambda content: content.update(model={"a": torch.zeros(1)}), "wav2vec 2.0"),
+    (lambda content: content.update(model={"mask_emb": "x"}), "has no wav2vec 2.0 model"),
     (lambda content: content["cfg"]["criterion"].update(infonce=False), "infonce is False"),
     *((with_settings(**{name: value}), f"{name} is {value!r}") for name, value in NOT_COMPUTED.items()),
 ]
@@ -457,21 +458,9 @@ def test_contents_that_torch_load_would_take_on_trust(
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist"):
-        wav2vec2_fairseq.read(tmp_path / "no.pt")
-
-
 def test_an_encoder_alone_is_not_exported(small: Pretrained) -> None:
     with pytest.raises(ConfigError, match="this is an encoder"):
         wav2vec2_fairseq.checkpoint_of(small.encoder_only())
-
-
-def test_read_refuses_a_mask_embedding_that_is_no_tensor(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    torch.save({"model": {"mask_emb": "x"}, "cfg": {"model": {}}}, path)
-    with pytest.raises(DataError, match=r"has no wav2vec 2\.0 model"):
-        wav2vec2_fairseq.read(path)
 
 
 LAYER = "encoder.layers.0.self_attn.in_proj_weight"

@@ -234,23 +234,6 @@ def test_what_makes_another_run(override: str) -> None:
     assert fingerprint([], {}) != fingerprint([override], {})
 
 
-def test_fingerprint_has_the_volatile_keys_that_a_sweep_varies() -> None:
-    one_step, two_steps = ["seed=2", "trainer.max_steps=1"], ["trainer.max_steps=2", "seed=2"]
-    swept = ["trainer.max_steps", "seed"]
-    assert fingerprint(one_step, {}) == fingerprint(two_steps, {}) == fingerprint(["seed=2"], {}, ["seed"])
-    assert fingerprint(one_step, {}, swept) != fingerprint(two_steps, {}, swept)
-    assert fingerprint(one_step, {}, swept) == fingerprint([*reversed(one_step)], {}, swept)
-
-
-def test_a_runs_name_follows_from_what_was_typed_and_written() -> None:
-    typed = ["optimizer.lr=1", "seed=2"]
-    assert fingerprint(typed, {}) == fingerprint([*reversed(typed), "trainer.keep=9"], {})
-    assert fingerprint(["seed=1", "seed=2"], {}) != fingerprint(
-        ["seed=2", "seed=1"], {}
-    )  # the last one counts
-    assert fingerprint(typed, {"model/mine": "a: 1"}) != fingerprint(typed, {"model/mine": "a: 2"})
-
-
 def test_the_file_reads_back(config: DictConfig, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(dump(config))

@@ -34,6 +34,8 @@ def test_run_name_is_that_of_the_same_command(tmp_path: Path, monkeypatch: pytes
         run_name(CHOICES, [f"data.train={tmp_path}/a.jsonl", "trainer.max_steps=9", "seed=1"], None) == name
     )
     assert run_name(CHOICES, ["seed=2", "data.train=a.jsonl"], None) != name
+    # The last value of a key counts.
+    assert run_name(CHOICES, ["seed=1", "seed=2"], None) != run_name(CHOICES, ["seed=2", "seed=1"], None)
 
 
 def test_run_name_depends_on_what_a_sweep_varies() -> None:
