@@ -179,7 +179,7 @@ def measure(run: Path, options: Options, only: str = "") -> list[str]:
 def write_training_ngram(data: Any, tokenizer: Any, path: Path, order: int) -> None:
     """Write an n-gram of the training transcripts."""
     rows = data.training_set.rows.tolist()
-    write_ngram((data.index.text(row, tokenizer.normalise) for row in rows), path, order)
+    write_ngram((data.training_set.index.text(row, tokenizer.normalise) for row in rows), path, order)
 
 
 def compare(bench: Bench, title: str, decoders: dict[str, Decoder], fused: Decoder, options: Options) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -103,24 +103,17 @@ def read_file(
     last ``seconds``, or to the end of the file if this is None. Raises Unusable, as ``read_cut`` does, or
     if the channels are opposed.
     """
-    decoded = _decode(path, start, seconds)
-    mono, faults = _to_mono(decoded.samples, path, channel)
+    samples, rate, _ = _decode(path, start, seconds)
+    mono, faults = _to_mono(samples, path, channel)
     refuse_opposed_channels(faults)
-    return check_and_resample(mono, decoded.rate, sample_rate, path=path)
+    return check_and_resample(mono, rate, sample_rate, path=path)
 
 
-def change_rate(samples: Samples, rate: int, new_rate: int) -> Samples:
+def change_rate(samples: Samples, rate: int, new_rate: int, is_steep: bool = True) -> Samples:
     """Return samples (S,) at ``new_rate``, as ``ceil(S × new_rate / rate)`` samples.
 
-    The filter is steep: frequencies of at least 1.04 times the new Nyquist frequency alias at −60 dB or less.
-    """
-    return resample(samples, rate, new_rate, is_steep=True)
-
-
-def resample(samples: Samples, rate: int, new_rate: int, is_steep: bool) -> Samples:
-    """Return samples (S,) at ``new_rate``, as ``ceil(S × new_rate / rate)`` samples.
-
-    The filter of ``change_rate`` is steep. A filter that is not steep is shorter and faster.
+    With a steep filter, frequencies of at least 1.04 times the new Nyquist frequency alias at −60 dB or less.
+    Another filter is shorter and faster, as in torchaudio.
     """
     if rate == new_rate:
         return samples
@@ -188,7 +181,7 @@ def _filter_bank(rate: int, new_rate: int, is_steep: bool) -> _FilterBank:
 def _apply_bank(samples: Samples, bank: _FilterBank) -> torch.Tensor:
     """Return the samples at the new rate. The last ones are beyond the end of the audio.
 
-    With other settings of torch, sums may be rounded differently (``data.workers._load_as_worker``).
+    With other settings of torch, sums may be rounded differently (``data.workers``).
 
     A matmul replaces lhotse's convolution. For 2.4 s of audio it takes 0.26 ms instead of 0.7 to 1.2 ms,
     because oneDNN prepares a convolution again for each new length.
@@ -268,14 +261,6 @@ def recording_of(cut: Mapping[str, Any], former: Callable[[str], str] = str) -> 
     return "/".join(path.split("/")[-2:])
 
 
-class _Decoded(NamedTuple):
-    """The decoded audio of a file."""
-
-    samples: Samples  # (C, S)
-    rate: int  # in Hz
-    faults: list[Fault]
-
-
 def _read_simple(
     cut: Mapping[str, Any], sample_rate: int, channel: int | None
 ) -> tuple[Samples, list[Fault]]:
@@ -286,10 +271,15 @@ def _read_simple(
     samples, rate, faults = _decode(path, float(cut["start"]), max_decoded_seconds)
     length_faults = _length_faults(cut, path, samples.shape[1] / rate)
     faults = faults or length_faults
-    named_samples = _named_channels(samples, source.get("channels"), cut.get("channel"))
-    if len(named_samples) < len(samples):
-        channel = None
-    mono, channel_faults = _to_mono(named_samples, path, channel)
+    # If the manifest lists all channels of the file, the cut may name some of them.
+    file_channels, cut_channels = source.get("channels"), cut.get("channel")
+    all_are_listed = isinstance(file_channels, list) and len(file_channels) == len(samples)
+    if all_are_listed and len(samples) > 1 and cut_channels is not None:
+        names = cut_channels if isinstance(cut_channels, list) else [cut_channels]
+        samples = samples[[file_channels.index(name) for name in names]]
+        if len(names) < len(file_channels):
+            channel = None
+    mono, channel_faults = _to_mono(samples, path, channel)
     return check_and_resample(mono, rate, sample_rate, path=path), faults + channel_faults
 
 
@@ -310,8 +300,9 @@ def _seconds_to_decode(cut: Mapping[str, Any], path: str) -> float:
     start, seconds = float(cut["start"]), seconds_of(cut)
     if not 0 < seconds < math.inf or not 0 <= start < math.inf:
         raise _wrong_length(path, f"{cut['duration']} s from {cut['start']} s in the manifest")
-    if _is_whole_file(cut):
-        # This detects a file that is longer than in the manifest.
+    is_segment = (cut.get("custom") or {}).get(SEGMENT)
+    if not is_segment and start == 0.0 and seconds >= float(cut["recording"]["duration"]) - 0.01:
+        # The cut is its whole file, by the manifest. This detects a file that is longer than in the manifest.
         return seconds + 2 * tolerated_seconds(seconds)
     return seconds
 
@@ -333,22 +324,15 @@ def _length_faults(cut: Mapping[str, Any], path: str, decoded_seconds: float) ->
     return [Fault("other_length", f"{path}: {lengths}")] if is_other_length else []
 
 
-def _is_whole_file(cut: Mapping[str, Any]) -> bool:
-    """Return whether a cut is its whole file, by the manifest. A SEGMENT of a file never is."""
-    if (cut.get("custom") or {}).get(SEGMENT):
-        return False
-    file_seconds = float(cut["recording"]["duration"])
-    return seconds_of(cut) >= file_seconds - 0.01 and float(cut["start"]) == 0.0
-
-
 def _wrong_length(path: str, detail: str) -> Unusable:
     return Unusable("wrong_length", f"{path}: {detail}")
 
 
-def _decode(path: str, start: float, seconds: float | None) -> _Decoded:
-    """Decode ``seconds`` of a file from ``start`` on (None: to the end).
+def _decode(path: str, start: float, seconds: float | None) -> tuple[Samples, int, list[Fault]]:
+    """Return the samples (C, S) of a file from ``start`` on, their rate and the faults of the file.
 
-    Raises Unusable. More than MOST_SAMPLES are not decoded, because they could fill the memory.
+    If ``seconds`` is None, they last to the end. Raises Unusable. More than MOST_SAMPLES are not decoded,
+    because they could fill the memory.
     """
     import_lhotse()
     from lhotse.utils import compute_num_samples
@@ -377,7 +361,7 @@ def _decode(path: str, start: float, seconds: float | None) -> _Decoded:
         if decoded_share < LEAST_SHARE:
             raise _wrong_length(path, lengths)
         faults.append(Fault("other_length", f"{path}: {lengths}"))
-    return _Decoded(samples, int(rate), faults)
+    return samples, int(rate), faults
 
 
 def _read_or_shorten(recording: SoundFile, count: int) -> Samples:
@@ -396,21 +380,6 @@ def _read_or_shorten(recording: SoundFile, count: int) -> Samples:
         if decoded_count < LEAST_SHARE * count:
             raise
         return samples[:decoded_count]
-
-
-def _named_channels(samples: Samples, file_channels: Any, cut_channels: Any) -> Samples:
-    """Return the cut's channels (D, S) among ``samples`` (C, S).
-
-    ``file_channels`` are the channels that the manifest lists for the file, and ``cut_channels`` is one
-    channel or a list. If the manifest does not list all C channels, all are returned.
-    """
-    all_are_listed = isinstance(file_channels, list) and len(file_channels) == len(samples)
-    if all_are_listed and len(samples) > 1 and cut_channels is not None:
-        if not isinstance(cut_channels, list):
-            cut_channels = [cut_channels]
-        rows = [file_channels.index(channel) for channel in cut_channels]
-        samples = samples[rows]
-    return samples
 
 
 def _to_mono(samples: Samples, path: str, channel: int | None) -> tuple[Samples, list[Fault]]:
@@ -456,20 +425,11 @@ def _read_mixed(cut: Mapping[str, Any], sample_rate: int) -> Samples:
     from speechtrain.data.lhotse_audio import load_audio
 
     _check_file_lengths(cut)
-
-    def decode(path: str, start: float, seconds: float | None) -> Samples:
-        return _decode(path, start, seconds).samples
-
-    samples, rate = load_audio(cut, decode, _change_rate_fast)
+    samples, rate = load_audio(cut, lambda *place: _decode(*place)[0], partial(change_rate, is_steep=False))
     path = first_file(cut, default=str(cut["id"]))
     if samples.shape[1] == 0:
         raise Unusable("no_samples", path)
     return check_and_resample(_average(samples), rate, sample_rate, path=path)
-
-
-def _change_rate_fast(samples: Samples, rate: int, new_rate: int) -> Samples:
-    """Resample with the short filter that lhotse applies in the transforms of its cuts."""
-    return resample(samples, rate, new_rate, is_steep=False)
 
 
 def _check_file_lengths(cut: Mapping[str, Any]) -> None:

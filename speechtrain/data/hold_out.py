@@ -119,15 +119,18 @@ def held_out(
     all_have_speakers = groups["speaker"].min(initial=0) >= 0  # The key of a missing speaker is -1.
     if by == "speaker" or (not by and all_have_speakers):
         speakers = _connected_speakers(groups)
-        if _is_too_large(speakers, groups["speaker"], seconds, share):
+        group_keys, group_numbers = np.unique(speakers, return_inverse=True)
+        # A group of several speakers has the key of one of them. So another speaker's key differs from it.
+        of_several = np.isin(group_numbers, group_numbers[speakers != groups["speaker"]])
+        group_seconds = np.bincount(group_numbers[of_several], seconds[of_several])
+        if group_seconds.max(initial=0.0) > _TOO_LARGE * share * seconds.sum():
             _LOG.warning("whole speakers cannot be held out, because too many of them share recordings")
             by = "recording"
         else:
             is_drawn = _draw_groups(speakers, seconds, share, decided)
             fraction = seconds[is_drawn].sum() / max(seconds.sum(), 1e-9)
             is_near_share = share / _TOLERANCE <= fraction <= share * _TOLERANCE
-            speaker_groups = len(np.unique(speakers))
-            if by or (is_near_share and speaker_groups >= _FEWEST_SPEAKERS):
+            if by or (is_near_share and len(group_keys) >= _FEWEST_SPEAKERS):
                 return is_drawn, "speaker"
     if not by:
         has_several_recordings = len(np.unique(groups["recording"])) > 1
@@ -153,19 +156,6 @@ def _connected_speakers(groups: Mapping[str, _Keys]) -> _Keys:
     np.minimum.at(component_keys, components[: len(speakers)], speakers)
     group_keys: _Keys = component_keys[components[speaker_numbers]]
     return group_keys
-
-
-def _is_too_large(group_keys: _Keys, speakers: _Keys, seconds: _Seconds, share: float) -> bool:
-    """Return whether a group of several speakers has more than twice the requested seconds.
-
-    ``group_keys`` and ``speakers`` (N,) are the keys of each cut's group and of its speaker.
-    """
-    _, group_numbers = np.unique(group_keys, return_inverse=True)
-    # A group of several speakers has the key of one of them. So another speaker's key differs from it.
-    groups_of_several = group_numbers[group_keys != speakers]
-    cuts = np.isin(group_numbers, groups_of_several)
-    group_seconds = np.bincount(group_numbers[cuts], seconds[cuts])
-    return bool(group_seconds.max(initial=0.0) > _TOO_LARGE * share * seconds.sum())
 
 
 def _draw_groups(

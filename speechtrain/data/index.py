@@ -1,9 +1,8 @@
 """The index of a source's cuts: memory-mapped arrays of the facts that the sampler needs of each cut.
 
 An index is a folder of the cache. It contains a binary file with the numbers of each cut, such as its
-duration and the byte offset of its JSON line, and the cuts of each part of the source as JSON lines. It is
-built in chunks, so the memory does not grow with the source. To open an index is fast, because mapping an
-array reads nothing.
+duration and the byte offset of its JSON line, and a file of the cuts as JSON lines. It is built in chunks, so
+the memory does not grow with the source. To open an index is fast, because mapping an array reads nothing.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from speechtrain.data.hold_out import groups_of
 from speechtrain.data.source import Facts, Source
 from speechtrain.data.sources import located_cuts, parts_of
 from speechtrain.errors import MALFORMED, DataError
-from speechtrain.files import absolute_path, atomic, flush, read_text, writing
+from speechtrain.files import absolute_path, atomic, flush, writing
 from speechtrain.text.normalise import Normaliser, normalise_in, normaliser
 from speechtrain.text.vocabulary import Tokenizer
 
-FORMAT = 7  # the format of the folder. An index of another format is built again.
+FORMAT = 8  # the format of the folder. An index of another format is built again.
 _ROW = np.dtype(
     [
         ("key", "<i8"),
@@ -60,7 +59,6 @@ _ROW = np.dtype(
 )
 """The numbers of a cut. ``Index`` describes them."""
 
-_MOST_OPEN = 100  # the most open files of an index. A process can open 1,024 by default.
 _CHUNK = 65_536  # rows that are in memory during a build
 _DAY = 86_400  # seconds
 
@@ -71,20 +69,12 @@ class Index:
     A row is the number of a cut, from 0.
     """
 
-    def __init__(self, folder: Path, facts: Sequence[Facts] = ()) -> None:
+    def __init__(self, folder: Path, facts: Sequence[Facts]) -> None:
         self.folder = folder
         self.facts = facts
         """The facts of each part of the source. They are not stored in the folder."""
-        meta = json.loads(read_text(folder / "meta.json"))
-        self.content: str = meta["content"]
-        """A hash of the ids and durations. Equal cuts in other files have the same hash."""
-        self.texts: str = meta["texts"]
-        """A hash of the transcripts."""
-        self.files = [folder / f"cuts-{number}.jsonl" for number in range(meta["parts"])]
-        """The file of each part's JSON lines."""
-        self._size: int = meta["cuts"]
-        self._open_files: dict[int, IO[bytes]] = {}  # by the number of the part
-        rows = _mapped(folder / "rows.bin", _ROW, self._size)
+        self._path = folder / "cuts.jsonl"
+        rows = _mapped(folder / "rows.bin", _ROW)
         self.seconds = rows["seconds"]
         """Duration of each cut in its manifest (float32), or 0 if the manifest has no positive number."""
         self.keys = rows["key"]
@@ -100,19 +90,12 @@ class Index:
         self.parts = rows["part"]
         """The number of the part of the source to which each cut belongs (int16)."""
         self._offsets = rows["offset"]
-        self._normalisers: dict[int, Normaliser] = {}  # by the number of the part
-        self._languages: dict[int, str] = {}  # by the number of the part
-        for number, part_facts in enumerate(facts):
-            if part_facts.normaliser:
-                self._normalisers[number] = normaliser(part_facts.normaliser)
-            if part_facts.language:
-                self._languages[number] = part_facts.language
 
     def __len__(self) -> int:
-        return self._size
+        return len(self.keys)
 
     def __reduce__(self) -> tuple[type[Index], tuple[Path, Sequence[Facts]]]:
-        # A worker opens the arrays and files itself, because they cannot be pickled.
+        # A worker opens the arrays and the file itself, because they cannot be pickled.
         return Index, (self.folder, self.facts)
 
     def groups(self, rows: NDArray[Any]) -> dict[str, NDArray[np.int64]]:
@@ -122,6 +105,11 @@ class Index:
             "recording": self.recordings[rows],
             "cut": self.keys[rows],
         }
+
+    @cached_property
+    def content(self) -> str:
+        """A hash of the ids and durations. Equal cuts in other files have the same hash."""
+        return hash_of(self.identity[:, :2])
 
     @cached_property
     def identity(self) -> NDArray[np.int64]:
@@ -160,21 +148,24 @@ class Index:
 
     def cut(self, row: int) -> Record:
         """Return one cut in lhotse's JSON format. Raises DataError if its manifest has changed."""
-        part = int(self.parts[row])
-        if part not in self._open_files:
-            if len(self._open_files) == _MOST_OPEN:
-                _, latest_file = self._open_files.popitem()
-                latest_file.close()
-            self._open_files[part] = self.files[part].open("rb")
-        file = self._open_files[part]
-        file.seek(int(self._offsets[row]))
+        self._file.seek(int(self._offsets[row]))
         try:
-            cut = parse(file.readline(manifests.LONGEST_LINE), self.files[part], 1)
+            cut = parse(self._file.readline(manifests.LONGEST_LINE), self._path, 1)
         except DataError:
             cut = {}  # The line is damaged, so the id below differs.
         if key_of(str(cut.get("id", ""))) != self.keys[row]:
-            raise DataError(f"{self.files[part]} has changed since it was indexed. Start the command again")
+            raise DataError(f"{self._path} has changed since it was indexed. Start the command again")
         return cut
+
+    @cached_property
+    def _file(self) -> IO[bytes]:
+        return self._path.open("rb")
+
+    def is_complete(self) -> bool:
+        """Return whether the file of the cuts ends with the last cut. Raises DataError or OSError if not."""
+        if len(self):
+            self.cut(len(self) - 1)
+        return not self._file.read(1)
 
     def text(self, row: int, normalise: Normaliser, cut: Record | None = None) -> str:
         """Return the normalised transcript of a row. If its set has a normaliser, that one is applied.
@@ -182,10 +173,11 @@ class Index:
         ``cut`` is the cut of this row. Without it, the cut is read. The language of the set, or else of the
         cut, has its own lower case.
         """
-        part = int(self.parts[row])
+        facts = self.facts[self.parts[row]]
         cut = cut or self.cut(row)
-        language = self._languages.get(part) or language_of(cut)
-        return normalise_in(language, self._normalisers.get(part, normalise), text_of(cut))
+        if facts.normaliser:
+            normalise = normaliser(facts.normaliser)
+        return normalise_in(facts.language or language_of(cut), normalise, text_of(cut))
 
     def labels(self, tokenizer: Tokenizer) -> NDArray[np.int32]:
         """Return the number of labels (N,) of each transcript, or -1 if the transcript cannot be encoded.
@@ -194,24 +186,28 @@ class Index:
         the folder. Later calls map the stored numbers.
         """
         # The numbers depend on the tokenizer, and on the normalisers and languages of the sets.
-        normalisers = [(part, self.facts[part].normaliser) for part in self._normalisers]
-        name = f"labels-{digest(tokenizer.state(), *normalisers, *self._languages.items())}"
-        path = self.folder / f"{name}.bin"
+        rules = [(facts.normaliser, facts.language) for facts in self.facts]
+        path = self.folder / f"labels-{digest(tokenizer.state(), rules)}.bin"
         if not path.exists():
             with _writing(self.folder), atomic(path) as temporary, temporary.open("wb") as file:
-                for start in range(0, self._size, _CHUNK):
-                    rows = range(start, min(start + _CHUNK, self._size))
+                for start in range(0, len(self), _CHUNK):
+                    rows = range(start, min(start + _CHUNK, len(self)))
                     texts = (self.text(row, tokenizer.normalise) for row in rows)
                     counts = [label_count(text, tokenizer) for text in texts]
                     np.array(counts, "<i4").tofile(file)
-        return _mapped(path, np.dtype("<i4"), self._size)
+        return _mapped(path, np.dtype("<i4"))
 
 
-def _mapped(path: Path, dtype: np.dtype[Any], size: int) -> NDArray[Any]:
-    """Map a file of ``size`` elements into memory. Raises ValueError if it has fewer."""
-    if not size:  # An empty file cannot be mapped.
+def _mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Map a file into memory. Raises ValueError if it ends within an element."""
+    if not path.stat().st_size:  # An empty file cannot be mapped.
         return np.zeros(0, dtype)
-    return np.memmap(path, dtype, mode="r", shape=(size,))
+    return np.memmap(path, dtype, mode="r")
+
+
+def hash_of(numbers: NDArray[np.int64]) -> str:
+    """Return a hash of an array."""
+    return hashlib.blake2b(numbers.tobytes(), digest_size=8).hexdigest()
 
 
 def label_count(text: str, tokenizer: Tokenizer) -> int:
@@ -244,7 +240,7 @@ def open_index(source: Source, cache: str = "") -> Index:
             _remove_leftovers(root)
             temporary.mkdir()
             _build(source, temporary)
-            _check_unique(Index(temporary), parts_of(source))
+            _check_unique(Index(temporary, ()), parts_of(source))
             for path in temporary.iterdir():
                 flush(path)
             _rename(temporary, folder, source)
@@ -283,70 +279,44 @@ def _load(folder: Path, source: Source) -> Index | None:
     """Return the index in ``folder`` if it is complete and current, else None."""
     try:
         index = Index(folder, _facts_of(source))
-    except (OSError, TypeError, KeyError, *MALFORMED):
+        return index if index.is_complete() and _is_current(index, source) else None
+    except (OSError, ValueError, DataError):
         return None
-    return index if _is_current(index, source) else None
 
 
 def _is_current(index: Index, source: Source) -> bool:
-    """Return whether the files of the index exist and the first cut of each corpus is still the same.
+    """Return whether the first cut of each corpus is still the same. Raises DataError for a damaged cut.
 
     A manifest needs no such check, because its fingerprint depends on its content. Reading the first cut of a
     corpus has a second use: if the corpus writes its audio into the cache and the audio is missing, it is
     written again.
     """
-    if not all(file.is_file() for file in index.files):
-        return False
     for number, part in enumerate(parts_of(source)):
-        if isinstance(part, Manifest):
-            continue
-        first_cut = next(iter(part.cuts()), None)
+        first_cut = None if isinstance(part, Manifest) else next(iter(part.cuts()), None)
         if first_cut is None:
             continue
         first_row = int(np.searchsorted(index.parts, number))
-        try:
-            indexed_cut = index.cut(first_row)
-            # JSON changes tuples to lists. So the cut is compared as it is read from JSON.
-            json_cut = json.loads(_json_line(first_cut))
-        except (DataError, IndexError):
-            return False
-        if json_cut != indexed_cut:
+        # JSON changes tuples to lists. So the cut is compared as it is read from JSON.
+        if first_row == len(index) or json.loads(_json_line(first_cut)) != index.cut(first_row):
             return False
     return True
 
 
 def _build(source: Source, folder: Path) -> None:
-    """Write the rows, the cuts and ``meta.json`` into ``folder``."""
-    parts, count = parts_of(source), 0
-    content_hash, text_hash = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
-    with (folder / "rows.bin").open("wb") as file:
-        for number, part in enumerate(parts):
-            rows = _rows(part, number, folder / f"cuts-{number}.jsonl", text_hash)
-            while len(chunk := np.fromiter(islice(rows, _CHUNK), _ROW)):
-                chunk.tofile(file)
-                content_hash.update(chunk["key"].tobytes() + chunk["seconds"].tobytes())
-                count += len(chunk)
-    meta = {
-        "format": FORMAT,
-        "cuts": count,
-        "content": content_hash.hexdigest(),
-        "texts": text_hash.hexdigest(),
-        "parts": len(parts),
-    }
-    (folder / "meta.json").write_text(json.dumps(meta))
+    """Write the rows and the cuts into ``folder``."""
+    with (folder / "rows.bin").open("wb") as file, (folder / "cuts.jsonl").open("wb") as cuts_file:
+        rows = _rows(source, cuts_file)
+        while len(chunk := np.fromiter(islice(rows, _CHUNK), _ROW)):
+            chunk.tofile(file)
 
 
-def _rows(part: Source, number: int, path: Path, text_hash: hashlib.blake2b) -> Iterator[tuple[Any, ...]]:
-    """Yield the _ROW of each cut of the part with ``number``, and add its transcript to ``text_hash``.
-
-    The cuts are written to the file ``path`` as JSON lines.
-    """
-    former = part.former if isinstance(part, Manifest) else str
-    with path.open("wb") as file:
+def _rows(source: Source, cuts_file: IO[bytes]) -> Iterator[tuple[Any, ...]]:
+    """Yield the _ROW of each cut of the source. The cuts are written to ``cuts_file`` as JSON lines."""
+    for number, part in enumerate(parts_of(source)):
+        former = part.former if isinstance(part, Manifest) else str
         for _, cut in located_cuts(part):
-            offset, text = file.tell(), text_of(cut)
-            file.write(_json_line(cut))
-            text_hash.update(text.encode() + b"\0")
+            offset, text = cuts_file.tell(), text_of(cut)
+            cuts_file.write(_json_line(cut))
             speaker, recording, key = groups_of(cut, former)
             characters = len(text.strip())
             yield key, offset, speaker, recording, key_of(text), seconds_of(cut), characters, number

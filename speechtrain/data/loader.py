@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +24,6 @@ from speechtrain.data.audio import (
     read_with_faults,
     standardise,
 )
-from speechtrain.data.decoded_audio import DecodedAudio
 from speechtrain.data.formats.lhotse_cuts import Samples
 from speechtrain.data.formats.manifests import Record, seconds_of, text_of
 from speechtrain.data.index import Index
@@ -95,12 +95,11 @@ class BatchLoader:
     so that it needs no padding (as in fairseq's collater without padding).
 
     ``channel`` of each recording is read, counted from 0, unless its cut names channels. None is their mean.
-    After the speed change, ``acoustics``
-    adds rooms and noise to a training recording, which are drawn from (``seed``, pass, cut). If one of them
-    cannot be read, the recording is used without it, and the batch has a ``Skip``. ``decoded`` keeps decoded
-    recordings of training. Longer pauses than ``longest_pause`` seconds are shortened, unless it is None. A
-    recording of an evaluation set in which nobody speaks counts in the error rates, with an empty text, but
-    not in the loss.
+    After the speed change, ``acoustics`` adds rooms and noise to a training recording, which are drawn from
+    (``seed``, pass, cut). If one of them cannot be read, the recording is used without it, and the batch has
+    a ``Skip``. With ``keeps_decoded``, each recording of training is decoded once in a process. Longer pauses
+    than ``longest_pause`` seconds are shortened, unless it is None. A recording of an evaluation set in which
+    nobody speaks counts in the error rates, with an empty text, but not in the loss.
     """
 
     index: Index
@@ -115,8 +114,12 @@ class BatchLoader:
     max_decoded_seconds: float = DECODED_SECONDS
     channel: int | None = None
     acoustics: Acoustics = field(default_factory=Acoustics)
-    decoded: DecodedAudio = field(default_factory=DecodedAudio)
     longest_pause: float | None = None
+    keeps_decoded: bool = False
+    decoded: dict[int, Samples] = field(default_factory=dict)  # by the row in the index
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "decoded": {}}  # A data worker begins without samples.
 
     def __call__(self, micro_batch: MicroBatch) -> Batch:
         """Return the batch of a planned micro-batch. Raises DataError if a manifest has changed."""
@@ -197,13 +200,20 @@ class BatchLoader:
         skips: list[Skip] = []
         is_unspoken = False
         if self.is_evaluation:
-            labels = self._evaluation_labels(cut, text)
+            labels = None
+            with suppress(KeyError, ValueError):
+                labels = self.tokenizer.encode(text)
+            if labels and len(labels) > max(_MANY_LABELS, self.max_labels_per_second * seconds_of(cut)):
+                labels = None
             samples = self._read(cut, self.max_decoded_seconds, skips)
             is_unspoken = len(samples) == 0
         else:
             # The labels are checked first. If they are unusable, the audio need not be decoded.
             labels = self._training_labels(cut, text, shape)
-            samples = self.decoded.get(index_row, lambda: self._read(cut, math.inf, skips))
+            kept_samples = self.decoded.get(index_row)
+            samples = self._read(cut, math.inf, skips) if kept_samples is None else kept_samples
+            if self.keeps_decoded:
+                self.decoded[index_row] = samples
             if text and is_silent(samples):
                 detail = skips[-1].detail if skips else first_file(cut, default=cut["id"])
                 raise Unusable("silent", detail)
@@ -240,15 +250,6 @@ class BatchLoader:
             start = int(draw * (last_start + 1))
             row.samples = row.samples[start : start + crop_length]
             row.seconds = min(row.seconds, crop_length / self.sample_rate)
-
-    def _evaluation_labels(self, cut: Record, text: str) -> list[int] | None:
-        """Return the labels of a transcript, or None for a transcript that is left out of the loss."""
-        try:
-            labels = self.tokenizer.encode(text)
-        except (KeyError, ValueError):
-            return None
-        max_labels = max(_MANY_LABELS, self.max_labels_per_second * seconds_of(cut))
-        return labels if len(labels) <= max_labels else None
 
     def _training_labels(self, cut: Record, text: str, shape: Shape | None) -> list[int]:
         """Return the labels of a transcript. Raises Unusable for a transcript that is empty or too long.
@@ -297,28 +298,20 @@ def collate(rows: Sequence[_Row], sample_rate: int, shape: Shape | None = None) 
         longest = max((len(row.samples) for row in rows), default=0)
         label_counts = [len(row.labels) for row in rows]
         shape = Shape(len(rows), max(shortest, longest), max(label_counts, default=0))
+    padding_rows = shape.rows - len(rows)
+    # They include the zeros that extend a row to 0.1 s, and all zeros of a padding row, because a front end
+    # needs samples in each row.
     lengths = [min(max(shortest, len(row.samples)), shape.samples) for row in rows]
-    rows_with_padding = list(rows)
-    for _ in range(shape.rows - len(rows)):
-        rows_with_padding.append(_Row())
-        lengths.append(shape.samples)
-    return _batch(rows_with_padding, lengths, shape)
-
-
-def _batch(rows: Sequence[_Row], lengths: list[int], shape: Shape) -> Batch:
-    """Return the batch of ``rows``. There are as many as ``shape`` has.
-
-    ``lengths`` are the ``audio_lengths`` of the batch. They include the zeros that extend a row to 0.1 s, and
-    all zeros of a padding row, because a front end needs samples in each row.
-    """
+    lengths += [shape.samples] * padding_rows
+    rows = [*rows, *(_Row() for _ in range(padding_rows))]
     return Batch(
         audio=_padded([row.samples[: shape.samples] for row in rows], shape.samples, torch.float32),
-        audio_lengths=_int64(lengths),
+        audio_lengths=torch.tensor(lengths),
         labels=_padded([row.labels for row in rows], shape.labels, torch.int64),
-        label_lengths=_int64([len(row.labels) for row in rows]),
-        weight=torch.tensor([row.weight for row in rows], dtype=torch.float32),
+        label_lengths=torch.tensor([len(row.labels) for row in rows]),
+        weight=torch.tensor([row.weight for row in rows]),
         # The front end reads the dither of a row from this position of its table.
-        keys=_int64([dither_offset(row.samples) for row in rows]),
+        keys=torch.tensor([dither_offset(row.samples) for row in rows]),
         ids=tuple(row.id for row in rows),
         unspoken=tuple(row.is_unspoken for row in rows),
         texts=tuple(row.text for row in rows),
@@ -342,7 +335,3 @@ def _padded(sequences: Sequence[Any], width: int, dtype: torch.dtype) -> Tensor:
     for row, sequence in enumerate(sequences):
         padded[row, : len(sequence)] = torch.as_tensor(sequence, dtype=dtype)
     return padded
-
-
-def _int64(values: Sequence[Any]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any
 
-from speechtrain.batch import Batch, Footprint
+from speechtrain.batch import Footprint
 from speechtrain.data import preflight
 from speechtrain.data.acoustics import Acoustics
 from speechtrain.data.audio import DECODED_SECONDS
-from speechtrain.data.base import DataModule
-from speechtrain.data.evaluation_sets import EvaluationSets, named_sets
-from speechtrain.data.index import Index
+from speechtrain.data.batches import SpeechBatches
+from speechtrain.data.evaluation_sets import EvaluationSet, evaluated_recordings
 from speechtrain.data.loader import BatchLoader, check_audio
-from speechtrain.data.report import counts, report
-from speechtrain.data.sampler import BatchLimits, BatchSize, Sampler
+from speechtrain.data.report import report
+from speechtrain.data.sampler import BatchLimits, BatchSize
 from speechtrain.data.skips import SkipLog
 from speechtrain.data.source import Source
 from speechtrain.data.training_set import TrainingSet
-from speechtrain.data.training_stream import TrainingStream
 from speechtrain.data.workers import open_workers
 from speechtrain.files import FilePath
 from speechtrain.text.vocabulary import Tokenizer
@@ -27,7 +26,7 @@ from speechtrain.text.vocabulary import Tokenizer
 _Set = FilePath | dict[str, Any] | list[FilePath | dict[str, Any]]
 
 
-class SpeechData(DataModule):
+class SpeechData(SpeechBatches):
     """Endless training batches and named evaluation sets, from manifests, folders or corpora.
 
     ``train`` and each set of ``valid`` are one of the sources that ``open_source`` reads: a ``Source``, a
@@ -126,7 +125,7 @@ class SpeechData(DataModule):
             seed=seed,
             acoustics=acoustics or Acoustics(),
         )
-        self.training_set = TrainingSet(
+        training_set = TrainingSet(
             train,
             cache or "",
             min_seconds,
@@ -137,21 +136,18 @@ class SpeechData(DataModule):
             run_dir=run_dir or "",
             initial_run=initial_run,
         )
-        self.workers = open_workers(workers, timeout_seconds)
-        self.skips = SkipLog(run_dir or "", max_bad, max_bad_share)
-        self.evaluation_sets = EvaluationSets(
-            named_sets(valid),
-            self.training_set,
-            new_evaluation_loader,
-            BatchSize(valid_batch or BatchLimits(count=16), footprint, shapes),
-            self.workers,
-            self.skips,
-        )
-        self.stream = TrainingStream(
-            self.training_set,
-            self.evaluation_sets,
-            self.workers,
-            self.skips,
+        valid_size = BatchSize(valid_batch or BatchLimits(count=16), footprint, shapes)
+        data_workers = open_workers(workers, timeout_seconds)
+        skips = SkipLog(run_dir or "", max_bad, max_bad_share)
+        evaluation_sets = {
+            name: EvaluationSet(name, recordings, new_evaluation_loader, valid_size, data_workers, skips)
+            for name, recordings in evaluated_recordings(valid, training_set).items()
+        }
+        super().__init__(
+            training_set,
+            evaluation_sets,
+            data_workers,
+            skips,
             new_training_loader,
             BatchSize(batch or BatchLimits(), footprint, shapes),
             speed or (1.0, 1.0),
@@ -159,61 +155,29 @@ class SpeechData(DataModule):
         )
         self.sample_rate = sample_rate
 
-    @property
-    def index(self) -> Index:
-        """The cuts of ``train``."""
-        return self.training_set.index
-
-    @property
-    def sampler(self) -> Sampler:
-        """The plan of the training batches."""
-        return self.stream.sampler
-
-    @property
-    def micro_batches_per_epoch(self) -> int:
-        return self.sampler.length(0)
-
-    def train(self, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> Iterator[Batch]:
-        return self.stream.start(rank, world_size, accumulate)
-
-    def shapes(self) -> list[tuple[int, int, int]]:
-        return list(self.sampler.shapes)
-
-    def sample(self) -> Batch | None:
-        return self.stream.median_batch()
-
     def recordings(self, normalise: Callable[[str], str]) -> Iterator[tuple[float, str]]:
         return self.training_set.recordings(normalise)
 
-    def valid(self, rank: int = 0, world_size: int = 1) -> dict[str, Iterable[Batch]]:
-        return self.evaluation_sets.batches(rank, world_size)
-
-    def evaluation_shapes(self) -> list[tuple[int, int, int]]:
-        return self.evaluation_sets.shapes()
-
     def check(self) -> None:
-        preflight.check(self.stream)
+        preflight.check(self)
 
     def warnings(self) -> Iterator[str]:
-        return preflight.warnings(self.stream)
+        return preflight.warnings(self)
 
     def crowded_transcripts(self, frames: Callable[[int], int]) -> str:
-        return preflight.crowded_transcripts(self.stream, frames)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.stream.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.stream.load_state_dict(state)
+        return preflight.crowded_transcripts(self, frames)
 
     def content(self) -> dict[str, str | float]:
-        return {**self.training_set.content(), **self.stream.loader.acoustics.content()}
+        return {**self.training_set.content(), **self.loader.acoustics.content()}
 
     def counts(self) -> dict[str, int]:
-        return counts(self.stream)
+        samples = {"train_samples": len(self.training_set.rows)}
+        for evaluation_set in islice(self.evaluation_sets.values(), 1):
+            samples["eval_samples"] = len(evaluation_set.plan.rows)
+        return samples
 
     def report(self) -> dict[str, Any]:
-        return report(self.stream)
+        return report(self)
 
     def set_stop_check(self, stop_requested: Callable[[], bool]) -> None:
         self.workers.stop_requested = stop_requested

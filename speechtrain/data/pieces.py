@@ -133,20 +133,17 @@ def _cut_recording(
 
     def read_part(start: float, part_seconds: float) -> Samples:
         is_whole_cut = start == 0.0 and part_seconds == seconds
-        # A mixture or a transform cannot be read in parts.
-        if is_whole_cut or not is_simple(cut):
-            samples, faults = read_with_faults(cut, sample_rate, max_seconds, channel)
-            refuse_opposed_channels(faults)
-            if is_whole_cut:  # The file may be a little longer than the manifest says.
-                return samples
-            first_sample = round(start * sample_rate)
-            return samples[first_sample : first_sample + round(part_seconds * sample_rate)]
-        # SEGMENT says that the part may be shorter than its file.
-        custom = {**(cut.get("custom") or {}), SEGMENT: True}
-        part = {**cut, "start": cut["start"] + start, "duration": part_seconds, "custom": custom}
-        samples, faults = read_with_faults(part, sample_rate, channel=channel)
+        part = cut
+        if not is_whole_cut and is_simple(cut):  # A mixture or a transform cannot be read in parts.
+            # SEGMENT says that the part may be shorter than its file.
+            custom = {**(cut.get("custom") or {}), SEGMENT: True}
+            part = {**cut, "start": cut["start"] + start, "duration": part_seconds, "custom": custom}
+        samples, faults = read_with_faults(part, sample_rate, max_seconds, channel)
         refuse_opposed_channels(faults)
-        return samples
+        if is_whole_cut or part is not cut:  # The file may be a little longer than the manifest says.
+            return samples
+        first_sample = round(start * sample_rate)
+        return samples[first_sample : first_sample + round(part_seconds * sample_rate)]
 
     try:
         check_seconds(seconds, max_seconds, path)

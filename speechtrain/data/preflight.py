@@ -10,6 +10,7 @@ import numpy as np
 
 from speechtrain.batch import Skip
 from speechtrain.data.audio import files_of, first_file, read_cut
+from speechtrain.data.batches import MOST_CHECKED, SpeechBatches
 from speechtrain.data.equal_content import equal_files
 from speechtrain.data.evaluation_sets import EvaluationSet
 from speechtrain.data.formats.manifests import text_of
@@ -20,13 +21,11 @@ from speechtrain.data.recordings import Unusable, header_or_none, path_on_disk
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.tar_members import file_of
 from speechtrain.data.training_set import (
-    FILTERS,
     TrainingSet,
     hours,
     sample_rows,
     where_transcripts_are,
 )
-from speechtrain.data.training_stream import MOST_CHECKED, TrainingStream
 from speechtrain.errors import DataError, one_line
 from speechtrain.text.normalise import DAMAGED, REMARK, invisible
 
@@ -37,10 +36,10 @@ _CROWDED_SHARE = 0.01  # A smaller share of transcripts with more labels than fr
 _MOST_COMPARED = 100_000  # A larger set is not searched for copies, because reading a cut takes 30 µs.
 
 
-def check(stream: TrainingStream) -> None:
+def check(data: SpeechBatches) -> None:
     """Check recordings and transcripts of each set before the run starts. Raises DataError if
 
-    - too many training recordings are known to be unusable (see ``TrainingStream.unusable``),
+    - too many training recordings are known to be unusable (see ``SpeechBatches.unusable``),
     - a checked noise or room response cannot be read or is silent,
     - too many of some training recordings cannot be loaded,
     - too many of 1,000 recordings of an evaluation set are missing,
@@ -49,61 +48,52 @@ def check(stream: TrainingStream) -> None:
     Too many means half of the checked ones, or more than ``most_bad`` of the SkipLog. An evaluation
     transcript may have unknown symbols.
     """
-    _check_unusable(stream)
-    _check_acoustics(stream)
-    _load_some(stream)
-    tokenizer, sets = stream.loader.tokenizer, stream.evaluation_sets
-    for name in sets.names:
-        loader, plan = sets[name]
-        index, rows = loader.index, np.sort(plan.rows)
-        _check_files(stream, name, index, rows)
+    _check_unusable(data)
+    _check_acoustics(data)
+    _load_some(data)
+    tokenizer = data.loader.tokenizer
+    for name, evaluation_set in data.evaluation_sets.items():
+        index, rows = evaluation_set.loader.index, np.sort(evaluation_set.plan.rows)
+        sample = sample_rows(rows, _SAMPLED_RECORDINGS, data.loader.seed)
+        paths = [first_file(index.cut(row)) for row in sample.tolist()]
+        missing = [path for path in paths if path and not os.path.exists(path_on_disk(file_of(path)))]
+        if _is_too_many(data, len(missing), len(sample)):
+            raise DataError(
+                f"{missing[0]} does not exist: {len(missing)} of {len(sample)} checked recordings of "
+                f"data.valid.{name} are missing. Correct the paths, or mount the folder"
+            )
         texts = (index.text(row, tokenizer.normalise) for row in rows.tolist())
         if tokenizer.reads_text and len(rows) and not any(text.strip() for text in texts):
             raise DataError(
                 f"none of {len(rows)} recordings of data.valid.{name} has a transcript, and the error rate "
-                f"selects the checkpoint: {where_transcripts_are(sets.source(name))}"
+                f"selects the checkpoint: {where_transcripts_are(evaluation_set.recordings.source)}"
             )
 
 
-def _check_unusable(stream: TrainingStream) -> None:
+def _check_unusable(data: SpeechBatches) -> None:
     """Raise DataError if too many training recordings are known to be unusable."""
-    checked = min(len(stream.training_set.rows), MOST_CHECKED)
-    if not _is_too_many(stream, len(stream.unusable), checked):
+    checked = min(len(data.training_set.rows), MOST_CHECKED)
+    if not _is_too_many(data, len(data.unusable), checked):
         return
     advice = {
         "missing": "Correct the paths, or mount the folder",
-        "empty_transcript": f"Places of transcripts: {where_transcripts_are(stream.training_set.source)}. "
+        "empty_transcript": f"Places of transcripts: {where_transcripts_are(data.training_set.source)}. "
         "data.allow_empty=true trains without them",
         "unknown_symbol": "Set tokenizer=auto, or its normaliser or alphabet",
     }
-    (most_frequent, _), *_ = _reasons(stream).most_common()
-    repair = f"Repair or remove them, or raise data.max_bad={stream.skips.most_bad(checked):.0f}"
-    raise DataError(f"{next(_unusable_warning(stream))}. {advice.get(most_frequent, repair)}")
+    (most_frequent, _), *_ = _reasons(data).most_common()
+    repair = f"Repair or remove them, or raise data.max_bad={data.skips.most_bad(checked):.0f}"
+    raise DataError(f"{next(_unusable_warning(data))}. {advice.get(most_frequent, repair)}")
 
 
-def _reasons(stream: TrainingStream) -> Counter[str]:
+def _reasons(data: SpeechBatches) -> Counter[str]:
     """Return the number of training recordings that are known to be unusable, by reason."""
-    return Counter(skip.reason for skip in stream.unusable.values())
+    return Counter(skip.reason for skip in data.unusable.values())
 
 
-def _check_files(stream: TrainingStream, name: str, index: Index, rows: Integers) -> None:
-    """Raise DataError if too many recordings of the evaluation set ``name`` are missing."""
-    sample = sample_rows(rows, _SAMPLED_RECORDINGS, stream.loader.seed)
-    missing = []
-    for row in sample.tolist():
-        path = first_file(index.cut(row))
-        if path and not os.path.exists(path_on_disk(file_of(path))):
-            missing.append(path)
-    if _is_too_many(stream, len(missing), len(sample)):
-        raise DataError(
-            f"{missing[0]} does not exist: {len(missing)} of {len(sample)} checked recordings of "
-            f"data.valid.{name} are missing. Correct the paths, or mount the folder"
-        )
-
-
-def _check_acoustics(stream: TrainingStream) -> None:
+def _check_acoustics(data: SpeechBatches) -> None:
     """Raise DataError for a noise or a room response that cannot be read or is silent."""
-    loader = stream.loader
+    loader = data.loader
     for name, index in loader.acoustics.indices.items():
         for row in sample_rows(np.arange(len(index)), _SAMPLED_ACOUSTICS, loader.seed).tolist():
             cut = index.cut(row)
@@ -114,89 +104,91 @@ def _check_acoustics(stream: TrainingStream) -> None:
                 raise DataError(f"augment.{name}: {problem}. Repair or remove it") from None
 
 
-def _load_some(stream: TrainingStream) -> None:
+def _load_some(data: SpeechBatches) -> None:
     """Load a sample of the training recordings.
 
     The limits of bad recordings would allow each of the first ones to be skipped, and so updates without a
     recording. Raises DataError if half of the sample, or more than the whole set allows, is skipped.
     """
-    all_rows = stream.training_set.rows
-    rows = sample_rows(all_rows, _SAMPLED_AUDIO, stream.loader.seed)
+    all_rows = data.training_set.rows
+    rows = sample_rows(all_rows, _SAMPLED_AUDIO, data.loader.seed)
     skips: list[Skip] = []
     for row in rows.reshape(-1, 1):
         single_recording = MicroBatch(row, percents=np.array([100], np.int16))
-        batch = stream.loader(single_recording)
+        batch = data.loader(single_recording)
         if not batch.utterances:  # An unusable noise or room leaves the recording itself.
             skips += batch.skipped
-    if skips and (2 * len(skips) >= len(rows) or not stream.skips.allows(len(skips), len(all_rows))):
+    if skips and (2 * len(skips) >= len(rows) or not data.skips.allows(len(skips), len(all_rows))):
         raise DataError(
             f"{len(skips)} of {len(rows)} recordings of data.train are unusable, such as {skips[0].id!r} "
             f"({skips[0].detail}: {REASONS[skips[0].reason]}). Repair or remove them"
         )
 
 
-def _unusable_warning(stream: TrainingStream) -> Iterator[str]:
+def _unusable_warning(data: SpeechBatches) -> Iterator[str]:
     """Yield a line with the number, the hours, the reasons and the three longest unusable recordings."""
-    index, unusable = stream.training_set.index, stream.unusable
+    index, unusable = data.training_set.index, data.unusable
     rows = np.array(sorted(unusable, key=lambda row: -index.seconds[row]), np.int32)
     skips = [unusable[row] for row in rows[:3].tolist()]
     longest = ", ".join(f"{skip.id!r} ({skip.reason}: {skip.detail})" for skip in skips)
-    checked = min(len(stream.training_set.rows), MOST_CHECKED)
-    reasons = ", ".join(f"{count} {reason}" for reason, count in _reasons(stream).most_common())
+    checked = min(len(data.training_set.rows), MOST_CHECKED)
+    reasons = ", ".join(f"{count} {reason}" for reason, count in _reasons(data).most_common())
     fact = f"cannot be used ({reasons}; {checked} were checked), the longest are {longest}"
     yield from _describe_rows("train", index, rows, fact)
 
 
-def _is_too_many(stream: TrainingStream, bad: int, total: int) -> bool:
+def _is_too_many(data: SpeechBatches, bad: int, total: int) -> bool:
     """Return whether the run should not start with ``bad`` of ``total`` checked recordings."""
-    return bad > 0 and (2 * bad >= total or not stream.skips.allows(bad, total))
+    return bad > 0 and (2 * bad >= total or not data.skips.allows(bad, total))
 
 
-def warnings(stream: TrainingStream) -> Iterator[str]:
+def warnings(data: SpeechBatches) -> Iterator[str]:
     """Yield a line for each fact of the recordings that the user may not expect."""
-    training_set, sets = stream.training_set, stream.evaluation_sets
+    training_set = data.training_set
     yield from training_set.source.warnings()
     too_long = f"are longer than data.max_seconds={training_set.max_seconds:g}"
     too_short = f"are shorter than data.min_seconds={training_set.min_seconds:g}"
     facts = {"too_long": too_long, "too_short": too_short, "untranscribed": "have no transcript"}
     for reason, fact in facts.items():
-        rows = np.flatnonzero(training_set.filter_numbers == FILTERS.index(reason))
+        rows = training_set.filtered[reason]
         yield from _describe_rows("train", training_set.index, rows, f"{fact}, so they are not used")
-    yield from _unusable_warning(stream)
-    for name in sets.specs:
-        yield from sets.source(name).warnings()
-        index = sets[name].loader.index
+    yield from _unusable_warning(data)
+    for name, evaluation_set in data.evaluation_sets.items():
+        if evaluation_set.recordings is training_set:
+            continue
+        yield from evaluation_set.recordings.source.warnings()
+        index = evaluation_set.recordings.index
         rows = np.flatnonzero(index.seconds > np.float32(training_set.max_seconds))
         yield from _describe_rows(f"valid.{name}", index, rows, f"{too_long}, as no training recording is")
-        yield from _symbols_warning(name, sets[name])
-        yield from _name_warnings(f"valid.{name}", index, np.sort(sets[name].plan.rows))
+        yield from _symbols_warning(evaluation_set)
+        yield from _name_warnings(f"valid.{name}", index, np.sort(evaluation_set.plan.rows))
     yield from _name_warnings("train", training_set.index, training_set.rows)
-    for name, counts in sets.trained_counts(training_set.initial_sides).items():
-        yield f"{name}: the weights of init_from were trained on {counts}, so its error rates are too low"
-    yield from _low_rate_warning(stream)
+    for name, count in data.trained_counts(training_set.initial_sides).items():
+        yield f"{name}: the weights of init_from were trained on {count}, so its error rates are too low"
+    yield from _low_rate_warning(data)
     yield from _copies_warning(training_set)
-    if stream.loader.tokenizer.reads_text:
-        yield from _text_warnings(stream)
+    if data.loader.tokenizer.reads_text:
+        yield from _text_warnings(data)
 
 
-def _symbols_warning(name: str, evaluation_set: EvaluationSet) -> Iterator[str]:
+def _symbols_warning(evaluation_set: EvaluationSet) -> Iterator[str]:
     """Yield a line if transcripts of an evaluation set have symbols without a label."""
-    loader, plan = evaluation_set
-    rows = sample_rows(np.sort(plan.rows), MOST_CHECKED, loader.seed).tolist()
+    loader = evaluation_set.loader
+    rows = sample_rows(np.sort(evaluation_set.plan.rows), MOST_CHECKED, loader.seed).tolist()
     symbols = [loader.tokenizer.unknown(loader.index.text(row, loader.tokenizer.normalise)) for row in rows]
     count = sum(map(bool, symbols))
     if count and loader.tokenizer.reads_text:
         listed_symbols = one_line(" ".join(map(repr, sorted(set().union(*symbols)))), 80)
         yield (
-            f"data.valid.{name}: {count} of {len(rows)} transcripts have symbols without a label "
-            f"({listed_symbols}). They count as errors, and have no loss"
+            f"data.valid.{evaluation_set.name}: {count} of {len(rows)} transcripts have symbols without a "
+            f"label ({listed_symbols}). They count as errors, and have no loss"
         )
 
 
-def _text_warnings(stream: TrainingStream) -> Iterator[str]:
+def _text_warnings(data: SpeechBatches) -> Iterator[str]:
     """Yield lines on training transcripts with remarks, invisible or damaged characters, or that change."""
-    loader, tokenizer = stream.loader, stream.loader.tokenizer
-    rows = sample_rows(stream.training_set.rows, MOST_CHECKED, loader.seed)
+    loader, tokenizer = data.loader, data.loader.tokenizer
+    rows = sample_rows(data.training_set.rows, MOST_CHECKED, loader.seed)
     dropped_count = 0
     dropped, damaged, changed = list[str](), list[str](), list[str]()  # an example for each transcript
     for row in rows.tolist():
@@ -209,7 +201,7 @@ def _text_warnings(stream: TrainingStream) -> Iterator[str]:
             dropped.append(f"{one_line(ascii(dropped_parts[0]), 80)} in {cut['id']!r}")
         if DAMAGED in text:
             damaged.append(repr(cut["id"]))
-        if row in stream.unusable:  # Its text may have unknown symbols, and the run does not use it.
+        if row in data.unusable:  # Its text may have unknown symbols, and the run does not use it.
             continue
         decoded_text = tokenizer.decode(tokenizer.encode(text))
         if decoded_text != text:
@@ -244,15 +236,12 @@ def _name_warnings(key: str, index: Index, rows: Integers) -> Iterator[str]:
         )
 
 
-def _low_rate_warning(stream: TrainingStream) -> Iterator[str]:
+def _low_rate_warning(data: SpeechBatches) -> Iterator[str]:
     """Yield a line if all sampled recordings have a lower rate than ``sample_rate``."""
-    loader = stream.loader
-    rows = sample_rows(stream.training_set.rows, _SAMPLED_AUDIO, loader.seed)
-    rates = []
-    for path in _paths(loader.index, rows):
-        header = header_or_none(path)
-        if header is not None:
-            rates.append(header.samplerate)
+    loader = data.loader
+    rows = sample_rows(data.training_set.rows, _SAMPLED_AUDIO, loader.seed)
+    headers = map(header_or_none, _paths(loader.index, rows))
+    rates = [header.samplerate for header in headers if header]
     if rates and max(rates) < loader.sample_rate:
         yield (
             f"data.train: all of {len(rates)} recordings that were read have at most {max(rates)} Hz, "
@@ -283,28 +272,26 @@ def _paths(index: Index, rows: Integers) -> set[str]:
     return paths
 
 
-def crowded_transcripts(stream: TrainingStream, frames: Callable[[int], int]) -> str:
+def crowded_transcripts(data: SpeechBatches, frames: Callable[[int], int]) -> str:
     """Return a warning about training transcripts with more labels than encoder frames, or "".
 
     ``frames`` maps a number of samples to its number of encoder frames. A share of 1 % causes no warning.
     """
-    loader, tokenizer = stream.loader, stream.loader.tokenizer
+    loader, tokenizer = data.loader, data.loader.tokenizer
     if not tokenizer.reads_text:
         return ""
-    rows = sample_rows(stream.training_set.rows, MOST_CHECKED, loader.seed).tolist()
-    crowded, example = 0, ""
+    rows = sample_rows(data.training_set.rows, MOST_CHECKED, loader.seed).tolist()
+    crowded = []  # a description of each
     for row in rows:
         labels = label_count(loader.index.text(row, tokenizer.normalise), tokenizer)
         row_frames = frames(round(float(loader.index.seconds[row]) * loader.sample_rate))
         if labels > row_frames:
-            crowded += 1
-            example = example or (
-                f"{loader.index.cut(row)['id']!r} has {labels} labels and {row_frames} frames"
-            )
-    if crowded <= _CROWDED_SHARE * len(rows):
+            name = loader.index.cut(row)["id"]
+            crowded.append(f"{name!r} has {labels} labels and {row_frames} frames")
+    if len(crowded) <= _CROWDED_SHARE * len(rows):
         return ""
     return (
-        f"data.train: {crowded} of {len(rows)} transcripts have more labels than encoder frames ({example}), "
-        "which is hard to learn, and impossible for CTC. Use shorter frames (encoder.stack_time, another "
-        "encoder), or larger subwords (speechtrain prepare tokenizer)"
+        f"data.train: {len(crowded)} of {len(rows)} transcripts have more labels than encoder frames "
+        f"({crowded[0]}), which is hard to learn, and impossible for CTC. Use shorter frames "
+        "(encoder.stack_time, another encoder), or larger subwords (speechtrain prepare tokenizer)"
     )

@@ -13,7 +13,6 @@ import shlex
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import BufferedReader
 from typing import TYPE_CHECKING, NamedTuple
 
 from speechtrain.data.tar_members import file_of, open_member
@@ -88,19 +87,9 @@ def path_on_disk(path: str) -> str:
     return path
 
 
-def _open_on_disk(path: str) -> BufferedReader:
-    try:
-        return open_regular(path)
-    except FileNotFoundError:
-        other_path = path_on_disk(path)
-        if other_path == path:
-            raise
-        return open_regular(other_path)
-
-
 @contextlib.contextmanager
 def open_recording(path: str) -> Iterator[SoundFile]:
-    """Open a recording and check its header. Raises Unusable.
+    """Open a recording. Raises Unusable, also for an impossible header and for a file that is cut off.
 
     libsndfile receives an open file or the bytes of a tar's member, and never a path. So no part of it can
     interpret the path as a command, a URL or a device.
@@ -108,7 +97,7 @@ def open_recording(path: str) -> Iterator[SoundFile]:
     from soundfile import LibsndfileError, SoundFile
 
     try:
-        file = _open_on_disk(file_of(path))
+        file = open_regular(path_on_disk(file_of(path)))
     except (FileNotFoundError, NotADirectoryError):
         hint = ""
         if os.path.islink(path):
@@ -129,7 +118,14 @@ def open_recording(path: str) -> Iterator[SoundFile]:
         else:
             sndfile_input = member
             start = member.peek(_START_BYTES)[:_START_BYTES]
-        _check_start(start, path)
+        if not start:
+            raise Unusable("empty_file", path)
+        stand_in = stand_in_of(start)
+        if start.startswith(b"NIST_1A") and b"embedded-shorten" in start:  # libsndfile does not read it.
+            remedy = f"Convert it (sph2pipe -f wav {shlex.quote(path)} OUT.wav)"
+            stand_in = f"compressed by Shorten. {remedy}"
+        if stand_in:
+            raise Unusable("unreadable", f"{path}: {stand_in}")
         try:
             recording = SoundFile(sndfile_input, closefd=False)
         except LibsndfileError as error:
@@ -139,23 +135,15 @@ def open_recording(path: str) -> Iterator[SoundFile]:
                 problem = f"its format is not read. Convert a recording to WAV or FLAC, as with {command}"
             raise Unusable("unreadable", f"{path}: {problem}") from None
         with or_unusable(path), recording:
-            _check_header(recording, path)
+            rate, channels = recording.samplerate, recording.channels
+            if not RATES[0] <= rate <= RATES[1] or not 1 <= channels <= MOST_CHANNELS:
+                raise Unusable(
+                    "unreadable", f"{path}: its sampling rate is {rate} Hz, of {channels} channels"
+                )
+            header_bytes, file_bytes = _bytes_of_audio(recording)
+            if file_bytes < LEAST_SHARE * header_bytes:
+                raise Unusable("wrong_length", _short_file_text(path, header_bytes, file_bytes))
             yield recording
-
-
-def _check_start(start: bytes, path: str) -> None:
-    """Raise Unusable for an empty file, a stand-in (see ``stand_in_of``) and NIST audio in Shorten.
-
-    libsndfile does not read Shorten.
-    """
-    if not start:
-        raise Unusable("empty_file", path)
-    stand_in = stand_in_of(start)
-    if stand_in:
-        raise Unusable("unreadable", f"{path}: {stand_in}")
-    if start.startswith(b"NIST_1A") and b"embedded-shorten" in start:
-        remedy = f"Convert it (sph2pipe -f wav {shlex.quote(path)} OUT.wav)"
-        raise Unusable("unreadable", f"{path}: compressed by Shorten. {remedy}")
 
 
 def stand_in_of(start: bytes) -> str:
@@ -166,17 +154,6 @@ def stand_in_of(start: bytes) -> str:
     if text.startswith((b"<!doctype html", b"<html")):
         return "is a web page. Download the file again"
     return ""
-
-
-def _check_header(recording: SoundFile, path: str) -> None:
-    """Raise Unusable for an impossible rate or number of channels, and for a file that is cut off."""
-    rate, channels = recording.samplerate, recording.channels
-    lowest_rate, highest_rate = RATES
-    if not lowest_rate <= rate <= highest_rate or not 1 <= channels <= MOST_CHANNELS:
-        raise Unusable("unreadable", f"{path}: its sampling rate is {rate} Hz, of {channels} channels")
-    header_bytes, file_bytes = _bytes_of_audio(recording)
-    if file_bytes < LEAST_SHARE * header_bytes:
-        raise Unusable("wrong_length", _short_file_text(path, header_bytes, file_bytes))
 
 
 def _bytes_of_audio(recording: SoundFile) -> tuple[int, int]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from speechtrain.batch import Footprint
 from speechtrain.counter_rng import RunStream, bits_at, uniform_at
-from speechtrain.data.planned_lengths import Integers, PlannedLengths, Seconds, planned_samples
+from speechtrain.data.planned_lengths import Integers, PlannedLengths, planned_samples
 from speechtrain.data.speed import speed_grid
 from speechtrain.data.static_shapes import Shape, fill_shapes, fitting_shapes, shape_table
 
@@ -208,40 +208,23 @@ def _divide_into_batches(
         window_cuts = window * size.limits.ranks * rows
     window_numbers = np.arange(len(cuts)) // window_cuts
     # The last key of lexsort is the first sort key: by window, then longest first.
-    order = _deal(np.lexsort((-seconds, window_numbers)), size)
-    bounds = _bounds(seconds[order], labels[order], size, window_cuts)
-    return order, bounds, np.zeros(0, np.int16)
-
-
-def _deal(order: Integers, size: BatchSize) -> Integers:
-    """Deal the cuts of each ``ranks`` batches to these batches in turn, so that their lengths hardly differ.
-
-    ``order`` (N,) are cuts, longest first. If the number of rows depends on the lengths, nothing changes.
-    """
-    rows, ranks = size.fixed_rows, size.limits.ranks
-    if not rows or ranks == 1:
-        return order
-    dealt = len(order) // (rows * ranks) * rows * ranks
-    hands = order[:dealt].reshape(-1, rows, ranks).transpose(0, 2, 1)
-    return np.concatenate((hands.ravel(), order[dealt:]))
-
-
-def _bounds(seconds: Seconds, labels: Integers, size: BatchSize, window_cuts: int) -> Integers:
-    """Return the bounds of micro-batches, as in Plan.
-
-    ``seconds`` and ``labels`` (N,) are the lengths of the cuts, which are sorted longest first in windows of
-    ``window_cuts`` cuts. So the first cut of a batch is its longest and determines the number of its rows.
-    """
-    cut_count = len(seconds)
-    if size.fixed_rows:
-        return np.append(np.arange(0, cut_count, size.fixed_rows), cut_count)
-    cut_seconds = seconds.tolist()
+    order = np.lexsort((-seconds, window_numbers))
+    no_shapes = np.zeros(0, np.int16)
+    fixed_rows, ranks = size.fixed_rows, size.limits.ranks
+    if fixed_rows:
+        # The cuts of each ``ranks`` batches are dealt to them in turn, so that their lengths hardly differ.
+        dealt = len(order) // (fixed_rows * ranks) * fixed_rows * ranks
+        hands = order[:dealt].reshape(-1, fixed_rows, ranks).transpose(0, 2, 1)
+        order = np.concatenate((hands.ravel(), order[dealt:]))
+        return order, np.append(np.arange(0, len(order), fixed_rows), len(order)), no_shapes
+    sorted_seconds, sorted_labels = seconds[order].tolist(), labels[order]
     bounds = [0]
-    while bounds[-1] < cut_count:
+    while bounds[-1] < len(order):
         begin = bounds[-1]
         window_end = (begin // window_cuts + 1) * window_cuts
-        bounds.append(begin + size.next_rows(cut_seconds[begin], labels[begin:window_end]))
-    return np.array(bounds)
+        # The first cut of a batch is its longest, so it determines the number of rows.
+        bounds.append(begin + size.next_rows(sorted_seconds[begin], sorted_labels[begin:window_end]))
+    return order, np.array(bounds), no_shapes
 
 
 def evaluation_plan(lengths: PlannedLengths, size: BatchSize) -> Plan:
@@ -268,17 +251,14 @@ class WeightedSet:
     count: int  # draws in each epoch. It can exceed the number of members.
 
 
-def weighted_sets(set_numbers: Integers, weights: Sequence[float]) -> list[WeightedSet]:
+def weighted_sets(sets: Sequence[Integers], weights: Sequence[float]) -> list[WeightedSet]:
     """Return the sets with their numbers of draws, which are proportional to ``weights``.
 
-    ``set_numbers`` (N,) are the positions of each cut's set in ``weights``. An epoch has about N draws.
+    ``sets`` are the members of each set. An epoch has about as many draws as there are members.
     """
-    exact_counts = len(set_numbers) * np.asarray(weights) / sum(weights)
+    exact_counts = sum(map(len, sets)) * np.asarray(weights) / sum(weights)
     counts = np.maximum(np.rint(exact_counts), 1).astype(np.int64)
-    sets = []
-    for number, count in enumerate(counts.tolist()):
-        sets.append(WeightedSet(np.flatnonzero(set_numbers == number), count))
-    return sets
+    return [WeightedSet(members, count) for members, count in zip(sets, counts.tolist(), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -431,12 +411,15 @@ class Sampler:
         batch_order = self._shuffle_batches(epoch, len(bounds) - 1)
         if self.shapes:
             shape_numbers = shape_numbers[batch_order]
-        old_positions, bounds = _reorder_batches(bounds, batch_order)
-        order = order[old_positions]
+        # All cuts of a batch move by the same distance.
+        sizes = np.diff(bounds)[batch_order]
+        new_bounds = np.append(0, np.cumsum(sizes))
+        distances = np.repeat(bounds[:-1][batch_order] - new_bounds[:-1], sizes)
+        order = order[np.arange(len(order)) + distances]
         if not isinstance(passes, int):
             passes = passes[order]
         rows = self.rows[cuts[order]]
-        return Plan(epoch, rows, percents[order], bounds, shape_numbers, self.shapes, passes)
+        return Plan(epoch, rows, percents[order], new_bounds, shape_numbers, self.shapes, passes)
 
     def _shuffle_batches(self, epoch: int, batches: int) -> Integers:
         """Return the numbers of an epoch's batches, which are sorted by length, in their random order.
@@ -454,18 +437,3 @@ class Sampler:
         grouped = (order[:, None] * ranks + np.arange(ranks)).ravel()
         ungrouped = np.arange(groups * ranks, batches)
         return np.concatenate((ungrouped[:first], grouped, ungrouped[first:]))
-
-
-def _reorder_batches(bounds: Integers, batch_order: Integers) -> tuple[Integers, Integers]:
-    """Put micro-batches into the order ``batch_order``, which lists their numbers.
-
-    Returns the old position (N,) of the cut at each new position, and the new bounds.
-    """
-    sizes = np.diff(bounds)[batch_order]
-    old_starts = bounds[:-1][batch_order]
-    new_ends = np.cumsum(sizes)
-    new_starts = new_ends - sizes
-    # All cuts of a batch move by the same distance.
-    distances = np.repeat(old_starts - new_starts, sizes)
-    new_positions = np.arange(int(new_ends[-1]))
-    return new_positions + distances, np.append(0, new_ends)

@@ -90,13 +90,15 @@ class SkipLog:
             self._append(skip)
         if skip.reason in FAULTS:
             return
-        counts = Counter(reason for reason in self.reasons.values() if reason not in FAULTS)
-        acoustic_counts = {reason: counts.pop(reason, 0) for reason in ACOUSTIC_REASONS.values()}
-        bad = acoustic_counts.get(skip.reason, counts.total())
+        is_acoustic = skip.reason in ACOUSTIC_REASONS.values()
+        others = FAULTS.union(ACOUSTIC_REASONS.values())
+        bad = sum(
+            reason == skip.reason if is_acoustic else reason not in others for reason in self.reasons.values()
+        )
         latest = f"the latest {skip.id!r} ({skip.reason}: {skip.detail})"
         list_hint = f"{self.path} lists all" if self.path else "Set run_dir to list them"
         fix = f"{list_hint}. Repair or remove them"
-        if skip.reason in acoustic_counts:
+        if is_acoustic:
             if 2 * bad > total:
                 name = skip.id.partition(":")[0]
                 raise DataError(f"{bad} of {total} recordings of {name} are unusable, {latest}. {fix}")

@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from speechtrain.data.formats.manifests import (
     records,
 )
 from speechtrain.data.formats.shar import Shar, looks_like_shar
-from speechtrain.data.formats.tables import COLUMNS, Table
+from speechtrain.data.formats.tables import COLUMNS, Table, candidate_columns
 from speechtrain.data.recordings import stand_in_of
 from speechtrain.data.source import Facts, Source
 from speechtrain.errors import ConfigError, DataError, nearest
@@ -57,6 +57,7 @@ _FORMATS: dict[str, type[Manifest]] = {
     for reader in (Folder, AudioFolder, Kaldi, LhotseCuts, LhotseRecordings, Nemo, Mlperf, Fairseq)
 }
 _FACTS = ("normaliser", "weight", "language")  # the fields of Facts that a mapping with a path can set
+_KEYS = ("path", "moved_from", *COLUMNS, *_FACTS)  # the keys of a mapping with a path
 _TABLES = ("metadata.csv", "metadata.jsonl")  # the table of a folder, as in LJSpeech and in Hugging Face
 _MOST_MANIFESTS = 10_000  # the most files of one source. A shard pattern can name this number of files.
 _SHARD_PATTERN = re.compile(r"_OP_(\d{1,4})\.\.(\d{1,4})_CL_")  # NeMo's range of the first and last shard
@@ -95,11 +96,21 @@ def parts_of(source: Source) -> list[Source]:
 def located_cuts(part: Source) -> Iterator[tuple[str, Record]]:
     """Yield ``FILE:LINE`` and the cut for each cut of a manifest, or ``CORPUS:NUMBER`` and the cut."""
     if isinstance(part, Manifest):
-        for entry in part.entries():
-            yield part.location_of(entry.line), entry.cut
+        for line, cut in part.entries():
+            yield part.location_of(line), cut
         return
     for number, cut in enumerate(part.cuts(), 1):
         yield f"{type(part).__name__}:{number}", cut
+
+
+@dataclass(frozen=True)
+class _NamedPath:
+    """A path as the user writes it, with the names of its columns and its facts."""
+
+    text: str  # one path, several with commas, or a mapping in YAML
+    facts: Facts
+    columns: Mapping[str, str] = field(default_factory=dict)
+    former: str = ""  # the path when the run started, if it has moved
 
 
 @dataclass(frozen=True)
@@ -107,9 +118,9 @@ class _SourcePath:
     """One path of a specification, with the names of its columns and its facts."""
 
     path: Path
-    columns: Mapping[str, str]
     facts: Facts
-    former_path: Path | None = None  # the path when the run started, if it has moved
+    columns: Mapping[str, str]
+    former_path: Path | None  # the path when the run started, if it has moved
 
 
 def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
@@ -162,9 +173,6 @@ def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
 
 def _existing_paths(spec: Spec | Sequence[Spec]) -> list[_SourcePath]:
     """Return the paths of ``spec``. Raises DataError for an invalid ``spec`` and for a missing path."""
-    problem = problem_of(spec)
-    if problem:
-        raise DataError(problem)
     source_paths = list(islice(_paths_in(spec, Facts()), _MOST_MANIFESTS + 1))
     if not source_paths:
         raise DataError("no manifest is given. Set a file, a folder or a list of them")
@@ -184,36 +192,69 @@ def _existing_paths(spec: Spec | Sequence[Spec]) -> list[_SourcePath]:
     return source_paths
 
 
-def problem_of(spec: object, name: str = "", is_valid: bool = False) -> str:
-    """Return the first problem of a specification as text, or "" if it is valid.
+def check_source(key: str, spec: Any, is_valid: bool = False) -> None:
+    """Raise ValueError for an invalid specification of a source. ``key`` is its config key, for the message.
 
-    ``spec`` is a source, a list of sources or a mapping of named sets. ``name`` is the name of the set to
-    which the source belongs, or "". With ``is_valid``, the source is for validation and cannot have a weight.
+    With ``is_valid``, the source is part of ``data.valid`` and cannot have a weight.
     """
-    if isinstance(spec, list | tuple):
-        return _problem_of_list(spec, name, is_valid=is_valid)
+    try:
+        for _ in () if isinstance(spec, Source) else _named_paths(spec, Facts(), is_valid):
+            pass
+    except DataError as error:
+        raise ValueError(f"{key}: {error}") from None
+
+
+def _named_paths(spec: Any, facts: Facts, is_valid: bool = False) -> Iterator[_NamedPath]:
+    """Yield each path of ``spec``. Raises DataError for an invalid specification.
+
+    ``facts`` are the facts of the set to which ``spec`` belongs.
+    """
     if isinstance(spec, str):
-        return ""
-    if not isinstance(spec, Mapping):
-        return f"{str(spec)[:40]!r} is not a source. Give a path"
-    keys = ("path", "moved_from", *COLUMNS, *_FACTS)
-    # A mapping without any key of a source is a mapping of named sets. Sets cannot be nested.
-    if not name and spec and spec.keys().isdisjoint(keys):
-        for set_name, set_spec in spec.items():
-            problem = problem_of(set_spec, str(set_name), is_valid=is_valid)
-            if problem:
-                return f"{set_name}: {problem}"
-        return ""
+        yield _NamedPath(spec, facts)
+    elif isinstance(spec, list | tuple):
+        for part in spec:
+            if isinstance(part, list):
+                raise DataError(f"{str(part)[:40]} is a list in a list. Write one list")
+            yield from _named_paths(part, facts, is_valid)
+    elif not isinstance(spec, Mapping):
+        raise DataError(f"{str(spec)[:40]!r} is not a source. Give a path")
+    elif not facts.name and spec and spec.keys().isdisjoint(_KEYS):
+        # A mapping without any key of a source is a mapping of named sets. Sets cannot be nested.
+        for name, set_spec in spec.items():
+            try:
+                yield from _named_paths(set_spec, replace(facts, name=str(name)), is_valid)
+            except DataError as error:
+                raise DataError(f"{name}: {error}") from None
+    else:
+        _check_mapping(spec, can_have_weight=bool(facts.name) and not is_valid)
+        values = {key: value for key, value in spec.items() if value is not None}
+        set_facts = {key: values[key] for key in _FACTS if key in values}
+        columns = {key: values[key] for key in COLUMNS if key in values}
+        yield _NamedPath(spec["path"], replace(facts, **set_facts), columns, values.get("moved_from", ""))
+
+
+def _check_mapping(spec: Mapping[str, Any], can_have_weight: bool) -> None:
+    """Raise DataError for an invalid mapping with a path."""
     for key in spec:
-        if key not in keys:
-            advice = nearest(str(key), keys) or f". It has {', '.join(keys)}"
-            return f"{str(key)[:40]!r} is not a key of a source{advice}"
+        if key not in _KEYS:
+            advice = nearest(str(key), _KEYS) or f". It has {', '.join(_KEYS)}"
+            raise DataError(f"{str(key)[:40]!r} is not a key of a source{advice}")
     for key in ("moved_from", *COLUMNS, "normaliser", "language"):
         if not isinstance(spec.get(key), str | None):
-            return f"{key} is {str(spec[key])[:40]!r}, not a string"
+            raise DataError(f"{key} is {str(spec[key])[:40]!r}, not a string")
     if not isinstance(spec.get("path"), str):
-        return "a source needs its path, as in {path: FILE, text: COLUMN}"
-    return _problem_of_facts(spec, can_have_weight=bool(name) and not is_valid)
+        raise DataError("a source needs its path, as in {path: FILE, text: COLUMN}")
+    weight = spec.get("weight")
+    if weight is not None and not can_have_weight:
+        example = "data.train={a: {path: FILE, weight: 3}, b: FILE}"
+        raise DataError(f"only training sets with names have a weight: {example}")
+    is_number = type(weight) in (int, float)  # isinstance would accept a boolean.
+    if weight is not None and not (is_number and 0 < weight < math.inf):
+        raise DataError(f"weight is {str(weight)[:40]!r}. It must be a number above 0")
+    try:
+        normaliser(spec.get("normaliser") or "none")
+    except ConfigError as error:
+        raise DataError(str(error)) from None
 
 
 def with_former_paths(spec: Any, former: Any) -> Any:
@@ -246,76 +287,34 @@ def with_former_paths(spec: Any, former: Any) -> Any:
     return moved_source["path"] if [*moved_source] == ["path"] else moved_source
 
 
-def _problem_of_list(specs: Sequence[object], name: str, is_valid: bool) -> str:
-    for spec in specs:
-        if isinstance(spec, list):
-            return f"{str(spec)[:40]} is a list in a list. Write one list"
-    for spec in specs:
-        problem = problem_of(spec, name, is_valid=is_valid)
-        if problem:
-            return problem
-    return ""
-
-
-def _problem_of_facts(spec: Mapping[str, Any], can_have_weight: bool) -> str:
-    weight = spec.get("weight")
-    if weight is not None and not can_have_weight:
-        return "only training sets with names have a weight: data.train={a: {path: FILE, weight: 3}, b: FILE}"
-    is_number = type(weight) in (int, float)  # isinstance would accept a boolean.
-    if weight is not None and not (is_number and 0 < weight < math.inf):
-        return f"weight is {str(weight)[:40]!r}. It must be a number above 0"
-    try:
-        normaliser(spec.get("normaliser") or "none")
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def _paths_in(spec: Spec | Sequence[Spec], facts: Facts) -> Iterator[_SourcePath]:
+def _paths_in(spec: Any, facts: Facts) -> Iterator[_SourcePath]:
     """Yield each path of ``spec``. ``facts`` are the facts of the set to which ``spec`` belongs."""
-    if isinstance(spec, str):
-        for part in _specs_in(spec):
-            problem = problem_of(part)
-            if problem:
-                raise DataError(problem)
+    for named in _named_paths(spec, facts):
+        former_paths = map(absolute_path, _shards(named.former))
+        for part in _specs_in(named.text):
             if isinstance(part, str):
-                yield _SourcePath(absolute_path(part), {}, facts)
+                former_path = next(former_paths, None)
+                yield _SourcePath(absolute_path(part), named.facts, named.columns, former_path)
             else:
-                yield from _paths_in(part, facts)
-    elif not isinstance(spec, Mapping):
-        for part in spec:
-            yield from _paths_in(part, facts)
-    elif "path" in spec:
-        set_facts = {key: spec[key] for key in _FACTS if spec.get(key) is not None}
-        columns = {key: spec[key] for key in COLUMNS if spec.get(key) is not None}
-        former_paths = map(absolute_path, _shards(spec.get("moved_from") or ""))
-        for source_path in _paths_in(spec["path"], replace(facts, **set_facts)):
-            yield replace(source_path, columns=columns, former_path=next(former_paths, None))
-    else:
-        for name, set_spec in spec.items():
-            yield from _paths_in(set_spec, replace(facts, name=str(name)))
+                yield from _paths_in(part, named.facts)
 
 
 def _specs_in(text: str) -> Iterator[Spec]:
     """Yield the sources in a string: one path, several paths with commas, or a mapping in YAML."""
     is_path = os.path.exists(os.path.expanduser(text))
     if text.lstrip().startswith("{") and not is_path:
-        yield _parse_mapping(text)
+        mapping = None
+        with contextlib.suppress(ValueError, yaml.YAMLError):
+            mapping = yaml.safe_load(small_yaml(text))
+        if not isinstance(mapping, dict):
+            raise DataError(f"{text[:200]} is not a mapping. Write it as {{path: FILE, text: COLUMN}}")
+        yield mapping
         return
     if is_path:  # The path of an existing file may contain commas.
         yield from _shards(text)
         return
     for name in text.split(","):
         yield from _shards(name.strip())
-
-
-def _parse_mapping(text: str) -> Mapping[str, Any]:
-    mapping = None
-    with contextlib.suppress(ValueError, yaml.YAMLError):
-        mapping = yaml.safe_load(small_yaml(text))
-    if not isinstance(mapping, dict):
-        raise DataError(f"{text[:200]} is not a mapping. Write it as {{path: FILE, text: COLUMN}}")
-    return mapping
 
 
 def _shards(name: str) -> Iterator[str]:
@@ -366,10 +365,17 @@ def _detect_format(source_path: _SourcePath) -> str:
     if annotation:
         raise DataError(f"{path}: annotations ({annotation}) are not read: {AS_TABLE}")
     if line.startswith((b"[", b"{", b"-")):  # JSON or YAML
-        return _format_of_objects(path, line_number)
+        _, record = next(records(path), (0, None))
+        if record is None:
+            raise DataError(f"{path}:{line_number}: the array is empty. Add an object for each recording")
+        kind = _format_of_record(record)
+        if not kind:
+            keys = "A lhotse cut has 'type', a NeMo line 'audio_filepath', MLPerf's 'transcript' and 'files'"
+            fix = f"{keys}. {{path: FILE, audio: KEY}} names it"
+            raise DataError(f"{path}:{line_number}: the format is unknown. {fix}")
+        return kind
     column_names = Table(path).form.columns
-    has_audio_column = any(name.lower() in COLUMNS["audio"] for name in column_names)
-    if len(column_names) > 1 and has_audio_column:
+    if len(column_names) > 1 and candidate_columns(column_names, "audio"):
         return Table.kind
     if looks_like_fairseq(_first_two_lines(path), path.parent):
         return Fairseq.kind
@@ -401,18 +407,6 @@ def _format_of_folder(path: Path, columns: Mapping[str, str]) -> str:
     return kind
 
 
-def _format_of_objects(path: Path, line: int) -> str:
-    """Return the kind of a manifest of JSON or YAML objects. ``line`` is the number of its first line."""
-    _, record = next(records(path), (0, None))
-    if record is None:
-        raise DataError(f"{path}:{line}: the array is empty. Add an object for each recording")
-    kind = _format_of_record(record)
-    if not kind:
-        keys = "A lhotse cut has 'type', a NeMo line 'audio_filepath', MLPerf's 'transcript' and 'files'"
-        raise DataError(f"{path}:{line}: the format is unknown. {keys}. {{path: FILE, audio: KEY}} names it")
-    return kind
-
-
 def _first_two_lines(path: Path) -> list[bytes]:
     """Return the first two lines of a file, at most 64 KiB of each."""
     with open_bytes(path) as file:
@@ -434,8 +428,7 @@ def _format_of_record(record: Record) -> str:
     has_features = "storage_path" in record  # A manifest of lhotse's features has the other keys, too.
     if "recording_id" in record and "start" in record and not has_features:
         return "supervisions"
-    has_audio_column = any(str(key).lower() in COLUMNS["audio"] for key in record)
-    return Table.kind if has_audio_column else ""
+    return Table.kind if candidate_columns(record, "audio") else ""
 
 
 def _make_names_unique(parts: Sequence[Manifest]) -> None:

@@ -130,14 +130,12 @@ def members(file: IO[bytes], path: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def _extended_name(header: TarInfo, content: bytes) -> str:
-    """Return the name of the next member from an extended header, or "" if the header has no name."""
+    """Return the name of the next member from an extended header, or "" if the header has no name.
+
+    The ``path`` among the records ``LENGTH KEY=VALUE`` of a header of POSIX is the name.
+    """
     if header.type == GNUTYPE_LONGNAME:
         return content.rstrip(b"\0").decode(errors="surrogateescape")
-    return _path_record(content)
-
-
-def _path_record(content: bytes) -> str:
-    """Return the ``path`` among the records ``LENGTH KEY=VALUE`` of an extended header, or ""."""
     record_start = 0
     while record := _HEADER_RECORD.match(content, record_start):
         length = int(record[1])

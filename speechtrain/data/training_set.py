@@ -13,16 +13,12 @@ from speechtrain.batch import Skip
 from speechtrain.counter_rng import RunStream, uniform_at
 from speechtrain.data.formats.manifests import digest
 from speechtrain.data.hold_out import NO_SIDES, Sides, held_out, read_sides
-from speechtrain.data.index import Index, open_index
+from speechtrain.data.index import Index, hash_of, open_index
 from speechtrain.data.planned_lengths import Integers, Seconds
 from speechtrain.data.sampler import WeightedSet, weighted_sets
-from speechtrain.data.source import Source
-from speechtrain.data.sources import open_source, problem_of
+from speechtrain.data.source import Facts, Source
+from speechtrain.data.sources import check_source, open_source
 from speechtrain.errors import DataError
-
-FILTERS = ("", "too_long", "too_short", "untranscribed")
-"""The reasons why a recording is filtered. ``TrainingSet.filter_numbers`` has their positions in this tuple,
-and 0 for a recording that is not filtered."""
 
 _WHERE_TRANSCRIPTS_ARE = (
     "a folder has transcripts in a.txt beside a.wav, in *.trans.txt or in metadata.csv, a manifest has them "
@@ -31,8 +27,29 @@ _WHERE_TRANSCRIPTS_ARE = (
 
 
 @dataclass
-class TrainingSet:
-    """The recordings of ``data.train``, opened at first use.
+class RecordingSet:
+    """The recordings of one set, opened at first use. They are rows of ``index``."""
+
+    spec: Any  # the value of data.train, or of a set of data.valid (see ``open_source``)
+    cache: str  # the cache folder (see ``open_index``)
+
+    @cached_property
+    def source(self) -> Source:
+        return open_source(self.spec)
+
+    @cached_property
+    def index(self) -> Index:
+        return open_index(self.source, self.cache)
+
+    @property
+    def evaluated(self) -> Integers:
+        """The rows of the index that an evaluation reads."""
+        return np.arange(len(self.index), dtype=np.int32)
+
+
+@dataclass
+class TrainingSet(RecordingSet):
+    """The recordings of ``data.train``.
 
     A recording is filtered, so it is not used at all, if it is shorter than ``min_seconds`` or longer than
     ``max_seconds`` (before the speed change). It is also filtered if ``skip_empty`` is true and it has no
@@ -40,12 +57,10 @@ class TrainingSet:
     recordings with a transcript can be held out. Recordings stay on the side on which ``run_dir`` or
     ``initial_run`` had them. Raises ValueError for invalid arguments.
 
-    Recordings are rows of ``index``. ``usable`` are all rows that are not filtered. ``held_out`` are the
-    usable rows for evaluation, and ``rows`` are the usable rows for training.
+    ``usable`` are all rows that are not filtered. ``held_out`` are the usable rows for evaluation, and
+    ``rows`` are the usable rows for training.
     """
 
-    spec: Any  # the value of data.train (see ``open_source``)
-    cache: str  # the cache folder (see ``open_index``)
     min_seconds: float
     max_seconds: float
     skip_empty: bool
@@ -63,32 +78,27 @@ class TrainingSet:
             raise ValueError(f"hold_out={self.hold_out}: it must be a share of at least 0 and below 1")
 
     @cached_property
-    def source(self) -> Source:
-        return open_source(self.spec)
-
-    @cached_property
-    def index(self) -> Index:
-        return open_index(self.source, self.cache)
-
-    @cached_property
-    def filter_numbers(self) -> Integers:
-        """The position in FILTERS of the reason for each row of the index (int8)."""
-        numbers = np.zeros(len(self.index), np.int8)
+    def filtered(self) -> dict[str, Integers]:
+        """The rows of the index that are filtered, ascending, by the reason."""
+        index = self.index
         # Durations in the index are float32, so the limits are compared as float32.
-        if self.skip_empty:
-            numbers[self.index.characters == 0] = FILTERS.index("untranscribed")
-        numbers[self.index.seconds > np.float32(self.max_seconds)] = FILTERS.index("too_long")
-        numbers[self.index.seconds < np.float32(self.min_seconds)] = FILTERS.index("too_short")
-        return numbers
+        is_long = index.seconds > np.float32(self.max_seconds)
+        is_short = index.seconds < np.float32(self.min_seconds)
+        is_empty = (index.characters == 0) & ~is_long & ~is_short & self.skip_empty
+        masks = {"too_long": is_long, "too_short": is_short, "untranscribed": is_empty}
+        return {reason: np.flatnonzero(mask) for reason, mask in masks.items()}
 
     @cached_property
     def usable(self) -> Integers:
         """The rows of the index that are not filtered, ascending. Raises DataError if there are none."""
-        rows = np.flatnonzero(self.filter_numbers == 0).astype(np.int32)
+        is_usable = np.ones(len(self.index), bool)
+        for filtered_rows in self.filtered.values():
+            is_usable[filtered_rows] = False
+        rows = np.flatnonzero(is_usable).astype(np.int32)
         if len(rows):
             return rows
         has_no_text = (self.skip_empty or self.needs_text) and not self.index.characters.any()
-        if has_no_text or FILTERS.index("untranscribed") in self.filter_numbers:
+        if has_no_text or len(self.filtered["untranscribed"]):
             raise DataError(
                 f"data.train: no recording has a transcript: {where_transcripts_are(self.source)}"
             )
@@ -126,6 +136,10 @@ class TrainingSet:
         )
         return rows[is_held_out]
 
+    @property
+    def evaluated(self) -> Integers:
+        return self.held_out
+
     @cached_property
     def held_out_digest(self) -> str:
         """A digest of the ids of the held-out recordings."""
@@ -142,24 +156,33 @@ class TrainingSet:
             return self.usable
         return np.setdiff1d(self.usable, self.held_out, assume_unique=True)
 
+    @cached_property
+    def sets(self) -> list[tuple[Facts, Integers]]:
+        """The facts of each set, and the positions in ``rows`` of its recordings, ascending.
+
+        A set can have several parts, such as the files of a list. Parts without a name are one set.
+        """
+        facts_of_parts = self.index.facts
+        part_names = np.array([facts.name for facts in facts_of_parts])
+        row_parts = self.index.parts[self.rows]
+        sets = []
+        for name, facts in {facts.name: facts for facts in facts_of_parts}.items():
+            parts = np.flatnonzero(part_names == name)
+            sets.append((facts, np.flatnonzero(np.isin(row_parts, parts))))
+        return sets
+
     def weighted_sets(self) -> list[WeightedSet]:
-        """Return the named sets of ``rows`` if one of them has a weight, otherwise an empty list.
+        """Return the sets if one of them has a weight, otherwise an empty list.
 
         A set without a weight has the weight 1. Raises DataError if a set has no recording.
         """
-        facts_of_parts = self.index.facts
-        if all(facts.weight is None for facts in facts_of_parts):
+        if all(facts.weight is None for facts, _ in self.sets):
             return []
-        weights = {facts.name: facts.weight or 1.0 for facts in facts_of_parts}
-        names = list(weights)
-        # A set can have several parts, such as the files of a list.
-        set_of_part = np.array([names.index(facts.name) for facts in facts_of_parts])
-        set_of_row = set_of_part[self.index.parts[self.rows]]
-        sets = weighted_sets(set_of_row, list(weights.values()))
-        for name, weighted_set in zip(names, sets, strict=True):
-            if not len(weighted_set.members):
-                raise DataError(f"data.train.{name}: no recording is left to train on. Remove the set")
-        return sets
+        for facts, members in self.sets:
+            if not len(members):
+                raise DataError(f"data.train.{facts.name}: no recording is left to train on. Remove the set")
+        weights = [facts.weight or 1.0 for facts, _ in self.sets]
+        return weighted_sets([members for _, members in self.sets], weights)
 
     def recordings(self, normalise: Callable[[str], str]) -> Iterator[tuple[float, str]]:
         """Yield the seconds and the normalised transcript of each recording that is not filtered."""
@@ -177,24 +200,13 @@ class TrainingSet:
         is_every_speaker_known = bool((speakers >= 0).all())  # -1 is the number of an unknown speaker.
         if is_every_speaker_known:
             content["speakers"] = len(speakers)
-        return {**content, "digest": digest(self.index.content, self.index.texts)}
+        return {**content, "digest": hash_of(self.index.identity)}
 
-    def filtered(self) -> Iterator[Skip]:
+    def filter_skips(self) -> Iterator[Skip]:
         """Yield each filtered recording with the reason. The detail of a skip is the duration."""
-        for row in np.flatnonzero(self.filter_numbers).tolist():
-            reason = FILTERS[self.filter_numbers[row]]
+        reasons = {row: reason for reason, rows in self.filtered.items() for row in rows.tolist()}
+        for row, reason in sorted(reasons.items()):
             yield Skip(self.index.cut(row)["id"], reason, f"{self.index.seconds[row]:.2f} s")
-
-
-def check_source(name: str, spec: object, is_valid: bool = False) -> None:
-    """Raise ValueError for an invalid specification of a source (see ``problem_of``).
-
-    ``name`` is the config key of the source, for the message. With ``is_valid``, the source is part of
-    ``data.valid`` and cannot have a weight.
-    """
-    problem = "" if isinstance(spec, Source) else problem_of(spec, is_valid=is_valid)
-    if problem:
-        raise ValueError(f"{name}: {problem}")
 
 
 def where_transcripts_are(source: Source) -> str:

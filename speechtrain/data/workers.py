@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.util  # Its exit handler must be registered before the handler of this module.
@@ -23,7 +24,6 @@ import sys
 import threading
 import time
 import traceback
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -57,46 +57,6 @@ _GRACE_SECONDS = 60  # the time that a worker still runs after a SIGTERM to its 
 _STOP_SECONDS = 10.0  # the time that a stop request waits for a batch, so that the step can end
 _POLL_SECONDS = 0.5  # the time between two checks for a stop request
 _MOST_NAMES = 3  # the most recordings in a message
-
-
-def _never_stop() -> bool:
-    return False
-
-
-class Workers(ABC):
-    """Loads planned micro-batches, in this process or in other processes."""
-
-    count: int = 0
-    """The number of worker processes. With 0, this process loads."""
-
-    # Without staticmethod, a call would pass ``self``.
-    stop_requested: Callable[[], bool] = staticmethod(_never_stop)
-    """Returns whether the run should stop. A run sets its own function."""
-
-    @abstractmethod
-    def map(self, loader: Loader, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
-        """Yield the batch that ``loader`` returns for each planned micro-batch, in order.
-
-        Raises every error of ``loader``.
-        """
-
-    def close(self) -> None:  # noqa: B027 - empty by default
-        """Stop the workers."""
-
-
-class InProcess(Workers):
-    """Loads in this process, on demand."""
-
-    def map(self, loader: Loader, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
-        for micro_batch in planned:
-            yield _load_as_worker(loader, micro_batch)
-
-
-def _load_as_worker(loader: Loader, micro_batch: MicroBatch) -> Batch:
-    """Load a micro-batch with the same bits as a worker, which has one thread and torch's own fp32 matmul."""
-    with unchanged_torch():
-        TorchSettings.current()._replace(threads=1, fp32_matmul="highest").apply()
-        return loader(micro_batch)
 
 
 @dataclass
@@ -166,8 +126,8 @@ class _Request:
         return ", ".join(parts)
 
 
-class Processes(Workers):
-    """Loads ahead in ``count`` worker processes.
+class Workers:
+    """Loads planned micro-batches ahead in ``count`` processes. With a count of 0, this process loads.
 
     A fork server starts the workers in the background. The server has no threads, and the workers inherit no
     threads, devices or sockets of this process. Until the workers are ready, this process loads. A worker
@@ -184,9 +144,11 @@ class Processes(Workers):
     Preempted if a worker has not answered for 10 s after a stop request.
     """
 
-    def __init__(self, count: int, timeout_seconds: float) -> None:
+    def __init__(self, count: int = 0, timeout_seconds: float = math.inf) -> None:
         self.count = count
         self.timeout_seconds = timeout_seconds
+        self.stop_requested: Callable[[], bool] = lambda: False
+        """Returns whether the run should stop. A run sets its own function."""
         self._workers: list[_Worker] = []
         self._loaders: list[Loader] = []  # all loaders so far. Workers know a loader by its position.
         self._results: dict[int, Batch | Exception] = {}  # results by ticket, until a stream yields them
@@ -203,7 +165,7 @@ class Processes(Workers):
 
     def start(self) -> None:
         """Start the processes in the background, once."""
-        if not self._is_started and not self._is_closed:
+        if self.count and not self._is_started and not self._is_closed:
             self._is_started = True
             atexit.register(self.close)
             _start_server()
@@ -215,10 +177,16 @@ class Processes(Workers):
         self._starter.join()
 
     def map(self, loader: Loader, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
+        """Yield the batch that ``loader`` returns for each planned micro-batch, in order.
+
+        Raises every error of ``loader``.
+        """
         requests: deque[_Request] = deque()  # the requests of this stream, in order
         try:
             while True:
-                workers = self._ready_workers()
+                # There are none while they start and after ``close``.
+                is_ready = self._is_started and not self._starter.is_alive() and not self._is_closed
+                workers = self._workers if is_ready else []
                 free_requests = max(0, _MOST_IN_FLIGHT * len(workers) - len(requests))
                 for micro_batch in islice(planned, free_requests):
                     requests.append(self._send(workers, loader, micro_batch))
@@ -247,15 +215,12 @@ class Processes(Workers):
         micro_batch = next(planned, None)
         if micro_batch is None:
             return None
-        batch = _load_as_worker(loader, micro_batch)
+        with unchanged_torch():
+            # The bits are those of a worker, which has one thread and torch's own fp32 matmul.
+            TorchSettings.current()._replace(threads=1, fp32_matmul="highest").apply()
+            batch = loader(micro_batch)
         self.start()
         return batch
-
-    def _ready_workers(self) -> list[_Worker]:
-        """Return the workers, or an empty list while they start and after ``close``."""
-        if not self._is_started or self._starter.is_alive() or self._is_closed:
-            return []
-        return self._workers
 
     def _send(self, workers: list[_Worker], loader: Loader, micro_batch: MicroBatch) -> _Request:
         """Send a micro-batch to the next worker in turn. The loader is only sent if the worker lacks it."""
@@ -391,7 +356,7 @@ def open_workers(count: int, timeout_seconds: float) -> Workers:
         raise ValueError(f"workers={count}: need -1 <= workers <= 256")
     if count < 0:
         count = automatic_workers()
-    return Processes(count, timeout_seconds) if count else InProcess()
+    return Workers(count, timeout_seconds)
 
 
 def automatic_workers() -> int:

@@ -231,9 +231,8 @@ class LoadedRun:
                     examples=None,
                 )
             if isinstance(data, SpeechData):
-                trained_counts = data.evaluation_sets.trained_counts(data.training_set.former_sides)
-                for name, counts in trained_counts.items():
-                    warning = f"the run was trained on {counts}, so the error rates are too low"
+                for name, count in data.trained_counts(data.training_set.former_sides).items():
+                    warning = f"the run was trained on {count}, so the error rates are too low"
                     outcomes[name].warnings["trained"] = warning
             return outcomes
         finally:

@@ -46,7 +46,7 @@ def batches_by_size(data: DataModule, positions_of: Callable[[int], Sequence[int
     order = data.sampler.tensor_sizes(0).argsort(kind="stable")
     positions = list(positions_of(len(order)))
     numbers = order[positions].tolist()
-    return [data.stream.loader(plan[number]) for number in numbers]
+    return [data.loader(plan[number]) for number in numbers]
 
 
 def select_rows(batch: Batch, rows: slice) -> Batch:

@@ -11,7 +11,6 @@ from pathlib import Path
 from recording import RecordingData
 
 from speechtrain.batch import Batch
-from speechtrain.data.workers import Processes
 from speechtrain.launch.launcher import Job, Launcher, LaunchResult
 
 
@@ -39,7 +38,7 @@ class SlowData(RecordingData):
 
     def train(self, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> Iterator[Batch]:
         for number, batch in enumerate(super().train(rank, world_size, accumulate)):
-            if number == 1 and isinstance(self.workers, Processes):
+            if number == 1 and self.workers.count:
                 self.workers.wait_until_ready()
                 with Path(os.environ["FAULTS_WORKERS"]).open("a") as file:
                     file.write(json.dumps(self.workers.pids) + "\n")

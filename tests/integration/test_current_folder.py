@@ -69,9 +69,9 @@ def test_other_commands(run_dir: Path, environment: dict[str, str], tmp_path: Pa
 PROGRAM = """
 import sys
 sys.path[:] = [path for path in sys.path if path]  # as a console command has it
-from speechtrain.data.workers import Processes
+from speechtrain.data.workers import Workers
 if __name__ == "__main__":
-    workers = Processes(1, 60.0)
+    workers = Workers(1, 60.0)
     workers.wait_until_ready()
     print("workers", len(workers.pids))
     workers.close()

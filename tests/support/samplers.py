@@ -38,7 +38,8 @@ def new_sampler(
     """A sampler of cuts of the given lengths at 16 kHz. ``sets`` has the number of each cut's set."""
     draws = CutDraws(seed, keys, speed)
     if sets is not None and weights:
-        draws = CutDraws(seed, keys, speed, weighted_sets(sets, weights))
+        members = [np.flatnonzero(sets == number) for number in range(len(weights))]
+        draws = CutDraws(seed, keys, speed, weighted_sets(members, weights))
     lengths = PlannedLengths(seconds, labels, crop_seconds=crop_seconds or math.inf)
     if rows is None:
         rows = np.arange(len(keys), dtype=np.int32)

@@ -75,22 +75,19 @@ class Digits(Connected):
         words = (word_draws * len(self.clips.words)).astype(int)
         gaps = self.gaps(uniform_at(self.seed, key, DigitsStream.GAP, rows, columns))
         plan = []
+        clips = self.clips
         for i, size in enumerate(sizes.tolist()):
-            utterance = self._utterance(i, words[i, :size].tolist(), gaps[i, : size - 1].tolist())
+            voice = i % len(clips.voices)
+            utterance_words = words[i, :size].tolist()
+            utterance = Utterance(
+                id=f"digits-{self.split}-{self.seed}-{i:06d}",
+                speaker=clips.voices[voice],
+                text=" ".join(clips.words[word] for word in utterance_words),
+                clips=tuple(voice * len(clips.words) + word for word in utterance_words),
+                gaps=tuple(gaps[i, : size - 1].tolist()),
+            )
             plan.append(utterance)
         return plan
-
-    def _utterance(self, i: int, words: list[int], gaps: list[int]) -> Utterance:
-        clips = self.clips
-        voice = i % len(clips.voices)
-        first_clip = voice * len(clips.words)
-        return Utterance(
-            id=f"digits-{self.split}-{self.seed}-{i:06d}",
-            speaker=clips.voices[voice],
-            text=" ".join(clips.words[word] for word in words),
-            clips=tuple(first_clip + word for word in words),
-            gaps=tuple(gaps),
-        )
 
     def content(self) -> tuple[object, ...]:
         """Return a hash of the index, which contains the hashes of the audio. Nothing is decoded."""

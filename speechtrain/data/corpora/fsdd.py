@@ -75,7 +75,14 @@ class Fsdd(Connected):
         super().__post_init__()
         takes = find_takes(self.root)
         self.all_speakers = sorted({take.speaker for take in takes})
-        self.speakers = self._selected_speakers()
+        included, excluded = self.only_speakers or self.all_speakers, self.exclude_speakers or []
+        for name in [*included, *excluded]:
+            if name not in self.all_speakers:
+                raise DataError(
+                    f"fsdd: the speaker {name!r} is unknown{nearest(name, self.all_speakers)}. "
+                    f"Choose from {', '.join(self.all_speakers)}"
+                )
+        self.speakers = sorted(set(included) - set(excluded))
         is_test = self.split == "test"
         self.takes = []
         for take in sorted(takes):
@@ -87,18 +94,6 @@ class Fsdd(Connected):
                 "Check only_speakers and exclude_speakers"
             )
         self.clips = Recordings([take.path for take in self.takes])
-
-    def _selected_speakers(self) -> list[str]:
-        """Return the sorted speakers. Raises DataError for an unknown speaker."""
-        included = self.only_speakers or self.all_speakers
-        excluded = self.exclude_speakers or []
-        for name in [*included, *excluded]:
-            if name not in self.all_speakers:
-                raise DataError(
-                    f"fsdd: the speaker {name!r} is unknown{nearest(name, self.all_speakers)}. "
-                    f"Choose from {', '.join(self.all_speakers)}"
-                )
-        return sorted(set(included) - set(excluded))
 
     def plan(self) -> list[Utterance]:
         rounds = (self._round(number) for number in range(self.utterances or 1))

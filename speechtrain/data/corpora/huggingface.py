@@ -16,7 +16,7 @@ import soundfile
 
 from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES
 from speechtrain.data.formats.manifests import Record, simple_cut
-from speechtrain.data.formats.tables import COLUMNS
+from speechtrain.data.formats.tables import candidate_columns
 from speechtrain.data.prepare.cut_files import FIX, map_in_threads, write_cuts
 from speechtrain.data.recordings import (
     RATES,
@@ -89,7 +89,7 @@ class HuggingFace:
         rows = self._load()
         audio = self._column(rows.features, "audio", self.audio)
         text = self._column(rows.features, "text", self.text)
-        speaker = next((c for c in rows.features if c.lower() in COLUMNS["speaker"]), None)
+        speaker = next(iter(candidate_columns(rows.features, "speaker")), None)
         rows = self._undecoded(rows, audio)
         label_columns = [text, speaker] if speaker else [text]
         name, out = re.sub(r"[^\w.-]", "_", self.split), absolute_path(self.out)
@@ -136,29 +136,21 @@ class HuggingFace:
             raise DataError(f"{self.name}: {audio!r} has no recordings ({problem})") from error
 
     def _column(self, features: Mapping[str, Any], key: str, explicit: str) -> str:
-        """Return the column of a key of COLUMNS. Raises DataError with all columns if it is not clear."""
-        if explicit:
-            candidates = [column for column in features if column == explicit]
-            problem = f"no column {explicit!r}"
-        else:
-            candidates = _candidates(features, key)
-            problem = f"{len(candidates)} columns that may be its {key}"
-        if len(candidates) != 1:
-            raise DataError(f"{self.name} has {problem}: {', '.join(features)}. Choose with {key}=COLUMN")
-        return candidates[0]
+        """Return the column of a key of COLUMNS. Raises DataError with all columns if it is not clear.
 
-
-def _candidates(features: Mapping[str, Any], key: str) -> list[str]:
-    """Return the columns that may be ``key``: the columns of audio by their type, the others by name.
-
-    Without a column of type Audio, the column of audio is also detected by name.
-    """
-    candidates = []
-    if key == "audio":
+        The column of audio is detected by its type, and otherwise by name as the others.
+        """
         import datasets
 
         candidates = [column for column, kind in features.items() if isinstance(kind, datasets.Audio)]
-    return candidates or [column for column in features if column.lower() in COLUMNS[key]]
+        if explicit or key != "audio" or not candidates:
+            candidates = candidate_columns(features, key, explicit)
+        if len(candidates) != 1:
+            problem = f"{len(candidates)} columns that may be its {key}"
+            if explicit:
+                problem = f"no column {explicit!r}"
+            raise DataError(f"{self.name} has {problem}: {', '.join(features)}. Choose with {key}=COLUMN")
+        return candidates[0]
 
 
 def _check_files(names_by_split: Mapping[str, list[str]], folder: Path) -> None:

@@ -18,7 +18,7 @@ from speechtrain.data.formats.lhotse_cuts import UnknownPart, known_cut
 from speechtrain.data.formats.manifests import Record, cut_of_supervision, simple_cut
 from speechtrain.data.formats.tables import Table
 from speechtrain.data.lhotse_import import import_lhotse
-from speechtrain.data.prepare.cut_files import map_in_threads, with_measured_length
+from speechtrain.data.prepare.cut_files import map_in_threads, set_header, with_measured_length
 from speechtrain.data.recordings import Unusable, read_header
 from speechtrain.errors import DISK, MALFORMED, ConfigError, DataError, nearest, one_line
 from speechtrain.files import parse_json, read_bytes
@@ -56,28 +56,23 @@ def cuts_by_part(sets: Mapping[str, Set], names: Mapping[str, str], jobs: int) -
     yielded. Raises DataError for a folder that is not as the recipe expects it, ConfigError for an argument
     that the recipe does not take.
     """
-    remaining = dict(sets)
-    while remaining:
-        part, part_set = next(iter(remaining.items()))
-        parts = [part]
-        # Arguments can be lists, so ``{part}`` is searched in the text of all arguments.
-        is_recipe_of_one_part = "{part}" in str(part_set.arguments)
-        if not is_recipe_of_one_part:
-            parts = [name for name, candidate in remaining.items() if candidate == part_set]
-        for name in parts:
-            del remaining[name]
+    results: dict[str, dict[str, Any]] = {}  # what each recipe has read, by the recipe and its arguments
+    for part, part_set in sets.items():
         part_names = {**names, "part": part}
         arguments = {key: fill_names(argument, part_names) for key, argument in part_set.arguments.items()}
-        cuts_by_name = dict(_read(part_set.recipe, arguments, names["folder"], jobs))
-        wants_every_part = part == ""
-        is_one_part = len(parts) == 1 and len(cuts_by_name) == 1
-        if is_one_part and not wants_every_part:
-            # A recipe may give its only part another name.
-            (cuts,) = cuts_by_name.values()
-            cuts_by_name = {part: cuts}
-        for name, cuts in cuts_by_name.items():
-            if wants_every_part or name in parts:
-                yield name, cuts
+        key = f"{part_set.recipe} {arguments}"
+        if key not in results:
+            results[key] = dict(_read(part_set.recipe, arguments, names["folder"], jobs))
+        cuts_by_name = results[key]
+        if not part:
+            yield from cuts_by_name.items()
+        elif part in cuts_by_name:
+            yield part, cuts_by_name[part]
+        elif len(cuts_by_name) == 1 and (
+            "{part}" in str(part_set.arguments) or list(sets.values()).count(part_set) == 1
+        ):
+            (cuts,) = cuts_by_name.values()  # A recipe may give its only part another name.
+            yield part, cuts
 
 
 def fill_names(value: Any, names: Mapping[str, str]) -> Any:
@@ -243,8 +238,7 @@ def _cuts(manifests: Mapping[str, Any]) -> Iterator[Record]:
 
 def _table(path: Path, jobs: int) -> Iterator[Record]:
     """Yield the rows of Common Voice's TSV. lhotse's recipe needs a column that release 9 lacks."""
-    cuts = (entry.cut for entry in Table(path).entries())
-    measured_cuts = map_in_threads(with_measured_length, cuts, jobs)
+    measured_cuts = map_in_threads(with_measured_length, Table(path).cuts(), jobs)
     for _, cut in measured_cuts:
         yield cut  # type: ignore[misc]
 
@@ -264,29 +258,19 @@ def _stm(audio: Path, references: Path, jobs: int) -> Iterator[Record]:
             if not line.strip() or line.startswith(";;") or _UNSPOKEN.search(line):
                 continue
             try:
-                segments = _stm_segments(line, paths)
+                # RECORDING SIDE SPEAKER START END [<LABEL>] WORDS
+                name, side, speaker, start, end, *words = line.split()
+                side = {"1": "A", "2": "B"}.get(side, side.upper())
+                # The id has the times in hundredths of a second.
+                times = float(start), float(end)
+                id_start, id_end = (round(seconds * 100) for seconds in times)
+                span = Span(f"{name}-{side}-{id_start:06d}-{id_end:06d}", *times)
+                text = " ".join(words[1:] if words and words[0].startswith("<") else words)
+                recording, channel = paths[name.lower()], "AB".index(side)
             except (ValueError, KeyError) as error:
                 problem = f"not a segment of a recording below {audio} ({error})"
                 raise DataError(f"{file}:{number}: {problem}") from None
-            yield from segments
-
-
-def _stm_segments(line: str, paths: Mapping[str, Path]) -> Iterator[Record]:
-    """Return the cut of a line ``RECORDING SIDE SPEAKER START END [<LABEL>] WORDS``.
-
-    The result is empty if no time is left between START and END within the recording. Raises ValueError or
-    KeyError for another line.
-    """
-    name, side, speaker, start, end, *words = line.split()
-    side = {"1": "A", "2": "B"}.get(side, side.upper())
-    if words and words[0].startswith("<"):
-        del words[0]
-    times = float(start), float(end)
-    # The id has the times in hundredths of a second.
-    id_start, id_end = (round(seconds * 100) for seconds in times)
-    span = Span(f"{name}-{side}-{id_start:06d}-{id_end:06d}", *times)
-    path = paths[name.lower()]
-    return _segments(path, [span], "AB".index(side), text=" ".join(words), speaker=speaker)
+            yield from _segments(recording, [span], channel, text=text, speaker=speaker)
 
 
 def _voice_activity(path: Path, jobs: int) -> Iterator[Record]:
@@ -318,18 +302,13 @@ def _segments(
         header = read_header(str(path))
     except Unusable as problem:
         raise DataError(f"{problem.detail} ({problem.reason}). Repair or remove it") from None
-    channels = list(range(header.channels))
-    cut_channel = min(channel, channels[-1])  # A mono file has all sides in one channel.
+    cut_channel = min(channel, header.channels - 1)  # A mono file has all sides in one channel.
     for span in spans:
         seconds = min(span.end, header.duration) - span.start
         if seconds <= 0:
             continue
-        cut = simple_cut(
-            span.id, str(path), span.start, seconds, text, rate=header.samplerate, speaker=speaker
-        )
-        recording = cut["recording"]
-        recording |= {"num_samples": header.frames, "duration": header.duration, "channel_ids": channels}
-        recording["sources"][0]["channels"] = channels
+        cut = simple_cut(span.id, str(path), span.start, seconds, text, speaker=speaker)
+        set_header(cut, header)
         cut["channel"] = cut["supervisions"][0]["channel"] = cut_channel
         yield cut
 

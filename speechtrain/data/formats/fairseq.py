@@ -12,8 +12,8 @@ from pathlib import Path
 
 from speechtrain.data.formats.manifests import (
     ASSUMED_RATE,
-    Entry,
     Manifest,
+    Record,
     decode_line,
     digest,
     numbered_lines,
@@ -91,7 +91,7 @@ class Fairseq(Manifest):
             raise self.error_at(1, f"{problem}. The first line must be the root folder of the paths below")
         return os.path.normpath(self.resolve_path(name))
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[tuple[int, Record]]:
         if not os.path.isdir(self.root):
             raise self.error_at(1, f"the root folder {self.root} does not exist. Correct it or mount it")
         is_empty = True
@@ -106,7 +106,7 @@ class Fairseq(Manifest):
                 frames, rate = header.frames, header.samplerate
             cut_id = f"{self.name}/{line.path}"
             cut = simple_cut(cut_id, path, 0.0, duration=frames / rate, text=text, rate=rate)
-            yield Entry(cut, line.number)
+            yield line.number, cut
         if is_empty:
             raise DataError(f"{self.path} lists no recordings. Add a line 'path<TAB>frames' for each")
 
@@ -117,21 +117,20 @@ class Fairseq(Manifest):
                 yield line, ""
             return
         self.refuse_outside(self.labels)
-        is_letters = self.labels.suffix == ".ltr"
-        recordings = labels = 0
-        for recording_line, label_line in zip_longest(self._recording_lines(), self._lines(self.labels)):
-            if recording_line is not None:
-                recordings += 1
-            if label_line is not None:
-                labels += 1
-            if recording_line is not None and label_line is not None:
-                _, label = label_line
-                yield recording_line, _join_letters(label) if is_letters else label.strip()
-        if recordings != labels:
-            raise DataError(
-                f"{self.labels} has {labels} lines, but {self.path} has {recordings} recordings. Write one "
-                "line for each recording, or remove the file to use no transcripts"
-            )
+        recordings, labels = self._recording_lines(), self._lines(self.labels)
+        for number, (recording, label) in enumerate(zip_longest(recordings, labels)):
+            if recording is None or label is None:
+                # One of the two has ended, so the other one has more lines.
+                label_count = number if label is None else number + 1 + sum(1 for _ in labels)
+                recording_count = number if recording is None else number + 1 + sum(1 for _ in recordings)
+                raise DataError(
+                    f"{self.labels} has {label_count} lines, but {self.path} has {recording_count} "
+                    "recordings. Write one line for each recording, or remove the file to use no transcripts"
+                )
+            text = label[1]
+            if self.labels.suffix == ".ltr":  # O N E | T W O | becomes ONE TWO.
+                text = "".join(text.split()).replace("|", " ")
+            yield recording, " ".join(text.split()) if self.labels.suffix == ".ltr" else text.strip()
 
     def _recording_lines(self) -> Iterator[_Line]:
         """Yield the lines that list recordings. Raises DataError with the line for another line."""
@@ -169,9 +168,3 @@ def looks_like_fairseq(first_lines: Sequence[bytes], folder: Path) -> bool:
         return bool(root) and os.path.isdir(folder / os.path.expanduser(root))
     except ValueError:  # not UTF-8
         return False
-
-
-def _join_letters(letters: str) -> str:
-    """Return the words of letters. For example, ``O N E | T W O |`` becomes ``ONE TWO``."""
-    words = "".join(letters.split()).replace("|", " ")
-    return " ".join(words.split())

@@ -13,8 +13,8 @@ from types import MappingProxyType
 from speechtrain.data.formats.manifests import (
     AS_TABLE,
     MOST_TEXT_BYTES,
-    Entry,
     Manifest,
+    Record,
     digest,
     measure,
     simple_cut,
@@ -257,7 +257,7 @@ class Folder(Manifest):
         name = self._text_name(stem)
         return " ".join(self._read(name).split()) if name else ""
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[tuple[int, Record]]:
         if not self._recordings:
             left_out = " ".join(self.warnings()).removeprefix(f"{self.path}: ")
             raise DataError(f"{self.path} contains no recordings. {left_out or 'It has no audio files'}")
@@ -273,7 +273,7 @@ class Folder(Manifest):
             path = str(self.path / name)
             seconds, rate = measure(path)
             cut = simple_cut(f"{self.name}/{stem}", path, 0.0, seconds, text, rate=rate, speaker=speaker)
-            yield Entry(cut, number)
+            yield number, cut
 
     def _librispeech_utterances(self) -> dict[str, tuple[str, str | None]]:
         """Return the transcript and the speaker of each utterance in LibriSpeech's lists, by its stem.

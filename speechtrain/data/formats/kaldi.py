@@ -8,8 +8,8 @@ from collections.abc import Container, Iterator
 from functools import cached_property
 
 from speechtrain.data.formats.manifests import (
-    Entry,
     Manifest,
+    Record,
     decode_line,
     digest,
     is_gzip,
@@ -49,8 +49,15 @@ class Kaldi(Manifest):
         """Return a DataError with the path of the list of utterances, the line and the problem."""
         return DataError(f"{self.path / self._utterance_list}:{line}: {problem}")
 
-    def entries(self) -> Iterator[Entry]:
-        paths = {recording: self._audio_path(words, line) for line, recording, words in self._lines(LIST)}
+    def entries(self) -> Iterator[tuple[int, Record]]:
+        paths = {}
+        for line, recording, name in self._lines(LIST):
+            if not name or _COMMAND_OR_ARCHIVE.fullmatch(name):
+                raise DataError(
+                    f"{self.path / LIST}:{line}: is {name[:80]!r}. Commands and archives are not read: name "
+                    "a file, such as the one that the command reads, or its output"
+                )
+            paths[recording] = os.path.join(self._root, os.path.expanduser(name))
         texts = {utterance: words for _, utterance, words in self._lines("text")}
         speakers = {utterance: words for _, utterance, words in self._lines("utt2spk") if words != utterance}
         is_segment = self._utterance_list != LIST
@@ -71,7 +78,7 @@ class Kaldi(Manifest):
                 speaker=speakers.get(utterance),
                 segment=is_segment,
             )
-            yield Entry(cut, line)
+            yield line, cut
         if not line:
             raise DataError(
                 f"{self.path / self._utterance_list} is empty. It needs a line for each utterance"
@@ -121,12 +128,3 @@ class Kaldi(Manifest):
             if os.path.isfile(path_on_disk(str(folder / first_recording))):
                 return str(folder)
         return str(self.path)
-
-    def _audio_path(self, name: str, line: int) -> str:
-        """Return the path of a recording. Raises DataError for a command or an archive."""
-        if not name or _COMMAND_OR_ARCHIVE.fullmatch(name):
-            raise DataError(
-                f"{self.path / LIST}:{line}: is {name[:80]!r}. Commands and archives are not read: name a "
-                "file, such as the one that the command reads, or its output"
-            )
-        return os.path.join(self._root, os.path.expanduser(name))

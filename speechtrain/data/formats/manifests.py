@@ -16,7 +16,6 @@ import shlex
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any, cast
@@ -59,14 +58,6 @@ _UNKNOWN_SECONDS = 1.0  # the assumed length of a recording whose header cannot 
 _STORES = {"blobs": "snapshots", ".git/annex/objects": "", ".dvc/cache": ""}
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One cut in lhotse's JSON format, with its position in the manifest."""
-
-    cut: Record
-    line: int  # from 1
-
-
 class Manifest(Source):
     """A source in one file or folder. Its entries are converted to cuts one after another.
 
@@ -99,12 +90,15 @@ class Manifest(Source):
         return path if name == path else os.path.join(former_folder, name)
 
     @abstractmethod
-    def entries(self) -> Iterator[Entry]:
-        """Yield every cut in order. Raises DataError with file and line for a malformed cut."""
+    def entries(self) -> Iterator[tuple[int, Record]]:
+        """Yield the line, from 1, and the cut of every cut in order.
+
+        Raises DataError with file and line for a malformed cut.
+        """
 
     def cuts(self) -> Iterator[Record]:
-        for entry in self.entries():
-            yield entry.cut
+        for _, cut in self.entries():
+            yield cut
 
     def fingerprint(self) -> str:
         """Return a hash of the format and of the file's path, size and modification time."""
@@ -261,9 +255,9 @@ class JsonLines(Manifest):
     def cut_of(self, record: Record, line: int) -> Record:
         """Return the cut of one object."""
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[tuple[int, Record]]:
         for line, record in records(self.path):
-            yield Entry(self.cut_of(record, line), line)
+            yield line, self.cut_of(record, line)
 
 
 class LhotseCuts(JsonLines):
@@ -315,24 +309,19 @@ class LhotsePair(LhotseCuts):
     def fingerprint(self) -> str:
         return digest(self.kind, *stamp(self.recordings), *stamp(self.path))
 
-    def entries(self) -> Iterator[Entry]:
-        recordings = self._recordings()
-        for line, supervision in records(self.path):
-            recording_id = self.text_field(supervision, "recording_id", line)
-            if recording_id not in recordings:
-                raise self.error_at(line, f"recording {recording_id!r} is not in {self.recordings}")
-            cut = cut_of_supervision(supervision, json.loads(recordings[recording_id]))
-            yield Entry(self.cut_of(cut, line), line)
-
-    def _recordings(self) -> dict[str, bytes]:
-        """Return the recordings by id, as JSON. JSON needs a tenth of the memory of dictionaries."""
-        recordings = {}
+    def entries(self) -> Iterator[tuple[int, Record]]:
+        recordings = {}  # by id, as JSON, which needs a tenth of the memory of dictionaries
         for line, recording in records(self.recordings):
             recording_id = recording.get("id")
             if not isinstance(recording_id, str):
                 raise DataError(f"{self.recordings}:{line}: not a recording ('id' is missing)")
             recordings[recording_id] = json.dumps(recording).encode()
-        return recordings
+        for line, supervision in records(self.path):
+            recording_id = self.text_field(supervision, "recording_id", line)
+            if recording_id not in recordings:
+                raise self.error_at(line, f"recording {recording_id!r} is not in {self.recordings}")
+            cut = cut_of_supervision(supervision, json.loads(recordings[recording_id]))
+            yield line, self.cut_of(cut, line)
 
 
 class Nemo(JsonLines):

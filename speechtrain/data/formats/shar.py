@@ -17,7 +17,6 @@ from pathlib import Path
 from speechtrain.data.formats.folder import Folder
 from speechtrain.data.formats.manifests import (
     LONGEST_LINE,
-    Entry,
     LhotseCuts,
     Record,
     digest,
@@ -111,7 +110,7 @@ class Shar(LhotseCuts):
         shard_number = bisect_left(self._cuts_before, line) - 1
         return f"{self._shards[shard_number].cuts}:{line - self._cuts_before[shard_number]}"
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[tuple[int, Record]]:
         line, self._cuts_before = 0, []
         for shard in self._shards:
             recordings = _recordings(shard.tar)
@@ -122,7 +121,7 @@ class Shar(LhotseCuts):
                 recording = next(recordings, None)
                 if recording is None:
                     raise self.error_at(line, f"{shard.tar} has no recording of this cut. Write both again")
-                yield Entry(self._with_audio(cut, recording, line), line)
+                yield line, self._with_audio(cut, recording, line)
             extra_recording = next(recordings, None)
             if extra_recording is not None:
                 raise DataError(

@@ -9,7 +9,7 @@ import os
 import re
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -17,7 +17,6 @@ from pathlib import Path
 
 from speechtrain.data.formats.folder import AUDIO_SUFFIXES
 from speechtrain.data.formats.manifests import (
-    Entry,
     Nemo,
     Record,
     decode_line,
@@ -147,13 +146,11 @@ class Table(Nemo):
         if self._is_ljspeech:
             return {"audio": columns[0], "text": columns[-1]}
         column_names = dict[str, str]()
-        for key, names in COLUMNS.items():
-            explicit = self.columns.get(key)
-            if explicit:
-                candidates = [column for column in columns if column == explicit]
-            else:
-                unused_columns = [column for column in columns if column not in column_names.values()]
-                candidates = [column for column in unused_columns if _column_key(column) in names]
+        for key in COLUMNS:
+            explicit = self.columns.get(key, "")
+            candidates = candidate_columns(columns, key, explicit)
+            if not explicit:
+                candidates = [column for column in candidates if column not in column_names.values()]
             if key == "text" and not explicit and not candidates:
                 candidates = [column for column in columns if column.lower() in _LABELS]
             # A wrong recording or text is an error. Of other columns, the first one is used.
@@ -187,7 +184,7 @@ class Table(Nemo):
         """Return an absolute path. ``name`` is absolute or relative to the folder of the recordings."""
         return super().resolve_path(os.path.join(self._clips, os.path.expanduser(name)))
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[tuple[int, Record]]:
         line, column_names = 0, self._column_names
         spans = set[int]()  # a hash of the recording and the times of each row, which takes little memory
         for line, row in self._rows():
@@ -201,12 +198,19 @@ class Table(Nemo):
                 problem = f"rows of {span[0]} without distinct times (line {line}). Names of times: {known}"
                 raise self._column_error(f"{problem}. Its columns", "start: COLUMN, end: COLUMN")
             spans.add(hash(tuple(span)))
-            yield Entry(cut, line)
+            yield line, cut
         if not line:
             raise DataError(f"{self.path} has a header only. Add a row for each recording")
 
     def cut_of(self, record: Record, line: int) -> Record:
-        name = self._recording_name(record, line)
+        name = _ROOT_VARIABLE.sub("", self.text_field(record, "audio", line), count=1)
+        if not name:
+            raise self.error_at(line, f"has no recording in column {self._column_names['audio']!r}")
+        if self._is_ljspeech:
+            if not name.lower().endswith(AUDIO_SUFFIXES):
+                name = f"{name}.wav"
+            if "/" not in name:
+                name = f"wavs/{name}"
         start = self.time_field(record, "start", line)
         end = self.time_field(record, "end", line)
         duration = self.time_field(record, "duration", line)
@@ -225,39 +229,17 @@ class Table(Nemo):
         }
         return super().cut_of(nemo_record, line)
 
-    def _recording_name(self, record: Record, line: int) -> str:
-        """Return the path of a recording, as the table has it. Raises DataError if the cell is empty."""
-        name = _ROOT_VARIABLE.sub("", self.text_field(record, "audio", line), count=1)
-        if not name:
-            raise self.error_at(line, f"has no recording in column {self._column_names['audio']!r}")
-        if self._is_ljspeech:
-            if not name.lower().endswith(AUDIO_SUFFIXES):
-                name = f"{name}.wav"
-            if "/" not in name:
-                name = f"wavs/{name}"
-        return name
-
     def _rows(self) -> Iterator[tuple[int, Record]]:
-        """Yield the line number of each row, and its values by column."""
-        form = self.form
-        if not form.delimiter:
-            yield from records(self.path)
-            return
-        rows = self._delimited_rows()
-        if form.has_header:
-            next(rows, None)
-        for line, cells in rows:
-            if form.has_header and [cell.strip() for cell in cells] == form.columns:
-                raise self.error_at(line, "is the header again. Delete this line")
-            yield line, dict(zip(form.columns, cells, strict=True))
-
-    def _delimited_rows(self) -> Iterator[tuple[int, list[str]]]:
-        """Yield the line number and the cells of each row that is not blank. The header is a row.
+        """Yield the line number of each row that is not blank, and its values by column.
 
         Missing last cells are empty, if the table has a header. Raises DataError for a row with more cells
         than the header, and for a row that is too long.
         """
-        form, lines = self.form, self._lines()
+        form = self.form
+        if not form.delimiter:
+            yield from records(self.path)
+            return
+        lines, is_header = self._lines(), form.has_header
         ahead = deque(islice(lines, 1))  # the lines that have been read and are in no row yet
         while ahead:
             line, content = ahead.popleft()
@@ -279,7 +261,11 @@ class Table(Nemo):
                 counts = f"has {len(cells)} cells, the table has {len(form.columns)} columns"
                 fix = f"Put a cell with {form.delimiter!r} in quotation marks"
                 raise self.error_at(line, f"{counts}. {fix}")
-            yield line, cells + [""] * missing
+            if form.has_header and not is_header and [cell.strip() for cell in cells] == form.columns:
+                raise self.error_at(line, "is the header again. Delete this line")
+            if not is_header:
+                yield line, dict(zip(form.columns, cells + [""] * missing, strict=True))
+            is_header = False
 
     def _quoted_row(
         self, text: str, ahead: deque[tuple[int, bytes]], lines: Iterator[tuple[int, bytes]]
@@ -353,6 +339,13 @@ def _cells(line: str, delimiter: str) -> list[str]:
     if delimiter == "\t":
         return [_unquoted(cell.strip()) for cell in line.rstrip("\r\n").split(delimiter)]
     return [cell.strip() for cell in _csv_cells(line, delimiter)]
+
+
+def candidate_columns(columns: Iterable[str], key: str, explicit: str = "") -> list[str]:
+    """Return the columns that may be ``key`` of COLUMNS: the column ``explicit``, or those with its names."""
+    if explicit:
+        return [column for column in columns if column == explicit]
+    return [column for column in columns if _column_key(column) in COLUMNS[key]]
 
 
 def _column_key(column: str) -> str:

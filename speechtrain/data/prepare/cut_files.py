@@ -16,7 +16,7 @@ from typing import IO, TypeVar, cast
 
 from speechtrain.counter_rng import key_of
 from speechtrain.data.formats.manifests import Manifest, Record, language_of, seconds_of, text_of
-from speechtrain.data.recordings import Unusable, header_or_none, tolerated_seconds
+from speechtrain.data.recordings import Header, Unusable, header_or_none, tolerated_seconds
 from speechtrain.data.source import Facts, Source
 from speechtrain.data.sources import located_cuts, parts_of
 from speechtrain.errors import DataError, MachineError, escape_controls, shorten
@@ -81,19 +81,14 @@ def with_measured_length(cut: Record, counts_samples: bool = False) -> Record:
     - A cut whose header cannot be read does not change, so that it is reported like other bad recordings.
     """
     recording = cut["recording"]
-    source = recording["sources"][0]
-    header = header_or_none(source["source"])
+    header = header_or_none(recording["sources"][0]["source"])
     if header is None:
         return cut
     if counts_samples and header.frames == recording["num_samples"]:
         cut["duration"] = header.duration
-    channels = list(range(header.channels))
-    recording["sampling_rate"] = header.samplerate
-    recording["num_samples"] = header.frames
-    recording["duration"] = header.duration
-    recording["channel_ids"] = source["channels"] = channels
-    if len(channels) > 1:  # Training and transcription average all channels.
-        cut |= {"type": "MultiCut", "channel": channels}
+    set_header(cut, header)
+    if header.channels > 1:  # Training and transcription average all channels.
+        cut |= {"type": "MultiCut", "channel": recording["channel_ids"]}
     seconds_beyond_end = cut["start"] + cut["duration"] - header.duration
     if 0 < seconds_beyond_end < tolerated_seconds(cut["duration"]):
         cut["duration"] = header.duration - cut["start"]
@@ -101,6 +96,14 @@ def with_measured_length(cut: Record, counts_samples: bool = False) -> Record:
         supervision["duration"] = cut["duration"]
         supervision["channel"] = cut["channel"]
     return cut
+
+
+def set_header(cut: Record, header: Header) -> None:
+    """Set the rate, the length and the channels of the recording of a cut of one file."""
+    recording, channels = cut["recording"], list(range(header.channels))
+    recording |= {"sampling_rate": header.samplerate, "num_samples": header.frames}
+    recording |= {"duration": header.duration, "channel_ids": channels}
+    recording["sources"][0]["channels"] = channels
 
 
 @dataclass

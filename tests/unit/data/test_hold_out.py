@@ -315,7 +315,7 @@ def test_what_a_run_held_out_stays_held_out(cache: Path, recordings: Any, tmp_pa
 
 def files_in(data: SpeechData, rows: Any) -> set[str]:
     """The names of the recordings of those rows, with their folders."""
-    cuts = [data.index.cut(row) for row in rows.tolist()]
+    cuts = [data.training_set.index.cut(row) for row in rows.tolist()]
     return {"/".join(cut["recording"]["sources"][0]["source"].split("/")[-2:]) for cut in cuts}
 
 

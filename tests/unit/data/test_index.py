@@ -86,16 +86,20 @@ def test_the_content_hash_knows_the_cuts_and_not_the_place(
     assert first.content == moved.content != other.content
 
 
-@pytest.mark.parametrize("damage", ["truncate", "delete", "meta"])
+@pytest.mark.parametrize("damage", ["truncate", "row", "cut", "delete"])
 def test_a_damaged_index_is_built_again(cache: Path, recordings: Any, builds: list[str], damage: str) -> None:
     path = recordings.nemo("m.jsonl", nemo_records(3))
     folder = open_index(open_source(path)).folder
     if damage == "truncate":
         (folder / "rows.bin").write_bytes(b"1234")
     elif damage == "delete":
-        (folder / "cuts-0.jsonl").unlink()
-    else:
-        (folder / "meta.json").write_text("{")
+        (folder / "cuts.jsonl").unlink()
+    else:  # The last row or the last cut is lost.
+        path_of_loss = folder / {"row": "rows.bin", "cut": "cuts.jsonl"}[damage]
+        content = path_of_loss.read_bytes()
+        path_of_loss.write_bytes(
+            content[: content.rfind(b"{")] if damage == "cut" else content[: -module._ROW.itemsize]
+        )
     assert open_index(open_source(path)).cut(2)["id"] == "m:3:2"
     assert len(builds) == 2
     assert [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] == [folder.name]
@@ -114,7 +118,7 @@ def test_repeated_ids_are_refused_with_both_places(cache: Path, tmp_path: Path, 
 
 def test_cuts_that_change_under_an_open_index_are_noticed(cache: Path, recordings: Any) -> None:
     index = open_index(open_source(recordings.nemo("m.jsonl", nemo_records(2))))
-    path = index.folder / "cuts-0.jsonl"
+    path = index.folder / "cuts.jsonl"
     path.write_text(path.read_text().replace("m:2", "m:3"))
     with pytest.raises(DataError, match="has changed since it was indexed"):
         index.cut(1)
@@ -135,8 +139,8 @@ def test_labels_are_counted_once_for_each_tokenizer(cache: Path, recordings: Any
     assert index.labels(letters).tolist() == [3, 0, -1]
     assert index.labels(digits).tolist() == [3, 0, 3]
     assert len(list(index.folder.glob("labels-*"))) == 2
-    (index.folder / "cuts-0.jsonl").unlink()
-    assert Index(index.folder).labels(letters).tolist() == [3, 0, -1]
+    (index.folder / "cuts.jsonl").unlink()
+    assert Index(index.folder, index.facts).labels(letters).tolist() == [3, 0, -1]
 
 
 def test_a_corpus_gets_its_audio_back(

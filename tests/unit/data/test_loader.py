@@ -24,7 +24,7 @@ from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.sources import open_source
 from speechtrain.data.speed import change_speed
 from speechtrain.data.static_shapes import Shape
-from speechtrain.data.workers import InProcess
+from speechtrain.data.workers import Workers
 from speechtrain.text.vocabulary import Characters
 
 RATE = 16_000
@@ -97,7 +97,7 @@ def test_threads_do_not_change_a_batch(cache: Path, recordings: Any, monkeypatch
         for threads, precision in ((1, "highest"), (2, "high"), (2, "medium")):
             torch.set_num_threads(threads)
             torch.set_float32_matmul_precision(precision)
-            (batch,) = InProcess().map(loader, iter([micro_batch(0, 1, percents=(93, 107))]))
+            (batch,) = Workers().map(loader, iter([micro_batch(0, 1, percents=(93, 107))]))
             batches.append(batch.audio)
             assert torch.get_num_threads() == threads
             assert torch.get_float32_matmul_precision() == precision

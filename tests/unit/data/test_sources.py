@@ -50,7 +50,7 @@ def test_a_nemo_line_without_a_duration_has_that_of_its_audio(tmp_path: Path) ->
         line["duration"] = None
     del lines[0]["duration"]
     missing = {"audio_filepath": "none.wav", "text": "one"}  # kept: it is reported like any bad recording
-    cuts = [entry.cut for entry in open_source(write(tmp_path / "m", [*lines, missing])).entries()]  # type: ignore[attr-defined]
+    cuts = [*open_source(write(tmp_path / "m", [*lines, missing])).cuts()]
     assert [cut["duration"] for cut in cuts] == [1.5, 1.0, 1.25, 0.0, 1.0]
 
 
@@ -66,7 +66,7 @@ def test_any_manifest_without_a_duration_has_that_of_its_audio(tmp_path: Path, r
         (str(tmp_path / "m.tsv"), [1.5, 1.0]),  # frames are at the first recording's rate
         (str(tmp_path / "paths.tsv"), [0.5, 1.5]),
     ):
-        assert [entry.cut["duration"] for entry in open_source(path).entries()] == seconds  # type: ignore[attr-defined]
+        assert [cut["duration"] for cut in open_source(path).cuts()] == seconds
     below = write(tmp_path / "n.json", [{"transcript": "a", "files": [{"fname": "a.wav", "duration": -1}]}])
     assert "n.json:1: 'duration' is -1, below 0" in refusal(below)
 
@@ -74,7 +74,7 @@ def test_any_manifest_without_a_duration_has_that_of_its_audio(tmp_path: Path, r
 def test_a_transcript_beside_a_recording_may_differ_in_case(tmp_path: Path) -> None:
     for name, text in {"b.wav": "", "B.TXT": "upper", "c.WAV": "", "c.txt": "own", "C.TXT": "other"}.items():
         (tmp_path / name).write_text(text)
-    cuts = [entry.cut for entry in open_source(str(tmp_path)).entries()]  # type: ignore[attr-defined]
+    cuts = [*open_source(str(tmp_path)).cuts()]
     assert [text_of(cut) for cut in cuts] == ["upper", "own"]
 
 

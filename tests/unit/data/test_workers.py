@@ -21,7 +21,7 @@ from speechtrain.data.index import open_index
 from speechtrain.data.loader import BatchLoader
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.sources import open_source
-from speechtrain.data.workers import InProcess, Processes
+from speechtrain.data.workers import Workers
 from speechtrain.errors import DataError, MachineError, Preempted
 from speechtrain.text.vocabulary import Characters
 
@@ -48,7 +48,7 @@ def wait_for_the_end_of(pids: list[int]) -> bool:
     return False
 
 
-def kill_and_close(pool: Processes) -> None:
+def kill_and_close(pool: Workers) -> None:
     pids = pool.pids
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -62,8 +62,8 @@ def loader(cache: Path, recordings: Any) -> BatchLoader:
 
 
 @pytest.fixture
-def workers() -> Iterator[Processes]:
-    pool = Processes(2, timeout_seconds=60)
+def workers() -> Iterator[Workers]:
+    pool = Workers(2, timeout_seconds=60)
     yield pool
     pool.close()
 
@@ -121,7 +121,7 @@ unknown.__module__ = "known_to_this_process_only"
 sys.modules[unknown.__module__] = sys.modules[__name__]
 
 
-def ready(pool: Processes) -> Processes:
+def ready(pool: Workers) -> Workers:
     """The pool once its processes run."""
     pool.wait_until_ready()
     assert len(pool.pids) == pool.count
@@ -129,9 +129,9 @@ def ready(pool: Processes) -> Processes:
 
 
 def test_batches_are_the_same_and_in_order_wherever_they_are_loaded(
-    loader: BatchLoader, workers: Processes
+    loader: BatchLoader, workers: Workers
 ) -> None:
-    expected = list(InProcess().map(loader, planned(12)))
+    expected = list(Workers().map(loader, planned(12)))
     stream = workers.map(loader, planned(12))
     first = [next(stream) for _ in range(3)]  # loaded here, or there, as it happens
     workers.wait_until_ready()
@@ -144,7 +144,7 @@ def test_batches_are_the_same_and_in_order_wherever_they_are_loaded(
         theirs.audio.add_(1)  # writable, as the trainer may want
 
 
-def test_streams_take_turns(loader: BatchLoader, workers: Processes) -> None:
+def test_streams_take_turns(loader: BatchLoader, workers: Workers) -> None:
     """Validation in the midst of training, and a validation that is given up."""
     ready(workers)
     training = workers.map(loader, planned(100))
@@ -159,7 +159,7 @@ def test_streams_take_turns(loader: BatchLoader, workers: Processes) -> None:
     assert len(workers._results) == 0
 
 
-def test_large_batches_and_long_names_do_not_block(workers: Processes, loaders: Any) -> None:
+def test_large_batches_and_long_names_do_not_block(workers: Workers, loaders: Any) -> None:
     ready(workers)
     training, evaluation = workers.map(loaders.large, planned(20)), workers.map(loaders.large, planned(20))
     for i in range(20):
@@ -168,7 +168,7 @@ def test_large_batches_and_long_names_do_not_block(workers: Processes, loaders: 
             assert (batch.index, float(batch.audio[1, -1]), len(batch.ids[0])) == (i, float(i), 40_000)
 
 
-def test_errors_come_back_where_they_belong(workers: Processes, loaders: Any) -> None:
+def test_errors_come_back_where_they_belong(workers: Workers, loaders: Any) -> None:
     ready(workers)
     stream = workers.map(loaders.broken, planned(3, 2))
     with pytest.raises(DataError, match="the file is bad"):
@@ -177,14 +177,14 @@ def test_errors_come_back_where_they_belong(workers: Processes, loaders: Any) ->
         next(workers.map(loaders.broken, planned(1)))
 
 
-def test_a_loader_that_does_not_travel_is_an_error(workers: Processes, loader: BatchLoader) -> None:
+def test_a_loader_that_does_not_travel_is_an_error(workers: Workers, loader: BatchLoader) -> None:
     ready(workers)
     with pytest.raises(MachineError, match=r"cannot import its loader.*data\.workers=0"):
         next(workers.map(unknown, planned(1)))
     assert next(workers.map(loader, planned(1))).index == 0
 
 
-def test_a_killed_worker_is_an_error_that_says_so(loader: BatchLoader, workers: Processes) -> None:
+def test_a_killed_worker_is_an_error_that_says_so(loader: BatchLoader, workers: Workers) -> None:
     ready(workers)
     stream = workers.map(loader, planned(1000))
     next(stream)
@@ -199,7 +199,7 @@ def test_a_worker_that_stops_in_the_middle_of_an_answer_is_an_error(
     loaders: Any, monkeypatch: pytest.MonkeyPatch, is_stopping: bool
 ) -> None:
     """An answer below 1 MiB is longer than the link's buffer, so half of it waits there."""
-    pool = Processes(1, timeout_seconds=60 if is_stopping else 2)
+    pool = Workers(1, timeout_seconds=60 if is_stopping else 2)
     pool.stop_requested = lambda: is_stopping
     monkeypatch.setattr("speechtrain.data.workers._STOP_SECONDS", 1.0)
     expected, after = (Preempted, "1 s after a stop request") if is_stopping else (MachineError, "2 s")
@@ -214,7 +214,7 @@ def test_a_worker_that_stops_in_the_middle_of_an_answer_is_an_error(
 def test_a_time_out_names_the_recordings(
     loader: BatchLoader, recordings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = Processes(1, timeout_seconds=0.5)
+    pool = Workers(1, timeout_seconds=0.5)
     try:
         ready(pool)
         os.kill(pool.pids[0], signal.SIGSTOP)
@@ -229,7 +229,7 @@ def test_a_time_out_names_the_recordings(
     assert "\n" not in str(caught.value)
 
 
-def test_a_worker_outlives_the_signals_of_its_group(loader: BatchLoader, workers: Processes) -> None:
+def test_a_worker_outlives_the_signals_of_its_group(loader: BatchLoader, workers: Workers) -> None:
     """Ctrl-C and Slurm signal every process; the rank still needs batches up to its last step."""
     ready(workers)
     stream = workers.map(loader, planned(50))
@@ -242,7 +242,7 @@ def test_a_worker_outlives_the_signals_of_its_group(loader: BatchLoader, workers
 
 def test_workers_that_cannot_be_started_are_done_without(
     loader: BatchLoader,
-    workers: Processes,
+    workers: Workers,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -305,7 +305,7 @@ HANGS_AT_START = """
 import os
 import sys
 import time
-from speechtrain.data.workers import Processes
+from speechtrain.data.workers import Workers
 
 if __name__ == "__mp_main__":  # a worker that imports this program never becomes ready
     server = os.getppid()
@@ -313,7 +313,7 @@ if __name__ == "__mp_main__":  # a worker that imports this program never become
     while os.getppid() == server:  # it ends with the program
         time.sleep(0.1)
 if __name__ == "__main__":
-    pool = Processes(1, timeout_seconds=600)
+    pool = Workers(1, timeout_seconds=600)
     pool.start()
     while sys.argv[1] == "later" and not os.path.exists(sys.argv[2]):
         time.sleep(0.05)

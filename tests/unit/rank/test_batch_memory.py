@@ -60,7 +60,7 @@ def test_choose_batch_memory_divides_once_for_ranks_and_starts(tmp_path: Path) -
     assert chosen == pytest.approx(half, abs=1e-3)
     assert start_lines(note) == [f"plan     memory of a batch {chosen} GiB"]
     assert load(path) == config
-    assert build_data(config, tokenizer, task).stream.size.limits.bytes == chosen * 2**30
+    assert build_data(config, tokenizer, task).size.limits.bytes == chosen * 2**30
     assert config.data.valid_batch.memory_gib == chosen
     before = path.read_bytes()
     little = Roomy()

@@ -30,7 +30,7 @@ def tsv(path: Path, root: str, *recordings: tuple[str, Any]) -> str:
 def cuts_of(spec: Any) -> list[dict[str, Any]]:
     source = open_source(spec)
     assert isinstance(source, Manifest)
-    return [entry.cut for entry in source.entries()]
+    return [*source.cuts()]
 
 
 def texts_of(spec: Any) -> list[str]:
@@ -140,7 +140,7 @@ def test_the_rate_is_that_of_the_first_header_and_no_other_file_is_opened(
     path = tsv(tmp_path / "m.tsv", ".", *((f"{n:02d}.wav", 8000) for n in range(30)))
     source = open_source(path)
     assert isinstance(source, Fairseq)
-    assert {entry.cut["duration"] for entry in source.entries()} == {1.0}
+    assert {cut["duration"] for cut in source.cuts()} == {1.0}
     assert source.sampling_rate == 8000
     source.fingerprint()
     assert opened == ["00.wav", "01.wav", "02.wav"]

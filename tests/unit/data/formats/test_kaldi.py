@@ -21,7 +21,7 @@ def write(folder: Path, **files: str) -> str:
 
 
 def cuts_of(path: str) -> list[dict[str, Any]]:
-    return [entry.cut for entry in open_source(path).entries()]  # type: ignore[attr-defined]
+    return [*open_source(path).cuts()]
 
 
 def refusal(path: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 from speechtrain.data.formats import tables
 from speechtrain.data.formats.manifests import text_of
 from speechtrain.data.formats.tables import Table
-from speechtrain.data.sources import open_source, parts_of
+from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
 
 LJSPEECH = (
@@ -35,7 +35,7 @@ SPEECHBRAIN = (
 
 
 def cuts_of(spec: Any) -> list[dict[str, Any]]:
-    return [entry.cut for part in parts_of(open_source(spec)) for entry in part.entries()]  # type: ignore[attr-defined]
+    return [*open_source(spec).cuts()]
 
 
 def rows_of(spec: Any) -> list[tuple[str, str, float, Any]]:

@@ -1,19 +1,23 @@
-"""The endless stream of training batches. Its state is the epoch and the position of the next micro-batch."""
+"""The batches of speech data: an endless stream for training, and those of the evaluation sets.
+
+The state of the stream is the epoch and the position of the next micro-batch.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from speechtrain.batch import Batch, Skip
-from speechtrain.data.decoded_audio import DecodedAudio
-from speechtrain.data.evaluation_sets import EvaluationSets
-from speechtrain.data.hold_out import write_sides
+from speechtrain.data.base import DataModule
+from speechtrain.data.evaluation_sets import EvaluationBatches, EvaluationSet
+from speechtrain.data.hold_out import Sides, write_sides
 from speechtrain.data.index import Index
 from speechtrain.data.loader import BatchLoader
 from speechtrain.data.sampler import BatchSize, CutDraws, Sampler
@@ -28,18 +32,18 @@ MOST_CHECKED = 10_000
 """Training recordings whose headers are read before the run. Each takes 0.2 ms, and 10 ms on a slow disk."""
 
 
-@dataclass
-class TrainingStream:
-    """The training batches of one rank.
+@dataclass(eq=False)
+class SpeechBatches(DataModule):
+    """The batches of one rank.
 
-    The state of the stream also identifies the recordings of ``evaluation_sets``. ``new_loader`` returns a
-    loader for an index. ``speed`` is the lowest and the highest speed factor. ``decoded_gib`` are the GiB of
-    decoded recordings that the rank keeps in memory at most. A set that needs more is not kept, because a
-    part of a large set is rarely used again. Raises ValueError for an invalid speed or size.
+    The state also identifies the recordings of ``evaluation_sets``. ``new_loader`` returns a loader of
+    training recordings for an index. ``speed`` is the lowest and the highest speed factor. ``decoded_gib``
+    are the GiB of decoded recordings that the rank keeps in memory at most. A set that needs more is not
+    kept, because a part of a large set is rarely used again. Raises ValueError for an invalid speed or size.
     """
 
     training_set: TrainingSet
-    evaluation_sets: EvaluationSets
+    evaluation_sets: dict[str, EvaluationSet]
     workers: Workers
     skips: SkipLog
     new_loader: Callable[..., BatchLoader]
@@ -48,7 +52,10 @@ class TrainingStream:
     decoded_gib: float | str = 0.0
 
     def __post_init__(self) -> None:
-        self.decoded_bytes = _bytes_of_decoded(self.decoded_gib)
+        gib = 0.0 if self.decoded_gib == "auto" else self.decoded_gib
+        if isinstance(gib, str) or not 0 <= gib < math.inf:
+            raise ValueError(f"decoded_gib={gib}: it must be auto, or a number from 0 on")
+        self.decoded_bytes = gib * 2**30
         speed_grid(self.speed)  # This raises ValueError for an invalid speed.
         self._address = (0, 0)  # epoch and position of the next micro-batch, over all ranks
 
@@ -59,7 +66,7 @@ class TrainingStream:
         seconds = float(loader.index.seconds[self.training_set.rows].sum())
         processes = max(1, self.workers.count)  # Each process keeps the recordings.
         needed_bytes = processes * seconds * loader.sample_rate * _BYTES_OF_SAMPLE
-        loader.decoded = DecodedAudio(needed_bytes <= self.decoded_bytes)
+        loader.keeps_decoded = needed_bytes <= self.decoded_bytes
         return loader
 
     @cached_property
@@ -85,14 +92,18 @@ class TrainingStream:
                 skips[row] = skip
         return skips
 
-    def start(self, rank: int, world_size: int, accumulate: int) -> Iterator[Batch]:
+    @property
+    def micro_batches_per_epoch(self) -> int:
+        return self.sampler.length(0)
+
+    def train(self, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> Iterator[Batch]:
         """Return the batches of a rank (see ``DataModule.train``).
 
         Rank 0 also writes the lists of the filtered and of the unusable recordings, and of the sides.
         """
         training_set = self.training_set
         if rank == 0 and len(training_set.usable) < len(training_set.index):
-            self.skips.list_filtered(training_set.filtered())
+            self.skips.list_filtered(training_set.filter_skips())
         self.skips.refresh()
         if rank == 0:
             if self.skips.run_dir:
@@ -115,8 +126,31 @@ class TrainingStream:
                 self._address = self.sampler.advance(epoch, position, world_size * accumulate)
             yield batch
 
-    def median_batch(self) -> Batch:
-        """Return the batch of median size of the first epoch. The state does not change."""
+    def valid(self, rank: int = 0, world_size: int = 1) -> dict[str, Iterable[Batch]]:
+        return {
+            name: EvaluationBatches(evaluation_set, rank, world_size)
+            for name, evaluation_set in self.evaluation_sets.items()
+        }
+
+    def shapes(self) -> list[tuple[int, int, int]]:
+        return list(self.sampler.shapes)
+
+    def evaluation_shapes(self) -> list[tuple[int, int, int]]:
+        sets = self.evaluation_sets.values()
+        return sorted({shape for evaluation_set in sets for shape in evaluation_set.plan.shapes})
+
+    def trained_counts(self, sides: Sides) -> dict[str, str]:
+        """Return the number of recordings among those trained on, with an example, by the evaluation set."""
+        counts = {}
+        for name, evaluation_set in self.evaluation_sets.items():
+            index, rows = evaluation_set.loader.index, evaluation_set.plan.rows
+            trained_rows = rows[np.isin(index.recordings[rows], sides.trained)]
+            if len(trained_rows):
+                example = index.cut(int(trained_rows.min()))["id"]
+                counts[name] = f"{len(trained_rows)} of {len(rows)} recordings, such as {example!r}"
+        return counts
+
+    def sample(self) -> Batch:
         positions = self.sampler.tensor_sizes(0).argsort()
         middle = int(positions[len(positions) // 2])
         return self.loader(self.sampler.plan(0)[middle])
@@ -135,9 +169,11 @@ class TrainingStream:
     @cached_property
     def _indices(self) -> dict[str, Index]:
         """The index of ``data.train`` as ``train``, and of each set of ``data.valid`` as ``valid.NAME``."""
-        sets = self.evaluation_sets
-        indices = {f"valid.{name}": sets[name].loader.index for name in sets.specs}
-        return {"train": self.training_set.index, **indices}
+        indices = {"train": self.training_set.index}
+        for name, evaluation_set in self.evaluation_sets.items():
+            if evaluation_set.recordings is not self.training_set:
+                indices[f"valid.{name}"] = evaluation_set.recordings.index
+        return indices
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the address in ``state``.
@@ -172,15 +208,3 @@ def other_data(name: str, difference: str, run_dir: str) -> str:
         f"data.{name} is not the data of the run: {difference}. data.{name}=PLACE of its data continues the "
         f"run, and init_from={run} run_dir=NEW starts another one from its weights"
     )
-
-
-def _bytes_of_decoded(gib: float | str) -> float:
-    """Return ``decoded_gib`` in bytes, which are 0 until ``auto`` is replaced.
-
-    Raises ValueError for an invalid value.
-    """
-    if gib == "auto":
-        return 0.0
-    if isinstance(gib, str) or not 0 <= gib < math.inf:
-        raise ValueError(f"decoded_gib={gib}: it must be auto, or a number from 0 on")
-    return float(gib) * 2**30
