@@ -20,20 +20,17 @@ _LOCK = threading.Lock()
 def import_lhotse() -> None:
     """Import lhotse, unless this process has imported it. Threads take turns."""
     with _LOCK:
-        if "lhotse" not in sys.modules:
-            _import_without_tools()
-
-
-def _import_without_tools() -> None:
-    """Import lhotse with a stand-in for the module that creates the folder."""
-    stand_in: Any = ModuleType(_TOOLS)
-    stand_in.add_tools_to_path = stand_in.add_macos_homebrew_lib_paths = lambda: None
-    stand_in.default_tools_cachedir = _tools_folder
-    sys.modules[_TOOLS] = stand_in
-    try:
-        importlib.import_module("lhotse")
-    finally:
-        del sys.modules[_TOOLS]
+        if "lhotse" in sys.modules:
+            return
+        # A stand-in takes the place of the module that creates the folder.
+        stand_in: Any = ModuleType(_TOOLS)
+        stand_in.add_tools_to_path = stand_in.add_macos_homebrew_lib_paths = lambda: None
+        stand_in.default_tools_cachedir = _tools_folder
+        sys.modules[_TOOLS] = stand_in
+        try:
+            importlib.import_module("lhotse")
+        finally:
+            del sys.modules[_TOOLS]
 
 
 def _tools_folder(force_mkdir: bool = False) -> Any:

@@ -104,23 +104,13 @@ def located_cuts(part: Source) -> Iterator[tuple[str, Record]]:
 
 
 @dataclass(frozen=True)
-class _NamedPath:
-    """A path as the user writes it, with the names of its columns and its facts."""
+class _SourcePath:
+    """A path of a specification, with the names of its columns and its facts."""
 
-    text: str  # one path, several with commas, or a mapping in YAML
+    path: str
     facts: Facts
     columns: Mapping[str, str] = field(default_factory=dict)
-    former: str = ""  # the path when the run started, if it has moved
-
-
-@dataclass(frozen=True)
-class _SourcePath:
-    """One path of a specification, with the names of its columns and its facts."""
-
-    path: Path
-    facts: Facts
-    columns: Mapping[str, str]
-    former_path: Path | None  # the path when the run started, if it has moved
+    former_path: str = ""  # the path when the run started, if it has moved
 
 
 def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
@@ -140,16 +130,32 @@ def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
     """
     if isinstance(spec, Source):
         return spec
-    source_paths = deque(_existing_paths(spec))
+    source_paths = list(islice(_paths_in(spec, Facts()), _MOST_MANIFESTS + 1))
+    if not source_paths:
+        raise DataError("no manifest is given. Set a file, a folder or a list of them")
+    if len(source_paths) > _MOST_MANIFESTS:
+        raise DataError(f"more than {_MOST_MANIFESTS} manifests are named. Join them to fewer files")
+    previous_paths = set[Path]()
+    for source_path in source_paths:
+        path = absolute_path(source_path.path)
+        if not os.path.exists(path):  # Path.exists would raise for a name that is too long.
+            raise DataError(
+                f"{path} does not exist. Give a manifest or a folder of recordings. If the data of a run has "
+                "moved, data.train=NEW_PLACE or data.valid.NAME=NEW_PLACE continues the run"
+            )
+        if path in previous_paths:
+            raise DataError(f"{path} is given twice. Remove one, since each cut would be repeated")
+        previous_paths.add(path)
     kinds = deque(_detect_format(source_path) for source_path in source_paths)
     parts: list[Manifest] = []
-    while source_paths:
-        source_path, kind = source_paths.popleft(), kinds.popleft()
-        path, columns = source_path.path, source_path.columns
+    remaining = deque(source_paths)
+    while remaining:
+        source_path, kind = remaining.popleft(), kinds.popleft()
+        path, columns = absolute_path(source_path.path), source_path.columns
         part: Manifest
         if kind == "recordings" and kinds and kinds[0] == "supervisions":
             kinds.popleft()
-            part = LhotsePair(path, source_paths.popleft().path)
+            part = LhotsePair(path, Path(remaining.popleft().path))
         elif kind == Table.kind:
             part = Table(_table_in(path) or path, columns)
         elif kind == Shar.kind:
@@ -164,32 +170,12 @@ def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
         part.facts = source_path.facts
         if source_path.former_path:
             # The part may be a table in the folder ``path``.
-            part.former_path = absolute_path(source_path.former_path / os.path.relpath(part.path, path))
+            former_path = os.path.join(source_path.former_path, os.path.relpath(part.path, path))
+            part.former_path = absolute_path(former_path)
             part.name = part.name_at(part.former_path)
         parts.append(part)
     _make_names_unique(parts)
     return parts[0] if len(parts) == 1 else Union(parts)
-
-
-def _existing_paths(spec: Spec | Sequence[Spec]) -> list[_SourcePath]:
-    """Return the paths of ``spec``. Raises DataError for an invalid ``spec`` and for a missing path."""
-    source_paths = list(islice(_paths_in(spec, Facts()), _MOST_MANIFESTS + 1))
-    if not source_paths:
-        raise DataError("no manifest is given. Set a file, a folder or a list of them")
-    if len(source_paths) > _MOST_MANIFESTS:
-        raise DataError(f"more than {_MOST_MANIFESTS} manifests are named. Join them to fewer files")
-    previous_paths = set[Path]()
-    for source_path in source_paths:
-        path = source_path.path
-        if not os.path.exists(path):  # Path.exists would raise for a name that is too long.
-            raise DataError(
-                f"{path} does not exist. Give a manifest or a folder of recordings. If the data of a run has "
-                "moved, data.train=NEW_PLACE or data.valid.NAME=NEW_PLACE continues the run"
-            )
-        if path in previous_paths:
-            raise DataError(f"{path} is given twice. Remove one, since each cut would be repeated")
-        previous_paths.add(path)
-    return source_paths
 
 
 def check_source(key: str, spec: Any, is_valid: bool = False) -> None:
@@ -197,20 +183,22 @@ def check_source(key: str, spec: Any, is_valid: bool = False) -> None:
 
     With ``is_valid``, the source is part of ``data.valid`` and cannot have a weight.
     """
+    if isinstance(spec, Source):
+        return
     try:
-        for _ in () if isinstance(spec, Source) else _named_paths(spec, Facts(), is_valid):
-            pass
+        list(_named_paths(spec, Facts(), is_valid))
     except DataError as error:
         raise ValueError(f"{key}: {error}") from None
 
 
-def _named_paths(spec: Any, facts: Facts, is_valid: bool = False) -> Iterator[_NamedPath]:
-    """Yield each path of ``spec``. Raises DataError for an invalid specification.
+def _named_paths(spec: Any, facts: Facts, is_valid: bool = False) -> Iterator[_SourcePath]:
+    """Yield each path of ``spec`` as it is written: one path, several with commas, or a mapping in YAML.
 
-    ``facts`` are the facts of the set to which ``spec`` belongs.
+    Raises DataError for an invalid specification. ``facts`` are the facts of the set to which ``spec``
+    belongs.
     """
     if isinstance(spec, str):
-        yield _NamedPath(spec, facts)
+        yield _SourcePath(spec, facts)
     elif isinstance(spec, list | tuple):
         for part in spec:
             if isinstance(part, list):
@@ -230,7 +218,7 @@ def _named_paths(spec: Any, facts: Facts, is_valid: bool = False) -> Iterator[_N
         values = {key: value for key, value in spec.items() if value is not None}
         set_facts = {key: values[key] for key in _FACTS if key in values}
         columns = {key: values[key] for key in COLUMNS if key in values}
-        yield _NamedPath(spec["path"], replace(facts, **set_facts), columns, values.get("moved_from", ""))
+        yield _SourcePath(spec["path"], replace(facts, **set_facts), columns, values.get("moved_from", ""))
 
 
 def _check_mapping(spec: Mapping[str, Any], can_have_weight: bool) -> None:
@@ -290,11 +278,10 @@ def with_former_paths(spec: Any, former: Any) -> Any:
 def _paths_in(spec: Any, facts: Facts) -> Iterator[_SourcePath]:
     """Yield each path of ``spec``. ``facts`` are the facts of the set to which ``spec`` belongs."""
     for named in _named_paths(spec, facts):
-        former_paths = map(absolute_path, _shards(named.former))
-        for part in _specs_in(named.text):
+        former_paths = _shards(named.former_path)
+        for part in _specs_in(named.path):
             if isinstance(part, str):
-                former_path = next(former_paths, None)
-                yield _SourcePath(absolute_path(part), named.facts, named.columns, former_path)
+                yield replace(named, path=part, former_path=next(former_paths, ""))
             else:
                 yield from _paths_in(part, named.facts)
 
@@ -349,7 +336,7 @@ def _detect_format(source_path: _SourcePath) -> str:
     The format of a file is detected from its first line that is not blank, and of fairseq's TSV also from the
     second line.
     """
-    path, columns = source_path.path, source_path.columns
+    path, columns = absolute_path(source_path.path), source_path.columns
     if path.is_dir():
         return _format_of_folder(path, columns)
     if not path.is_file():

@@ -55,11 +55,23 @@ def fetch(root: Path, url: str, archives: Mapping[str, Archive]) -> None:
     if not re.match(r"https?://", url):
         raise ConfigError(f"url={url}: it must start with https:// or http://")
     for name, archive in archives.items():
-        _check_archive(root, name, archive)
+        folder = absolute_path(root / archive.into)
+        is_in_root = folder == root or root in folder.parents
+        if not is_in_root or Path(name).name != name or not name.isprintable():
+            problem = "it is not the name of a file, or its folder is not below root"
+            raise ConfigError(f"archives.{name}: {problem}")
+        if not archive.md5 and not archive.sha256:
+            raise ConfigError(f"archives.{name}: it needs md5 or sha256, the published checksum")
     missing = {name: archive for name, archive in archives.items() if not _marker(root, name).exists()}
     if not missing:
         return
-    print(_checked_room(root, missing), flush=True)
+    needed_bytes = 0.0
+    for name, archive in missing.items():
+        needed_bytes += (archive.gb + archive.unpacked_gb) * 1e9
+        # Bytes that are already downloaded are not counted again.
+        needed_bytes -= _size(root / name) + _size(root / f"{name}.part")
+    fix = "or use another root="
+    print(check_room(root, max(0.0, needed_bytes), "about ", fix), flush=True)
     with writing(root, "use another root="):
         root.mkdir(parents=True, exist_ok=True)
         for name, archive in missing.items():
@@ -73,28 +85,6 @@ def fetch(root: Path, url: str, archives: Mapping[str, Archive]) -> None:
             _unpack(path, root / archive.into, archive.inner)
             write_text(_marker(root, name), "")
             print(f"{path} is unpacked; you can delete it", flush=True)
-
-
-def _check_archive(root: Path, name: str, archive: Archive) -> None:
-    """Raise ConfigError unless ``name`` is a file in ``root``, unpacked there, and has a checksum."""
-    folder = absolute_path(root / archive.into)
-    is_in_root = folder == root or root in folder.parents
-    if not is_in_root or Path(name).name != name or not name.isprintable():
-        raise ConfigError(f"archives.{name}: it is not the name of a file, or its folder is not below root")
-    if not archive.md5 and not archive.sha256:
-        raise ConfigError(f"archives.{name}: it needs md5 or sha256, the published checksum")
-
-
-def _checked_room(root: Path, archives: Mapping[str, Archive]) -> str:
-    """Return a line with the space that the archives need. Raises MachineError if it is not free.
-
-    Bytes that are already downloaded are not counted again.
-    """
-    needed_bytes = 0.0
-    for name, archive in archives.items():
-        needed_bytes += (archive.gb + archive.unpacked_gb) * 1e9
-        needed_bytes -= _size(root / name) + _size(root / f"{name}.part")
-    return check_room(root, max(0.0, needed_bytes), "about ", "or use another root=")
 
 
 def _marker(root: Path, name: str) -> Path:

@@ -90,7 +90,14 @@ class HuggingFace:
         audio = self._column(rows.features, "audio", self.audio)
         text = self._column(rows.features, "text", self.text)
         speaker = next(iter(candidate_columns(rows.features, "speaker")), None)
-        rows = self._undecoded(rows, audio)
+        try:
+            import datasets
+
+            # The recordings become bytes or paths.
+            rows = rows.cast_column(audio, datasets.Audio(decode=False))
+        except Exception as error:  # pyarrow raises many types of errors
+            problem = one_line(str(error), 400)
+            raise DataError(f"{self.name}: {audio!r} has no recordings ({problem})") from error
         label_columns = [text, speaker] if speaker else [text]
         name, out = re.sub(r"[^\w.-]", "_", self.split), absolute_path(self.out)
         folder = out / "audio" / name
@@ -124,16 +131,6 @@ class HuggingFace:
         except Exception as error:  # datasets raises many types for a wrong name, or without an answer
             problem = one_line(f"{type(error).__name__}: {error}", 400)
             raise DataError(f"name={self.name} split={self.split}: {problem}") from error
-
-    def _undecoded(self, rows: Any, audio: str) -> Any:
-        """Return rows whose recordings are bytes or paths. Raises DataError if the column has none."""
-        import datasets
-
-        try:
-            return rows.cast_column(audio, datasets.Audio(decode=False))
-        except Exception as error:  # pyarrow raises many types of errors
-            problem = one_line(str(error), 400)
-            raise DataError(f"{self.name}: {audio!r} has no recordings ({problem})") from error
 
     def _column(self, features: Mapping[str, Any], key: str, explicit: str) -> str:
         """Return the column of a key of COLUMNS. Raises DataError with all columns if it is not clear.

@@ -127,10 +127,11 @@ class Fairseq(Manifest):
                     f"{self.labels} has {label_count} lines, but {self.path} has {recording_count} "
                     "recordings. Write one line for each recording, or remove the file to use no transcripts"
                 )
-            text = label[1]
+            text = label[1].strip()
             if self.labels.suffix == ".ltr":  # O N E | T W O | becomes ONE TWO.
-                text = "".join(text.split()).replace("|", " ")
-            yield recording, " ".join(text.split()) if self.labels.suffix == ".ltr" else text.strip()
+                words = "".join(text.split()).split("|")
+                text = " ".join(filter(None, words))
+            yield recording, text
 
     def _recording_lines(self) -> Iterator[_Line]:
         """Yield the lines that list recordings. Raises DataError with the line for another line."""

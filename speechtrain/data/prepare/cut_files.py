@@ -17,7 +17,7 @@ from typing import IO, TypeVar, cast
 from speechtrain.counter_rng import key_of
 from speechtrain.data.formats.manifests import Manifest, Record, language_of, seconds_of, text_of
 from speechtrain.data.recordings import Header, Unusable, header_or_none, tolerated_seconds
-from speechtrain.data.source import Facts, Source
+from speechtrain.data.source import Source
 from speechtrain.data.sources import located_cuts, parts_of
 from speechtrain.errors import DataError, MachineError, escape_controls, shorten
 from speechtrain.files import atomic, writing
@@ -38,7 +38,10 @@ _CHUNK = 64  # items for each thread that are read from the input at once
 
 
 def cuts_of(source: Source) -> Iterator[Record]:
-    """Yield every cut in lhotse's JSON format. Raises DataError for a repeated id."""
+    """Yield every cut in lhotse's JSON format. Raises DataError for a repeated id.
+
+    The supervisions have the language of their set, and transcripts that its normaliser has normalised.
+    """
     keys = set[int]()  # the keys of the ids so far. A million keys need 60 MB, less than the ids.
     for part in parts_of(source):
         for location, cut in located_cuts(part):
@@ -46,20 +49,16 @@ def cuts_of(source: Source) -> Iterator[Record]:
             if key in keys:
                 raise DataError(f"{location}: cut id {cut['id']!r} is repeated. Ids must be unique")
             keys.add(key)
-            _apply_facts(cut, part.facts)
+            facts = part.facts
+            for supervision in cut.get("supervisions") or ():
+                if facts.language:
+                    supervision["language"] = facts.language
+                if facts.normaliser and supervision.get("text"):
+                    normalise = normaliser(facts.normaliser)
+                    supervision["text"] = normalise_in(facts.language, normalise, supervision["text"])
             if isinstance(part, Manifest) and part.kind in _INCOMPLETE_FORMATS:
                 cut = with_measured_length(cut, counts_samples=part.kind == "fairseq")
             yield cut
-
-
-def _apply_facts(cut: Record, facts: Facts) -> None:
-    """Add ``facts.language`` to a cut's supervisions, and normalise their transcripts, in place."""
-    for supervision in cut.get("supervisions") or ():
-        if facts.language:
-            supervision["language"] = facts.language
-        if facts.normaliser and supervision.get("text"):
-            normalise = normaliser(facts.normaliser)
-            supervision["text"] = normalise_in(facts.language, normalise, supervision["text"])
 
 
 def normalised_texts(cuts: Iterable[Record], normaliser_name: str) -> Iterator[str]:
