@@ -91,10 +91,11 @@ class SkipLog:
         if skip.reason in FAULTS:
             return
         is_acoustic = skip.reason in ACOUSTIC_REASONS.values()
-        others = FAULTS.union(ACOUSTIC_REASONS.values())
-        bad = sum(
-            reason == skip.reason if is_acoustic else reason not in others for reason in self.reasons.values()
-        )
+        counts = Counter(self.reasons.values())
+        bad = counts[skip.reason]
+        if not is_acoustic:
+            others = FAULTS.union(ACOUSTIC_REASONS.values())
+            bad = sum(count for reason, count in counts.items() if reason not in others)
         latest = f"the latest {skip.id!r} ({skip.reason}: {skip.detail})"
         list_hint = f"{self.path} lists all" if self.path else "Set run_dir to list them"
         fix = f"{list_hint}. Repair or remove them"
