@@ -94,8 +94,8 @@ class RunError(SpeechtrainError):
 class Diverged(SpeechtrainError):
     """Non-finite updates in a row, a loss that was never finite, or codebooks that collapse.
 
-    After non-finite updates, ``replay.pt`` has their batches, and a lower learning rate may help. If the
-    codebooks collapse, the line names the key to change.
+    After non-finite updates, ``replay.safetensors`` has their batches, and a lower learning rate may help.
+    If the codebooks collapse, the line names the key to change.
     """
 
     exit_code = 6

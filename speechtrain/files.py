@@ -11,14 +11,11 @@ import errno
 import hashlib
 import json
 import os
-import pickletools
 import re
 import secrets
 import shutil
 import stat
 import sys
-import zipfile
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
@@ -76,14 +73,14 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def open_filled(path: Path) -> BufferedReader:
+def open_filled(path: Path, follow: bool = True) -> BufferedReader:
     """Open a regular file for reading if it is filled with data. Raises OSError as ``open_regular`` does.
 
     A file is not filled if it is sparse, above 1 GiB, and has data in at most 0.1 % of its size. Raises
     OSError for such a file. A small archive can unpack to terabytes of holes, and this project writes no
     sparse files.
     """
-    file = open_regular(path)
+    file = open_regular(path, follow=follow)
     handle = file.fileno()
     size = os.fstat(handle).st_size
     data_bytes = 0
@@ -214,112 +211,6 @@ def _extra_nodes(event: yaml.ScalarEvent) -> int:
     if not is_quoted_text and re.match(r"[-+]?\d[\dA-Fa-fxo_:]{999,}\Z", event.value):
         raise ValueError("it has a number of more than 1000 digits")  # Python prints at most 4300.
     return len(event.value) if "${" in event.value else 0
-
-
-_MAX_OBJECT_SIZE = 2**24  # objects that one object of a pickle contains, if each reference counts as a copy
-_MAX_STACK = 10**5  # objects on the stack of a pickle
-
-
-class _PickleSizes:
-    """Simulates the stack and the memo of a pickle. They contain the sizes of the objects.
-
-    The size of an object is 1 plus the sizes of the objects that it contains.
-    """
-
-    def __init__(self) -> None:
-        self._stack: list[int | None] = []  # None is a mark, which separates the inputs of an operation.
-        self._memo: dict[int, int] = {}  # sizes by the number of the memo's entry
-
-    def apply(self, operation: pickletools.OpcodeInfo, argument: Any) -> None:
-        """Apply one operation of the pickle. Raises ValueError if an object or the stack is too large."""
-        size = 1
-        if operation.name.endswith("PUT"):
-            entry = int(argument)
-            top_size = self._stack[-1] if self._stack else None
-            self._memo[entry] = top_size or 1  # A malformed pickle can have no object or a mark at the top.
-            size = entry  # A too large number of an entry is refused below, like a too large object.
-        elif operation.name == "MARK":
-            self._stack.append(None)
-        else:
-            if operation.name.endswith("GET"):
-                size += self._memo.get(int(argument), 0)
-            size += self._pop_inputs(operation.stack_before)
-            self._stack += [size] * len(operation.stack_after)
-        if size > _MAX_OBJECT_SIZE or len(self._stack) > _MAX_STACK:
-            raise ValueError("its objects refer to each other too often")
-
-    def _pop_inputs(self, inputs: list[pickletools.StackObject]) -> int:
-        """Remove the inputs of an operation from the stack. Return the sum of their sizes.
-
-        If ``inputs`` has a mark, all objects above the topmost mark are inputs.
-        """
-        size = 0
-        if pickletools.markobject in inputs:
-            while self._stack and self._stack[-1] is not None:
-                size += self._pop()
-            self._pop()
-            inputs = inputs[: inputs.index(pickletools.markobject)]
-        return size + sum(self._pop() for _ in inputs)
-
-    def _pop(self) -> int:
-        """Remove the top of the stack. Return its size, which is 0 for a mark and for an empty stack."""
-        return (self._stack and self._stack.pop()) or 0
-
-
-def names_in_pickle(file: IO[bytes]) -> set[str]:
-    """Return the full names of the classes and functions in one pickle. Names of Python 2 are translated.
-
-    Raises ValueError if an object contains too many others when each reference counts as a copy. Such an
-    object is small in the file, but a function that follows each reference, such as ``hash``, never ends.
-    """
-    names: set[str] = set()
-    sizes = _PickleSizes()
-    for operation, argument, _ in pickletools.genops(file):
-        sizes.apply(operation, argument)
-        if operation.name == "PROTO" and argument != 2:
-            raise ValueError(f"its pickle protocol is {argument}, and torch.save writes 2")
-        if operation.name == "GLOBAL":
-            module, _, name = str(argument).partition(" ")
-            default = (IMPORT_MAPPING.get(module, module), name)
-            module_and_name = NAME_MAPPING.get((module, name), default)
-            names.add(".".join(module_and_name))
-    return names
-
-
-def names_in_archive(path: Path, verify: bool = False) -> set[str]:
-    """Return the full names of the classes and functions in a file of torch.save.
-
-    ``verify`` also compares the checksums of its entries. Raises ValueError as ``names_in_pickle`` does,
-    OSError for a sparse file, and BadZipFile for entries that torch.save does not write. The sizes of the
-    entries are checked before an entry is read.
-    """
-    with open_filled(path) as file, zipfile.ZipFile(file) as archive:
-        entries = archive.infolist()
-        _check_layout(entries, os.fstat(file.fileno()).st_size)
-        damaged_entry = archive.testzip() if verify else None
-        if damaged_entry:
-            raise zipfile.BadZipFile(f"the checksum of {damaged_entry} does not match")
-        return names_in_pickle(archive.open(entries[0]))
-
-
-def _check_layout(entries: list[zipfile.ZipInfo], file_size: int) -> None:
-    """Raise BadZipFile for a layout that torch.save never writes.
-
-    The first entry must be FOLDER/data.pkl and the only pickle: torch reads the ``data.pkl`` in the folder of
-    the first entry, and it ignores the case of letters. The entries must be stored without compression, and
-    must not overlap.
-    """
-    names = [entry.filename for entry in entries]
-    pickles = [name for name in names if name.lower().endswith("data.pkl")]
-    is_first_entry = len(pickles) == 1 and pickles[0] == names[0]
-    if not is_first_entry or not re.fullmatch(r"[^/]+/data\.pkl", names[0]):
-        raise zipfile.BadZipFile("its first entry is not its only data.pkl")
-    next_offset = file_size  # the offset of the entry that follows, in the order of the file
-    for entry in sorted(entries, key=lambda entry: entry.header_offset, reverse=True):
-        is_compressed = entry.compress_type or entry.file_size != entry.compress_size
-        if is_compressed or entry.header_offset + entry.file_size > next_offset:
-            raise zipfile.BadZipFile("its entries are compressed or overlap, which torch.save never does")
-        next_offset = entry.header_offset
 
 
 @contextlib.contextmanager

@@ -259,7 +259,7 @@ TOUCH_FILES = {
     "data/formats/manifests.py": "manifests that the user names",
     "interop/pickles.py": "a model that the user names",
     "interop/weights.py": "a model that the user names, and a new folder",
-    "checkpoint/whole.py": "a new folder",
+    "checkpoint/state_file.py": "a new folder",
     "tracking/tensorboard.py": "event files, which carry the time in their names",
     "launch/process_tree.py": "/proc",
     "devices/preload.py": "/proc, and libraries",

@@ -17,7 +17,7 @@ SOURCES = sorted([*(ROOT / "speechtrain").rglob("*.py"), *(ROOT / "launchers").r
 
 MODULES = {
     "speechtrain/torch_private.py": "torch",
-    "speechtrain/files.py": "the names of Python 2 in _compat_pickle",
+    "speechtrain/interop/pickles.py": "the names of Python 2 in _compat_pickle",
 }
 """Modules that use private parts of a library: which library."""
 SETTINGS = {

@@ -6,21 +6,19 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from speechtrain.checkpoint.whole import SHARDED, SHARDS, UNWRITABLE, Checkpointer, Stateful, map_tensors
+from speechtrain.checkpoint.whole import SHARDS, UNWRITABLE, Checkpointer, Stateful, sharded_tensors
 from speechtrain.distributed.group import Group
-from speechtrain.dtensor import full_tensor, is_sharded, save_shares
+from speechtrain.dtensor import full_tensor, save_shares
 
 
 class ShardedCheckpointer(Checkpointer):
     """A Checkpointer for sharded parameters. Every rank must call ``save``, and each rank writes its shards.
 
-    ``state.pt`` contains shape and dtype of sharded tensors, and their values are in ``shards/``, with one
-    safetensors file per rank. If a rank cannot write its file, the incomplete checkpoint is removed.
+    ``state.safetensors`` contains shape and dtype of sharded tensors, and their values are in ``shards/``,
+    with one safetensors file per rank. If a rank cannot write its file, the incomplete checkpoint is removed.
     """
 
     needs_all_ranks = True
@@ -32,7 +30,6 @@ class ShardedCheckpointer(Checkpointer):
     def save(self, step: int, states: Mapping[str, Stateful], weights: Mapping[str, Tensor]) -> Path:
         """Write the checkpoint of ``step``. All ranks raise OSError if one of them fails."""
         is_rank0 = self.group.world.rank == 0
-        state, shards = _split(states)
         whole_weights = self._gather(weights)
         folder, temporary = self.folder(step), self._temporary(step)
         # Each context is a point at which the ranks wait for each other.
@@ -41,11 +38,11 @@ class ShardedCheckpointer(Checkpointer):
                 self._begin(temporary)
                 (temporary / SHARDS).mkdir()
         with self._raise_on_all_ranks(step, temporary):
-            save_shares(temporary / SHARDS, shards)
+            save_shares(temporary / SHARDS, sharded_tensors(states))
         with self._raise_on_all_ranks(step, temporary):
             if is_rank0:
-                self._write(temporary, state, whole_weights)
-                self._end(folder, temporary, SHARDED, step)
+                self._write(temporary, states, whole_weights)
+                self._end(folder, temporary, step)
                 self._prune()
         return folder
 
@@ -77,20 +74,3 @@ class ShardedCheckpointer(Checkpointer):
                 shutil.rmtree(temporary, ignore_errors=True)
             cause = failure or "another rank could not write its part"
             raise self._save_error(step, cause) from failure
-
-
-def _split(states: Mapping[str, Stateful]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the states in host memory, and the sharded tensors by their paths in the states.
-
-    In the states, sharded tensors are replaced by tensors on the meta device, which have no values.
-    """
-    shards: dict[str, Tensor] = {}
-
-    def without_shard(path: str, tensor: Tensor) -> Tensor:
-        if not is_sharded(tensor):
-            return tensor.detach().cpu()
-        shards[path] = tensor.detach()
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-    state = map_tensors({name: part.state_dict() for name, part in states.items()}, without_shard)
-    return state, shards

@@ -2,8 +2,7 @@
 
 A checkpoint is a folder ``checkpoints/step-00001200`` with these files:
 
-- ``state.pt``: the state of each part of the run. It contains only tensors and plain values, and is always
-  read with ``weights_only=True``.
+- ``state.safetensors``: the state of each part of the run (``state_file``).
 - ``model.safetensors``: the weights that were evaluated.
 - ``checkpoint.json``: the format, the step, and the sha256 of each file.
 - ``shards/``: one file per rank, only in a run with sharded parameters.
@@ -28,26 +27,26 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from speechtrain.checkpoint import state_file
 from speechtrain.checkpoint.best_metric import selection_key
 from speechtrain.checkpoint.fit import check_fit, load_optimizer
 from speechtrain.dtensor import empty_shard_like, is_sharded, load_shares, shard_like
-from speechtrain.errors import MALFORMED, RunError, SpeechtrainError, one_line
-from speechtrain.files import apply_umask, flush, names_in_archive, remove_temporaries, sha256, write_json
+from speechtrain.errors import RunError, SpeechtrainError, one_line
+from speechtrain.files import flush, remove_temporaries, sha256, write_json
 from speechtrain.run_directory import BEST, CheckpointManifest, read_manifest, write_manifest
 
 _LOG = logging.getLogger(__name__)
 
-WHOLE, SHARDED = 1, 2  # values of ``CheckpointManifest.format``
+FORMAT = 3
+"""``CheckpointManifest.format`` of this version. In formats 1 and 2, the state was a pickle."""
 SHARDS = "shards"
+STATE = "state.safetensors"
 WEIGHTS = "model.safetensors"
 """Name of the file with the evaluated weights, the only one that is read to use a model."""
-_REQUIRED_FILES = {"state.pt", WEIGHTS}
-_MAX_VALUES = 2**22
-"""Limit for the values in a loaded state. Each reference to a value counts. Most are ids of skipped
-recordings."""
+_REQUIRED_FILES = {STATE, WEIGHTS}
 UNWRITABLE = (OSError, RuntimeError, SafetensorError)
 """Errors of writing tensors to a full disk. Torch and safetensors raise their own errors."""
 _SHARD_NAME = re.compile(rf"{SHARDS}/[\w.-]+\.safetensors")
@@ -82,68 +81,58 @@ def map_tensors(state: Any, change: Callable[[str, Tensor], Tensor], path: str =
     return state
 
 
-def copy_to_host(state: Any) -> Any:
-    """Return ``state`` with every tensor in host memory, so that any device can load the checkpoint."""
-    return map_tensors(state, lambda path, tensor: tensor.detach().cpu())
+def sharded_tensors(states: Mapping[str, Stateful]) -> dict[str, Tensor]:
+    """Return the sharded tensors in the states of a run's parts, by their paths."""
+    found = {}
+
+    def add(path: str, tensor: Tensor) -> Tensor:
+        if is_sharded(tensor):
+            found[path] = tensor.detach()
+        return tensor
+
+    map_tensors({name: part.state_dict() for name, part in states.items()}, add)
+    return found
 
 
-class _ShardedTensors:
-    """The sharded tensors of a run, by their paths in its state.
+def _models(states: Mapping[str, Stateful]) -> dict[str, Tensor]:
+    """Return the tensors of a run whose sharding the tensors of a checkpoint must get, by path.
 
     An optimizer has no state before its first step. A tensor in its saved state that has the shape of a
-    parameter is therefore sharded like this parameter.
+    parameter is therefore sharded like this parameter, whose path here is that of its state.
     """
-
-    def __init__(self, states: Mapping[str, Stateful]) -> None:
-        self._tensors: dict[str, Tensor] = {}
-        self._tensors_of_parameters: dict[str, Tensor] = {}  # by the path of the parameter's optimizer state
-        for name, part in states.items():
-            map_tensors(part.state_dict(), self._add, name)
-            if isinstance(part, torch.optim.Optimizer):
-                self._add_parameters(name, part)
-
-    def _add(self, path: str, tensor: Tensor) -> Tensor:
-        if is_sharded(tensor):
-            self._tensors[path] = tensor.detach()
-        return tensor
-
-    def _add_parameters(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+    models = sharded_tensors(states)
+    for name, part in states.items():
+        if not isinstance(part, torch.optim.Optimizer):
+            continue
         # The state of a parameter is at NAME/state/INDEX. The index counts the parameters of all groups.
-        parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        parameters = itertools.chain.from_iterable(group["params"] for group in part.param_groups)
         for index, parameter in enumerate(parameters):
             if is_sharded(parameter):
-                self._tensors_of_parameters[f"{name}/state/{index}"] = parameter.detach()
-
-    def find(self, path: str, saved: Tensor) -> Tensor | None:
-        """Return the run's tensor whose sharding ``saved`` must get, or None if ``saved`` stays whole."""
-        tensor = self._tensors.get(path)
-        if tensor is None:  # ``path`` may be NAME/state/INDEX/KEY, of a tensor in the state of a parameter.
-            parent_path, _, _ = path.rpartition("/")
-            tensor = self._tensors_of_parameters.get(parent_path)
-        if tensor is None or tensor.shape != saved.shape:
-            return None
-        return tensor
+                models[f"{name}/state/{index}"] = parameter.detach()
+    return models
 
 
 def _shard(state: Any, states: Mapping[str, Stateful], folder: Path) -> Any:
     """Return a loaded ``state`` with each tensor sharded as in the run, whose parts are ``states``.
 
-    Tensors on the meta device get their values from the files in ``folder``. Raises ValueError for a tensor
-    that is larger than the file that contains it.
+    Tensors on the meta device get their values from the files in ``folder``. Raises ValueError for such a
+    tensor that is larger than these files.
     """
-    sharded_tensors = _ShardedTensors(states)
+    models = _models(states)
     missing: dict[str, Tensor] = {}  # tensors whose values are in ``folder``, by path
     folder_bytes = sum(file.stat().st_size for file in folder.glob("*"))
 
     def shard_tensor(path: str, saved: Tensor) -> Tensor:
-        run_tensor = sharded_tensors.find(path, saved)
-        stored_bytes = folder_bytes if saved.is_meta else saved.untyped_storage().nbytes()
-        if saved.nbytes > stored_bytes:
+        parent_path, _, _ = path.rpartition("/")
+        model = models.get(path, models.get(parent_path))
+        if model is not None and model.shape != saved.shape:
+            model = None  # The tensor stays whole.
+        if not saved.is_meta:
+            return saved if model is None else shard_like(saved, model)
+        if saved.nbytes > folder_bytes:
             raise ValueError(f"{path} is larger than its file")
-        if saved.is_meta:
-            missing[path] = empty_shard_like(saved, run_tensor)
-            return missing[path]
-        return saved if run_tensor is None else shard_like(saved, run_tensor)
+        missing[path] = empty_shard_like(saved, model)
+        return missing[path]
 
     sharded = map_tensors(state, shard_tensor)
     if missing:
@@ -158,33 +147,32 @@ def validation_metrics(folder: Path) -> dict[str, float | None]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return the saved state of each part of a run. Raises RunError for a damaged file."""
+    """Return the saved state of each part of a run. Raises RunError for a damaged file, and OtherFormat."""
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        _check_format(folder, manifest)
+    return _read(folder / STATE, state_file.read_state, "Remove its folder")
+
+
+def _read(path: Path, read: Callable[[Path], dict[str, Any]], fix: str) -> dict[str, Any]:
+    """Return ``read(path)``. Raises RunError with ``fix`` for a damaged file."""
     try:
-        names_in_archive(folder / "state.pt")  # Raises for an archive that unpacks to a much larger size.
-        state = dict(torch.load(folder / "state.pt", map_location="cpu", weights_only=True))
-        _check_size(state)
-        return state
+        return read(path)
     except Exception as error:  # The readers raise errors of many classes for a damaged file.
         cause = f"{type(error).__name__}: {one_line(str(error), 120)}"
-        raise RunError(f"{folder / 'state.pt'} cannot be read ({cause}). Remove its folder") from None
+        raise RunError(f"{path} cannot be read ({cause}). {fix}") from None
 
 
-def _check_size(state: dict[str, Any]) -> None:
-    """Raise ValueError if ``state`` has more than ``_MAX_VALUES`` nested values.
-
-    A value counts once for each reference to it. After this check, a recursion through the state ends soon.
-    """
-    nodes: list[Any] = [state]
-    count = 0
-    while nodes:
-        node = nodes.pop()
-        count += 1
-        if count > _MAX_VALUES:
-            raise ValueError("its values refer to each other too often")
-        if isinstance(node, dict):
-            nodes += node.values()
-        elif isinstance(node, list | tuple):
-            nodes += node
+def _check_format(folder: Path, manifest: CheckpointManifest) -> None:
+    """Raise OtherFormat if this version does not read the state of a checkpoint."""
+    if manifest.format == FORMAT:
+        return
+    problem = f"{folder} has checkpoint format {manifest.format}, not {FORMAT}"
+    if manifest.format > FORMAT:
+        raise OtherFormat(f"{problem}. Update speechtrain")
+    run_dir = folder.parents[1]
+    fix = f"Train again in another run_dir, from its weights with init_from={run_dir}"
+    raise OtherFormat(f"{problem}, so it cannot be continued. {fix}")
 
 
 class Checkpointer:
@@ -211,9 +199,8 @@ class Checkpointer:
         folder, temporary = self.folder(step), self._temporary(step)
         self._begin(temporary)
         try:
-            state = {name: copy_to_host(part.state_dict()) for name, part in states.items()}
-            self._write(temporary, state, weights)
-            self._end(folder, temporary, WHOLE, step)
+            self._write(temporary, states, weights)
+            self._end(folder, temporary, step)
         except UNWRITABLE as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise self._save_error(step, error) from error
@@ -290,25 +277,19 @@ class Checkpointer:
             remove_temporaries(folder)
 
     @staticmethod
-    def _write(temporary: Path, state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-        # Gaudi's bridge changes the default protocol to 4, which torch.load(weights_only=True) of an ordinary
-        # torch refuses.
-        torch.save(state, temporary / "state.pt", pickle_protocol=2)
-        on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-        save_file(on_cpu, temporary / WEIGHTS)
-        apply_umask(temporary / WEIGHTS)
+    def _write(temporary: Path, states: Mapping[str, Stateful], weights: Mapping[str, Tensor]) -> None:
+        state = {name: part.state_dict() for name, part in states.items()}
+        state_file.write_state(temporary / STATE, state)
+        state_file.write_tensors(temporary / WEIGHTS, weights)
 
-    def _end(self, folder: Path, temporary: Path, form: int, step: int) -> None:
-        """Write the manifest, flush all files, and rename ``temporary`` to ``folder``.
-
-        ``form`` is ``WHOLE`` or ``SHARDED``.
-        """
+    def _end(self, folder: Path, temporary: Path, step: int) -> None:
+        """Write the manifest, flush all files, and rename ``temporary`` to ``folder``."""
         files = {}
         for path in sorted(temporary.rglob("*")):
             flush(path)
             if path.is_file():
                 files[path.relative_to(temporary).as_posix()] = sha256(path)
-        write_manifest(temporary, CheckpointManifest(form, step, files))
+        write_manifest(temporary, CheckpointManifest(FORMAT, step, files))
         flush(temporary)
         temporary.rename(folder)
         flush(self.root)
@@ -362,20 +343,18 @@ class Checkpointer:
     def verify(self, folder: Path, only: str | None = None) -> CheckpointManifest:
         """Check that the files of a checkpoint exist and are unchanged, and return its manifest.
 
-        With ``only``, the content of this file alone is checked. Raises RunError with the name of a missing
-        or changed file, and OtherFormat for a format that this version cannot read.
+        With ``only``, this file alone is checked, also in an earlier format. Raises RunError with the name of
+        a missing or changed file, and OtherFormat for a format that this version cannot read.
         """
         manifest = read_manifest(folder)
         if manifest is None:
             raise RunError(f"{folder} has no readable checkpoint.json")
-        files, form = manifest.files, manifest.format
-        shards = {name for name in files if form == SHARDED and _SHARD_NAME.fullmatch(name)}
-        has_its_files = set(files) - shards == _REQUIRED_FILES
+        if only is None or manifest.format > FORMAT:
+            _check_format(folder, manifest)
+        files = manifest.files
+        shards = {name for name in files if _SHARD_NAME.fullmatch(name)}
+        has_its_files = set(files) - shards == _REQUIRED_FILES if only is None else only in files
         has_its_name = folder.name == f"step-{manifest.step:08d}"
-        if form not in (WHOLE, SHARDED):
-            raise OtherFormat(
-                f"{folder} has checkpoint format {form}, not {WHOLE} or {SHARDED}. Update speechtrain"
-            )
         if not (has_its_files and has_its_name):
             raise RunError(f"{folder / 'checkpoint.json'} does not describe {folder.name}")
         if only is not None:
@@ -472,8 +451,4 @@ class Checkpointer:
         """Return the folder and the evaluated weights of the checkpoint ``which``. Raises RunError."""
         folder = self.find(which)
         self.verify(folder, only=WEIGHTS)
-        try:
-            return folder, load_file(folder / WEIGHTS)
-        except (SafetensorError, KeyError, TypeError, RuntimeError, *MALFORMED) as error:
-            cause = f"{type(error).__name__}: {one_line(str(error), 120)}"
-            raise RunError(f"{folder / WEIGHTS} cannot be read ({cause}). Use another checkpoint") from None
+        return folder, _read(folder / WEIGHTS, load_file, "Use another checkpoint")

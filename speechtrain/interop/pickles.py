@@ -8,17 +8,21 @@ not imported.
 
 from __future__ import annotations
 
+import os
+import pickletools
 import re
 import sys
+import zipfile
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from speechtrain.errors import DataError, one_line
-from speechtrain.files import names_in_archive, names_in_pickle, open_filled
+from speechtrain.files import open_filled
 
 # The harmless names of the standard library and of torch: the types of settings and of meters (running means
 # of metrics), and dense tensors and their dtypes. Other names of the standard library and of torch are
@@ -73,8 +77,10 @@ def read_pickle(path: Path) -> Any:
     try:
         with open_filled(path) as file:
             is_zip = file.read(4) == b"PK\x03\x04"
-        # This verifies the checksums of a zip file. torch.load does not.
-        names = names_in_archive(path, verify=True) if is_zip else _names_in_legacy(path)
+            file.seek(0)
+            # An older file has five pickles: magic number, version, system, content, keys of the storages.
+            pickles = _pickles_in_archive(file) if is_zip else [file] * 5
+            names = set().union(*map(_names_in_pickle, pickles))
         refused = sorted([name for name in names if not _is_harmless(name)])
         # For refused names, DataError is raised after the ``try``, which would replace its message.
         if not refused:
@@ -97,13 +103,33 @@ def read_pickle(path: Path) -> Any:
     )
 
 
-def _names_in_legacy(path: Path) -> set[str]:
-    """Return the names of classes and functions in a file of the format before torch 1.6."""
+def _pickles_in_archive(file: IO[bytes]) -> list[IO[bytes]]:
+    """Return the pickles in a zip file, after a check of the sizes and checksums, which torch.load does not.
+
+    torch.load reads one of them.
+    """
+    archive = zipfile.ZipFile(file)
+    entries = archive.infolist()
+    if sum(entry.file_size for entry in entries) > os.fstat(file.fileno()).st_size:
+        raise zipfile.BadZipFile("its entries are compressed or overlap, which torch.save never does")
+    damaged_entry = archive.testzip()
+    if damaged_entry:
+        raise zipfile.BadZipFile(f"the checksum of {damaged_entry} does not match")
+    # torch.load ignores the case of letters in the name.
+    return [archive.open(entry) for entry in entries if entry.filename.lower().endswith("data.pkl")]
+
+
+def _names_in_pickle(file: IO[bytes]) -> set[str]:
+    """Return the full names of the classes and functions in one pickle. Names of Python 2 are translated."""
     names: set[str] = set()
-    with path.open("rb") as file:
-        # The file has five pickles: magic number, version, system, content, and the keys of the storages.
-        for _ in range(5):
-            names |= names_in_pickle(file)
+    for operation, argument, _ in pickletools.genops(file):
+        if operation.name == "PROTO" and argument != 2:
+            raise ValueError(f"its pickle protocol is {argument}, and torch.save writes 2")
+        if operation.name == "GLOBAL":
+            module, _, name = str(argument).partition(" ")
+            default = (IMPORT_MAPPING.get(module, module), name)
+            module_and_name = NAME_MAPPING.get((module, name), default)
+            names.add(".".join(module_and_name))
     return names
 
 

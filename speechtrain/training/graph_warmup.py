@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch
-from speechtrain.checkpoint.whole import copy_to_host
+from speechtrain.checkpoint.whole import map_tensors
 from speechtrain.devices.base import Device
 from speechtrain.errors import RunError
 from speechtrain.tracking.base import Tracker
@@ -162,4 +162,5 @@ def _read_states(parts: Parts) -> None:
     The function returns nothing, because a tensor that is alive at mark_step would be an output of the graph.
     """
     weights = parts.average.averaged_state_dict(parts.task)
-    copy_to_host([weights, *(part.state_dict() for part in parts.states.values())])
+    states = [weights, *(part.state_dict() for part in parts.states.values())]
+    map_tensors(states, lambda path, tensor: tensor.detach().cpu())

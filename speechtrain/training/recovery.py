@@ -6,9 +6,9 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from speechtrain.errors import DataError, Diverged
+from speechtrain.checkpoint.state_file import write_state
+from speechtrain.checkpoint.whole import UNWRITABLE
+from speechtrain.errors import ConfigError, DataError, Diverged
 from speechtrain.files import atomic
 from speechtrain.task import Alarm
 from speechtrain.tracking.base import Tracker
@@ -102,13 +102,12 @@ class Recovery:
         batches = []
         for batch in parts.micro_batches:
             fields = dict(vars(batch))
-            del fields["skipped"]  # ``torch.load`` refuses objects of this class.
+            del fields["skipped"]  # No checkpoint stores objects of this class.
             batches.append(fields)
         bundle = {"step": parts.progress.step, "seed": self.seed, "batches": batches}
-        path = self.run_dir / "replay.pt"
-        # torch raises RuntimeError for a full disk.
-        with contextlib.suppress(OSError, RuntimeError), atomic(path) as temporary:
-            torch.save(bundle, temporary, pickle_protocol=2)
+        path = self.run_dir / "replay.safetensors"
+        with contextlib.suppress(*UNWRITABLE, ConfigError), atomic(path) as temporary:
+            write_state(temporary, bundle)
         return path
 
     def handle_alarm(self, alarm: Alarm | None, step: int) -> None:

@@ -151,12 +151,6 @@ def pickled(*operations: bytes) -> bytes:
     return zipped(("data.pkl", content), ("version", b"3\n"), ("byteorder", b"little"), ("data/0", b""))
 
 
-def doubled(levels: int) -> bytes:
-    """Return operations for a tuple of a tuple twice, and so on, as a key: its hash takes 2^levels steps."""
-    level = b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(levels))
-    return b"K\x01\x85q\x00" + level + b"}h" + bytes([levels]) + b"K\x01s"
-
-
 def tenfold(levels: int) -> list[Any]:
     nested: list[Any] = ["x"]
     for _ in range(levels):

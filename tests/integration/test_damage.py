@@ -19,24 +19,24 @@ from .forked import Forks
 
 
 def truncate(folder: Path) -> None:
-    path = folder / "state.pt"
+    path = folder / "state.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
 
 
 def flip(folder: Path) -> None:
-    path = folder / "state.pt"
+    path = folder / "state.safetensors"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
 
 
 def delete(folder: Path) -> None:
-    (folder / "state.pt").unlink()
+    (folder / "state.safetensors").unlink()
 
 
 def half_write(folder: Path) -> None:
     """As a kill leaves it on a file system that reorders writes: the name is there, the content is not."""
-    (folder / "state.pt").write_bytes(b"\0" * 4096)
+    (folder / "state.safetensors").write_bytes(b"\0" * 4096)
     (folder / "checkpoint.json").write_text("{")
 
 

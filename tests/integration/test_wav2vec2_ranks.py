@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
+
+from speechtrain.checkpoint.whole import read_state
 
 from .forked import Forks, Pretraining
 
@@ -32,7 +33,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str],
 
 
 def first_gradient(run: Pretraining) -> list[Tensor]:
-    state = torch.load(run.checkpoints()[0] / "state.pt", weights_only=True)
+    state = read_state(run.checkpoints()[0])
     kept = state["optimizer"]["state"]
     return [kept[number]["momentum_buffer"].double() for number in sorted(kept)]
 

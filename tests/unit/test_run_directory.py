@@ -171,7 +171,11 @@ READERS: dict[str, tuple[Callable[[Path], Any], Any, Any]] = {
         RunResult("finished", 0.5, {"wer": 0.5, "x": None}, speed={"epoch_s": 1.5}, limits={"keep": 2}),
         None,
     ),
-    "checkpoint.json": (read_manifest, CheckpointManifest(1, 7, {"state.pt": "ab"}, 0.5, {"wer": 0.5}), None),
+    "checkpoint.json": (
+        read_manifest,
+        CheckpointManifest(1, 7, {"state.safetensors": "ab"}, 0.5, {"wer": 0.5}),
+        None,
+    ),
     "checkpoints/best.json": (read_best, BestCheckpoint("step-00000007", 0.5), None),
 }
 """The reader of each JSON file of a run, a record, and what stands for a file that does not fit."""

@@ -33,4 +33,4 @@ def test_a_name_that_is_no_part_is_an_ordinary_error() -> None:
 @pytest.mark.parametrize("name", ["IMPORT_MAPPING", "NAME_MAPPING"])
 def test_this_python_has_the_names_of_python_2(name: str) -> None:
     version = platform.python_version()
-    assert hasattr(_compat_pickle, name), f"files.py: Python {version} has no _compat_pickle.{name}"
+    assert hasattr(_compat_pickle, name), f"interop/pickles.py: Python {version} has no _compat_pickle.{name}"

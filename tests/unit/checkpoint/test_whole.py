@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from speechtrain.checkpoint.whole import SHARDED, Checkpointer, validation_metrics
+from speechtrain.checkpoint.whole import FORMAT, Checkpointer, read_state, validation_metrics
 from speechtrain.errors import RunError
 from speechtrain.files import read_json
 from speechtrain.run_directory import read_manifest, write_manifest
@@ -53,19 +53,19 @@ def save_checkpoints(
 
 
 def truncate(folder: Path) -> None:
-    path = folder / "state.pt"
+    path = folder / "state.safetensors"
     path.write_bytes(path.read_bytes()[:-200])
 
 
 def flip_a_bit(folder: Path) -> None:
-    path = folder / "state.pt"
+    path = folder / "state.safetensors"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
 def delete_the_state(folder: Path) -> None:
-    (folder / "state.pt").unlink()
+    (folder / "state.safetensors").unlink()
 
 
 def delete_the_manifest(folder: Path) -> None:
@@ -85,7 +85,7 @@ def flip_a_weight(folder: Path) -> None:
 
 
 def empty_the_state(folder: Path) -> None:
-    (folder / "state.pt").write_bytes(b"")
+    (folder / "state.safetensors").write_bytes(b"")
 
 
 DAMAGES = [
@@ -141,30 +141,10 @@ def test_restore_removes_incomplete_files_of_a_killed_process(tmp_path: Path) ->
     assert sorted(root.rglob("*")) == before
 
 
-def set_next_format(folder: Path) -> None:
-    """Change the format of a checkpoint to the number of a later version."""
-    manifest = read_manifest(folder)
-    assert manifest is not None
-    write_manifest(folder, replace(manifest, format=SHARDED + 1))
-
-
 def test_restore_refuses_a_checkpoint_with_other_parts(tmp_path: Path) -> None:
     save_checkpoints(tmp_path, (10,))
     with pytest.raises(RunError, match="other"):
         restore(Checkpointer(tmp_path), {"other": Value(torch.zeros(1))})
-
-
-def test_pickled_code_is_not_executed(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return (exec, ("raise SystemExit('executed')",))
-
-    checkpointer = Checkpointer(tmp_path)
-    value = Value(torch.zeros(1))
-    value.state_dict = lambda: {"tensor": Evil()}  # type: ignore[method-assign]
-    checkpointer.save(1, {"value": value}, {})
-    with pytest.raises(Exception, match=r"state\.pt cannot be read"):
-        restore(checkpointer, {"value": Value(torch.zeros(1))})
 
 
 def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
@@ -341,17 +321,44 @@ def test_save_refuses_a_run_directory_that_was_moved(tmp_path: Path) -> None:
     assert checkpointer.save(20, states, weights).is_dir()
 
 
-def test_a_checkpoint_of_another_format_is_not_renamed(tmp_path: Path) -> None:
+def set_format(folder: Path, number: int, files: dict[str, str]) -> None:
+    """Change a checkpoint to the format of another version."""
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    write_manifest(folder, replace(manifest, format=number, files=manifest.files | files))
+
+
+def test_a_checkpoint_of_a_later_format_is_refused_and_not_renamed(tmp_path: Path) -> None:
     """An older version must not remove or overwrite the checkpoints of a newer version."""
     save_checkpoints(tmp_path, (10, 20))
-    path = tmp_path / "checkpoints" / "step-00000020" / "checkpoint.json"
-    set_next_format(path.parent)
-    with pytest.raises(RunError, match=f"format {SHARDED + 1}"):
+    folder = tmp_path / "checkpoints" / "step-00000020"
+    set_format(folder, FORMAT + 1, {})
+    refusal = rf"format {FORMAT + 1}, not {FORMAT}\. Update speechtrain"
+    with pytest.raises(RunError, match=refusal):
         restore(Checkpointer(tmp_path), {"value": Value(torch.zeros(100))})
-    assert path.exists()
+    with pytest.raises(RunError, match=refusal):
+        Checkpointer(tmp_path).weights("last")
+    assert folder.exists()
 
 
-WRONG_MANIFESTS = ["[]", '{"files": 3}', '{"files": {}, "format": 1, "step": 10}', '"\\ud800']
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_checkpoint_of_an_earlier_format_has_only_weights(tmp_path: Path, number: int) -> None:
+    save_checkpoints(tmp_path, (10,))
+    folder = tmp_path / "checkpoints" / "step-00000010"
+    (folder / "state.safetensors").rename(folder / "state.pt")
+    set_format(folder, number, {"state.pt": "0" * 64})
+    refusal = (
+        rf"format {number}, not {FORMAT}, so it cannot be continued\. Train again .*init_from={tmp_path}$"
+    )
+    for read in (Checkpointer(tmp_path).newest, lambda: read_state(folder)):
+        with pytest.raises(RunError, match=refusal):
+            read()
+    assert folder.exists()
+    _, weights = Checkpointer(tmp_path).weights()
+    assert torch.equal(weights["weight"], torch.full((100,), 10.5))
+
+
+WRONG_MANIFESTS = ["[]", '{"files": 3}', f'{{"files": {{}}, "format": {FORMAT}, "step": 10}}', '"\\ud800']
 
 
 @pytest.mark.parametrize("content", WRONG_MANIFESTS)

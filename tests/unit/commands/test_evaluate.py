@@ -54,7 +54,7 @@ def test_a_model_is_shared_without_the_state_of_its_training(
 ) -> None:
     shared = Path(shutil.copytree(run_dir, tmp_path / "shared"))
     (folder,) = (shared / "checkpoints").glob("step-*")
-    (folder / "state.pt").unlink()
+    (folder / "state.safetensors").unlink()
     for run in (run_dir, shared):
         assert evaluate.run([str(run), ONE, "--json"]) == 0
     first, second = (json.loads(line)["metrics"] for line in capsys.readouterr().out.splitlines()[-2:])

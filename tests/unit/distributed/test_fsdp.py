@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from speechtrain.checkpoint.whole import SHARDED, WHOLE, Checkpointer
+from speechtrain.checkpoint.whole import FORMAT, Checkpointer
 from speechtrain.distributed.group import Group, SingleProcess, TorchGroup
 from speechtrain.distributed.world import World
 from speechtrain.dtensor import full_tensor, local_shard
@@ -390,16 +390,15 @@ def test_what_a_checkpoint_holds(told: list[dict[str, Any]], folder: Path) -> No
     (step,) = checkpointer.folders()
     manifest = checkpointer.verify(step)
     shards = [f"shards/shard-0000{rank + 1}-model-00001-of-00001.safetensors" for rank in range(RANKS)]
-    assert manifest.format == SHARDED
-    assert sorted(manifest.files) == ["model.safetensors", *shards, "state.pt"]
-    assert not [path for path in step.rglob("*") if path.suffix in (".distcp", ".metadata", ".pkl")]
+    assert manifest.format == FORMAT
+    assert sorted(manifest.files) == ["model.safetensors", *shards, "state.safetensors"]
+    assert not [path for path in step.rglob("*") if path.suffix in (".distcp", ".metadata", ".pkl", ".pt")]
     chosen, weights = checkpointer.weights("best")
     assert chosen == step
     expected = told[0]["averaged, lamb"]
     assert weights.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in weights.items())
-    unsharded = folder / "lamb" / "whole"
-    assert Checkpointer(unsharded).verify(unsharded / "checkpoints" / step.name).format == WHOLE
+    assert not (folder / "lamb" / "whole" / "checkpoints" / step.name / "shards").exists()
 
 
 @pytest.mark.parametrize("damage", ["missing", "changed", "misnamed"])

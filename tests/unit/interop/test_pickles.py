@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from speechtrain.errors import DataError
-from speechtrain.files import names_in_archive
 from speechtrain.interop.pickles import read_pickle, tensors_of
 
 
@@ -29,7 +28,6 @@ def test_a_damaged_entry_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.full((100,), 7.5)}, tmp_path / "a.pt")
     content = (tmp_path / "a.pt").read_bytes()
     (tmp_path / "a.pt").write_bytes(content.replace(struct.pack("<f", 7.5), struct.pack("<f", 7.25), 1))
-    names_in_archive(tmp_path / "a.pt")
     with pytest.raises(DataError, match="the checksum of a/data/0 does not match"):
         read_pickle(tmp_path / "a.pt")
 

@@ -48,7 +48,7 @@ TDT = ("model.joint.durations=[0,1,2]", "decoder@final_decoder=none")
 )
 def test_an_alphabet_within_the_old_one_keeps_its_rows(tmp_path: Path, part: str) -> None:
     run = untrained(tmp_path / "run", *TINY, ALPHABET, "seed=7")
-    (run / "checkpoints/step-00000001/state.pt").unlink()  # it holds nothing that init_from reads
+    (run / "checkpoints/step-00000001/state.safetensors").unlink()  # it holds nothing that init_from reads
     before = load_file(run / "checkpoints/step-00000001/model.safetensors")
     config = compose([*TINY, "tokenizer.alphabet='hca '", f"init_from={run / part}"])
     task, tokenizer = build_task(config)

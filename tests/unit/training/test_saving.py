@@ -35,7 +35,7 @@ def rig(tmp_path: Path) -> Rig:
 def test_a_rank_continues_from_the_checkpoint_of_rank_0(rig: Rig) -> None:
     """A network file system may show other files to its host."""
     checkpointer = rig.trainer.checkpointer
-    checkpointer.folder(6).joinpath("state.pt").write_bytes(b"torn")
+    checkpointer.folder(6).joinpath("state.safetensors").write_bytes(b"torn")
     assert choose_checkpoint(SecondRank(4), checkpointer) == 4
     assert choose_checkpoint(SecondRank(-1), checkpointer) is None
     assert [folder.name[-1] for folder in checkpointer.folders()] == ["2", "4", "6"], "only rank 0 renames"
@@ -47,7 +47,7 @@ def test_a_rank_continues_from_the_checkpoint_of_rank_0(rig: Rig) -> None:
 def test_a_rank_that_cannot_read_the_checkpoint_of_rank_0_ends(rig: Rig, step: int) -> None:
     checkpointer, parts = rig.trainer.checkpointer, rig.trainer.parts
     assert parts is not None
-    checkpointer.folder(6).joinpath("state.pt").write_bytes(b"torn")
+    checkpointer.folder(6).joinpath("state.safetensors").write_bytes(b"torn")
     saving = Saving(SecondRank(step), checkpointer, Recorder(), "stop")
     message = rf"rank 1 cannot continue from the checkpoint of rank 0: .*step-0000000{step}.* same run_dir"
     with pytest.raises(RunError, match=message):
