@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "checkpoint": "distributed",
     # It knows interfaces only.
     "training": (
-        "checkpoint.best_metric checkpoint.fit checkpoint.whole data.base devices.base "
+        "checkpoint.best_metric checkpoint.fit checkpoint.state_file checkpoint.whole data.base devices.base "
         "distributed.group optim.common optim.ema optim.schedules tracking.base"
     ),
     "interop": "checkpoint encoders features models nn text",
@@ -257,7 +257,6 @@ TOUCH_FILES = {
     "data/index.py": "the cache below the user's own home",
     "data/corpora/connected.py": "a new file of the corpus",
     "data/formats/manifests.py": "manifests that the user names",
-    "interop/pickles.py": "a model that the user names",
     "interop/weights.py": "a model that the user names, and a new folder",
     "checkpoint/state_file.py": "a new folder",
     "tracking/tensorboard.py": "event files, which carry the time in their names",
