@@ -39,7 +39,6 @@ from cpu_step import noise
 from measuring import machine
 
 from speechtrain.batch import Batch
-from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import Group, SingleProcess, open_group
 from speechtrain.distributed.world import World
@@ -79,12 +78,10 @@ class Steps:
 
     def __init__(self, group: Group, task: Task, module: torch.nn.Module, batch: Batch, folder: Path) -> None:
         precision = build_precision(compose(["precision=fp32"], None))
-        tracker = Jsonl(str(folder))
+        tracker = Jsonl(folder)
         limits = TrainerConfig(clip=1.0)
         self.group, self.task, self.module, self.batch = group, task, module, batch
-        self.trainer = Trainer(
-            limits, CPU(), precision, group, Checkpointer(folder), tracker, seed=1, run_dir=folder
-        )
+        self.trainer = Trainer(limits, CPU(), folder, tracker, precision=precision, group=group)
         optimizer, progress = LAMB(task.parameters(), lr=1e-6), self.trainer.progress
         # Data and schedule are not needed, since the batch is always the same.
         self.parts = Parts(

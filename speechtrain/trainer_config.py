@@ -8,10 +8,24 @@ from dataclasses import dataclass
 
 from speechtrain.errors import ConfigError
 
+# Settings that are None or positive.
+_POSITIVE = (
+    *("max_steps", "max_epochs", "max_hours", "accumulate", "simulate_world", "log_every", "validate_every"),
+    *("save_every", "keep", "max_bad_updates", "timeout_seconds"),
+)
+_CHOICES = {
+    "on_save_error": ("continue", "stop"),
+    "on_collapse": ("stop", "warn"),
+    "shard": ("none", "parameters"),
+}
+
 
 @dataclass
 class TrainerConfig:
-    """Settings of the shared trainer. A step is one optimizer update."""
+    """Settings of the shared trainer. A step is one optimizer update.
+
+    Raises ConfigError for a value out of range.
+    """
 
     max_steps: int | None = None  # optimizer updates
     max_epochs: float | None = None  # epochs of the training set
@@ -36,6 +50,26 @@ class TrainerConfig:
     max_bad_updates: int = 10  # number of non-finite updates in a row that ends the run
     timeout_seconds: float = 1800.0  # a rank without progress for longer ends the run, in seconds
     profile: str = ""  # A:B writes a torch profile of steps A to B. Empty: none
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}={value}: it must be above 0")
+        if not 0 <= self.ema < 1:
+            raise ConfigError(f"ema={self.ema}: it must be at least 0 (off) and below 1")
+        for name in ("clip", "target"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"{name}={value}: it must be at least 0")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}={getattr(self, name)}: choose {' or '.join(choices)}")
+
+    def require_end(self) -> None:
+        """Raise ConfigError if no limit and no target ends the run."""
+        if (self.max_steps, self.max_epochs, self.max_hours, self.target) == (None, None, None, None):
+            raise ConfigError("nothing ends this run. Set max_steps, max_epochs, max_hours or target")
 
     def divide_micro_batches(self, world_size: int) -> None:
         """Divide the ``simulate_world`` micro-batches of a step among the ranks, by setting ``accumulate``.

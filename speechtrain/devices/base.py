@@ -145,7 +145,7 @@ class Device(ABC):
             )
 
     @abstractmethod
-    def open(self, local_rank: int) -> None:
+    def open(self, local_rank: int = 0) -> None:
         """Claim the chip for this process. Raises MachineError if that fails."""
 
     def check_precision(self, precision: Precision) -> None:

@@ -230,7 +230,7 @@ class CPU(Device):
 
     # --- at the start -----------------------------------------------------------------------------
 
-    def open(self, local_rank: int) -> None:
+    def open(self, local_rank: int = 0) -> None:
         if self.collectives == "ccl":
             self.check(1)
             importlib.import_module(_ONECCL)  # The import registers the backend with torch.distributed.

@@ -189,7 +189,7 @@ class CUDA(Device):
         has_file = any(Path("/dev").glob("nvidia[0-9]*"))
         return obstacle(count, has_file, starts)
 
-    def open(self, local_rank: int) -> None:
+    def open(self, local_rank: int = 0) -> None:
         index = local_rank
         if _has_own_gpus(local_rank, torch.cuda.device_count()):
             index = 0

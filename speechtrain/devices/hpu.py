@@ -155,7 +155,7 @@ class HPU(Device):
 
     # --- at the start -----------------------------------------------------------------------------
 
-    def open(self, local_rank: int) -> None:
+    def open(self, local_rank: int = 0) -> None:
         self.check(1)
         modules = [f"{_PACKAGE}.torch.core", f"{_PACKAGE}.torch.hpu"]
         if "LOCAL_RANK" in os.environ:  # for a single rank, the import of hccl would set a world in environ

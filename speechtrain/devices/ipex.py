@@ -40,7 +40,7 @@ class IPEX(CPU):
         super().check(processes)
         _version()
 
-    def open(self, local_rank: int) -> None:
+    def open(self, local_rank: int = 0) -> None:
         _import()
         super().open(local_rank)
 

@@ -83,7 +83,7 @@ class Lazy(Device):
                 "device=lazy: torch's collectives do not sum lazy tensors. Set world_size=1, or device=cpu"
             )
 
-    def open(self, local_rank: int) -> None:
+    def open(self, local_rank: int = 0) -> None:
         if _LIBRARY:  # torch refuses to start its lazy tensors twice in a process.
             return
         try:

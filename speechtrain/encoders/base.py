@@ -105,9 +105,10 @@ class Encoder(nn.Module, ABC):
 class LogMelEncoder(Encoder):
     """An encoder whose network reads the log-mel ``features`` of audio, augmented in training."""
 
-    def __init__(self, features: LogMel, augment: Augment) -> None:
+    def __init__(self, features: LogMel, augment: Augment | None = None) -> None:
         super().__init__()
-        self.features, self.augment, self.sample_rate = features, augment, features.sample_rate
+        self.features, self.sample_rate = features, features.sample_rate
+        self.augment = augment or Augment()  # By default, nothing is augmented.
         self.has_exact_frames = features.trim_silence_db is None
 
     def augmented(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -247,7 +247,7 @@ class FastConformer(LogMelEncoder):
     def __init__(
         self,
         features: LogMel,
-        augment: Augment,
+        augment: Augment | None = None,
         width: int = 1024,
         layers: int = 24,
         feed_forward: int = 4096,

@@ -42,7 +42,7 @@ class LSTMEncoder(LogMelEncoder, PolicyAware):
     def __init__(
         self,
         features: LogMel,
-        augment: Augment,
+        augment: Augment | None = None,
         hidden: int = 1024,
         pre_layers: int = 2,
         stack_time: int = 2,

@@ -69,7 +69,7 @@ class EMA(Average):
 
     def __init__(self, module: nn.Module, decay: float, warmup: bool = True) -> None:
         if not 0 < decay < 1:
-            raise ValueError(f"trainer.ema is {decay}. It must be above 0 and below 1, or 0 for no average")
+            raise ValueError(f"decay is {decay}. It must be above 0 and below 1. NoEMA does not average")
         self.decay = decay
         self.warmup = warmup
         self.updates = 0
@@ -144,6 +144,11 @@ class EMA(Average):
                 )
         self.updates = int(state["updates"])
         self._fill(self._average, saved_average)
+
+
+def average_of(module: nn.Module, decay: float) -> Average:
+    """Return the average of ``module`` with ``decay``, which averages nothing if that is 0."""
+    return EMA(module, decay) if decay else NoEMA()
 
 
 def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:

@@ -22,7 +22,7 @@ class Jsonl(Tracker):
 
     background = False  # A resumed run reads the record, which must have the last events of a killed run.
 
-    def __init__(self, run_dir: str, enabled: bool = True) -> None:
+    def __init__(self, run_dir: str | Path, enabled: bool = True) -> None:
         self.path = Path(run_dir) / METRICS
         self.enabled = enabled
 

@@ -22,7 +22,9 @@ class TensorBoard(Tracker):
     warnings are texts. On resume, the steps after the resumed step are purged from the display.
     """
 
-    def __init__(self, run_dir: str, flush_s: int = 30, examples: int = 10, enabled: bool = True) -> None:
+    def __init__(
+        self, run_dir: str | Path, flush_s: int = 30, examples: int = 10, enabled: bool = True
+    ) -> None:
         """Written events reach the disk after ``flush_s`` seconds.
 
         ``examples`` transcripts are shown per set.

@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,15 +22,15 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.compute_policy import PLAIN, ComputePolicy, scale_scalar
+from speechtrain.compute_policy import ComputePolicy, apply_policy, compile_module, scale_scalar
 from speechtrain.counter_rng import RunStream, seed_at
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
-from speechtrain.distributed.group import Group
+from speechtrain.distributed.group import Group, SingleProcess
 from speechtrain.errors import Preempted
-from speechtrain.optim.ema import Average
+from speechtrain.optim.ema import Average, average_of
 from speechtrain.optim.schedules import Schedule
-from speechtrain.precision import Precision
+from speechtrain.precision import FP32, Precision
 from speechtrain.task import Loss, Task, detached
 from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig, is_planned_by_time
@@ -62,25 +61,46 @@ class DueWork(NamedTuple):
     validate: bool
 
 
-@dataclass(eq=False)
 class Trainer:
-    """Trains a task until a limit, a target or a stop request is reached."""
+    """Trains a task until a limit, a target or a stop request is reached.
 
-    config: TrainerConfig
-    device: Device
-    precision: Precision
-    group: Group
-    checkpointer: Checkpointer
-    tracker: Tracker
-    seed: int
-    run_dir: Path
-    stop_requested: Callable[[], bool] = lambda: False
-    policy: ComputePolicy = PLAIN
-    progress: Progress = field(init=False, default_factory=Progress)
-    parts: Parts | None = field(init=False, default=None)  # the arguments of ``fit``
+    - ``config`` has the limits of the run and the settings of an update.
+    - ``device`` is open.
+    - ``run_dir`` is the folder for the files that the trainer writes, such as ``replay.pt``.
+    - ``tracker`` receives the events of the run.
+    - ``precision`` is fp32 by default.
+    - ``group`` connects the ranks. By default this process trains alone.
+    - ``checkpointer`` writes ``run_dir/checkpoints`` by default, and keeps ``config.keep`` checkpoints.
+    - ``seed`` determines all random draws of the updates.
+    - ``policy`` has the kernels that the task already uses. By default, ``fit`` applies the default policy of
+      the device and the precision to the task.
+    - ``stop_requested`` says whether the run must end after the present update.
+    """
 
-    def __post_init__(self) -> None:
-        config, device, tracker = self.config, self.device, self.tracker
+    def __init__(
+        self,
+        config: TrainerConfig,
+        device: Device,
+        run_dir: str | Path,
+        tracker: Tracker,
+        precision: Precision | None = None,
+        group: Group | None = None,
+        checkpointer: Checkpointer | None = None,
+        seed: int = 1,
+        policy: ComputePolicy | None = None,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.config, self.device, self.tracker = config, device, tracker
+        self.run_dir = Path(run_dir)
+        self.precision = precision or FP32()
+        self.group = group or SingleProcess()
+        self.checkpointer = checkpointer or Checkpointer(run_dir, config.keep)
+        self.seed = seed
+        self.policy = policy or device.policy(self.precision.dtype)
+        self._applies_policy = policy is None
+        self.stop_requested = stop_requested
+        self.progress = Progress()
+        self.parts: Parts | None = None  # the arguments of ``fit``
         update_class: type[Update] = HostCheckedUpdate
         graphs_class = Graphs
         if device.static_shapes:
@@ -116,10 +136,12 @@ class Trainer:
         data: DataModule,
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
-        average: Average,
+        average: Average | None = None,
         checkpoint: int | None = None,
     ) -> str:
         """Train and return how the run ended: ``finished``, ``target``, ``time`` or ``preempted``.
+
+        ``average`` is evaluated and exported. By default it is the average of ``config.ema``.
 
         ``checkpoint`` is the step of the checkpoint from which the run continues. ``choose_checkpoint``
         returns it. None starts at step 0.
@@ -132,9 +154,14 @@ class Trainer:
         - Diverged: ``max_bad_updates`` updates in a row were not finite, no update was ever finite, or
           training collapsed and ``on_collapse`` is ``stop``.
         - RunError: the checkpoint does not fit the run, or a rank cannot read it.
-        - ConfigError: ``config.profile`` is ill-formed.
+        - ConfigError: ``config.profile`` is ill-formed, or nothing ends the run.
         - Preempted: a stop request came while one of several ranks waited for a data worker.
         """
+        self.config.require_end()
+        if self._applies_policy:
+            apply_policy(task, self.policy)
+            compile_module(task, self.policy, len(data.shapes()))
+        average = average or average_of(task, self.config.ema)
         self.parts = self.collect(task, data, optimizer, schedule, average)
         self.group.rank_status.begin_phase(0, "resume")
         if checkpoint is not None:

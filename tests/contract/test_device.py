@@ -33,12 +33,10 @@ from speechtrain.devices.cpu import CPU
 from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
 from speechtrain.devices.out_of_memory import out_of_memory_error
-from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.losses.ctc import ctc_loss
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.schedules import Constant
-from speechtrain.precision import FP32
 from speechtrain.rank.build import open_device, plan_updates
 from speechtrain.start.build import build, build_data, build_tokenizer
 from speechtrain.start.compose import compose
@@ -483,8 +481,8 @@ def test_mark_step_follows_every_backward_and_every_update(
     # the weights are in place; what comes before the first step does not count
     limits = TrainerConfig(max_steps=3, max_epochs=None, accumulate=2, log_every=1000, validate_every=1000)
     trainer = Trainer(
-        limits, device, FP32(), SingleProcess(), Checkpointer(tmp_path, 1), Silent(), 1, tmp_path
-    )  # fmt: skip
+        limits, device, tmp_path, Silent(), checkpointer=Checkpointer(tmp_path, 1), policy=PLAIN
+    )
     calls.clear()
     trainer.fit(task, Same(), Noted(task.parameters(), 0.1), Constant(peak=0.1), NoEMA())
     steps = [name for name in calls if name in ("backward", "step", "mark_step")]

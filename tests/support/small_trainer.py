@@ -18,7 +18,7 @@ from speechtrain.distributed.group import SingleProcess
 from speechtrain.nn.norm import MaskedBatchNorm
 from speechtrain.optim.ema import EMA, NoEMA
 from speechtrain.optim.schedules import Constant
-from speechtrain.precision import FP32, Precision
+from speechtrain.precision import Precision
 from speechtrain.task import Alarm, Evaluation, Loss, Task
 from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig
@@ -178,8 +178,8 @@ class Rig:
             return self.trainer.progress.step + len(self.task.advanced[-1:]) == stop_at
 
         self.trainer = Trainer(
-            settings, CPU(), precision or FP32(), SingleProcess(), Checkpointer(run_dir, 3),
-            self.recorder, 1, run_dir, stop,
+            settings, CPU(), run_dir, self.recorder, precision, checkpointer=Checkpointer(run_dir, 3),
+            stop_requested=stop,
         )  # fmt: skip
         self.optimizer = torch.optim.AdamW(self.task.parameters(), lr=1.0)
         average = EMA(self.task, settings.ema) if settings.ema else NoEMA()

@@ -17,7 +17,6 @@ from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.schedules import Cosine, Schedule
-from speechtrain.precision import FP32
 from speechtrain.task import Evaluation, Loss
 from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training import trainer as trainer_module
@@ -88,8 +87,8 @@ class Run:
         monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: self.task.clock_s))
         config = replace(TrainerConfig(log_every=1, max_hours=seconds / 3600), **settings)
         trainer = Trainer(
-            config, CPU(), FP32(), SingleProcess(), Checkpointer(run_dir, 99), self.recorder, 1, run_dir,
-            lambda: trainer.progress.step + 1 == stop_at,
+            config, CPU(), run_dir, self.recorder, checkpointer=Checkpointer(run_dir, 99),
+            stop_requested=lambda: trainer.progress.step + 1 == stop_at,
         )  # fmt: skip
         optimizer = torch.optim.AdamW(self.task.parameters(), lr=1.0)
         self.status = trainer.fit(

@@ -12,11 +12,9 @@ import torch
 from omegaconf import DictConfig
 
 from speechtrain.batch import Batch
-from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
-from speechtrain.distributed.group import SingleProcess
 from speechtrain.optim.ema import EMA
 from speechtrain.rank.trial_steps import batches_by_size, select_rows
 from speechtrain.start.build import build_optimizer, build_precision, build_schedule
@@ -86,8 +84,8 @@ class RecordedUpdates:
         self.policy = replace(policy, mark_step=self.recorder.mark_step)
         apply_policy(task.train(), self.policy)
         self.trainer = Trainer(
-            _settings(config), RecordedDevice(device, self.recorder), build_precision(config),
-            SingleProcess(), Checkpointer(folder, 1), Trackers(), config.seed, folder, policy=self.policy,
+            _settings(config), RecordedDevice(device, self.recorder), folder, Trackers(),
+            precision=build_precision(config), seed=config.seed, policy=self.policy,
         )  # fmt: skip
         optimizer = build_optimizer(config, task.parameter_groups(), **device.facts.optimizer_flags)
         self.recorder.allow_numbers(optimizer)

@@ -558,7 +558,7 @@ class RecordedDevice(Device):
         self.device, self.recorder = device, recorder
         self.static_shapes = device.static_shapes
 
-    def open(self, local_rank: int) -> None:
+    def open(self, local_rank: int = 0) -> None:
         """Do nothing, because no chip is used."""
 
     def supports(self, dtype: torch.dtype) -> bool:

@@ -12,7 +12,7 @@ class PlainCPU(Device):
     name = "cpu"
     on_host = True
 
-    def open(self, local_rank: int) -> None:
+    def open(self, local_rank: int = 0) -> None:
         """The CPU needs no preparation."""
 
     def supports(self, dtype: torch.dtype) -> bool:

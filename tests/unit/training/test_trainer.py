@@ -16,11 +16,10 @@ from speechtrain.batch import Batch, Skip
 from speechtrain.checkpoint.state_file import read_state
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.devices.cpu import CPU
-from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, DataError, Diverged, MachineError, Preempted
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.schedules import Constant
-from speechtrain.precision import FP16, FP32
+from speechtrain.precision import FP16
 from speechtrain.trainer_config import TrainerConfig, planned_steps
 from speechtrain.training.trainer import Trainer
 from tests.support.small_trainer import Counted, Line, NormalisedLine, Recorder, Rig
@@ -118,8 +117,8 @@ def test_an_update_is_the_mean_over_everything_it_covers(tmp_path: Path) -> None
 
     task.zero_grad()
     trainer = Trainer(
-        TrainerConfig(max_steps=1, accumulate=5, clip=0.0, ema=0.0), CPU(), FP32(), SingleProcess(),
-        Checkpointer(tmp_path / "c"), Recorder(), 1, tmp_path,
+        TrainerConfig(max_steps=1, accumulate=5, clip=0.0, ema=0.0), CPU(), tmp_path, Recorder(),
+        checkpointer=Checkpointer(tmp_path / "c"),
     )  # fmt: skip
     trainer.fit(task, Counted(), Capture(task.parameters(), lr=1.0), Constant(peak=1.0), NoEMA())
     torch.testing.assert_close(captured[0], reference, rtol=1e-6, atol=0)
@@ -136,9 +135,8 @@ def test_clipping_is_torchs(tmp_path: Path, clip: float) -> None:
 
         task, recorder = Line(), Recorder()
         settings = TrainerConfig(max_steps=1, log_every=1, clip=bound, ema=0.0)
-        trainer = Trainer(
-            settings, CPU(), FP32(), SingleProcess(), Checkpointer(tmp_path / name), recorder, 1, tmp_path
-        )
+        checkpointer = Checkpointer(tmp_path / name)
+        trainer = Trainer(settings, CPU(), tmp_path, recorder, checkpointer=checkpointer)
         trainer.fit(task, Counted(), Capture(task.parameters(), lr=0.0), Constant(peak=0.0), NoEMA())
         return captured, recorder.of("train")[0]["grad_norm"]
 
