@@ -68,6 +68,7 @@ check: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy speechtrain
 	$(BIN)/mypy launchers
+	$(BIN)/mypy examples/by_hand.py examples/own_module.py
 	$(BIN)/python tools/check_workflows.py
 
 # The searchable site of docs/ in build/site/, with pages of the Python API and of conf/.
