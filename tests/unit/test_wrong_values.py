@@ -192,7 +192,7 @@ ROWS: list[tuple[Part, dict[str, Any], str]] = [
     ),
     (partial(Muon, WEIGHTS), {"momentum": -0.1}, "momentum"),
     (partial(Muon, WEIGHTS), {"momentum": 1.0}, "momentum"),
-    *((partial(EMA, nn.Linear(1, 1)), {"decay": decay}, "trainer.ema") for decay in (0.0, 1.0, math.nan)),
+    *((partial(EMA, nn.Linear(1, 1)), {"decay": decay}, "decay is") for decay in (0.0, 1.0, math.nan)),
     (Constant, {"peak": -1.0}, "peak"),
     (partial(Constant, 0.1), {"warmup_steps": -1}, "warmup_steps"),
     (partial(Cosine, 0.1, steps=5), {"end": -1.0}, "end"),
