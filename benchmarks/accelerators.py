@@ -31,8 +31,9 @@ from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.rank.build import build_task
-from speechtrain.start.build import build_data, build_device, build_precision
+from speechtrain.start.build import build_data
 from speechtrain.start.compose import compose
+from speechtrain.start.run_config import part_of, run_config
 from speechtrain.task import Task
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -91,7 +92,9 @@ def gaudi(rows: int, widths: int | None, shapes: Shapes, dtype: torch.dtype) -> 
     """Print the counts of each shape."""
     device = HPU()
     small = [] if widths is None else [f"encoder.hidden={widths}", f"model.prediction.hidden={widths}"]
-    task, tokenizer = build_task(compose(["model=rnnt_mlperf", "device=cpu", "data.workers=0", *small]))
+    task, tokenizer = build_task(
+        run_config(compose(["model=rnnt_mlperf", "device=cpu", "data.workers=0", *small]))
+    )
     recorder = Recorder(GAUDI)
     policy = replace(device.policy(dtype), mark_step=recorder.mark_step)
     apply_policy(task, policy)
@@ -148,10 +151,10 @@ def updates(names: Sequence[str]) -> None:
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             config = compose([*UPDATES[name], "device=cuda", "data.workers=0", f"run_dir={folder}"])
-            task, tokenizer = build_task(config)
-            device = build_device(config)
-            policy = device.policy(build_precision(config).dtype)
-            with contextlib.closing(build_data(config, tokenizer, task)) as data:
+            task, tokenizer = build_task(run_config(config))
+            device = part_of(config, "device").build()
+            policy = device.policy(part_of(config, "precision").build().dtype)
+            with contextlib.closing(build_data(run_config(config), tokenizer, task)) as data:
                 recorded = RecordedUpdates(config, data, task, device, policy, Path(folder))
                 line = recorded.run()
         costs, shape = recorded.costs, line.removeprefix("updates of ").partition(" and ")[0]

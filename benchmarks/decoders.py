@@ -156,7 +156,7 @@ def measure(run: Path, options: Options, only: str = "") -> list[str]:
     """Print the rows of each set of a run, or of the set ``only``. Return a text about each set's weights."""
     loaded = load(run, *options.overrides)
     opened = loaded.opened
-    data: Any = build_data(opened.config, opened.tokenizer, opened.task)
+    data: Any = build_data(opened.run, opened.tokenizer, opened.task)
     with tempfile.TemporaryDirectory(prefix="speechtrain-bench-") as folder:
         lm = f"{folder}/lm.arpa"
         try:

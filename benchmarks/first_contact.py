@@ -41,8 +41,9 @@ from speechtrain.losses.ctc import ctc_loss
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.nn.lstm import LSTM
 from speechtrain.run_directory import read_result
-from speechtrain.start.build import build_device, build_encoder, build_model, build_tokenizer
+from speechtrain.start.build import build_encoder, build_model
 from speechtrain.start.compose import compose
+from speechtrain.start.run_config import part_of, run_config
 from speechtrain.training.graph_warmup import padding_batch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -269,7 +270,9 @@ class Contact:
 
     def _wav2vec2_step(self, policy: ComputePolicy) -> Callable[[], None]:
         config = compose(["model=wav2vec2_small", *self._device_override()])
-        task: Any = build_model(config, build_tokenizer(config), build_encoder(config))
+        task: Any = build_model(
+            run_config(config), part_of(config, "tokenizer").build(), build_encoder(run_config(config))
+        )
         apply_policy(task, policy)
         batch = replace(padding_batch(4, 64000, 1), weight=torch.ones(4))
         batch = self.device.move(task.prepare(batch, 3))
@@ -383,7 +386,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     options = parse_arguments()
     config = compose(options.overrides, options.config_dir)
-    device = build_device(config)
+    device = part_of(config, "device").build()
     device.check(1)
     with tempfile.TemporaryDirectory(prefix="speechtrain-") as folder:
         contact = Contact(device, config, options.overrides, Path(folder))

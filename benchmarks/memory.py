@@ -28,8 +28,9 @@ import torch
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.rank.build import build_task
-from speechtrain.start.build import build_device, build_optimizer, build_precision
+from speechtrain.start.build import build_optimizer
 from speechtrain.start.compose import compose
+from speechtrain.start.run_config import part_of, run_config
 from speechtrain.task import Task
 
 MiB = 2**20
@@ -112,10 +113,10 @@ def measure(
     """Return the peak in MiB beyond the built model, and the median seconds of a step."""
     torch.set_num_threads(1)
     config = compose([*recipe, "device.autotune=false"])
-    task, _ = build_task(config)
-    policy = build_device(config).policy(build_precision(config).dtype)
+    task, _ = build_task(run_config(config))
+    policy = part_of(config, "device").build().policy(part_of(config, "precision").build().dtype)
     apply_policy(task, policy)
-    optimizer = build_optimizer(config, task.parameter_groups())
+    optimizer = build_optimizer(run_config(config), task.parameter_groups())
     batch = task.prepare(batch_of(seconds, labels), 0)
     task.train()
     before = psutil.Process().memory_info().rss

@@ -81,6 +81,7 @@ def speechtrain_model(folder: Path) -> Any:
     from speechtrain.interop.weights import initialise, read_nodes, read_weights
     from speechtrain.start.build import build_encoder, build_model
     from speechtrain.start.compose import compose
+    from speechtrain.start.run_config import run_config
     from speechtrain.text.vocabulary import Characters
 
     config = compose(["model=rnnt", "data=digits"])
@@ -89,7 +90,8 @@ def speechtrain_model(folder: Path) -> Any:
     config.model.joint.dropout = config.model.prediction.dropout = 0.0
     characters = map(chr, range(0x4E00, 0x4E00 + PIECES))
     symbols = Characters("".join(characters))
-    model: Any = build_model(config, symbols, build_encoder(config)).train()
+    run = run_config(config)
+    model: Any = build_model(run, symbols, build_encoder(run)).train()
     initialise(model, read_weights(str(folder)), str(folder))
     return model
 

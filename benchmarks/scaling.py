@@ -45,8 +45,8 @@ from speechtrain.distributed.world import World
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.lamb import LAMB
 from speechtrain.rank.build import build_task
-from speechtrain.start.build import build_precision
 from speechtrain.start.compose import compose
+from speechtrain.start.run_config import part_of, run_config
 from speechtrain.task import Task
 from speechtrain.tracking.jsonl import Jsonl
 from speechtrain.trainer_config import TrainerConfig
@@ -69,7 +69,7 @@ def task_and_batch(name: str, is_small: bool) -> tuple[Task, Batch]:
     if name == "rnnt":
         task = rnnt_base(is_small)
         return task, noise(ROWS[name], seconds, labels, task.tokenizer.size)
-    task, _ = build_task(compose([size, "data=digits"], None))
+    task, _ = build_task(run_config(compose([size, "data=digits"], None)))
     return task.train(), noise(ROWS[name], seconds, 0, 2)
 
 
@@ -77,7 +77,7 @@ class Steps:
     """Whole steps of the shared trainer on one batch."""
 
     def __init__(self, group: Group, task: Task, module: torch.nn.Module, batch: Batch, folder: Path) -> None:
-        precision = build_precision(compose(["precision=fp32"], None))
+        precision = part_of(compose(["precision=fp32"], None), "precision").build()
         tracker = Jsonl(folder)
         limits = TrainerConfig(clip=1.0)
         self.group, self.task, self.module, self.batch = group, task, module, batch

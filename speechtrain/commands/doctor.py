@@ -24,11 +24,10 @@ from speechtrain.start.choices import choices
 from speechtrain.start.targets import described_error
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from speechtrain.data.base import DataModule
     from speechtrain.devices.base import Device, DeviceFacts
     from speechtrain.precision import Precision
+    from speechtrain.start.run_config import RunConfig
     from speechtrain.task import Task
     from speechtrain.text.vocabulary import Tokenizer
 
@@ -109,12 +108,12 @@ def _restart(overrides: list[str], config_dir: str | None) -> None:
 
     An error of the config or the device is ignored here, because a later check reports it.
     """
-    from speechtrain.start.build import build_device
     from speechtrain.start.compose import compose
     from speechtrain.start.on_host import restart_for
+    from speechtrain.start.run_config import part_of
 
     with contextlib.suppress(SpeechtrainError):
-        restart_for(build_device(compose(overrides, config_dir)), is_training=True)
+        restart_for(part_of(compose(overrides, config_dir), "device").build(), is_training=True)
 
 
 def try_check(subject: str, check: Callable[[], str]) -> Finding:
@@ -210,12 +209,12 @@ def package_findings() -> Iterator[Finding]:
 def devices_finding() -> Finding:
     """Return the finding on devices: the usable ones with their precisions, and why others are not usable."""
     from speechtrain.precision import NAMES
-    from speechtrain.start.build import build_device
     from speechtrain.start.compose import compose
+    from speechtrain.start.run_config import part_of
 
     usable, absent = [], []
     for choice in choices(None)["device"]:
-        device = build_device(compose([f"device={choice}"], None))
+        device = part_of(compose([f"device={choice}"], None), "device").build()
         absence = device.absence(1)
         if absence:
             cause = re.split("[;.] ", one_line(absence))[0]  # without the fix
@@ -232,7 +231,7 @@ def devices_finding() -> Finding:
 class Recipe:
     """The checks of a recipe. Each check builds a part of the recipe, which later checks use."""
 
-    config: DictConfig
+    run: RunConfig
     device: Device
     task: Task
     tokenizer: Tokenizer
@@ -275,17 +274,18 @@ class Recipe:
         from speechtrain.start.compose import compose_with_choices
         from speechtrain.start.from_data import explicit_keys, follow_data
         from speechtrain.start.recipe_needs import needs_of
+        from speechtrain.start.run_config import run_config
 
         overrides = translate_arguments(self.overrides)
-        self.config, group_choices, notices = compose_with_choices(overrides, self.config_dir)
-        check_launcher(group_choices, self.config)
-        self.config.run_dir = self.run_dir
-        needs = needs_of(self.config)
+        config, group_choices, notices = compose_with_choices(overrides, self.config_dir)
+        check_launcher(group_choices, config)
+        config.run_dir = self.run_dir
+        needs = needs_of(config)
         if needs:
             raise DataError(". ".join(map(str, needs)))
-        check(self.config)
-        follow_data(self.config, explicit_keys(self.overrides, {}))
-        self._sample_rate = int(self.config.data.get("sample_rate") or 16_000)
+        check(config)
+        follow_data(config, explicit_keys(self.overrides, {}))
+        self.run = run_config(config)
         lines = [f"{' '.join(self.overrides) or 'the defaults'}: every key is valid", *notices]
         yield Finding(GREEN, "recipe", ". ".join(lines))
         yield self._launcher_finding()
@@ -293,10 +293,9 @@ class Recipe:
     def _launcher_finding(self) -> Finding:
         """Return the finding on the launcher, its hosts and the programs that it needs on this machine."""
         from speechtrain.launch.launcher import Job
-        from speechtrain.start.build import build_launcher
 
-        launcher = build_launcher(self.config)
-        ranks, hosts = self.config.world_size, launcher.host_count()
+        launcher = self.run.launcher.build()
+        ranks, hosts = self.run.world_size, launcher.host_count()
         text = f"{launcher.choice}, ranks: {ranks}, hosts: {hosts}"
         run_dir = Path(self.run_dir)
         fault = launcher.missing_program(Job(run_dir / "config.yaml", run_dir, ranks))
@@ -304,13 +303,12 @@ class Recipe:
 
     def _device_findings(self) -> Iterator[Finding]:
         from speechtrain.rank.build import open_device
-        from speechtrain.start.build import build_device
 
-        self.device = build_device(self.config)
-        yield from _vendor_findings(self.config, self.device)
+        self.device = self.run.device.build()
+        yield from _vendor_findings(self.run, self.device)
         try:
             self.device.check(1)
-            self.device, self.precision = open_device(self.config, 0)
+            self.precision = open_device(self.device, self.run.precision.build())
         except Exception as error:  # The doctor reports every error as a finding.
             finding = failure("device", error)
             is_absent = self.device.absence(1) and not self.device.library_fault()
@@ -326,7 +324,7 @@ class Recipe:
     def _model_findings(self) -> Iterator[Finding]:
         from speechtrain.rank.build import build_task
 
-        self.task, self.tokenizer = build_task(self.config)
+        self.task, self.tokenizer = build_task(self.run)
         parameters = sum(parameter.numel() for parameter in self.task.parameters())
         text = f"{parameters:,} parameters, {self.tokenizer.size} classes with the blank"
         yield Finding(GREEN, "model", text)
@@ -336,18 +334,21 @@ class Recipe:
         """Return the optimizer's class, and the memory of a rank that does not depend on the batch."""
         from speechtrain.start.build import build_optimizer, rank_bytes
 
-        optimizer = build_optimizer(self.config, self.task.parameter_groups())
-        gib = rank_bytes(self.config, parameters) / 2**30
+        optimizer = build_optimizer(self.run, self.task.parameter_groups())
+        gib = rank_bytes(self.run, parameters) / 2**30
         memory = f"weights, gradients, state and average take {gib:.2f} GiB of each rank"
         return f"{type(optimizer).__name__}, {memory}"
 
     def _data_findings(self) -> Iterator[Finding]:
         """Yield findings on recordings, shapes, transcripts, and labels per encoder frame."""
-        from speechtrain.rank.batch_memory import fill_batch_memory, free_batch_memory
+        from speechtrain.rank.batch_memory import free_batch_memory
+        from speechtrain.start.auto_memory import is_batch_memory_open, with_batch_memory
         from speechtrain.start.build import build_data
 
-        fill_batch_memory(self.config, lambda: free_batch_memory(self.config, self.device, self.task))
-        data = self.data = build_data(self.config, self.tokenizer, self.task)
+        if is_batch_memory_open(self.run):
+            gib = free_batch_memory(self.run, self.device, self.task)
+            self.run = with_batch_memory(self.run, gib)
+        data = self.data = build_data(self.run, self.tokenizer, self.task)
         self._resources.callback(data.close)
         data.check()
         text = f"{data.micro_batches_per_epoch} micro-batches an epoch"
@@ -376,7 +377,7 @@ class Recipe:
         footprint = self.task.footprint()
         texts = []
         for rows, samples, labels in self.data.shapes():
-            seconds = samples / self._sample_rate
+            seconds = samples / self.task.sample_rate
             text = f"{rows} × {seconds:.1f} s × {labels}"
             size = footprint.bytes(rows, seconds, labels)
             if size:
@@ -393,7 +394,7 @@ class Recipe:
         """Return a line. Raises ConfigError with the class of a part that breaks its contract."""
         from speechtrain.rank.contract import check_contract
 
-        check_contract(self.task, self.data, lambda batch: batch, self.config.world_size)
+        check_contract(self.task, self.data, lambda batch: batch, self.run.world_size)
         return "lengths, losses and metrics of two recordings keep their contracts"
 
     def _step_findings(self, precision: Precision) -> Iterator[Finding]:
@@ -404,15 +405,15 @@ class Recipe:
 
         try:
             self.task.to(self.device.tensor(torch.zeros(())).device)
-            steps = TrialSteps(self.config, self.data, self.task, self.device, precision)
-            yield Finding(GREEN, "one step", steps.describe_largest_step(self.data, self._sample_rate))
+            steps = TrialSteps(self.run, self.data, self.task, self.device, precision)
+            yield Finding(GREEN, "one step", steps.describe_largest_step(self.data, self.task.sample_rate))
         except Exception as error:  # The doctor reports every error as a finding.
             yield failure("one step", error)
             return
-        yield try_check("epoch", lambda: steps.predict_epoch(self.data, self.config.world_size))
+        yield try_check("epoch", lambda: steps.predict_epoch(self.data, self.run.world_size))
 
 
-def _vendor_findings(config: DictConfig, device: Device) -> Iterator[Finding]:
+def _vendor_findings(run: RunConfig, device: Device) -> Iterator[Finding]:
     """Yield findings on the vendor's plugin, on the torch that it needs, and on the memory of the host."""
     fault = device.library_fault()
     if fault:
@@ -421,7 +422,7 @@ def _vendor_findings(config: DictConfig, device: Device) -> Iterator[Finding]:
         if device.facts.plugin:
             yield _plugin_finding(device.facts, metadata.version(device.facts.plugin))
     if device.facts.host_gib:
-        yield _host_memory_finding(config, device)
+        yield _host_memory_finding(run, device)
 
 
 def _plugin_finding(facts: DeviceFacts, version: str) -> Finding:
@@ -433,13 +434,11 @@ def _plugin_finding(facts: DeviceFacts, version: str) -> Finding:
     return Finding(AMBER, "release", f"{plugin} is not in the table of docs/devices.md")
 
 
-def _host_memory_finding(config: DictConfig, device: Device) -> Finding:
+def _host_memory_finding(run: RunConfig, device: Device) -> Finding:
     """Return the finding on host memory, for a device whose vendor specifies it for each card."""
     import psutil
 
-    from speechtrain.start.build import build_launcher
-
-    processes = math.ceil(config.world_size / build_launcher(config).host_count())
+    processes = math.ceil(run.world_size / run.launcher.build().host_count())
     needed_gib = device.facts.host_gib * processes
     total_gib = psutil.virtual_memory().total / 2**30
     line = f"{total_gib:.0f} GiB. The vendor's recipe for {processes} cards asks for {needed_gib} GiB a host"

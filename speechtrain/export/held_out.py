@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 from speechtrain.errors import DataError
 from speechtrain.inference.loaded_run import LONGEST_SECONDS, LoadedRun
 from speechtrain.metrics import error_rates
-from speechtrain.start.build import build
 
 Export = Callable[[np.ndarray], str]
 """The text of samples (S,) by an export in one precision."""
@@ -86,15 +84,9 @@ def text_of(loaded: LoadedRun, samples: np.ndarray) -> str:
 def utterances(loaded: LoadedRun) -> Iterator[Utterance]:
     """Yield the recordings of the run's evaluation sets. Those that cannot be read are left out."""
     opened = loaded.opened
-    config = copy.deepcopy(opened.config)
-    config.data.longest_pause = None  # ``transcribe`` and the export shorten the pauses.
-    data = build(
-        config,
-        "data",
-        tokenizer=opened.tokenizer,
-        footprint=opened.task.footprint(),
-        normalise=False,
-    )
+    # ``transcribe`` and the export shorten the pauses.
+    run = opened.run.with_data(longest_pause=None)
+    data = run.data.build(tokenizer=opened.tokenizer, footprint=opened.task.footprint(), normalise=False)
     try:
         for batches in data.valid().values():
             for batch in batches:

@@ -41,7 +41,7 @@ def write(loaded: LoadedRun, folder: Path, has_features: bool) -> list[str]:
     if has_features and "features" in graphs:
         _merge_features(folder)
     content = settings(loaded, graphs) | {"sha256": digests(folder)}
-    write_json(folder / "model.json", content | provenance(Path(loaded.opened.config.run_dir)))
+    write_json(folder / "model.json", content | provenance(loaded.opened.run.run_dir))
     copy_programs(folder, "recognise.py")
     exports = {}
     for precision in PRECISIONS:

@@ -110,7 +110,7 @@ def write(loaded: LoadedRun, folder: Path) -> list[str]:
         "longest_pause": loaded.longest_pause,
         "sha256": sums,
     }
-    write_json(folder / "model.json", settings | provenance(Path(loaded.opened.config.run_dir)))
+    write_json(folder / "model.json", settings | provenance(loaded.opened.run.run_dir))
     copy_programs(folder, "recognise_sherpa.py")
     exports = {}
     for precision in PRECISIONS:

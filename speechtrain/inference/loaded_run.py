@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import logging
 import os
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
 from speechtrain.checkpoint.whole import read_state
@@ -32,10 +30,7 @@ from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError, first_line, require_least
 from speechtrain.inference.open_run import OpenedRun, open_run
 from speechtrain.inference.transcript import Segment, Transcript
-from speechtrain.start.build import build, build_data
-from speechtrain.start.check import part_class
 from speechtrain.start.compose import process_lock
-from speechtrain.start.stored_config import set_group, set_key
 from speechtrain.training.evaluation import Outcome, evaluate
 
 if TYPE_CHECKING:
@@ -134,15 +129,13 @@ class LoadedRun:
         self.checkpoint = opened.checkpoint
         self.sample_rate = opened.task.sample_rate
         self._max_seconds = max_seconds
-        data = opened.config.data
-        keys = data if isinstance(data, DictConfig) else {}
-        self.longest_pause = keys.get("longest_pause") or LONGEST_PAUSE
-        self._channel: int | None = keys.get("channel")
+        self.longest_pause = opened.used.longest_pause or LONGEST_PAUSE
+        self._channel = opened.used.channel
 
     def __repr__(self) -> str:
         opened = self.opened
         return (
-            f"<LoadedRun {opened.config.run_dir} {self.checkpoint.name}: {type(opened.task).__name__}, "
+            f"<LoadedRun {opened.run.run_dir} {self.checkpoint.name}: {type(opened.task).__name__}, "
             f"{self.sample_rate} Hz, {opened.device.name}>"
         )
 
@@ -212,12 +205,7 @@ class LoadedRun:
         such as ``wer`` (a fraction), and ``examples``, the decoded utterances.
         """
         opened = self.opened
-        config = copy.deepcopy(opened.config)
-        train_is_optional = part_class("data", config.data).train_is_optional  # This also checks the node.
-        _choose_sets(config, sets or {})
-        if train_is_optional and config.data.valid:
-            config.data.train = ""  # Without a path, the training set is not opened.
-        data = build_data(config, opened.tokenizer, opened.task)
+        data = opened.used.evaluation_data(sets or {}, opened.tokenizer, opened.task)
         try:
             if isinstance(data, SpeechData) and data.training_set.hold_out:
                 _check_held_out_set(self.checkpoint, data)
@@ -266,12 +254,7 @@ class LoadedRun:
         """Return the decoder ``choice`` with ``options``, or the run's decoder if both are empty."""
         if not choice and not options:
             return self.opened.task.decoder
-        config = copy.deepcopy(self.opened.config)
-        if choice:
-            set_group(config, "decoder", choice, None)
-        for key, value in options.items():
-            set_key(config, f"decoder.{key}", value)
-        return build(config, "decoder")
+        return self.opened.used.decoder(choice, options)
 
     def recordings(
         self, audio: Audio | Iterable[Audio], channel: int | None = None
@@ -452,12 +435,7 @@ def load(
     with process_lock(), unchanged_torch():
         opened = open_run(Path(run), checkpoint, overrides, config_dir)
         settings = TorchSettings.current()
-    max_seconds = LONGEST_SECONDS
-    # The run's own value of this key is for evaluation sets, with a default of an hour. Only an override
-    # counts.
-    if any(override.startswith("data.max_decoded_seconds=") for override in overrides):
-        max_seconds = float(opened.config.data.max_decoded_seconds)
-    return LoadedRun(opened, settings, max_seconds)
+    return LoadedRun(opened, settings, opened.used.max_decoded_seconds or LONGEST_SECONDS)
 
 
 def _check_times(results: Iterable[Transcript | DataError], decoder: Any) -> None:
@@ -483,20 +461,6 @@ def _take_complete(queue: deque[_PendingTranscript | DataError]) -> Iterator[Tra
             return
         queue.popleft()
         yield result
-
-
-def _choose_sets(config: DictConfig, sets: Mapping[str, str]) -> None:
-    """Replace the run's evaluation sets by ``sets``, unless it is empty.
-
-    Raises ConfigError if the run then has no evaluation set.
-    """
-    has_sets_key = "valid" in config.data
-    if sets:
-        if not has_sets_key:
-            raise ConfigError(f"--set: {config.data._target_} takes no evaluation set. Remove --set")
-        config.data.valid = dict(sets)
-    if has_sets_key and not config.data.valid and not config.data.get("hold_out"):
-        raise ConfigError(f"{config.run_dir} has no evaluation set. Give one with --set NAME=FILE")
 
 
 def _check_held_out_set(checkpoint: Path, data: SpeechData) -> None:

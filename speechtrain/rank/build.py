@@ -6,12 +6,12 @@ import copy
 import logging
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
 from speechtrain.checkpoint.whole import Checkpointer
@@ -24,16 +24,9 @@ from speechtrain.errors import ConfigError, MachineError
 from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import FP32, Precision
 from speechtrain.rank.hang import MARGIN_SECONDS, START_SECONDS
-from speechtrain.start.build import (
-    build_device,
-    build_encoder,
-    build_model,
-    build_precision,
-    build_schedule,
-    build_tokenizer,
-    initial_run,
-)
-from speechtrain.start.stored import read_config
+from speechtrain.start.build import build_encoder, build_model, initial_run
+from speechtrain.start.run_config import RunConfig
+from speechtrain.start.stored import read_tokenizer
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.trainer_config import TrainerConfig, is_planned_by_time, planned_steps
@@ -43,62 +36,56 @@ _LOG = logging.getLogger(__name__)
 _MOST_SHOWN_LABELS = 10
 
 
-def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]:
-    """Open the device for this rank. Return the device and the precision.
+def open_device(device: Device, precision: Precision, local_rank: int = 0) -> Precision:
+    """Open the device for this rank, and return the precision in which it computes.
 
-    The precision is fp32 if the chip has no instructions for the configured precision. Raises MachineError if
-    the device does not support the precision, and ConfigError if it cannot recompute layers.
+    It is fp32 if the chip has no instructions for ``precision``. Raises MachineError if the device does not
+    support the precision.
     """
-    device, precision = build_device(config), build_precision(config)
-    if config.trainer.get("checkpoint_layers") and device.static_shapes:
-        raise ConfigError(
-            f"trainer.checkpoint_layers=true: device={device.name} records graphs, which compute nothing "
-            "twice. Set trainer.checkpoint_layers=false"
-        )
     device.check_precision(precision)
     device.open(local_rank)
     reason = device.precision_fallback_reason(precision.dtype)
     if reason:
         _LOG.warning(f"precision={precision.name}: {reason}")
-        precision = FP32()
-    return device, precision
+        return FP32()
+    return precision
 
 
-def build_task(config: DictConfig) -> tuple[Task, Tokenizer]:
+def build_task(run: RunConfig) -> tuple[Task, Tokenizer]:
     """Return the task, whose weights are initialised with the run's seed, and its tokenizer.
 
     Raises ConfigError for words of a decoder that the tokenizer cannot write.
     """
-    tokenizer = build_tokenizer(config)
+    tokenizer = run.tokenizer.build()
     # The generators of other devices keep their state, because the process may be another program.
-    torch.default_generator.manual_seed(seed_at(config.seed, RunStream.INITIAL_WEIGHTS))
-    task = build_model(config, tokenizer, build_encoder(config))
+    torch.default_generator.manual_seed(seed_at(run.seed, RunStream.INITIAL_WEIGHTS))
+    task = build_model(run, tokenizer, build_encoder(run))
     if task.writes_text:
         task.decoder.check(tokenizer)
         task.final_decoder.check(tokenizer)
-    if config.trainer.get("checkpoint_layers"):
+    if run.trainer.checkpoint_layers:
         checkpoint_layers(task)
     return task, tokenizer
 
 
-def load_initial_weights(config: DictConfig, task: Task, tokenizer: Tokenizer) -> dict[str, Any]:
+def load_initial_weights(run: RunConfig, task: Task, tokenizer: Tokenizer) -> dict[str, Any]:
     """Load the weights at ``init_from`` into the task of a new run.
 
     Return entries for the start line of the log: the numbers of loaded and of newly initialised tensors. If
     the two runs have different labels, the rows of the labels that both have are loaded, and the rows of the
     other labels are newly initialised.
     """
-    path = config.init_from
+    path = run.init_from
     if not path:
         return {}
     from speechtrain.interop.weights import initialise, read_weights
 
     weights = read_weights(path)
-    labels, old_labels = tokenizer.labels, _labels_of_weights(config)
+    labels, old_labels = tokenizer.labels, _labels_of_weights(run)
     facts = {}
     # A model without text, such as a pre-trained encoder, has the labels [] and no rows of labels.
     if old_labels not in ([], labels):
-        axes = _label_axes(config, task, tokenizer)
+        axes = _label_axes(run, task, tokenizer)
         stored = {name: weights.pop(name) for name in axes if name in weights}
         if stored and old_labels is None:
             facts["labels kept"] = f"0 of {len(labels)} (the labels of {path} are unknown)"
@@ -141,24 +128,24 @@ def _with_kept_rows(
         return stored
 
 
-def _labels_of_weights(config: DictConfig) -> list[str] | None:
+def _labels_of_weights(run: RunConfig) -> list[str] | None:
     """Return the labels of the model at ``init_from``, or None if they are not known."""
     from speechtrain.interop.weights import read_labels
 
-    run_dir = initial_run(config)
+    run_dir = initial_run(run)
     if run_dir is None:
-        return read_labels(config.init_from)
-    return build_tokenizer(read_config(run_dir)).labels
+        return read_labels(str(run.init_from))
+    return read_tokenizer(run_dir).labels
 
 
-def _label_axes(config: DictConfig, task: Task, tokenizer: Tokenizer) -> dict[str, int]:
+def _label_axes(run: RunConfig, task: Task, tokenizer: Tokenizer) -> dict[str, int]:
     """Return the axis along which a tensor has a row for each label, by the name of the tensor.
 
     The axes are found by a comparison with a second model, which is built for twice as many labels.
     """
     longer_tokenizer = copy.copy(tokenizer)
     longer_tokenizer.labels = tokenizer.labels * 2
-    longer_tensors = build_model(config, longer_tokenizer, build_encoder(config)).state_dict()
+    longer_tensors = build_model(run, longer_tokenizer, build_encoder(run)).state_dict()
     axes = {}
     for name, tensor in task.state_dict().items():
         for axis, size in enumerate(tensor.shape):
@@ -174,18 +161,18 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def trainer_config_for(config: DictConfig, world: World) -> TrainerConfig:
+def trainer_config_for(run: RunConfig, world: World) -> TrainerConfig:
     """Return the trainer's settings, with the micro-batches of an update divided among the ranks.
 
-    Raises MachineError if the number of ranks is not ``config.world_size``, and ConfigError if it does not
+    Raises MachineError if the number of ranks is not ``run.world_size``, and ConfigError if it does not
     divide the micro-batches.
     """
-    if world.size != config.world_size:
+    if world.size != run.world_size:
         raise MachineError(
-            f"WORLD_SIZE={world.size} in the environment, but the run has world_size={config.world_size}. "
+            f"WORLD_SIZE={world.size} in the environment, but the run has world_size={run.world_size}. "
             "Unset RANK and WORLD_SIZE, or start that many processes"
         )
-    settings = TrainerConfig(**{str(k): v for k, v in config.trainer.items()})
+    settings = replace(run.trainer)
     settings.divide_micro_batches(world.size)
     return settings
 
@@ -215,20 +202,20 @@ def open_ranks(
     return group, ShardedCheckpointer(run_dir, settings.keep, group)
 
 
-def plan_updates(
-    config: DictConfig, settings: TrainerConfig, data: DataModule
-) -> tuple[Schedule, int | None]:
+def plan_updates(run: RunConfig, settings: TrainerConfig, data: DataModule) -> tuple[Schedule, int | None]:
     """Return the learning rate schedule and the planned number of updates.
 
     The number is None if the settings limit the run neither by updates nor by epochs.
 
     Warnings about the data, and about a schedule that does not fit the run, are logged.
     """
-    updates_per_epoch = data.micro_batches_per_epoch / (config.world_size * settings.accumulate)
+    updates_per_epoch = data.micro_batches_per_epoch / (run.world_size * settings.accumulate)
     planned_updates = planned_steps(settings, updates_per_epoch)
     # If the run is planned by time, the trainer sets the schedule's length later, when it has timed updates.
     schedule_updates = 1 if is_planned_by_time(settings) else planned_updates
-    schedule = build_schedule(config, max(1, round(updates_per_epoch)), schedule_updates)
+    schedule = run.schedule.build(
+        steps_per_epoch=max(1, round(updates_per_epoch)), planned_steps=schedule_updates
+    )
     for warning in data.warnings():
         _LOG.warning(warning)
     if not data.valid():
@@ -237,7 +224,7 @@ def plan_updates(
         _LOG.warning(
             f"the warm-up takes {schedule.warmup} of {planned_updates} updates. Change schedule.warmup_*"
         )
-    schedule_steps = config.schedule.get("steps")
+    schedule_steps = getattr(schedule, "steps", None)
     if planned_updates and schedule_steps and schedule_steps < planned_updates:
         rest = f"the last {planned_updates - schedule_steps} of {planned_updates} updates"
         _LOG.warning(f"schedule.steps={schedule_steps}: {rest} have the learning rate of its end")

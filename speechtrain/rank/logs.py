@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from speechtrain.compute_policy import usable_cpus
 from speechtrain.data.base import DataModule
@@ -19,8 +18,7 @@ from speechtrain.distributed.world import World
 from speechtrain.launch.launcher import Job, forwarded_environment
 from speechtrain.optim.schedules import Schedule
 from speechtrain.run_directory import CONFIG, note_environment, rank_folder
-from speechtrain.start.build import build
-from speechtrain.start.resolved import resolve
+from speechtrain.start.run_config import RunConfig
 from speechtrain.task import Task
 from speechtrain.tracking.base import Tracker
 from speechtrain.tracking.console import TextLog
@@ -56,21 +54,16 @@ def log_environment(run_dir: Path, world: World, device: Device, tracker: Tracke
     tracker.log("environment", {"host": platform.node(), **environment})
 
 
-def log_start(config: DictConfig, task: Task, data: DataModule, tracker: Tracker, facts: Any) -> None:
+def log_start(run: RunConfig, task: Task, data: DataModule, tracker: Tracker, facts: Any) -> None:
     """Log two events: ``data``, with the size of the data, its report and its preparation, and ``start``.
 
     ``facts`` are entries of the event ``start``. They must contain ``ranks`` and ``accumulate``.
     """
-    nodes = resolve(config)
-    preparation = {"sample_rate": task.sample_rate}
-    preparation |= nodes["encoder"].get("features", {})
-    preparation |= nodes["augment"]
-    # The nodes also have the class of the features and of the augmentation, which are not settings.
-    del preparation["_target_"]
     updates_per_epoch = data.micro_batches_per_epoch / (facts["ranks"] * facts["accumulate"])
     content = data.content()
     sizes: dict[str, Any] = {name: content[name] for name in ("hours", "speakers") if name in content}
     sizes |= {**data.counts(), "updates_per_epoch": max(1, round(updates_per_epoch))}
+    preparation = {"sample_rate": task.sample_rate, **run.preparation()}
     tracker.log("data", {**sizes, "report": data.report(), **preparation})
     parameters = sum(p.numel() for p in task.parameters())
     network_facts = {"model": type(task).__name__, "parameters": parameters, "shapes": data.shapes()}
@@ -89,25 +82,25 @@ def buffer_log_lines() -> MemoryHandler:
     return buffer
 
 
-def new_run_facts(config: DictConfig, schedule: Schedule) -> dict[str, Any]:
+def new_run_facts(run: RunConfig, schedule: Schedule) -> dict[str, Any]:
     """Return the entries of the event ``start`` that only a new run has, without empty ones.
 
     ``from data`` is ``scratch`` or ``finetune`` if keys of the config follow from the data.
     """
-    facts: dict[str, Any] = {"warm-up steps": schedule.warmup, "from data": config.from_data}
+    facts: dict[str, Any] = {"warm-up steps": schedule.warmup, "from data": run.from_data}
     return {name: value for name, value in facts.items() if value}
 
 
-def open_tracker(config: DictConfig, world: World, early_lines: MemoryHandler) -> Tracker:
+def open_tracker(run: RunConfig, world: World, early_lines: MemoryHandler) -> Tracker:
     """Return the tracker of this rank, and send all warnings to it, including ``early_lines``.
 
     Rank 0 has the configured trackers and ``output.log``. The tracker of another rank ignores all events.
     """
     tracker = Trackers()
     if not world.rank:
-        configured: Tracker = build(config, "tracking")
+        configured = run.tracking.build()
         tracker = configured if isinstance(configured, Trackers) else Trackers({"tracking": configured})
-        tracker.add("output.log", TextLog(config.run_dir))
+        tracker.add("output.log", TextLog(str(run.run_dir)))
     logging.getLogger("speechtrain").handlers[:] = [_TrackerHandler(tracker)]
     early_lines.setTarget(_TrackerHandler(tracker))
     early_lines.close()  # This sends the lines to the target.

@@ -13,22 +13,17 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from logging.handlers import MemoryHandler
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from omegaconf import DictConfig, OmegaConf
-from torch.optim import Optimizer
 
 from speechtrain.batch import Footprint
-from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.compute_policy import ComputePolicy, apply_policy
-from speechtrain.data.base import DataModule
+from speechtrain.compute_policy import apply_policy
 from speechtrain.devices.base import Device
 from speechtrain.devices.out_of_memory import out_of_memory_error
-from speechtrain.distributed.group import Group, PeerLost
+from speechtrain.distributed.group import PeerLost
 from speechtrain.distributed.world import World, is_number
 from speechtrain.errors import (
     ConfigError,
@@ -41,11 +36,9 @@ from speechtrain.errors import (
 )
 from speechtrain.files import open_append, stdout_problem, write_text
 from speechtrain.launch.process_tree import kill_descendants
-from speechtrain.optim.ema import EMA, Average, NoEMA
-from speechtrain.optim.schedules import Schedule
-from speechtrain.precision import Precision
+from speechtrain.optim.ema import EMA, NoEMA
 from speechtrain.rank.attempt import Attempt
-from speechtrain.rank.batch_memory import choose_batch_memory, fill_decoded_memory
+from speechtrain.rank.batch_memory import choose_batch_memory, with_decoded_memory
 from speechtrain.rank.build import (
     build_task,
     load_initial_weights,
@@ -69,175 +62,108 @@ from speechtrain.rank.stop import StopRequest, stop_with_parent
 from speechtrain.run_directory import ERROR, RESULT, RunLock, rank_folder, write_result
 from speechtrain.start.build import build_data, build_optimizer
 from speechtrain.start.resolved import load
+from speechtrain.start.run_config import RunConfig, run_config
 from speechtrain.start.targets import described_error
 from speechtrain.task import Task
-from speechtrain.text.vocabulary import Tokenizer
-from speechtrain.tracking.base import Tracker
 from speechtrain.tracking.group import is_hanging
-from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training.autotune import resolve_policy
 from speechtrain.training.saving import choose_checkpoint
 from speechtrain.training.trainer import Trainer
 
 
-@dataclass(frozen=True)
-class _Rank:
-    """The settings of a rank, and its parts that do not depend on the model."""
-
-    config: DictConfig
-    world: World
-    settings: TrainerConfig  # the ``trainer`` node of the config
-    device: Device
-    precision: Precision
-    group: Group
-    checkpointer: Checkpointer
-
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.config.run_dir)
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """The model of a rank, and the parts that depend on it."""
-
-    task: Task
-    tokenizer: Tokenizer
-    data: DataModule
-    checkpoint: int | None  # the step of the checkpoint from which the run continues
-    policy: ComputePolicy
-    policy_record: dict[str, Any]  # entries of the event ``device`` of the log
-    facts: dict[str, Any]  # entries of the event ``start`` of the log
-
-
 def train(
-    config: DictConfig, world: World, stop: StopRequest, attempt: Attempt, is_watched: bool = False
+    run: RunConfig, world: World, stop: StopRequest, attempt: Attempt, is_watched: bool = False
 ) -> None:
-    """Build the parts of a rank and train. Raises the error that ends the training.
+    """Build the parts of a rank in the order in which they need one another, and train.
 
-    The fields of ``attempt`` are set during the training. ``is_watched`` starts a watchdog, which ends a
-    process that hangs.
+    The fields of ``attempt`` are set as soon as their values exist. ``is_watched`` starts a watchdog, which
+    ends a process that hangs. Raises the error that ends the training.
     """
-    settings = trainer_config_for(config, world)
-    seed_everything(config.seed)
+    settings = trainer_config_for(run, world)
+    seed_everything(run.seed)
     early_lines = buffer_log_lines()
-    rank = _open_rank(config, world, settings)
-    attempt.group, attempt.checkpointer = rank.group, rank.checkpointer
-    attempt.limits = OmegaConf.to_container(config.trainer)
-    attempt.peak_memory = rank.device.memory
-    if is_watched:
-        attempt.unwatch = watch(attempt, rank.run_dir, settings.timeout_seconds).close
-    _fit(rank, _build_parts(rank), stop, attempt, early_lines)
 
-
-def _fit(rank: _Rank, parts: _Parts, stop: StopRequest, attempt: Attempt, early_lines: MemoryHandler) -> None:
-    """Open the trackers and train. ``early_lines`` has the log lines so far, for the trackers."""
-    config, settings = rank.config, rank.settings
-    task, data = parts.task, parts.data
-    schedule, planned_updates = plan_updates(config, settings, data)
-    warn_of_crowded_labels(data, task)
-    module, optimizer = _prepare_module(rank, task, parts.policy)
-    data.set_stop_check(stop)
-    attempt.computes = parts.policy_record["computes"]
-    attempt.metric, attempt.metric_mode = task.metric, task.metric_mode
-    attempt.content = data.content()
-    tracker = open_tracker(config, rank.world, early_lines)
-    attempt.tracker = tracker
-    _log_start(rank, parts, tracker, schedule, planned_updates=planned_updates)
-    trainer = _build_trainer(rank, parts.policy, tracker, stop)
-    attempt.progress = trainer.progress
-    with contextlib.closing(data), _explained_memory_errors(rank.device, trainer, parts.tokenizer.size):
-        average = _average_of(task, settings.ema)
-        attempt.status = trainer.fit(
-            module, data, optimizer, schedule=schedule, average=average, checkpoint=parts.checkpoint
+    device = run.device.build()
+    if settings.checkpoint_layers and device.static_shapes:
+        raise ConfigError(
+            f"trainer.checkpoint_layers=true: device={device.name} records graphs, which compute nothing "
+            "twice. Set trainer.checkpoint_layers=false"
         )
+    precision = open_device(device, run.precision.build(), world.local_rank)
+    group, checkpointer = open_ranks(settings, world, device, run_dir=run.run_dir)
+    attempt.group, attempt.checkpointer = group, checkpointer
+    attempt.limits, attempt.peak_memory = asdict(run.trainer), device.memory
+    if is_watched:
+        attempt.unwatch = watch(attempt, run.run_dir, settings.timeout_seconds).close
 
-
-def _average_of(task: Task, decay: float) -> Average:
-    return EMA(task, decay) if decay > 0 else NoEMA()
-
-
-def _open_rank(config: DictConfig, world: World, settings: TrainerConfig) -> _Rank:
-    """Open the device, and connect this rank with all ranks."""
-    device, precision = open_device(config, world.local_rank)
-    group, checkpointer = open_ranks(settings, world, device, run_dir=Path(config.run_dir))
-    return _Rank(config, world, settings, device, precision, group=group, checkpointer=checkpointer)
-
-
-def _build_parts(rank: _Rank) -> _Parts:
-    """Build the task and the data, choose the checkpoint, and load the initial weights of a new run."""
-    config, device = rank.config, rank.device
-    task, tokenizer = build_task(config)
+    task, tokenizer = build_task(run)
     # The memory of a batch depends on the policy, so the device's default policy is applied first. The final
     # policy is chosen below, when there is data for timing.
-    apply_policy(task, device.policy(rank.precision.dtype))
-    facts = _restart_fact() | choose_batch_memory(config, device, rank.group, task=task)
-    fill_decoded_memory(config)
-    data = build_data(config, tokenizer, task)
+    apply_policy(task, device.policy(precision.dtype))
+    run, memory_facts = choose_batch_memory(run, device, group, task=task)
+    facts = _restart_fact() | memory_facts
+    data = build_data(with_decoded_memory(run), tokenizer, task)
     data.check()
     device.validate_shapes(data.shapes())
-    checkpoint = choose_checkpoint(rank.group, rank.checkpointer, config.resume)
+
+    checkpoint = choose_checkpoint(group, checkpointer, run.resume)
     if checkpoint is None:
-        facts |= load_initial_weights(config, task, tokenizer)
-    task.to(
-        device.tensor(torch.zeros(())).device
-    )  # A tensor of the device has the torch device as attribute.
+        facts |= load_initial_weights(run, task, tokenizer)
+    # A tensor of the device has the torch device as attribute.
+    task.to(device.tensor(torch.zeros(())).device)
     # On a device with static shapes, the check would compile graphs. The doctor makes it on the CPU.
-    if not rank.world.rank and not device.static_shapes:
-        with device.policy(rank.precision.dtype).autocast(device.name):
-            check_contract(task, data, device.move, rank.world.size)
+    if not world.rank and not device.static_shapes:
+        with device.policy(precision.dtype).autocast(device.name):
+            check_contract(task, data, device.move, world.size)
     policy, policy_record = resolve_policy(
-        device, rank.precision, rank.group, run_dir=rank.run_dir, task=task, data=data
+        device, precision, group, run_dir=run.run_dir, task=task, data=data
     )
-    return _Parts(task, tokenizer, data, checkpoint, policy=policy, policy_record=policy_record, facts=facts)
 
-
-def _prepare_module(rank: _Rank, task: Task, policy: ComputePolicy) -> tuple[Task, Optimizer]:
-    """Return the task and its optimizer, after the changes of the device and of the group of ranks.
-
-    The device may replace modules, and the group replicates (DDP) or shards (FSDP) the parameters.
-    """
-    device_facts = rank.device.facts
-    optimizer = build_optimizer(rank.config, task.parameter_groups(), **device_facts.optimizer_flags)
-    module, optimizer = rank.device.prepare(task, optimizer)
+    schedule, planned_updates = plan_updates(run, settings, data)
+    warn_of_crowded_labels(data, task)
+    optimizer = build_optimizer(run, task.parameter_groups(), **device.facts.optimizer_flags)
+    # The device may replace modules, and the group replicates (DDP) or shards (FSDP) the parameters.
+    module, optimizer = device.prepare(task, optimizer)
     assert isinstance(module, Task)
-    gather_dtype = policy.autocast_dtype if device_facts.narrow_gathers else None
-    rank.group.shard(module, optimizer, gather_dtype)
-    return module, optimizer
+    gather_dtype = policy.autocast_dtype if device.facts.narrow_gathers else None
+    group.shard(module, optimizer, gather_dtype)
+    data.set_stop_check(stop)
 
-
-def _log_start(
-    rank: _Rank, parts: _Parts, tracker: Tracker, schedule: Schedule, planned_updates: int | None
-) -> None:
-    """Log the environment, the device, the data and the start. Rank 0 also stores the tokenizer."""
-    config, world = rank.config, rank.world
+    attempt.computes = policy_record["computes"]
+    attempt.metric, attempt.metric_mode = task.metric, task.metric_mode
+    attempt.content = data.content()
+    tracker = open_tracker(run, world, early_lines)
+    attempt.tracker = tracker
     if not world.rank:
-        parts.tokenizer.save(str(rank.run_dir))
-    log_environment(rank.run_dir, world, rank.device, tracker)
-    tracker.log("device", parts.policy_record)
-    facts = dict(parts.facts)
-    if parts.checkpoint is None:
-        facts |= new_run_facts(config, schedule)
-    facts |= {"ranks": world.size, "accumulate": rank.settings.accumulate, "steps": planned_updates}
-    if rank.settings.max_hours:
-        facts["hours"] = rank.settings.max_hours
-    facts["target"] = rank.settings.target
-    log_start(config, parts.task, parts.data, tracker, facts)
+        tokenizer.save(str(run.run_dir))
+    log_environment(run.run_dir, world, device, tracker)
+    tracker.log("device", policy_record)
+    if checkpoint is None:
+        facts |= new_run_facts(run, schedule)
+    facts |= {"ranks": world.size, "accumulate": settings.accumulate, "steps": planned_updates}
+    if settings.max_hours:
+        facts["hours"] = settings.max_hours
+    facts["target"] = settings.target
+    log_start(run, task, data, tracker, facts)
 
-
-def _build_trainer(rank: _Rank, policy: ComputePolicy, tracker: Tracker, stop: StopRequest) -> Trainer:
-    return Trainer(
-        config=rank.settings,
-        device=rank.device,
-        precision=rank.precision,
+    trainer = Trainer(
+        config=settings,
+        device=device,
+        precision=precision,
         policy=policy,
-        group=rank.group,
-        checkpointer=rank.checkpointer,
+        group=group,
+        checkpointer=checkpointer,
         tracker=tracker,
-        seed=rank.config.seed,
-        run_dir=rank_folder(rank.run_dir, rank.world.rank),
+        seed=run.seed,
+        run_dir=rank_folder(run.run_dir, world.rank),
         stop_requested=stop,
     )
+    attempt.progress = trainer.progress
+    average = EMA(task, settings.ema) if settings.ema > 0 else NoEMA()
+    with contextlib.closing(data), _explained_memory_errors(device, trainer, tokenizer.size):
+        attempt.status = trainer.fit(
+            module, data, optimizer, schedule=schedule, average=average, checkpoint=checkpoint
+        )
 
 
 @contextlib.contextmanager
@@ -326,7 +252,13 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
     for earlier_file in (folder / ERROR, folder / RESULT):
         earlier_file.unlink(missing_ok=True)
     try:
-        train(load(path), World.from_environment(os.environ), stop, attempt=attempt, is_watched=is_watched)
+        train(
+            run_config(load(path)),
+            World.from_environment(os.environ),
+            stop,
+            attempt=attempt,
+            is_watched=is_watched,
+        )
         result = attempt.result()
         attempt.group.rank_status.begin_phase(attempt.progress.step, "end")
         attempt.group.close()

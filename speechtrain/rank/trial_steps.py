@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from omegaconf import DictConfig
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy, apply_policy, compile_module, usable_cpus
@@ -17,6 +16,7 @@ from speechtrain.data.module import SpeechData
 from speechtrain.devices.base import Device
 from speechtrain.precision import Precision
 from speechtrain.start.build import build_optimizer
+from speechtrain.start.run_config import RunConfig
 from speechtrain.task import Task
 from speechtrain.training.autotune import choose_policy
 
@@ -58,7 +58,7 @@ class TrialSteps:
     """Complete training steps of a task on its device, with the compute policy that a run would choose."""
 
     def __init__(
-        self, config: DictConfig, data: DataModule, task: Task, device: Device, precision: Precision
+        self, run: RunConfig, data: DataModule, task: Task, device: Device, precision: Precision
     ) -> None:
         record = choose_policy(None, device, precision, task=task, data=data)
         policy = ComputePolicy.from_record(record.policy)
@@ -66,7 +66,7 @@ class TrialSteps:
         self.policy = device.attach(policy)
         apply_policy(task, self.policy)
         compile_module(task, self.policy, len(data.shapes()))
-        optimizer = build_optimizer(config, task.parameter_groups(), **device.facts.optimizer_flags)
+        optimizer = build_optimizer(run, task.parameter_groups(), **device.facts.optimizer_flags)
         _, self.optimizer = device.prepare(task, optimizer)
         self.task, self.device = task, device
 

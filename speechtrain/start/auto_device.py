@@ -17,8 +17,8 @@ from speechtrain.errors import ConfigError
 from speechtrain.files import print_line
 from speechtrain.launch.launcher import Job, Launcher
 from speechtrain.overrides import key_of_override
-from speechtrain.start.build import build_launcher
 from speechtrain.start.choices import choices
+from speechtrain.start.run_config import part_of
 
 AUTO = "auto"
 VARIABLE = "SPEECHTRAIN_DEVICE"
@@ -97,7 +97,7 @@ def check_launcher(group_choices: Mapping[str, Any], config: DictConfig) -> None
     """
     if group_choices.get("device") != AUTO or auto_device().is_explicit:
         return
-    launcher = build_launcher(config)
+    launcher = part_of(config, "launcher").build()
     if not launcher.is_here(Job(Path(), Path(), world_size=config.world_size)):
         problem = f"launcher={launcher.choice} may start ranks on other hosts, whose devices are unknown here"
         raise ConfigError(f"{problem}. Add device=cpu, cuda or hpu")

@@ -32,16 +32,10 @@ from speechtrain.errors import ConfigError, DataError, SpeechtrainError, print_n
 from speechtrain.files import print_line, writing
 from speechtrain.launch.launcher import Job
 from speechtrain.overrides import key_of_override
-from speechtrain.start.build import (
-    build,
-    build_device,
-    build_encoder,
-    build_launcher,
-    build_model,
-    build_tokenizer,
-)
+from speechtrain.start.build import build_encoder, build_model
 from speechtrain.start.check import check
 from speechtrain.start.resume import BATCH_KEYS, drop_recipe_hours
+from speechtrain.start.run_config import part_of, run_config
 from speechtrain.start.sizing import TABLES, Speech, pieces
 from speechtrain.start.user_yaml import values_of
 from speechtrain.text.vocabulary import NoText, Tokenizer, train_sentencepiece
@@ -99,11 +93,11 @@ def follow_data(config: DictConfig, explicit_keys: Collection[str], *, is_plan: 
     if _has_open_alphabet(config):
         settings["tokenizer"] = _choose_tokenizer(config, transcripts)
     if config.from_data is not None:
-        device = build_device(config)
+        device = part_of(config, "device").build()
         speech = Speech(
             recordings=len(transcripts.seconds),
             hours=transcripts.hours,
-            labels_per_second=_fast_label_rate(transcripts, build_tokenizer(config)),
+            labels_per_second=_fast_label_rate(transcripts, part_of(config, "tokenizer").build()),
             core_hours=_core_hours(config, device),
             width=int(config.encoder.get("width") or 0),
             rank_cores=_rank_cores(config, device, explicit_keys),
@@ -194,7 +188,8 @@ def _memory_share(config: DictConfig, device: Device, labels_per_second: float) 
     """
     try:
         with torch.device("meta"):
-            footprint = build_model(config, build_tokenizer(config), build_encoder(config)).footprint()
+            run = run_config(config)
+            footprint = build_model(run, run.tokenizer.build(), build_encoder(run)).footprint()
     except (NotImplementedError, RuntimeError):
         footprint = Footprint(math.inf)
     batch_size = int(config.data.batch.count or 1)
@@ -246,8 +241,8 @@ def _read_transcripts(config: DictConfig) -> _Transcripts:
     """
     # The setting that needs the transcripts, for messages.
     setting = "tokenizer=auto" if _has_open_alphabet(config) else f"recipe={config.from_data}"
-    data: DataModule = build(config, "data", tokenizer=NoText())
-    normalise = build_tokenizer(config).normalise
+    data: DataModule = part_of(config, "data").build(tokenizer=NoText())
+    normalise = part_of(config, "tokenizer").build().normalise
     transcripts = _Transcripts()
     is_empty = True
     try:
@@ -259,7 +254,7 @@ def _read_transcripts(config: DictConfig) -> _Transcripts:
     except DataError as error:
         # The launcher is asked with an empty job, because only the number of ranks matters.
         job = Job(Path(), Path(), world_size=config.world_size)
-        if build_launcher(config).is_here(job):
+        if part_of(config, "launcher").build().is_here(job):
             raise
         reason = f"{setting} reads data.train on this host, before the ranks start"
         raise DataError(f"{error} ({reason})") from None
@@ -388,7 +383,7 @@ def _rank_cores(config: DictConfig, device: Device, explicit_keys: Collection[st
         # ``device=cpu`` does not set ``device.threads``, so a group above a key does not count.
         if any(f"{explicit_key}.".startswith(f"{key}.") for key in _KEYS_OF_RANKS):
             return 1
-    launcher = build_launcher(config)
+    launcher = part_of(config, "launcher").build()
     job = Job(Path(), Path(), world_size=2)  # Only the number of ranks matters here.
     try:
         launcher.check(job)

@@ -22,8 +22,8 @@ from speechtrain.distributed.world import World
 from speechtrain.errors import MachineError, SpeechtrainError, print_notice
 from speechtrain.launch.launcher import RANK_MEMORY
 from speechtrain.run_directory import RANKS, write_result
-from speechtrain.start.build import build_device
 from speechtrain.start.resolved import load
+from speechtrain.start.run_config import part_of
 
 
 def host_environment(
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
     memory = int(os.environ.get(RANK_MEMORY, "0"))
     try:
         processes = int(ranks) or World.from_environment(os.environ).local_size
-        device = build_device(load(Path(config_path)))
+        device = part_of(load(Path(config_path)), "device").build()
         device.check(processes)
         variables = host_environment(device, processes, memory, run_dir=run_dir)
         os.execvpe(command[0], command, {**variables, **os.environ})

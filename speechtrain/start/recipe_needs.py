@@ -20,10 +20,10 @@ from speechtrain.data.corpora.recipes import fill_names
 from speechtrain.errors import MALFORMED, DataError, print_notice
 from speechtrain.files import absolute_path
 from speechtrain.launch.launcher import Job
-from speechtrain.start.build import build, build_launcher
 from speechtrain.start.check import part_class
 from speechtrain.start.choices import corpora
 from speechtrain.start.named_corpus import MANIFESTS, Corpus, corpus_by_name
+from speechtrain.start.run_config import part_of
 from speechtrain.text.vocabulary import NoText
 
 _RECORDINGS, _MODEL = "FOLDER_OR_MANIFEST", "FILE.model"  # placeholders in a plan
@@ -53,7 +53,7 @@ def settle_needs(config: DictConfig) -> bool:
     if not needs:
         return False
     job = Job(Path(), Path(), world_size=config.world_size)  # Only the world size matters here.
-    is_on_this_host = build_launcher(config).is_here(job)
+    is_on_this_host = part_of(config, "launcher").build().is_here(job)
     blocking_needs = [need for need in needs if is_on_this_host or not need.is_corpus]
     for need in needs:
         prefix = "" if need in blocking_needs else "warning: "
@@ -115,7 +115,7 @@ def _data_error(config: DictConfig) -> str:
     """
     if config.dry_run and isinstance(config.data.get("train"), DictConfig):
         try:
-            build(config, "data", tokenizer=NoText())
+            part_of(config, "data").build(tokenizer=NoText())
         except DataError as error:
             return str(error)
     return ""

@@ -47,16 +47,7 @@ from speechtrain.run_directory import (
     RunLock,
     RunResult,
 )
-from speechtrain.start.build import (
-    build,
-    build_data,
-    build_device,
-    build_encoder,
-    build_launcher,
-    build_precision,
-    build_tokenizer,
-    dry_build,
-)
+from speechtrain.start.build import build_data, build_encoder, dry_build
 from speechtrain.start.check import check
 from speechtrain.start.command_line import Command
 from speechtrain.start.on_host import host_environment, raise_or_warn
@@ -64,6 +55,7 @@ from speechtrain.start.own_code import copy_modules, own_code, refuse_changes
 from speechtrain.start.recipe_needs import config_for_plan
 from speechtrain.start.resolved import dump, resolve
 from speechtrain.start.resume import new_run_line
+from speechtrain.start.run_config import part_of, run_config
 from speechtrain.start.stored import read_config
 from speechtrain.start.targets import ALLOW_TARGETS, target_class
 from speechtrain.text.vocabulary import NoText
@@ -105,8 +97,8 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
     _check_resume(config)
     _warn_of_unused_folder(values["data"])
     rank_bytes = _check_parts(config)
-    device = build_device(config)
-    launcher = command.external_launch or build_launcher(config)
+    device = part_of(config, "device").build()
+    launcher = command.external_launch or part_of(config, "launcher").build()
     job = _checked_job(config, device, launcher, rank_bytes)
     if config.dry_run:
         _print_start(config, job, launcher)
@@ -136,7 +128,7 @@ def _check_parts(config: DictConfig) -> int:
     In a dry run, a missing package is only a warning. The bytes are then 0.
     """
     try:
-        return dry_build(config_for_plan(config))
+        return dry_build(run_config(config_for_plan(config)))
     except MissingPackage as error:
         raise_or_warn(str(error), is_warning=config.dry_run)
         return 0
@@ -150,7 +142,7 @@ def _checked_job(config: DictConfig, device: Device, launcher: Launcher, rank_by
     variables. Raises the SpeechtrainError of the first check that fails. In a dry run, a missing device or
     program is only a warning, because another machine may execute the printed lines.
     """
-    device.check_precision(build_precision(config))
+    device.check_precision(part_of(config, "precision").build())
     if config.data.get("shapes") == 0:
         # An empty list says that the shapes of the batches vary. A device that compiles a graph for each
         # shape refuses them.
@@ -206,9 +198,10 @@ def _print_start(config: DictConfig, job: Job, launcher: Launcher) -> None:
     if config.trainer.simulate_world:
         errors.print_notice(_factors_line(config))
     with contextlib.suppress(SpeechtrainError, RuntimeError):
+        run = run_config(config)
         with torch.device("meta"):  # The number of frames follows from the settings, without weights.
-            encoder = build_encoder(config)
-        data = build_data(config, build_tokenizer(config))
+            encoder = build_encoder(run)
+        data = build_data(run, run.tokenizer.build())
         raise_or_warn(data.crowded_transcripts(encoder.frames), is_warning=True)
     lines = f"{_config_lines(config, job)}{launcher.render(job)}\n"
     print(errors.escape_controls(lines, keep=f"\n\t{errors.FORMAT_CHARACTERS}"), end="", flush=True)
@@ -250,11 +243,10 @@ def _check_moved_data(config: DictConfig, job: Job, launcher: Launcher) -> None:
     if not folders or not launcher.is_here(job):
         return
     former = read_config(job.run_dir).data
-    if [former.get(key) for key in ("train", "valid")] == [
-        config.data.get(key) for key in ("train", "valid")
-    ]:
+    if all(former.get(key) == config.data.get(key) for key in ("train", "valid")):
         return
-    with contextlib.closing(build_data(config, build_tokenizer(config))) as data:
+    run = run_config(config)
+    with contextlib.closing(build_data(run, run.tokenizer.build())) as data:
         data.load_state_dict(read_state(folders[-1])["data"])
 
 
@@ -286,7 +278,7 @@ def _check_content(config: DictConfig, command: Command, former_content: Mapping
     ``former_content`` is the value of ``DataModule.content`` when the run ended.
     """
     try:
-        data: DataModule = build(config, "data", tokenizer=NoText())
+        data: DataModule = part_of(config, "data").build(tokenizer=NoText())
         content = data.content()
     except SpeechtrainError:
         return
@@ -429,7 +421,7 @@ def _write_files(
             if not is_run_dir_explicit:
                 raise RunError(f"{problem}. run_dir={job.run_dir} uses it all the same")
             print_line(problem)
-        tokenizer = build_tokenizer(config)
+        tokenizer = part_of(config, "tokenizer").build()
         # The ranks load this copy. Those on other hosts may have no access to the original file.
         tokenizer.save(str(job.run_dir))
         config.tokenizer.update(tokenizer.saved_arguments(str(job.run_dir)))

@@ -38,9 +38,10 @@ from speechtrain.losses.ctc import ctc_loss
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.schedules import Constant
 from speechtrain.rank.build import open_device, plan_updates
-from speechtrain.start.build import build, build_data, build_tokenizer
+from speechtrain.start.build import build_data
 from speechtrain.start.compose import compose
 from speechtrain.start.from_data import explicit_keys, follow_data
+from speechtrain.start.run_config import part_of, run_config
 from speechtrain.task import Evaluation, Loss, Task
 from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig
@@ -52,7 +53,7 @@ CHOICES = choices("device")
 
 
 def device_of(choice: str, *overrides: str) -> Device:
-    device: Device = build(composed("device", choice, *overrides), "device")
+    device: Device = part_of(composed("device", choice, *overrides), "device").build()
     return device
 
 
@@ -62,11 +63,11 @@ def device_of(choice: str, *overrides: str) -> Device:
 _IMPORTS = """
 import torch
 from speechtrain.start.compose import compose
-from speechtrain.start.build import build
+from speechtrain.start.run_config import part_of
 from speechtrain.errors import MachineError
 """
 _OPEN = """
-device = build(compose([f"device={sys.argv[1]}"], sys.argv[2] or None), "device")
+device = part_of(compose([f"device={sys.argv[1]}"], sys.argv[2] or None), "device").build()
 obstacle = device.obstacle()
 assert obstacle.isprintable() and len(obstacle) < 400, obstacle
 try:
@@ -268,10 +269,10 @@ def test_everything_that_the_device_asks_of_the_vendor_is_documented(
 def test_the_command_of_the_readme_fits_its_data_and_trains_in_bf16(calls: list[str]) -> None:
     typed = ["model=wav2vec2", "device=hpu", "world_size=8", "dry_run=true", "data.workers=0"]
     config = compose(typed)
-    assert open_device(config, 0)[1].name == "bf16"
-    assert open_device(compose([*typed, "precision=fp32"]), 0)[1].name == "fp32"
-    data = build_data(config, build_tokenizer(config))
-    schedule, planned = plan_updates(config, TrainerConfig(**config.trainer), data)
+    run = run_config(config)
+    assert open_device(run.device.build(), run.precision.build()).name == "bf16"
+    data = build_data(run, run.tokenizer.build())
+    schedule, planned = plan_updates(run, run.trainer, data)
     assert planned
     assert schedule.warmup == round(0.08 * planned) < 32_000
     sources = [config.data.train, *config.data.valid.values()]

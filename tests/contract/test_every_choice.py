@@ -30,11 +30,12 @@ from speechtrain.compute_policy import ComputePolicy
 from speechtrain.encoders.base import Encoder
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.launch.launcher import Job
-from speechtrain.start.build import build, dry_build
+from speechtrain.start.build import dry_build
 from speechtrain.start.check import check
 from speechtrain.start.choices import corpora
 from speechtrain.start.named_corpus import corpus_by_name
 from speechtrain.start.resolved import dump
+from speechtrain.start.run_config import part_of, run_config
 from speechtrain.start.schema import BORROWED_GROUPS, INJECTED, INTERFACES, NESTED_GROUPS
 from speechtrain.start.targets import target_class
 from speechtrain.task import Task
@@ -148,7 +149,7 @@ def test_it_composes_and_passes_the_check(group: str, choice: str, required: dic
     check(config)
     if group in ("recipe", "tokenizer", "optimizer", "schedule", "augment", "data"):
         with skipped_without_extra():
-            dry_build(config)
+            dry_build(run_config(config))
 
 
 @pytest.mark.parametrize(("group", "choice"), CONSTRUCTED)
@@ -220,7 +221,7 @@ def constructed(required: dict[str, str]) -> dict[str, tuple[int, str]]:
 def test_device(choice: str, required: dict[str, str], constructed: dict[str, tuple[int, str]]) -> None:
     config = _config(required, "device", choice)
     assert constructed[choice] == (0, "")
-    device = build(config, "device")
+    device = part_of(config, "device").build()
     assert device.supports(torch.float32)
     assert isinstance(device.supports(torch.float16), bool)
     assert device.name
@@ -263,7 +264,7 @@ def test_launcher_renders_what_a_shell_runs(
     monkeypatch.setenv("PATH", os.pathsep.join(folders))  # a container has a python of its own
     monkeypatch.setenv("SPEECHTRAIN_API_TOKEN", "hush")
     config = _config(required, "launcher", choice)
-    launcher = build(config, "launcher")
+    launcher = part_of(config, "launcher").build()
     run_dir = tmp_path / AWKWARD
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(dump(config))  # what runs first on each host reads it
@@ -302,33 +303,35 @@ def test_optimizer_lowers_a_quadratic(choice: str, required: dict[str, str]) -> 
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(5, 3))
     with skipped_without_extra():
-        optimizer = build(_config(required, "optimizer", choice), "optimizer", params=[{"params": [weight]}])
+        optimizer = part_of(_config(required, "optimizer", choice), "optimizer").build(
+            params=[{"params": [weight]}]
+        )
     before = weight.detach().square().sum()
     for _ in range(3):
         optimizer.zero_grad()
         weight.square().sum().backward()
         optimizer.step()
     assert weight.detach().square().sum() < before
-    again = build(_config(required, "optimizer", choice), "optimizer", params=[{"params": [weight]}])
+    again = part_of(_config(required, "optimizer", choice), "optimizer").build(params=[{"params": [weight]}])
     again.load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize("choice", choices("schedule"))
 def test_schedule_rates(choice: str, required: dict[str, str]) -> None:
     config = _config(required, "schedule", choice)
-    schedule = build(config, "schedule", steps_per_epoch=50, planned_steps=5000)
+    schedule = part_of(config, "schedule").build(steps_per_epoch=50, planned_steps=5000)
     peak = config.optimizer.lr
     rates = [schedule.rate(step) for step in range(1, 5000)]
     assert all(math.isfinite(rate) and 0 <= rate <= peak * (1 + 1e-9) for rate in rates)
     assert all(rate > 0 for rate in rates[1:])  # Intel's first update has rate 0
-    other = build(config, "schedule", steps_per_epoch=7, planned_steps=77)
+    other = part_of(config, "schedule").build(steps_per_epoch=7, planned_steps=77)
     other.load_state_dict(schedule.state_dict())
     assert [other.rate(step) for step in range(1, 5000)] == rates
 
 
 @pytest.mark.parametrize("choice", choices("precision"))
 def test_precision_updates_and_keeps_its_state(choice: str, required: dict[str, str]) -> None:
-    precision = build(_config(required, "precision", choice), "precision")
+    precision = part_of(_config(required, "precision", choice), "precision").build()
     assert precision.name == choice
     assert precision.dtype in (torch.float32, torch.bfloat16, torch.float16)
     linear = torch.nn.Linear(4, 4)
@@ -349,7 +352,7 @@ def test_precision_updates_and_keeps_its_state(choice: str, required: dict[str, 
 def test_tracker_never_raises(choice: str, required: dict[str, str], tmp_path: Path) -> None:
     config = _config(required, "tracking", choice)
     config.run_dir = str(tmp_path / "run")
-    tracker = build(config, "tracking")
+    tracker = part_of(config, "tracking").build()
     for values in (
         {},
         {"step": 1, "loss": math.nan},
@@ -373,7 +376,7 @@ def test_tracker_never_raises(choice: str, required: dict[str, str], tmp_path: P
 @pytest.mark.parametrize("choice", choices("tokenizer"))
 def test_tokenizer(choice: str, required: dict[str, str], tmp_path: Path) -> None:
     config = _config(required, "tokenizer", choice)
-    tokenizer = build(config, "tokenizer")
+    tokenizer = part_of(config, "tokenizer").build()
     assert tokenizer.blank == tokenizer.size - 1 == len(tokenizer.labels)
     for text in TEXTS[:3]:
         normal = tokenizer.normalise(text)
@@ -389,12 +392,12 @@ def test_tokenizer(choice: str, required: dict[str, str], tmp_path: Path) -> Non
         tokenizer.decode([tokenizer.blank])
     tokenizer.save(str(tmp_path))
     config.tokenizer.update(type(tokenizer).saved_arguments(str(tmp_path)))
-    assert build(config, "tokenizer").state() == tokenizer.state()
+    assert part_of(config, "tokenizer").build().state() == tokenizer.state()
 
 
 @pytest.mark.parametrize("choice", choices("augment"))
 def test_augment_does_nothing_in_evaluation(choice: str, required: dict[str, str]) -> None:
-    augment = build(_config(required, "augment", choice), "augment")
+    augment = part_of(_config(required, "augment", choice), "augment").build()
     audio, lengths = torch.randn(3, 800), torch.tensor([800, 700, 1])
     features, frames = torch.randn(3, 50, 8), torch.tensor([50, 40, 1])
     augment.eval()
@@ -432,9 +435,9 @@ def _batch(tokenizer: Any) -> Batch:
 
 
 def _task(config: DictConfig) -> tuple[Any, Any]:
-    tokenizer = build(config, "tokenizer")
-    encoder = build(config, "encoder", augment=build(config, "augment"))
-    return build(config, "model", tokenizer=tokenizer, encoder=encoder), tokenizer
+    tokenizer = part_of(config, "tokenizer").build()
+    encoder = part_of(config, "encoder").build(augment=part_of(config, "augment").build())
+    return part_of(config, "model").build(tokenizer=tokenizer, encoder=encoder), tokenizer
 
 
 def _shrunk(config: DictConfig) -> DictConfig:
@@ -513,8 +516,8 @@ def _row(batch: Batch, row: int) -> Batch:
 def test_an_encoder_reads_no_padding_and_predicts_its_frames(choice: str, required: dict[str, str]) -> None:
     torch.manual_seed(0)
     config = _shrunk(_config(required, "encoder", choice))
-    encoder = build(config, "encoder", augment=build(config, "augment")).eval()
-    batch = _batch(build(config, "tokenizer"))
+    encoder = part_of(config, "encoder").build(augment=part_of(config, "augment").build()).eval()
+    batch = _batch(part_of(config, "tokenizer").build())
     encoder.check(batch)
     with torch.no_grad():
         frames, lengths = encoder.encode(encoder.prepare(batch, seed=3))
@@ -536,7 +539,7 @@ def test_a_decoder_reads_a_model_or_says_what_it_reads(
 ) -> None:
     torch.manual_seed(0)
     task, tokenizer = _task(_shrunk(composed("model", model)))
-    task.decoder = build(_config(required, "decoder", choice), "decoder")
+    task.decoder = part_of(_config(required, "decoder", choice), "decoder").build()
     task.eval()
     batch = task.prepare(_batch(tokenizer), seed=3)
     with torch.no_grad():

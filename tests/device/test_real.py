@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from speechtrain.devices.base import Device
-from speechtrain.start.build import build
 from speechtrain.start.compose import compose
+from speechtrain.start.run_config import part_of
 from tests.support.parity import IN_BF16, RECIPES, STEPS, golden, losses
 
 FP32 = 1e-4  # relative band of a step's loss against the CPU's in fp32
@@ -27,7 +27,6 @@ BF16_MEDIAN, BF16_WORST = 5e-3, 3e-2
 _OPEN = """
 import sys
 from speechtrain.start.compose import compose
-from speechtrain.start.build import build
 from speechtrain.errors import MachineError
 device = build(compose([f"device={sys.argv[1]}"], None), "device")
 try:
@@ -55,7 +54,7 @@ def missing(name: str) -> str:
 
 
 def device_of(name: str) -> Device:
-    device: Device = build(compose([f"device={name}"], None), "device")
+    device: Device = part_of(compose([f"device={name}"], None), "device").build()
     return device
 
 

@@ -17,6 +17,7 @@ from speechtrain.devices.hpu import HPU
 from speechtrain.errors import MachineError
 from speechtrain.rank.build import build_task
 from speechtrain.start.compose import compose
+from speechtrain.start.run_config import run_config
 from speechtrain.task import Evaluation, Loss, Task
 from tools.rehearsal.graph_count import GraphCount, count_graphs
 
@@ -116,7 +117,7 @@ NARROW_TRANSFORMER = ("encoder.width=32", "encoder.feed_forward=32", "encoder.he
 @pytest.mark.usefixtures("cache")
 def test_count_graphs_of_gaudi_are_static_and_few(recipe: tuple[str, ...], graphs: int, largest: int) -> None:
     """Narrow networks have the operations of the wide ones. The recursions of 2.5 s have two equal parts."""
-    task, tokenizer = build_task(compose([*recipe, "data=digits"]))
+    task, tokenizer = build_task(run_config(compose([*recipe, "data=digits"])))
     policy = HPU("compile").policy(torch.bfloat16)
     apply_policy(task, policy)
     batches = []
@@ -134,7 +135,7 @@ def test_count_graphs_runs_the_same_numbers_as_without_a_compiler(dtype: torch.d
     policy = HPU("compile").policy(dtype)
     results = []
     for is_compiled in (False, True):
-        task, tokenizer = build_task(compose(["model=rnnt_small", *NARROW_LSTM, "data=digits"]))
+        task, tokenizer = build_task(run_config(compose(["model=rnnt_small", *NARROW_LSTM, "data=digits"])))
         apply_policy(task.train(), policy)
         batch = task.prepare(batch_of(2, 3.0, 90, tokenizer.size), 1)  # two parts of each recursion
         if is_compiled:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from speechtrain.rank.build import build_task
-from speechtrain.start.build import build_data, build_device, build_precision
+from speechtrain.start.build import build_data
 from speechtrain.start.compose import compose
+from speechtrain.start.run_config import part_of, run_config
 from tools.rehearsal.recorded_updates import RecordedUpdates
 
 pytestmark = pytest.mark.nightly
@@ -40,10 +41,10 @@ def _cache(cache: Path) -> None:
 
 def updates_of(recipe: list[str], folder: Path) -> RecordedUpdates:
     config = compose([*recipe, f"run_dir={folder}"])
-    task, tokenizer = build_task(config)
-    device = build_device(config)
-    policy = replace(device.policy(build_precision(config).dtype), ctc_kernel=None)
-    data = build_data(config, tokenizer, task)
+    task, tokenizer = build_task(run_config(config))
+    device = part_of(config, "device").build()
+    policy = replace(device.policy(part_of(config, "precision").build().dtype), ctc_kernel=None)
+    data = build_data(run_config(config), tokenizer, task)
     return RecordedUpdates(config, data, task, device, policy, folder)
 
 

@@ -58,6 +58,7 @@ def untrained(folder: Path, *overrides: str) -> Path:
     from speechtrain.rank.build import build_task
     from speechtrain.start.compose import compose
     from speechtrain.start.resolved import dump
+    from speechtrain.start.run_config import run_config
     from tests.support.composed import composed
 
     if any(override.startswith("init_from=") for override in overrides):
@@ -65,7 +66,7 @@ def untrained(folder: Path, *overrides: str) -> Path:
     else:
         config = composed(*overrides)
     config.run_dir = str(folder)
-    task, tokenizer = build_task(config)
+    task, tokenizer = build_task(run_config(config))
     Checkpointer(folder).save(1, {"task": task}, task.state_dict())
     (folder / "config.yaml").write_text(dump(config))
     tokenizer.save(str(folder))

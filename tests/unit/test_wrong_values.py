@@ -46,6 +46,7 @@ from speechtrain.optim.schedules import (
 from speechtrain.precision import FP16
 from speechtrain.start.build import dry_build
 from speechtrain.start.compose import compose
+from speechtrain.start.run_config import run_config
 from speechtrain.text.vocabulary import Characters
 from speechtrain.tracking.console import Console
 from speechtrain.tracking.wandb import WandB
@@ -271,6 +272,6 @@ def test_dry_build_names_the_key_of_a_wrong_value(overrides: str, words: str) ->
     if "optimizer=adamw8bit" in keys:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing (extra 'memory')")
     with pytest.raises(SpeechtrainError) as error:
-        dry_build(compose([*keys, "run_dir=x"]))
+        dry_build(run_config(compose([*keys, "run_dir=x"])))
     assert str(error.value).startswith(words)
     assert "\n" not in str(error.value)

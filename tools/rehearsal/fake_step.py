@@ -31,8 +31,9 @@ from speechtrain.devices.base import Device
 from speechtrain.errors import SpeechtrainError, first_line
 from speechtrain.optim.ema import EMA
 from speechtrain.rank.build import build_task
-from speechtrain.start.build import build_device, build_optimizer, build_precision, rank_bytes
+from speechtrain.start.build import build_optimizer, rank_bytes
 from speechtrain.start.resolved import load
+from speechtrain.start.run_config import part_of, run_config
 from speechtrain.task import Task
 from speechtrain.training.graph_warmup import padding_batch
 from speechtrain.training.optimizer_step import BranchFreeUpdate, Trained
@@ -87,11 +88,11 @@ def run(config: DictConfig, shapes: Sequence[Shape]) -> None:
     of the ragged ones depend on values. So are the shapes, because no length has a value. Raises Unfit, which
     names the line that combines tensors of the host and of the device, or that reads a value.
     """
-    rank_bytes(config, 0)  # The optimizer's library computes its tables, which needs values.
+    rank_bytes(run_config(config), 0)  # The optimizer's library computes its tables, which needs values.
     with _mode(), _named_faults():
-        task, _ = build_task(config)
-        device = build_device(config)
-        policy = device.policy(build_precision(config).dtype)
+        task, _ = build_task(run_config(config))
+        device = part_of(config, "device").build()
+        policy = device.policy(part_of(config, "precision").build().dtype)
         policy = replace(
             policy, static_shapes=True, ctc="static", transducer="static", mark_step=lambda: None, compiler=""
         )
@@ -111,9 +112,9 @@ def run(config: DictConfig, shapes: Sequence[Shape]) -> None:
 
 def _update(config: DictConfig, task: Task, device: Device) -> Callable[[Tensor], object]:
     """Return a function of the batch's weight () that updates the task and its average."""
-    optimizer = build_optimizer(config, task.parameter_groups(), **device.facts.optimizer_flags)
+    optimizer = build_optimizer(run_config(config), task.parameter_groups(), **device.facts.optimizer_flags)
     trained = Trained(task, optimizer, EMA(task, 0.999))
-    update = BranchFreeUpdate(build_precision(config), config.trainer.clip)
+    update = BranchFreeUpdate(part_of(config, "precision").build(), config.trainer.clip)
 
     def apply(weight: Tensor) -> object:
         return update(trained, 1e-3, 1 / weight.clamp(min=1.0), torch.ones_like(weight))
@@ -137,10 +138,10 @@ def _moved(tensor: Tensor) -> Tensor:
 def _move_module(module: nn.Module) -> None:
     """Move parameters and buffers, as ``Module.to`` does. It refuses tensors without values."""
     for part in module.modules():
-        _move_part(part)
+        _move_part_of(part)
 
 
-def _move_part(part: nn.Module) -> None:
+def _move_part_of(part: nn.Module) -> None:
     for name, parameter in part.named_parameters(recurse=False):
         copy = nn.Parameter(_moved(parameter.detach()), parameter.requires_grad)
         setattr(part, name, copy)

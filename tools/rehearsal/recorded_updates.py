@@ -17,7 +17,8 @@ from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.optim.ema import EMA
 from speechtrain.rank.trial_steps import batches_by_size, select_rows
-from speechtrain.start.build import build_optimizer, build_precision, build_schedule
+from speechtrain.start.build import build_optimizer
+from speechtrain.start.run_config import part_of, run_config
 from speechtrain.task import Task
 from speechtrain.tracking.group import Trackers
 from speechtrain.trainer_config import TrainerConfig
@@ -85,11 +86,13 @@ class RecordedUpdates:
         apply_policy(task.train(), self.policy)
         self.trainer = Trainer(
             _settings(config), RecordedDevice(device, self.recorder), folder, Trackers(),
-            precision=build_precision(config), seed=config.seed, policy=self.policy,
+            precision=part_of(config, "precision").build(), seed=config.seed, policy=self.policy,
         )  # fmt: skip
-        optimizer = build_optimizer(config, task.parameter_groups(), **device.facts.optimizer_flags)
+        optimizer = build_optimizer(
+            run_config(config), task.parameter_groups(), **device.facts.optimizer_flags
+        )
         self.recorder.allow_numbers(optimizer)
-        schedule = build_schedule(config, _NEVER, _NEVER)
+        schedule = part_of(config, "schedule").build(steps_per_epoch=_NEVER, planned_steps=_NEVER)
         self.parts = self.trainer.collect(task, data, optimizer, schedule, EMA(task, 0.999))
         self.parts.wrapped = task
         self.parts.progress.backward_divisor = 1.0  # A run reads a batch once to choose it.

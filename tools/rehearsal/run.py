@@ -30,13 +30,14 @@ from speechtrain.errors import DataError, MachineError, one_line
 from speechtrain.files import write_text
 from speechtrain.rank.build import build_task
 from speechtrain.rank.trial_steps import batches_by_size
-from speechtrain.start.build import build_data, build_device, build_precision
+from speechtrain.start.build import build_data
 from speechtrain.start.check import check
 from speechtrain.start.command_line import translate_arguments
 from speechtrain.start.compose import compose
 from speechtrain.start.from_data import explicit_keys, follow_data
 from speechtrain.start.recipe_needs import needs_of
 from speechtrain.start.resolved import dump
+from speechtrain.start.run_config import part_of, run_config
 from speechtrain.start.targets import described_error
 from speechtrain.training.graph_warmup import padding_batch
 from tools.rehearsal.operations import operations_of
@@ -86,11 +87,11 @@ def resolved_config(overrides: list[str], config_dir: str | None, run_dir: str) 
 
 def rehearse(config: DictConfig, folder: Path) -> Iterator[tuple[str, str]]:
     """Yield the subject and the text of each check. ``folder`` is a new folder for files of the checks."""
-    device = build_device(config)
+    device = part_of(config, "device").build()
     # The vendor's CTC kernel does not run on the CPU, so torch's CTC loss replaces it.
-    policy = replace(device.policy(build_precision(config).dtype), ctc_kernel=None)
-    task, tokenizer = build_task(config)
-    with closing(build_data(config, tokenizer, task)) as data:
+    policy = replace(device.policy(part_of(config, "precision").build().dtype), ctc_kernel=None)
+    task, tokenizer = build_task(run_config(config))
+    with closing(build_data(run_config(config), tokenizer, task)) as data:
         device.validate_shapes(data.shapes())
         apply_policy(task, policy)
         updates = RecordedUpdates(config, data, task, device, policy=policy, folder=folder)
@@ -121,7 +122,7 @@ def count_graphs_of_steps(config: DictConfig, data: DataModule, device: Device, 
     """Return the graphs that ``torch.compile`` makes of the steps of the smallest shapes."""
     from tools.rehearsal.graph_count import count_graphs  # It imports torch's compiler, in 1 s.
 
-    task, _ = build_task(config)
+    task, _ = build_task(run_config(config))
     apply_policy(task, policy)
     shapes = sorted(data.shapes(), key=lambda shape: shape[0] * shape[1])
     batches = []

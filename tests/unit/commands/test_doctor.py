@@ -16,8 +16,8 @@ import soundfile
 
 from speechtrain.commands import doctor
 from speechtrain.optim import adamw8bit
-from speechtrain.start.build import build_device
 from speechtrain.start.compose import compose
+from speechtrain.start.run_config import part_of, run_config
 from speechtrain.start.targets import ALLOW_TARGETS
 
 pytestmark = pytest.mark.slow
@@ -151,7 +151,7 @@ def test_run_names_the_missing_program_of_a_launcher(
 def test_host_memory_is_for_the_ranks_of_one_host(launcher: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a  # the first\nb\n")
     config = compose(["device=hpu", "world_size=16", *launcher])
-    finding = doctor._host_memory_finding(config, build_device(config))
+    finding = doctor._host_memory_finding(run_config(config), part_of(config, "device").build())
     assert finding.text.endswith("for 8 cards asks for 512 GiB a host")
 
 
@@ -177,7 +177,7 @@ def test_the_release_of_a_vendors_plugin_fits_one_torch(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("torch.__version__", torch_version)
     config = compose([*GAUDI, "run_dir=run"])
-    finding = next(doctor._vendor_findings(config, build_device(config)))
+    finding = next(doctor._vendor_findings(run_config(config), part_of(config, "device").build()))
     assert (finding.subject, finding.state) == (subject, state)
     assert text in finding.text
 

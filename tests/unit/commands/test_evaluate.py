@@ -246,7 +246,7 @@ def test_a_stored_config_does_not_choose_where_evaluation_writes(
     content["data"] |= dict.fromkeys(("cache", "run_dir"), f"{tmp_path}/far/${{oc.env:TOKEN}}")
     (run / "config.yaml").write_text(yaml.safe_dump(content))
     loaded = load(run, ONE)
-    assert (loaded.opened.config.data.cache, loaded.opened.config.data.run_dir) == (None, str(run))
+    assert [loaded.opened.run.data.node[key] for key in ("cache", "run_dir")] == [None, str(run)]
     loaded.evaluate({"dev": f"{dev}/valid.jsonl"})
     assert not (tmp_path / "far").exists()
     (run / "config.yaml").write_text(yaml.safe_dump(content))

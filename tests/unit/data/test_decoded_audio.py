@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from speechtrain.data import loader
 from speechtrain.data.module import SpeechData
 from speechtrain.data.sampler import BatchLimits
 from speechtrain.rank import batch_memory
+from speechtrain.start.compose import compose
+from speechtrain.start.run_config import run_config
 from speechtrain.text.vocabulary import Characters
 
 EPOCH = 5  # batches of 4 in 20 recordings
@@ -74,6 +75,5 @@ def test_workers_receive_no_samples(recordings: Any) -> None:
 def test_each_rank_may_use_its_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_memory.host, "free_memory", lambda: 16 * 2**30)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    config = OmegaConf.create({"data": {"decoded_gib": "auto"}})
-    batch_memory.fill_decoded_memory(config)
-    assert config.data.decoded_gib == 2.0
+    run = run_config(compose(["data.decoded_gib=auto"]))
+    assert batch_memory.with_decoded_memory(run).data.node["decoded_gib"] == 2.0

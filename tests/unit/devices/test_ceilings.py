@@ -17,8 +17,9 @@ from speechtrain.compute_policy import apply_policy
 from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
 from speechtrain.rank.build import build_task
-from speechtrain.start.build import build_device, build_encoder, build_model
+from speechtrain.start.build import build_encoder, build_model
 from speechtrain.start.compose import compose
+from speechtrain.start.run_config import part_of, run_config
 from speechtrain.text.vocabulary import Characters
 from speechtrain.training.recompute import checkpoint_layers
 from tools.rehearsal.operations import GAUDI, Operations
@@ -33,7 +34,7 @@ batch_of = BENCHMARK["batch_of"]
 @pytest.mark.parametrize(("dtype", "operations"), [(torch.float32, 33_500), (torch.bfloat16, 48_000)])
 def test_the_mlperf_model_on_gaudi(dtype: torch.dtype, operations: int) -> None:
     narrow = ["encoder.hidden=8", "model.prediction.hidden=8", "encoder.features.mels=8"]
-    task, tokenizer = build_task(compose(["model=rnnt_mlperf", *narrow]))
+    task, tokenizer = build_task(run_config(compose(["model=rnnt_mlperf", *narrow])))
     recorder = Recorder(GAUDI)
     policy = replace(HPU().policy(dtype), mark_step=recorder.mark_step)
     apply_policy(task, policy)
@@ -60,7 +61,7 @@ def test_the_mlperf_model_on_gaudi(dtype: torch.dtype, operations: int) -> None:
 
 def test_an_encoder_in_one_graph_is_refused() -> None:
     task, tokenizer = build_task(
-        compose(["model=rnnt_mlperf", "encoder.hidden=8", "model.prediction.hidden=8"])
+        run_config(compose(["model=rnnt_mlperf", "encoder.hidden=8", "model.prediction.hidden=8"]))
     )
     recorder = Recorder(GAUDI)
     apply_policy(task, replace(HPU().policy(torch.float32), lstm_segment=0))
@@ -88,8 +89,8 @@ def test_the_loss_on_cuda() -> None:
 def test_reads_of_a_step_on_cuda(choices: list[str], reads: int) -> None:
     """The ragged loss of the RNN-T chooses its cells by values, so the host reads in it, and only there."""
     config = compose([*choices, "device=cuda"])
-    task, tokenizer = build_task(config)
-    apply_policy(task.train(), build_device(config).policy(torch.float32))
+    task, tokenizer = build_task(run_config(config))
+    apply_policy(task.train(), part_of(config, "device").build().policy(torch.float32))
     recorder = Recorder(Operations())
     batch = recorder.move(task.prepare(batch_of(3, 2.2, 12, tokenizer.size), 1))
     with recorder:
@@ -102,7 +103,9 @@ def test_a_step_of_wav2vec2_on_cuda(rows: int) -> None:
     """The base model's layers, narrow: forward and backward have as many launches for any number of rows."""
     convolutions = "[8,10,5],[8,3,2],[8,3,2],[8,3,2],[8,3,2],[8,2,2],[8,2,2]"
     narrow = ["encoder.width=32", "encoder.feed_forward=32", "encoder.heads=2", "encoder.layer_drop=0"]
-    task, _ = build_task(compose(["model=wav2vec2", f"encoder.conv_layers=[{convolutions}]", *narrow]))
+    task, _ = build_task(
+        run_config(compose(["model=wav2vec2", f"encoder.conv_layers=[{convolutions}]", *narrow]))
+    )
     policy = CUDA().policy(torch.float32)
     apply_policy(task.train(), policy)
     recorder = Recorder(Operations())
@@ -123,7 +126,7 @@ def test_contextnet_large_trains_at_the_references_batch(saver: bool, gib: float
     recorder = Recorder()
     with torch.device("meta"):
         letters = Characters("".join(map(chr, range(0x4E00, 0x5200))))
-        model = build_model(config, letters, build_encoder(config)).train()
+        model = build_model(run_config(config), letters, build_encoder(run_config(config))).train()
         if saver:
             checkpoint_layers(model)
         apply_policy(

@@ -31,6 +31,7 @@ from speechtrain.errors import MachineError
 from speechtrain.nn.transformer import Transformer
 from speechtrain.rank.build import build_task
 from speechtrain.start.compose import compose
+from speechtrain.start.run_config import run_config
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ class OperationNames(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ],
 )
 def test_a_deterministic_step_has_only_deterministic_operations(choices: list[str]) -> None:
-    task, tokenizer = build_task(compose([*choices, "data=digits"]))
+    task, tokenizer = build_task(run_config(compose([*choices, "data=digits"])))
     apply_policy(task.train(), CUDA(deterministic=True).policy(torch.float32))
     batch = batch_of()
     if tokenizer.reads_text:

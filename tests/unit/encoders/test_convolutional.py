@@ -19,7 +19,7 @@ from speechtrain.encoders.convolutional import ConvolutionalEncoder
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.nn.norm import MaskedBatchNorm
-from speechtrain.start.build import build
+from speechtrain.start.run_config import part_of
 from tests.support.composed import composed
 from tests.support.noise import batch
 from tests.support.stored import stored_bytes
@@ -33,8 +33,10 @@ CHOICES += ["quartznet15x5", "quartznet_tiny"]
 def parameters(*overrides: str) -> dict[str, int]:
     config = composed(*overrides)
     with torch.device("meta"):
-        encoder = build(config, "encoder", augment=build(config, "augment"))
-        model = build(config, "model", tokenizer=build(config, "tokenizer"), encoder=encoder)
+        encoder = part_of(config, "encoder").build(augment=part_of(config, "augment").build())
+        model = part_of(config, "model").build(
+            tokenizer=part_of(config, "tokenizer").build(), encoder=encoder
+        )
     return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
 
@@ -197,7 +199,7 @@ def test_initial_weights_are_within_their_bound() -> None:
 @pytest.mark.parametrize("choice", CHOICES)
 def test_predicted_activations_are_within_a_factor_of_two(choice: str) -> None:
     config = composed(f"encoder={choice}")
-    encoder = build(config, "encoder", augment=build(config, "augment"))
+    encoder = part_of(config, "encoder").build(augment=part_of(config, "augment").build())
     measured = stored_bytes(encoder, batch(32_000, 32_000))[0] / 4
     assert 0.5 < encoder.activation_bytes() / measured < 2.0
 

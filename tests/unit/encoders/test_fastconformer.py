@@ -18,6 +18,7 @@ from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.start.build import build_encoder
 from speechtrain.start.compose import compose
+from speechtrain.start.run_config import run_config
 from tests.support.noise import batch
 from tools.rehearsal.operations import GAUDI
 from tools.rehearsal.recorder import Recorder
@@ -203,7 +204,9 @@ def test_published_sizes_have_parakeets_parameters(size: str, arguments: dict[st
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
         theirs = transformers.AutoModel.from_config(transformers.ParakeetEncoderConfig(**arguments))
-        ours = build_encoder(compose(["model=rnnt", f"encoder=fastconformer_{size}", "data=digits"]))
+        ours = build_encoder(
+            run_config(compose(["model=rnnt", f"encoder=fastconformer_{size}", "data=digits"]))
+        )
     count = sum(parameter.numel() for parameter in ours.parameters())
     assert count == sum(parameter.numel() for parameter in theirs.parameters())
     published = {"large": 109e6, "xlarge": 0.6e9, "xxlarge": 1.1e9}[size]

@@ -21,8 +21,9 @@ from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.interop import parakeet_hf
 from speechtrain.interop.weights import initialise, read_nodes, read_weights
-from speechtrain.start.build import build_encoder, build_model, build_tokenizer
+from speechtrain.start.build import build_encoder, build_model
 from speechtrain.start.compose import compose
+from speechtrain.start.run_config import part_of, run_config
 from speechtrain.task import Task
 
 transformers = pytest.importorskip("transformers")
@@ -97,7 +98,9 @@ def config_at(folder: Path) -> DictConfig:
 def task_of(folder: Path) -> Task:
     """Return the published model in ``folder`` as a task of this project."""
     config = config_at(folder)
-    task = build_model(config, build_tokenizer(config), build_encoder(config))
+    task = build_model(
+        run_config(config), part_of(config, "tokenizer").build(), build_encoder(run_config(config))
+    )
     report = initialise(task, read_weights(f"hf:{folder}"), str(folder))
     assert not report.fresh
     return task.eval()
@@ -238,9 +241,11 @@ def test_a_model_of_this_project_is_written(tokenizer: str, tmp_path: Path) -> N
         train_sentencepiece(texts, tmp_path / "p", size=20)
         overrides += ["tokenizer=sentencepiece", f"tokenizer.model={tmp_path / 'p'}"]
     config = compose(overrides)
-    task = build_model(config, build_tokenizer(config), build_encoder(config))
+    task = build_model(
+        run_config(config), part_of(config, "tokenizer").build(), build_encoder(run_config(config))
+    )
     assert parakeet_hf.write(task, task.state_dict(), tmp_path / "out") <= 1e-4
-    ids = build_tokenizer(config).encode("five nine")
+    ids = part_of(config, "tokenizer").build().encode("five nine")
     processor = transformers.AutoProcessor.from_pretrained(tmp_path / "out")
     assert processor.tokenizer.decode(ids, group_tokens=False) == "five nine"
 
@@ -255,7 +260,9 @@ def scratch_task(*overrides: str) -> Any:
     """Return a random model of recipe=scratch. Its texts depend on the audio."""
     config = compose([*SCRATCH, *overrides])
     torch.manual_seed(3)
-    task = build_model(config, build_tokenizer(config), build_encoder(config))
+    task = build_model(
+        run_config(config), part_of(config, "tokenizer").build(), build_encoder(run_config(config))
+    )
     for parameter in task.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.3)
@@ -294,7 +301,7 @@ def test_a_run_of_the_recipe_scratch_has_the_same_texts_in_transformers(
     layer_norm: str, kind: str, line: str, tmp_path: Path
 ) -> None:
     task = scratch_task(f"model.prediction.layer_norm={layer_norm}")
-    part, description = parakeet_hf.exportable_part(task)
+    part, description = parakeet_hf.exportable_part_of(task)
     assert description.startswith(line)
     assert parakeet_hf.write(part, part.state_dict(), tmp_path) <= 1e-4
     texts = set[str]()
@@ -321,7 +328,9 @@ def test_a_model_that_the_format_cannot_store_is_refused(
     overrides: list[str], message: str, tmp_path: Path
 ) -> None:
     config = compose(["model=rnnt", "data=digits", "model.ctc_weight=0", *overrides])
-    task = build_model(config, build_tokenizer(config), build_encoder(config))
+    task = build_model(
+        run_config(config), part_of(config, "tokenizer").build(), build_encoder(run_config(config))
+    )
     with pytest.raises(
         ConfigError, match=f"{message}.* cannot be exported whole. These can: model=wav2vec2, "
     ):

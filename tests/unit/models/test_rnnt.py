@@ -15,7 +15,7 @@ from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN, STATIC, ComputePolicy, apply_policy
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.models.rnnt import RNNT
-from speechtrain.start.build import build
+from speechtrain.start.run_config import part_of
 from speechtrain.text.vocabulary import Characters, Tokenizer
 from tests.support import noise
 from tests.support.composed import composed
@@ -49,8 +49,8 @@ def built(*overrides: str, tokenizer: Tokenizer | None = None) -> RNNT:
     config = composed(*overrides)
     tokenizer = tokenizer or Characters()
     torch.manual_seed(1)
-    encoder = build(config, "encoder", augment=build(config, "augment"))
-    model: RNNT = build(config, "model", tokenizer=tokenizer, encoder=encoder)
+    encoder = part_of(config, "encoder").build(augment=part_of(config, "augment").build())
+    model: RNNT = part_of(config, "model").build(tokenizer=tokenizer, encoder=encoder)
     return model
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.models.wav2vec2 import CollapseWatch, Wav2Vec2
-from speechtrain.start.build import build
+from speechtrain.start.run_config import part_of
 from tests.support import noise
 from tests.support.composed import composed
 
@@ -27,8 +27,8 @@ TINY = [
 def built(*overrides: str) -> Wav2Vec2:
     config = composed(*overrides)
     torch.manual_seed(1)
-    encoder = build(config, "encoder", augment=build(config, "augment"))
-    task: Wav2Vec2 = build(config, "model", encoder=encoder)
+    encoder = part_of(config, "encoder").build(augment=part_of(config, "augment").build())
+    task: Wav2Vec2 = part_of(config, "model").build(encoder=encoder)
     return task
 
 

@@ -14,8 +14,9 @@ from speechtrain.errors import MachineError, RunError
 from speechtrain.optim import adamw8bit
 from speechtrain.optim.adamw import AdamW
 from speechtrain.optim.adamw8bit import AdamW8bit
-from speechtrain.start.build import build, dry_build
+from speechtrain.start.build import dry_build
 from speechtrain.start.compose import compose
+from speechtrain.start.run_config import part_of, run_config
 from tests.support.checkpoints import restore
 
 
@@ -107,7 +108,9 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path, damage: str) -> No
 @pytest.mark.usefixtures("library")
 def test_a_rank_is_known_to_need_less() -> None:
     keys = ["run_dir=x", "model=rnnt_mlperf"]
-    narrow, wide = (dry_build(compose([*keys, f"optimizer={name}"])) for name in ("adamw8bit", "adamw"))
+    narrow, wide = (
+        dry_build(run_config(compose([*keys, f"optimizer={name}"]))) for name in ("adamw8bit", "adamw")
+    )
     assert narrow == pytest.approx(3.51 / 5 * wide, rel=0.01)  # weights, gradients, average and the state
 
 
@@ -117,4 +120,4 @@ def test_a_missing_library_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         MachineError, match=r"bitsandbytes is not installed here\. Run pip install -e '\.\[memory\]'"
     ):
-        build(compose(["optimizer=adamw8bit"]), "optimizer", params=[nn.Parameter(torch.zeros(1))])
+        part_of(compose(["optimizer=adamw8bit"]), "optimizer").build(params=[nn.Parameter(torch.zeros(1))])

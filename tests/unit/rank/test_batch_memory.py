@@ -14,9 +14,10 @@ from speechtrain.distributed.world import World
 from speechtrain.errors import MachineError
 from speechtrain.rank.batch_memory import choose_batch_memory, free_batch_memory
 from speechtrain.rank.build import build_task
-from speechtrain.start.build import build_data, build_device
+from speechtrain.start.build import build_data
 from speechtrain.start.compose import compose
 from speechtrain.start.resolved import dump, load
+from speechtrain.start.run_config import part_of, run_config
 from speechtrain.tracking.console import start_lines
 from tests.support.composed import composed
 
@@ -50,38 +51,37 @@ def run_with_auto(run_dir: Path, *more: str) -> DictConfig:
 
 def test_choose_batch_memory_divides_once_for_ranks_and_starts(tmp_path: Path) -> None:
     config = run_with_auto(tmp_path / "run", "data.valid_batch.memory_gib=auto")
-    task, tokenizer = build_task(config)
+    task, tokenizer = build_task(run_config(config))
     path = tmp_path / "run" / "config.yaml"
-    other = load(path)  # rank 1's
-    note = choose_batch_memory(config, Roomy(), Rank(0), task=task)
+    run = other = run_config(config)  # ``other`` is rank 1's
+    run, note = choose_batch_memory(run, Roomy(), Rank(0), task=task)
     values = sum(p.numel() for p in task.parameters())
     half = (10 * 2**30 - 5 * 4 * values) / 2 / 2**30  # weights, gradients, two moments, average
-    chosen = config.data.batch.memory_gib
+    chosen = run.data.node["batch"]["memory_gib"]
     assert chosen == pytest.approx(half, abs=1e-3)
     assert start_lines(note) == [f"plan     memory of a batch {chosen} GiB"]
-    assert load(path) == config
-    assert build_data(config, tokenizer, task).size.limits.bytes == chosen * 2**30
-    assert config.data.valid_batch.memory_gib == chosen
+    assert run_config(load(path)) == run
+    assert build_data(run, tokenizer, task).size.limits.bytes == chosen * 2**30
+    assert run.data.node["valid_batch"]["memory_gib"] == chosen
     before = path.read_bytes()
     little = Roomy()
     little.free = 2**20
-    choose_batch_memory(other, little, Rank(1, chosen), task=task)
-    assert other == config
-    assert choose_batch_memory(other, little, Rank(0), task=task) == {}  # a later start chooses nothing
+    assert choose_batch_memory(other, little, Rank(1, chosen), task=task)[0] == run
+    assert choose_batch_memory(run, little, Rank(0), task=task) == (run, {})  # a later start chooses nothing
     assert path.read_bytes() == before
 
 
 def test_a_rank_shares_its_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config = composed("data.batch.memory_gib=auto")
-    task, _ = build_task(config)
+    task, _ = build_task(run_config(config))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert free_batch_memory(config, Roomy(), task) < 2.5
+    assert free_batch_memory(run_config(config), Roomy(), task) < 2.5
     little = Roomy()
     little.free = 2**20
     with pytest.raises(
         MachineError, match=r"memory_gib=auto: 0\.\d\d GiB of weights, gradients and state, 0\.00 GiB free"
     ):
-        free_batch_memory(config, little, task)
+        free_batch_memory(run_config(config), little, task)
     assert 0 < CPU().free_memory(2) < CPU().free_memory(1)
 
 
@@ -90,4 +90,6 @@ def test_a_device_that_does_not_tell_its_memory_is_named() -> None:
     with pytest.raises(
         MachineError, match=r"memory_gib=auto: device=lazy does not report its free memory. Set GiB"
     ):
-        free_batch_memory(config, build_device(config), build_task(config)[0])
+        free_batch_memory(
+            run_config(config), part_of(config, "device").build(), build_task(run_config(config))[0]
+        )

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from speechtrain.devices.cpu import CPU
@@ -16,8 +15,9 @@ from speechtrain.errors import ConfigError, MachineError
 from speechtrain.optim.schedules import Schedule
 from speechtrain.rank import build
 from speechtrain.rank.build import build_task, load_initial_weights, plan_updates, trainer_config_for
-from speechtrain.start.build import build_data, build_tokenizer
+from speechtrain.start.build import build_data
 from speechtrain.start.compose import compose
+from speechtrain.start.run_config import run_config
 from speechtrain.text.vocabulary import SentencePiece, train_sentencepiece
 from speechtrain.tracking.console import start_lines
 from speechtrain.trainer_config import TrainerConfig
@@ -30,13 +30,13 @@ OF_THE_VOCABULARY = {"prediction.embedding.weight"} | {
 
 
 def test_a_world_that_the_run_does_not_have_is_refused() -> None:
-    config = OmegaConf.create({"world_size": 1, "trainer": {"simulate_world": 6}})
-    assert trainer_config_for(config, World()).accumulate == 6
+    config = compose(["trainer.simulate_world=6"])
+    assert trainer_config_for(run_config(config), World()).accumulate == 6
     with pytest.raises(MachineError, match="WORLD_SIZE=2 in the environment, but the run has world_size=1"):
-        trainer_config_for(config, World(0, 2))
+        trainer_config_for(run_config(config), World(0, 2))
     config.world_size = 4
     with pytest.raises(ConfigError, match="is not a multiple of world_size=4"):
-        trainer_config_for(config, World(0, 4))
+        trainer_config_for(run_config(config), World(0, 4))
 
 
 ALPHABET = "tokenizer.alphabet=' abcdefgh'"
@@ -51,8 +51,8 @@ def test_an_alphabet_within_the_old_one_keeps_its_rows(tmp_path: Path, part: str
     (run / "checkpoints/step-00000001/state.safetensors").unlink()  # it holds nothing that init_from reads
     before = load_file(run / "checkpoints/step-00000001/model.safetensors")
     config = compose([*TINY, "tokenizer.alphabet='hca '", f"init_from={run / part}"])
-    task, tokenizer = build_task(config)
-    (line,) = start_lines(load_initial_weights(config, task, tokenizer))
+    task, tokenizer = build_task(run_config(config))
+    (line,) = start_lines(load_initial_weights(run_config(config), task, tokenizer))
     assert line.endswith("labels kept 4 of 4")
     rows = [8, 3, 1, 0, 9]  # of h, c, a, the space and the blank
     for name, value in task.state_dict().items():
@@ -82,9 +82,9 @@ def test_a_new_label_gets_fresh_rows_beside_those_that_stay(
     run = untrained(tmp_path / "run", *keys, *overrides, ALPHABET, "seed=7")
     before = load_file(run / "checkpoints/step-00000001/model.safetensors")
     config = compose([*keys, *overrides, "tokenizer.alphabet='xhaä '", f"init_from={run}"])
-    task, tokenizer = build_task(config)
+    task, tokenizer = build_task(run_config(config))
     fresh = {name: value.clone() for name, value in task.state_dict().items()}
-    facts = load_initial_weights(config, task, tokenizer)
+    facts = load_initial_weights(run_config(config), task, tokenizer)
     assert facts["labels kept"] == "3 of 5 (fresh: 'x' 'ä')"
     assert facts["fresh"] == 0
     for layer, count in rest.items():
@@ -99,9 +99,9 @@ def test_durations_that_the_old_model_lacks_are_fresh(tmp_path: Path) -> None:
     run = untrained(tmp_path / "run", *TINY, ALPHABET, "seed=7")
     before = load_file(run / "checkpoints/step-00000001/model.safetensors")["joint.output.bias"]
     config = compose([*TINY, *TDT, "tokenizer.alphabet='ab'", f"init_from={run}"])
-    task, tokenizer = build_task(config)
+    task, tokenizer = build_task(run_config(config))
     fresh = task.state_dict()["joint.output.bias"].clone()
-    load_initial_weights(config, task, tokenizer)
+    load_initial_weights(run_config(config), task, tokenizer)
     assert task.state_dict()["joint.output.bias"].equal(torch.cat([before[[1, 2, 9]], fresh[3:]]))
 
 
@@ -115,8 +115,8 @@ def test_pieces_keep_their_rows_by_their_name(tmp_path: Path) -> None:
     run = untrained(tmp_path / "run", *keys["old"], "seed=7")
     before = load_file(run / "checkpoints/step-00000001/model.safetensors")["ctc.weight"]
     config = compose([*keys["new"], f"init_from={run}"])
-    task, tokenizer = build_task(config)
-    facts = load_initial_weights(config, task, tokenizer)
+    task, tokenizer = build_task(run_config(config))
+    facts = load_initial_weights(run_config(config), task, tokenizer)
     shared = [label for label in labels["new"] if label in labels["old"]]
     assert "<unk>" in shared
     assert 2 < len(shared) < len(labels["new"])
@@ -132,8 +132,8 @@ def test_the_scores_of_shared_labels_stay_until_the_first_update(tmp_path: Path)
     scores = []
     for alphabet, text in ((" abcdefgh", "cab"), ("cbaü", "cab")):
         config = compose([*TINY, f"tokenizer.alphabet='{alphabet}'", f"init_from={run}"])
-        task, tokenizer = build_task(config)
-        load_initial_weights(config, task, tokenizer)
+        task, tokenizer = build_task(run_config(config))
+        load_initial_weights(run_config(config), task, tokenizer)
         task.eval()
         predicted = task.joint.prediction(task.prediction(torch.tensor([tokenizer.encode(text)])))
         logits = task.joint(task.joint.encoder(encoded)[:, :, None], predicted[:, None])
@@ -153,8 +153,8 @@ def test_weights_of_the_same_vocabulary_are_taken_over_and_not_of_one_that_is_un
     before = load_file(bare)
     for start, lost in ((run, set[str]()), (bare, OF_THE_VOCABULARY)):
         config = compose([*TINY, ALPHABET, "tokenizer.normaliser=none", f"init_from={start}"])
-        task, tokenizer = build_task(config)
-        facts = load_initial_weights(config, task, tokenizer)
+        task, tokenizer = build_task(run_config(config))
+        facts = load_initial_weights(run_config(config), task, tokenizer)
         assert (facts["tensors taken over"], facts["fresh"]) == (len(before) - len(lost), len(lost))
         expected = f"0 of 9 (the labels of {bare} are unknown)" if lost else None
         assert facts.get("labels kept") == expected
@@ -165,7 +165,8 @@ def test_weights_of_the_same_vocabulary_are_taken_over_and_not_of_one_that_is_un
 def planned(*overrides: str) -> tuple[Schedule, int | None]:
     """The plan of a run on the embedded corpus."""
     config = composed("data.workers=0", *overrides)
-    return plan_updates(config, TrainerConfig(**config.trainer), build_data(config, build_tokenizer(config)))
+    run = run_config(config)
+    return plan_updates(run, run.trainer, build_data(run, run.tokenizer.build()))
 
 
 def test_a_plan_that_cannot_do_its_work_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,10 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from speechtrain.devices.cpu import CPU
 from speechtrain.errors import ConfigError, RunError, nearest
 from speechtrain.run_directory import flat
-from speechtrain.start.build import build, build_data, build_encoder
+from speechtrain.start.build import build_data, build_encoder
 from speechtrain.start.check import check, mismatch
 from speechtrain.start.compose import compose
 from speechtrain.start.resolved import dump, load, resolve, with_absolute_paths
+from speechtrain.start.run_config import part_of, run_config
 from speechtrain.start.run_name import fingerprint
 from speechtrain.start.targets import ALLOW_TARGETS, target_class
 from speechtrain.start.volatile_keys import is_volatile
@@ -134,10 +135,12 @@ def test_a_refused_module_is_not_imported(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_building_refuses_as_the_check_does() -> None:
     with pytest.raises(ConfigError, match=r"subprocess"):
-        build(OmegaConf.create({"model": {"_target_": "subprocess.Popen", "args": ["true"]}}), "model")
+        part_of(
+            OmegaConf.create({"model": {"_target_": "subprocess.Popen", "args": ["true"]}}), "model"
+        ).build()
     node = {"_target_": "speechtrain.models.ctc.CTC", "inner": [{"_target_": "os.system"}]}
     with pytest.raises(ConfigError, match=r"model\.inner"):
-        build(OmegaConf.create({"model": node}), "model")
+        part_of(OmegaConf.create({"model": node}), "model").build()
 
 
 # --- the check ------------------------------------------------------------------------------------
@@ -470,8 +473,8 @@ def test_build_refuses_a_class_that_the_parameter_excludes() -> None:
     config = composed("run_dir=x")
     config.data.valid = {"x": {"_target_": "speechtrain.rank.StopRequest"}}
     with pytest.raises(ConfigError, match=r"data\.valid"):
-        build_data(config, Characters())
+        build_data(run_config(config), Characters())
     config = composed("run_dir=x")
     config.encoder.features = {"_target_": "speechtrain.features.augment.Augment"}
     with pytest.raises(ConfigError, match=r"encoder\.features"):
-        build_encoder(config)
+        build_encoder(run_config(config))

@@ -16,10 +16,10 @@ from speechtrain.devices.cpu import CPU
 from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.rank.build import build_task, load_initial_weights
 from speechtrain.start import sizing
-from speechtrain.start.build import build, build_tokenizer
 from speechtrain.start.check import check
 from speechtrain.start.compose import compose
 from speechtrain.start.from_data import explicit_keys, follow_data, rare_characters
+from speechtrain.start.run_config import part_of, run_config
 from speechtrain.start.sizing import Speech, frame, hold_out, scratch
 from tests.support.composed import composed
 from tests.support.tiny_run import untrained
@@ -58,7 +58,7 @@ def test_every_network_can_be_built(hours: float, millions: float) -> None:
     for key, value in scratch(speech(hours=hours, core_hours=20.0 * hours)).items():
         OmegaConf.update(config, key, value)
     with torch.device("meta"):
-        encoder = build(config, "encoder", augment=build(config, "augment"))
+        encoder = part_of(config, "encoder").build(augment=part_of(config, "augment").build())
     assert encoder.frames(16_000) == 33
     assert sum(p.numel() for p in encoder.parameters()) == pytest.approx(millions * 1e6, rel=0.1)
 
@@ -138,7 +138,7 @@ def test_labels_of_the_same_name_are_kept(tmp_path: Path) -> None:
 
     def labels_kept(source: Path, *overrides: str) -> str | None:
         config = compose([*RECOGNISER, f"init_from={source}", *overrides])
-        return load_initial_weights(config, *build_task(config)).get("labels kept")
+        return load_initial_weights(run_config(config), *build_task(run_config(config))).get("labels kept")
 
     assert labels_kept(run) is None
     assert labels_kept(run, "tokenizer.alphabet=' abcdü'") == "5 of 6 (fresh: 'ü')"
@@ -228,7 +228,7 @@ def test_a_large_set_has_sentencepiece_labels(tmp_path: Path, monkeypatch: pytes
     train = write_manifest(tmp_path, ["one two three four", "seven eight nine zero"] * 1000)
     one, two = (config_from_data("data=manifest", f"data.train={train}", "tokenizer=auto") for _ in range(2))
     assert one.tokenizer == two.tokenizer
-    tokenizer = build_tokenizer(one)
+    tokenizer = part_of(one, "tokenizer").build()
     assert (tokenizer.size, tokenizer.normalise("ONE, Two!")) == (18, "one two")
     monkeypatch.setattr(sizing, "_PIECES", ((0.5, 500),))
     assert "alphabet" in config_from_data("data=manifest", f"data.train={train}", "tokenizer=auto").tokenizer

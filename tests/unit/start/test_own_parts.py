@@ -22,6 +22,7 @@ from speechtrain.rank.build import build_task
 from speechtrain.rank.contract import check_contract
 from speechtrain.run_directory import RunResult, git_output
 from speechtrain.start.build import build_data
+from speechtrain.start.run_config import run_config
 from speechtrain.start.targets import ALLOW_TARGETS
 from speechtrain.study.objectives import Objective, check_direction
 from tests.support.composed import composed
@@ -156,8 +157,8 @@ def test_an_unused_parameter_of_several_ranks_is_named(tmp_path: Path) -> None:
     write_recordings(tmp_path, 8)
     config = composed("model=ctc", f"data.train={tmp_path}", *_TRAINING, "tokenizer=characters")
     config.run_dir = str(tmp_path)
-    task, tokenizer = build_task(config)
-    data = build_data(config, tokenizer, task)
+    task, tokenizer = build_task(run_config(config))
+    data = build_data(run_config(config), tokenizer, task)
     check_contract(task, data, lambda batch: batch, ranks=2)
     assert all(parameter.grad is None for parameter in task.parameters())
     task.encoder.spare = torch.nn.Linear(2, 2)
@@ -233,8 +234,8 @@ def test_check_contract_leaves_weights_and_generators(tmp_path: Path) -> None:
     overrides = ["model=ctc", "encoder=fastconformer_tiny", f"data.train={tmp_path}", *_TRAINING]
     config = composed(*overrides, "tokenizer=characters")
     config.run_dir = str(tmp_path)
-    task, tokenizer = build_task(config)
-    data = build_data(config, tokenizer, task)
+    task, tokenizer = build_task(run_config(config))
+    data = build_data(run_config(config), tokenizer, task)
     state = copy.deepcopy({**task.state_dict(), "generator": torch.get_rng_state()})
     data_state = copy.deepcopy(data.state_dict())
     assert any("running_mean" in name for name in state)

@@ -11,9 +11,10 @@ import pytest
 
 from speechtrain.commands import prepare, train
 from speechtrain.commands._cli import exit_code_of
-from speechtrain.start.build import build_data, build_tokenizer, dry_build
+from speechtrain.start.build import build_data, dry_build
 from speechtrain.start.compose import compose
 from speechtrain.start.recipe_needs import config_for_plan, needs_of
+from speechtrain.start.run_config import part_of, run_config
 from tests.support.corpora import librispeech
 
 pytestmark = pytest.mark.slow
@@ -71,8 +72,8 @@ def test_a_plan_without_data_names_the_corpus_and_the_tokenizer(
 
 def test_a_plan_has_the_size_of_the_network_with_its_tokenizer() -> None:
     config = compose(["recipe=mlperf", "run_dir=r", DRY])
-    assert build_tokenizer(config_for_plan(config)).size == 1024
-    assert dry_build(config_for_plan(config)) > 49_000_000 * 4 * 4
+    assert part_of(config_for_plan(config), "tokenizer").build().size == 1024
+    assert dry_build(run_config(config_for_plan(config))) > 49_000_000 * 4 * 4
 
 
 def test_parts_that_are_unpacked_are_not_downloaded(
@@ -130,9 +131,9 @@ def test_explicit_recordings_replace_the_corpus_of_the_recipe(capsys: pytest.Cap
     assert f"tokenizer {os.getcwd()}/a.jsonl --kind unigram --size 1023 --normaliser english" in lines[0]
     assert lines[0].endswith("--out FILE.model, then add tokenizer.model=FILE.model")
     config = compose(["recipe=wav2vec2", "run_dir=r"])
-    assert build_data(config, build_tokenizer(config)).training_set.hold_out == 0.01
+    assert build_data(run_config(config), part_of(config, "tokenizer").build()).training_set.hold_out == 0.01
     config = compose(["recipe=wav2vec2", "run_dir=r", "data.train=a.tsv", "++data.valid.dev=b.tsv"])
-    assert build_data(config, build_tokenizer(config)).training_set.hold_out == 0.0
+    assert build_data(run_config(config), part_of(config, "tokenizer").build()).training_set.hold_out == 0.0
     assert needs_of(config) == []
 
 
@@ -151,7 +152,7 @@ def test_the_printed_command_makes_the_missing_parts(
     assert f"{folder}/bpe1024.model is not written: tokenizer: 1024 pieces are too many" in out
     assert out.splitlines()[-1].startswith("train with: speechtrain train recipe=scratch data.train=")
     config = compose(["recipe=mlperf", "run_dir=r"])
-    assert build_tokenizer(config).size == 19
+    assert part_of(config, "tokenizer").build().size == 19
     assert needs_of(config) == []
     code, _, lines = start(capsys, "recipe=mlperf", DRY)
     assert (code, lines) == (0, [])

@@ -15,9 +15,10 @@ from speechtrain.distributed.world import World
 from speechtrain.errors import ConfigError
 from speechtrain.rank.build import trainer_config_for
 from speechtrain.run_directory import flat
-from speechtrain.start.build import build_encoder, build_model, build_schedule
+from speechtrain.start.build import build_encoder, build_model
 from speechtrain.start.check import check
 from speechtrain.start.compose import compose
+from speechtrain.start.run_config import part_of, run_config
 from speechtrain.text.vocabulary import Characters, NoText, Tokenizer
 from tests.support.composed import composed
 
@@ -100,7 +101,7 @@ def tokenizer(labels: int) -> Tokenizer:
 def size(config: DictConfig, labels: int) -> int:
     """The parameters of a recipe's model with a number of labels, on the meta device."""
     with torch.device("meta"):
-        task = build_model(config, tokenizer(labels), build_encoder(config))
+        task = build_model(run_config(config), tokenizer(labels), build_encoder(run_config(config)))
     return sum(parameter.numel() for parameter in task.parameters())
 
 
@@ -123,7 +124,7 @@ def test_contextnet_large_fits_eight_recordings_in_24_gib() -> None:
     config = recipe("contextnet_librispeech", "device=cpu")
     assert (config.data.batch.count, config.data.max_seconds) == (8, 20.0)
     with torch.device("meta"):
-        task = build_model(config, tokenizer(1024), build_encoder(config))
+        task = build_model(run_config(config), tokenizer(1024), build_encoder(run_config(config)))
     activations = 2 * task.footprint().bytes(rows=8, seconds=20.0, labels=200)
     weights_and_gradients = 8 * sum(parameter.numel() for parameter in task.parameters())
     assert activations + weights_and_gradients < 24 * 2**30
@@ -139,7 +140,7 @@ def test_a_normaliser_is_that_of_the_corpus(corpus: str) -> None:
 
 def accumulate(config: DictConfig) -> int:
     """Return the micro-batches that each rank of a run accumulates."""
-    return trainer_config_for(config, World(0, config.world_size)).accumulate
+    return trainer_config_for(run_config(config), World(0, config.world_size)).accumulate
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -221,7 +222,7 @@ def test_contextnet_recipes_have_about_400_000_updates() -> None:
         config = recipe(f"contextnet_{corpus}", "device=cpu")
         assert config.trainer.max_epochs == CONTEXTNET[corpus]
         updates[corpus] = round(config.trainer.max_epochs * utterances / config.data.batch.count)
-        schedule = build_schedule(config, 1, updates[corpus])
+        schedule = part_of(config, "schedule").build(steps_per_epoch=1, planned_steps=updates[corpus])
         assert schedule.rate(2001) == pytest.approx(1e-4)
         assert schedule.rate(updates[corpus] + 1) == 0.0
         print(f"{corpus}: {updates[corpus]:,} updates, {updates[corpus] - 400_000:+,} to 400,000")

@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from speechtrain.start.build import build
+from speechtrain.start.run_config import part_of
 from speechtrain.tracking.base import Tracker
 
 CONF = Path(__file__).parents[3] / "conf" / "tracking"
@@ -33,7 +33,7 @@ def _compose(choice: str, run_dir: Path, *overrides: str) -> DictConfig:
 
 def _build(choice: str, run_dir: Path, *overrides: str) -> Tracker:
     node = _compose(choice, run_dir, *overrides)
-    tracker = build(OmegaConf.create({"run_dir": str(run_dir), "tracking": node}), "tracking")
+    tracker = part_of(OmegaConf.create({"run_dir": str(run_dir), "tracking": node}), "tracking").build()
     assert isinstance(tracker, Tracker)
     return tracker
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.start.build import build
 from speechtrain.start.check import check
 from speechtrain.start.compose import compose
+from speechtrain.start.run_config import part_of
 from speechtrain.start.targets import ALLOW_TARGETS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "trackers.md"
@@ -29,7 +29,7 @@ def test_the_csv_tracker_writes_the_metrics_of_a_validation(
     config = compose(["tracking=csv", "recipe=demo", f"run_dir={tmp_path}"], str(tmp_path / "conf"))
     check(config)
     assert {"console", "jsonl", "tensorboard", "csv"} < set(config.tracking.trackers)
-    tracker = build(config, "tracking")
+    tracker = part_of(config, "tracking").build()
     tracker.log("train", {"step": 1, "loss": 3.0})
     tracker.log("valid", {"step": 2, "set": "dev", "seconds": 0.5, "wer": 0.25, "loss": 2.0})
     tracker.close()

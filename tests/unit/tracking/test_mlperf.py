@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from speechtrain.start.build import build
 from speechtrain.start.resolved import dump, load
+from speechtrain.start.run_config import part_of
 from speechtrain.tracking.base import Tracker
 from tests.support.composed import composed
 from tests.support.mllog import MLLog, golden_keys
@@ -35,7 +35,7 @@ def tracker_of(run_dir: Path, *overrides: str) -> Tracker:
     path = run_dir / "config.yaml"
     path.write_text(dump(config))
     node = load(path).tracking.trackers.mlperf
-    tracker = build(OmegaConf.create({"tracking": node}), "tracking")
+    tracker = part_of(OmegaConf.create({"tracking": node}), "tracking").build()
     assert isinstance(tracker, Tracker)
     return tracker
 

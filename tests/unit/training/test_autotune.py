@@ -24,6 +24,7 @@ from speechtrain.rank.build import build_task
 from speechtrain.run_directory import About, DeviceRecord
 from speechtrain.start.build import build_data
 from speechtrain.start.compose import compose
+from speechtrain.start.run_config import run_config
 from speechtrain.task import Task
 from speechtrain.training import autotune
 from speechtrain.training.autotune import choose_policy, recorded_policy, resolve_policy
@@ -58,8 +59,8 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Task, DataModule]:
          "model.joint.hidden=16", "data.workers=0", f"run_dir={tmp_path_factory.mktemp('run')}"],
         None,
     )  # fmt: skip
-    task, tokenizer = build_task(config)
-    return task, build_data(config, tokenizer, task)
+    task, tokenizer = build_task(run_config(config))
+    return task, build_data(run_config(config), tokenizer, task)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from speechtrain.optim.schedules import Schedule
-from speechtrain.start.build import build_schedule
+from speechtrain.start.run_config import part_of
 from tests.support.composed import composed
 from tests.support.small_trainer import MICRO_BATCHES
 from tests.support.timed_run import Run
@@ -43,7 +43,7 @@ extensions = pytest.mark.parametrize(
 def schedule_of(name: str, steps: int, *settings: str) -> Schedule:
     """Return the schedule as a rank builds it for a plan of ``steps`` updates."""
     config = composed(f"schedule={name}", f"optimizer.lr={PEAK}", *SCHEDULES[name], *settings)
-    return build_schedule(config, steps_per_epoch=MICRO_BATCHES, planned_steps=steps)
+    return part_of(config, "schedule").build(steps_per_epoch=MICRO_BATCHES, planned_steps=steps)
 
 
 @pytest.fixture

@@ -11,11 +11,16 @@ from torch import Tensor, nn
 
 from speechtrain.compute_policy import apply_policy
 from speechtrain.devices.cpu import CPU
+from speechtrain.distributed.world import World
 from speechtrain.errors import ConfigError
-from speechtrain.rank.build import build_task, open_device
-from speechtrain.start.build import build_encoder, build_model, build_tokenizer
+from speechtrain.rank.attempt import Attempt
+from speechtrain.rank.build import build_task
+from speechtrain.rank.main import train
+from speechtrain.rank.stop import StopRequest
+from speechtrain.start.build import build_encoder, build_model
 from speechtrain.start.choices import choices
 from speechtrain.start.compose import compose
+from speechtrain.start.run_config import part_of, run_config
 from speechtrain.task import Task, units_of
 from speechtrain.training.recompute import checkpoint_layers
 from tests.support.composed import composed
@@ -40,7 +45,9 @@ def model_of(encoder: str, *more: str, checkpointed: bool = False) -> Task:
             blocks.append({**block, "times": 1, "repeat": min(2, block.get("repeat", 2)), "filters": 16})
         config.encoder.blocks = blocks
     torch.manual_seed(1)
-    model = build_model(config, build_tokenizer(config), build_encoder(config))
+    model = build_model(
+        run_config(config), part_of(config, "tokenizer").build(), build_encoder(run_config(config))
+    )
     if checkpointed:
         checkpoint_layers(model)
     return model.train()
@@ -144,14 +151,14 @@ def test_a_model_without_units_is_refused() -> None:
 
 def test_the_key_reaches_every_model_of_a_rank(tmp_path: Path) -> None:
     config = compose(["trainer.checkpoint_layers=true", f"run_dir={tmp_path}"])
-    task, _ = build_task(config)
+    task, _ = build_task(run_config(config))
     assert all(type(unit).__mro__[1].__name__ == "_Checkpointed" for unit in units_of(task))
     assert {name: v.shape for name, v in task.state_dict().items()} == {
-        name: v.shape for name, v in build_task(compose([]))[0].state_dict().items()
+        name: v.shape for name, v in build_task(run_config(compose([])))[0].state_dict().items()
     }
 
 
 def test_a_device_that_records_graphs_refuses_it() -> None:
     config = compose(["trainer.checkpoint_layers=true", "device=lazy", "data.shapes=2"])
     with pytest.raises(ConfigError, match=r"trainer.checkpoint_layers=true: device=lazy records"):
-        open_device(config, 0)
+        train(run_config(config), World(), StopRequest(), Attempt())

@@ -17,7 +17,7 @@ import pytest
 from speechtrain.batch import Batch
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import MachineError, RunError
-from speechtrain.start.build import build_schedule
+from speechtrain.start.run_config import part_of
 from speechtrain.task import Evaluation
 from speechtrain.training.time_budget import Revision, TimePlan, read_plan, shared_plan, write_plan
 from tests.support.composed import composed
@@ -50,7 +50,7 @@ def test_a_plan_survives_another_speed_of_the_first_tenth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, factor: float
 ) -> None:
     config = composed(*RECIPES[recipe])
-    schedule = build_schedule(config, steps_per_epoch=50, planned_steps=1)
+    schedule = part_of(config, "schedule").build(steps_per_epoch=50, planned_steps=1)
     every = config.trainer.validate_every
     run = Run(tmp_path, monkeypatch, first_tenth(factor), schedule=schedule, validate_every=every)
     assert run.status == "finished"
