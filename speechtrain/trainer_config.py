@@ -69,7 +69,7 @@ class TrainerConfig:
     def require_end(self) -> None:
         """Raise ConfigError if no limit and no target ends the run."""
         if (self.max_steps, self.max_epochs, self.max_hours, self.target) == (None, None, None, None):
-            raise ConfigError("nothing ends this run. Set max_steps, max_epochs, max_hours or target")
+            raise ConfigError("nothing ends this run. Set trainer.max_steps, max_epochs, max_hours or target")
 
     def divide_micro_batches(self, world_size: int) -> None:
         """Divide the ``simulate_world`` micro-batches of a step among the ranks, by setting ``accumulate``.

@@ -39,6 +39,8 @@ _HARMLESS_NAMES = re.compile(
     r"|_utils\._rebuild_(tensor(_v2)?|parameter(_with_state)?))"
 )
 _MAX_SETTINGS = 2**17
+_MAX_OBJECT_SIZE = 2**24  # objects that one object of a pickle contains, if each reference counts as a copy
+_MAX_STACK = 10**5  # objects on the stack of a pickle
 
 
 class Inert:
@@ -119,10 +121,62 @@ def _pickles_in_archive(file: IO[bytes]) -> list[IO[bytes]]:
     return [archive.open(entry) for entry in entries if entry.filename.lower().endswith("data.pkl")]
 
 
+class _PickleSizes:
+    """Simulates the stack and the memo of a pickle. They contain the sizes of the objects.
+
+    The size of an object is 1 plus the sizes of the objects that it contains.
+    """
+
+    def __init__(self) -> None:
+        self._stack: list[int | None] = []  # None is a mark, which separates the inputs of an operation.
+        self._memo: dict[int, int] = {}  # sizes by the number of the memo's entry
+
+    def apply(self, operation: pickletools.OpcodeInfo, argument: Any) -> None:
+        """Apply one operation of the pickle. Raises ValueError if an object or the stack is too large."""
+        size = 1
+        if operation.name.endswith("PUT"):
+            entry = int(argument)
+            top_size = self._stack[-1] if self._stack else None
+            self._memo[entry] = top_size or 1  # A malformed pickle can have no object or a mark at the top.
+            size = entry  # A too large number of an entry is refused below, like a too large object.
+        elif operation.name == "MARK":
+            self._stack.append(None)
+        else:
+            if operation.name.endswith("GET"):
+                size += self._memo.get(int(argument), 0)
+            size += self._pop_inputs(operation.stack_before)
+            self._stack += [size] * len(operation.stack_after)
+        if size > _MAX_OBJECT_SIZE or len(self._stack) > _MAX_STACK:
+            raise ValueError("its objects refer to each other too often")
+
+    def _pop_inputs(self, inputs: list[pickletools.StackObject]) -> int:
+        """Remove the inputs of an operation from the stack. Return the sum of their sizes.
+
+        If ``inputs`` has a mark, all objects above the topmost mark are inputs.
+        """
+        size = 0
+        if pickletools.markobject in inputs:
+            while self._stack and self._stack[-1] is not None:
+                size += self._pop()
+            self._pop()
+            inputs = inputs[: inputs.index(pickletools.markobject)]
+        return size + sum(self._pop() for _ in inputs)
+
+    def _pop(self) -> int:
+        """Remove the top of the stack. Return its size, which is 0 for a mark and for an empty stack."""
+        return (self._stack and self._stack.pop()) or 0
+
+
 def _names_in_pickle(file: IO[bytes]) -> set[str]:
-    """Return the full names of the classes and functions in one pickle. Names of Python 2 are translated."""
+    """Return the full names of the classes and functions in one pickle. Names of Python 2 are translated.
+
+    Raises ValueError if an object contains too many others when each reference counts as a copy. Such an
+    object is small in the file, but a function that follows each reference, such as ``hash``, never ends.
+    """
     names: set[str] = set()
+    sizes = _PickleSizes()
     for operation, argument, _ in pickletools.genops(file):
+        sizes.apply(operation, argument)
         if operation.name == "PROTO" and argument != 2:
             raise ValueError(f"its pickle protocol is {argument}, and torch.save writes 2")
         if operation.name == "GLOBAL":

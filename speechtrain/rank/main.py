@@ -36,7 +36,6 @@ from speechtrain.errors import (
 )
 from speechtrain.files import open_append, stdout_problem, write_text
 from speechtrain.launch.process_tree import kill_descendants
-from speechtrain.optim.ema import EMA, NoEMA
 from speechtrain.rank.attempt import Attempt
 from speechtrain.rank.batch_memory import choose_batch_memory, with_decoded_memory
 from speechtrain.rank.build import (
@@ -159,11 +158,8 @@ def train(
         stop_requested=stop,
     )
     attempt.progress = trainer.progress
-    average = EMA(task, settings.ema) if settings.ema > 0 else NoEMA()
     with contextlib.closing(data), _explained_memory_errors(device, trainer, tokenizer.size):
-        attempt.status = trainer.fit(
-            module, data, optimizer, schedule=schedule, average=average, checkpoint=checkpoint
-        )
+        attempt.status = trainer.fit(module, data, optimizer, schedule=schedule, checkpoint=checkpoint)
 
 
 @contextlib.contextmanager

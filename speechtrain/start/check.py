@@ -24,18 +24,6 @@ from speechtrain.start.schema import INJECTED, INTERFACES, Config
 from speechtrain.start.targets import import_class, parameter_types, parameters_of, target_class
 from speechtrain.trainer_config import TrainerConfig, profile_steps
 
-# Keys of ``trainer`` whose value must be null or positive.
-_POSITIVE_KEYS = (
-    *("max_steps", "max_epochs", "max_hours", "accumulate", "simulate_world", "log_every", "validate_every"),
-    *("save_every", "keep", "max_bad_updates", "timeout_seconds"),
-)
-# Keys of ``trainer`` with their allowed values.
-_ALLOWED_VALUES = {
-    "on_save_error": ("continue", "stop"),
-    "on_collapse": ("stop", "warn"),
-    "shard": ("none", "parameters"),
-}
-
 
 def check(config: DictConfig) -> dict[str, Any]:
     """Check every part against its constructor. Return the resolved config as plain containers.
@@ -107,37 +95,21 @@ def _check_keys(prefix: str, node: Mapping[str, Any], schema: type[Config | Trai
 
 def _check_limits(values: Mapping[str, Any]) -> None:
     """Check the values of ``trainer``, the seed and the number of processes."""
-    limits = values["trainer"]
-    for key in _POSITIVE_KEYS:
-        if limits[key] is not None and not limits[key] > 0:
-            raise ConfigError(f"trainer.{key}={limits[key]}: it must be above 0")
-    if not 0 <= limits["ema"] < 1:
-        raise ConfigError(f"trainer.ema={limits['ema']}: it must be at least 0 (off) and below 1")
-    for key in ("clip", "target"):
-        if limits[key] is not None and not limits[key] >= 0:
-            raise ConfigError(f"trainer.{key}={limits[key]}: it must be at least 0")
     if not 0 <= values["seed"] < 2**63:
         raise ConfigError(f"seed={values['seed']}: it must be at least 0 and below 2**63")
-    profile_steps(limits["profile"])
-    for key, choices in _ALLOWED_VALUES.items():
-        if limits[key] not in choices:
-            raise ConfigError(f"trainer.{key}={limits[key]}: choose {' or '.join(choices)}")
-    if all(limits[key] is None for key in ("max_steps", "max_epochs", "max_hours", "target")):
-        raise ConfigError("nothing ends this run. Set trainer.max_steps, max_epochs, max_hours or target")
-    _check_world(values["world_size"], limits["simulate_world"], limits["accumulate"])
-
-
-def _check_world(world_size: int, simulated: int | None, accumulate: int) -> None:
-    """Check the number of processes, and that it divides ``simulated`` (trainer.simulate_world)."""
+    try:
+        settings = TrainerConfig(**values["trainer"])
+    except ConfigError as error:
+        raise ConfigError(f"trainer.{error}") from None
+    settings.require_end()
+    profile_steps(settings.profile)
+    world_size, accumulate = values["world_size"], settings.accumulate
     if world_size < 1:
         raise ConfigError(f"world_size={world_size}: it must be at least 1")
-    if simulated is None:
-        return
-    if simulated % world_size:
-        raise ConfigError(f"trainer.simulate_world={simulated} is not a multiple of world_size={world_size}")
-    if accumulate not in (1, simulated // world_size):
+    settings.divide_micro_batches(world_size)
+    if accumulate not in (1, settings.accumulate):
         raise ConfigError(
-            f"trainer.simulate_world={simulated} and trainer.accumulate={accumulate} disagree. "
+            f"trainer.simulate_world={settings.simulate_world} and trainer.accumulate={accumulate} disagree. "
             "Remove trainer.accumulate"
         )
 

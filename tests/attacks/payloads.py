@@ -182,3 +182,9 @@ def sign(folder: Path, **more: object) -> None:
             held["files"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
     own = hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
     (folder / "checkpoint.json").write_text(json.dumps({**held, "sha256": own}))
+
+
+def doubled(levels: int) -> bytes:
+    """Return operations for a tuple of a tuple twice, and so on, as a key: its hash takes 2^levels steps."""
+    level = b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(levels))
+    return b"K\x01\x85q\x00" + level + b"}h" + bytes([levels]) + b"K\x01s"

@@ -219,6 +219,7 @@ ATTACKS = [
     Attack("outside", "a cut's id is a path", lines(p.cut(id=f"../../{CANARY}")), ("convert",), None),
     Attack("outside", "a checkpoint's file is a path", lambda: p.sign(Path("run", STEP), files={"../../../x": "z"}), ("evaluate a run", "continue"), None),
     Attack("bounds", "a recording of many hours", file("corpus/a.wav", p.long_wav(MOST_SAMPLES + 1)), ("prepare folder",), "too much to read at once"),
+    Attack("bounds", "a tuple doubled 40 times", file("m.pt", p.pickled(p.doubled(40))), ("export fairseq", "init_from"), "refer to each other too often"),
     Attack("bounds", "a slow speed, 16 times", lines(p.cut(p.recording(transforms=[p.speed(0.1)] * 16))), ("prepare", "evaluate", "train"), "the most are"),
     Attack("bounds", "an archive of 4 GiB", large_gzip, ("prepare gzip",), "not a manifest"),
     Attack("bounds", "zeros as manifest", file("m.jsonl", p.zeros), ("prepare", "evaluate", "convert"), "neither a file nor a folder"),

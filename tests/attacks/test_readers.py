@@ -209,6 +209,7 @@ ATTACKS = [
     Attack("bounds", "fairseq", "an object with a large number", p.pickled(b"Nr" + struct.pack("<I", 2**31 - 1)), r"a\.pt"),
     Attack("bounds", "fairseq", "a text longer than the file", p.pickled(b"X" + struct.pack("<I", 2**31 - 1)), r"a\.pt"),
     Attack("bounds", "fairseq", "deep tuples", p.pickled(b"(" * 10**5 + b"t" * 10**5), r"a\.pt"),
+    Attack("bounds", "fairseq", "a tuple doubled 40 times", p.pickled(p.doubled(40)), r"a\.pt"),
     Attack("bounds", "fairseq", "settings tenfold", p.fairseq(p.tenfold(9)), "themselves, or too many"),
     Attack("bounds", "fairseq", "settings of themselves", p.fairseq(endless()), "themselves, or too many"),
     Attack("bounds", "fairseq", "10^5 brackets", p.fairseq({"conv_feature_layers": "(" * 10**5}), r"a\.pt"),

@@ -106,7 +106,7 @@ def fit_without_limits() -> None:
         (lambda: TrainerConfig(ema=1.0), ConfigError, "ema=1.0: it must be at least 0"),
         (lambda: TrainerConfig(clip=-1.0), ConfigError, "clip=-1.0: it must be at least 0"),
         (lambda: TrainerConfig(shard="rows"), ConfigError, "shard=rows: choose none or parameters"),
-        (fit_without_limits, ConfigError, "nothing ends this run. Set max_steps"),
+        (fit_without_limits, ConfigError, "nothing ends this run. Set trainer.max_steps"),
         (lambda: EMA(Line(), 2.0), ValueError, "decay is 2.0"),
         (lambda: Checkpointer("nowhere").weights(), Exception, "holds no checkpoint"),
         (lambda: CPU(matmul="fast"), ValueError, "matmul is 'fast'. It must be one of auto, highest"),
