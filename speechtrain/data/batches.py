@@ -20,7 +20,7 @@ from speechtrain.data.evaluation_sets import EvaluationBatches, EvaluationSet
 from speechtrain.data.hold_out import Sides, write_sides
 from speechtrain.data.index import Index
 from speechtrain.data.loader import BatchLoader
-from speechtrain.data.sampler import BatchSize, CutDraws, Sampler
+from speechtrain.data.sampler import BatchSize, RandomCuts, Sampler
 from speechtrain.data.skips import ACOUSTIC_REASONS, SkipLog
 from speechtrain.data.speed import speed_grid
 from speechtrain.data.training_set import TrainingSet, sample_rows
@@ -71,12 +71,12 @@ class SpeechBatches(DataModule):
 
     @cached_property
     def sampler(self) -> Sampler:
-        """The plan of the training batches."""
+        """The training batches of each epoch."""
         loader, rows = self.loader, self.training_set.rows
         sets = self.training_set.weighted_sets()
-        draws = CutDraws(loader.seed, loader.index.keys[rows], self.speed, sets)
+        random_cuts = RandomCuts(loader.seed, loader.index.keys[rows], self.speed, sets)
         lengths = loader.lengths(rows, self.size.depends_on_labels)
-        return Sampler(draws, lengths, self.size, rows)
+        return Sampler(random_cuts, lengths, self.size, rows)
 
     @cached_property
     def unusable(self) -> dict[int, Skip]:
@@ -137,13 +137,13 @@ class SpeechBatches(DataModule):
 
     def evaluation_shapes(self) -> list[tuple[int, int, int]]:
         sets = self.evaluation_sets.values()
-        return sorted({shape for evaluation_set in sets for shape in evaluation_set.plan.shapes})
+        return sorted({shape for evaluation_set in sets for shape in evaluation_set.epoch_batches.shapes})
 
     def trained_counts(self, sides: Sides) -> dict[str, str]:
         """Return the number of recordings among those trained on, with an example, by the evaluation set."""
         counts = {}
         for name, evaluation_set in self.evaluation_sets.items():
-            index, rows = evaluation_set.loader.index, evaluation_set.plan.rows
+            index, rows = evaluation_set.loader.index, evaluation_set.epoch_batches.rows
             trained_rows = rows[np.isin(index.recordings[rows], sides.trained)]
             if len(trained_rows):
                 example = index.cut(int(trained_rows.min()))["id"]
@@ -153,7 +153,7 @@ class SpeechBatches(DataModule):
     def sample(self) -> Batch:
         positions = self.sampler.tensor_sizes(0).argsort()
         middle = int(positions[len(positions) // 2])
-        return self.loader(self.sampler.plan(0)[middle])
+        return self.loader(self.sampler.epoch_batches(0)[middle])
 
     def state_dict(self) -> dict[str, Any]:
         epoch, position = self._address

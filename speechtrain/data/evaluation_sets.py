@@ -12,7 +12,7 @@ import numpy as np
 
 from speechtrain.batch import Batch, Skip
 from speechtrain.data.loader import REASONS, BatchLoader, collate
-from speechtrain.data.sampler import BatchSize, Plan, evaluation_plan
+from speechtrain.data.sampler import BatchSize, EpochBatches, evaluation_batches
 from speechtrain.data.skips import SkipLog
 from speechtrain.data.sources import check_source
 from speechtrain.data.static_shapes import Shape
@@ -39,11 +39,11 @@ class EvaluationSet:
         return self.new_loader(self.recordings.index)
 
     @cached_property
-    def plan(self) -> Plan:
+    def epoch_batches(self) -> EpochBatches:
         rows = self.recordings.evaluated
-        plan = evaluation_plan(self.loader.lengths(rows, self.size.depends_on_labels), self.size)
-        # The plan numbers the cuts by their positions in ``rows``. The loader needs rows of the index.
-        return replace(plan, rows=rows[plan.rows])
+        batches = evaluation_batches(self.loader.lengths(rows, self.size.depends_on_labels), self.size)
+        # The batches number the cuts by their positions in ``rows``. The loader needs rows of the index.
+        return replace(batches, rows=rows[batches.rows])
 
 
 @dataclass
@@ -52,7 +52,7 @@ class EvaluationBatches(Iterable[Batch]):
 
     The iteration raises DataError if more of the rank's recordings are unusable than ``skips`` allows.
 
-    Rank ``i % world_size`` gets batch i of the plan. A rank with one batch fewer than other ranks also gets a
+    Rank ``i % world_size`` gets batch i of the set. A rank with one batch fewer than other ranks also gets a
     batch of padding rows, because all ranks must take part in the same collectives.
     """
 
@@ -63,30 +63,30 @@ class EvaluationBatches(Iterable[Batch]):
     @property
     def seconds(self) -> float:
         """The seconds of audio of the set, divided by the number of ranks."""
-        seconds = self.set.loader.index.seconds[self.set.plan.rows]
+        seconds = self.set.loader.index.seconds[self.set.epoch_batches.rows]
         return float(seconds.sum(dtype=np.float64)) / self.world_size
 
     def __len__(self) -> int:
-        return math.ceil(len(self.set.plan) / self.world_size)
+        return math.ceil(len(self.set.epoch_batches) / self.world_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        plan, loader, skips = self.set.plan, self.set.loader, self.set.skips
+        batches, loader, skips = self.set.epoch_batches, self.set.loader, self.set.skips
         workers = Workers() if self.seconds < _SMALL_SECONDS else self.set.workers
-        numbers = range(self.rank, len(plan), self.world_size)
+        numbers = range(self.rank, len(batches), self.world_size)
         unusable: list[Skip] = []
-        for batch in workers.map(loader, (plan[number] for number in numbers)):
+        for batch in workers.map(loader, (batches[number] for number in numbers)):
             unusable += batch.unusable
-            if not skips.allows(len(unusable), len(plan.rows)):
+            if not skips.allows(len(unusable), len(batches.rows)):
                 latest = unusable[-1]
-                most_bad = skips.most_bad(len(plan.rows))
+                most_bad = skips.most_bad(len(batches.rows))
                 raise DataError(
                     f"{latest.detail}: {REASONS[latest.reason]} (cut {latest.id!r}). {len(unusable)} of "
-                    f"{len(plan.rows)} recordings of the set {self.set.name} are unusable. Repair or remove "
-                    f"them, or raise data.max_bad={most_bad:.0f}"
+                    f"{len(batches.rows)} recordings of the set {self.set.name} are unusable. Repair or "
+                    f"remove them, or raise data.max_bad={most_bad:.0f}"
                 )
             yield batch
         if len(numbers) < len(self):
-            shape = plan[len(plan) - 1].shape
+            shape = batches[len(batches) - 1].shape
             if shape is None:
                 # One row of 0.1 s, with a label if the model reads labels.
                 shape = Shape(1, round(loader.sample_rate * 0.1), int(loader.tokenizer.reads_text))

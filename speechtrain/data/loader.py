@@ -90,16 +90,16 @@ class BatchLoader:
     If the tokenizer reads no text, transcripts are not checked.
 
     ``normalise`` gives every recording zero mean and unit variance. With ``crop_seconds``, each row is then
-    cropped at an offset drawn from (``seed``, pass, cut). A batch of a fixed shape is cropped to
-    ``crop_seconds``. Another batch is cropped to its shortest row if that is shorter than ``crop_seconds``,
-    so that it needs no padding (as in fairseq's collater without padding).
+    cropped at a random offset of the address (``seed``, epoch of the set, cut). A batch of a fixed shape is
+    cropped to ``crop_seconds``. Another batch is cropped to its shortest row if that is shorter than
+    ``crop_seconds``, so that it needs no padding (as in fairseq's collater without padding).
 
     ``channel`` of each recording is read, counted from 0, unless its cut names channels. None is their mean.
-    After the speed change, ``acoustics`` adds rooms and noise to a training recording, which are drawn from
-    (``seed``, pass, cut). If one of them cannot be read, the recording is used without it, and the batch has
-    a ``Skip``. With ``keeps_decoded``, each recording of training is decoded once in a process. Longer pauses
-    than ``longest_pause`` seconds are shortened, unless it is None. A recording of an evaluation set in which
-    nobody speaks counts in the error rates, with an empty text, but not in the loss.
+    After the speed change, ``acoustics`` adds rooms and noise to a training recording, at random by the
+    address (``seed``, epoch of the set, cut). If one of them cannot be read, the recording is used without
+    it, and the batch has a ``Skip``. With ``keeps_decoded``, each recording of training is decoded once in a
+    process. Longer pauses than ``longest_pause`` seconds are shortened, unless it is None. A recording of an
+    evaluation set in which nobody speaks counts in the error rates, with an empty text, but not in the loss.
     """
 
     index: Index
@@ -126,7 +126,7 @@ class BatchLoader:
         index_rows, percents, shape = micro_batch.rows, micro_batch.percents, micro_batch.shape
         lengths = planned_samples(self.index.seconds[index_rows], percents, self.sample_rate)
         keys = self.index.keys[index_rows]
-        seeds = bits_at(self.seed, RunStream.ACOUSTICS, micro_batch.passes, keys)
+        seeds = bits_at(self.seed, RunStream.ACOUSTICS, micro_batch.set_epochs, keys)
         rows = []
         for index_row, percent, length, seed in zip(
             index_rows.tolist(), percents.tolist(), lengths, seeds.tolist(), strict=True
@@ -244,7 +244,7 @@ class BatchLoader:
             # A row that replaces an unusable cut has the planned length, so it does not shorten the crop.
             crop_length = min(crop_length, *(len(row.samples) for row in rows))
         keys = self.index.keys[micro_batch.rows]
-        draws = uniform_at(self.seed, RunStream.CROPS, micro_batch.passes, keys)
+        draws = uniform_at(self.seed, RunStream.CROPS, micro_batch.set_epochs, keys)
         for row, draw in zip(rows, draws.tolist(), strict=True):
             last_start = max(0, len(row.samples) - crop_length)
             start = int(draw * (last_start + 1))

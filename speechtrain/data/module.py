@@ -173,7 +173,7 @@ class SpeechData(SpeechBatches):
     def counts(self) -> dict[str, int]:
         samples = {"train_samples": len(self.training_set.rows)}
         for evaluation_set in islice(self.evaluation_sets.values(), 1):
-            samples["eval_samples"] = len(evaluation_set.plan.rows)
+            samples["eval_samples"] = len(evaluation_set.epoch_batches.rows)
         return samples
 
     def report(self) -> dict[str, Any]:

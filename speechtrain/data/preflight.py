@@ -53,7 +53,7 @@ def check(data: SpeechBatches) -> None:
     _load_some(data)
     tokenizer = data.loader.tokenizer
     for name, evaluation_set in data.evaluation_sets.items():
-        index, rows = evaluation_set.loader.index, np.sort(evaluation_set.plan.rows)
+        index, rows = evaluation_set.loader.index, np.sort(evaluation_set.epoch_batches.rows)
         sample = sample_rows(rows, _SAMPLED_RECORDINGS, data.loader.seed)
         paths = [first_file(index.cut(row)) for row in sample.tolist()]
         missing = [path for path in paths if path and not os.path.exists(path_on_disk(file_of(path)))]
@@ -161,7 +161,7 @@ def warnings(data: SpeechBatches) -> Iterator[str]:
         rows = np.flatnonzero(index.seconds > np.float32(training_set.max_seconds))
         yield from _describe_rows(f"valid.{name}", index, rows, f"{too_long}, as no training recording is")
         yield from _symbols_warning(evaluation_set)
-        yield from _name_warnings(f"valid.{name}", index, np.sort(evaluation_set.plan.rows))
+        yield from _name_warnings(f"valid.{name}", index, np.sort(evaluation_set.epoch_batches.rows))
     yield from _name_warnings("train", training_set.index, training_set.rows)
     for name, count in data.trained_counts(training_set.initial_sides).items():
         yield f"{name}: the weights of init_from were trained on {count}, so its error rates are too low"
@@ -174,7 +174,7 @@ def warnings(data: SpeechBatches) -> Iterator[str]:
 def _symbols_warning(evaluation_set: EvaluationSet) -> Iterator[str]:
     """Yield a line if transcripts of an evaluation set have symbols without a label."""
     loader = evaluation_set.loader
-    rows = sample_rows(np.sort(evaluation_set.plan.rows), MOST_CHECKED, loader.seed).tolist()
+    rows = sample_rows(np.sort(evaluation_set.epoch_batches.rows), MOST_CHECKED, loader.seed).tolist()
     symbols = [loader.tokenizer.unknown(loader.index.text(row, loader.tokenizer.normalise)) for row in rows]
     count = sum(map(bool, symbols))
     if count and loader.tokenizer.reads_text:

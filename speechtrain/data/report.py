@@ -38,8 +38,8 @@ def report(data: SpeechBatches) -> dict[str, Any]:
         if facts.name:
             seconds = training_set.index.seconds[training_set.rows[positions]]
             description = [f"{len(seconds)} recordings", f"{hours(seconds):.2f} h"]
-            if sampler.draws.sets:
-                share = sampler.draws.sets[number].count / len(sampler.draws)
+            if sampler.random_cuts.sets:
+                share = sampler.random_cuts.sets[number].count / len(sampler.random_cuts)
                 description.append(f"{share:.1%} of an epoch")
             description += filter(None, (facts.normaliser, facts.language))
             entries[f"set {facts.name}"] = ", ".join(description)

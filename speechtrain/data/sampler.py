@@ -1,11 +1,11 @@
-"""The plan of the training batches: which cuts each micro-batch of an epoch contains.
+"""The training batches: which cuts each micro-batch of an epoch contains.
 
 The cuts of a batch have similar lengths, and the size of the batch is within its limits. The address of a
 batch is its epoch and its position in the epoch.
 
-The plan of an epoch is a pure function of (seed, epoch). It is computed before the first batch of the epoch,
-in 0.5 s for a million cuts. So a resumed run need not repeat earlier draws, and the plan is the same with any
-number of ranks and workers.
+The batches of an epoch are a pure function of (seed, epoch). They are computed before the first batch of the
+epoch, in 0.5 s for a million cuts. So a resumed run need not repeat earlier random numbers, and the batches
+are the same with any number of ranks and workers.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class BatchLimits:
     the model's footprint predicts. Null means unlimited. A rank replaces ``auto`` by the free memory of its
     device. An utterance that alone exceeds a limit is a batch of one.
 
-    The utterances of an epoch are shuffled, then sorted by length in windows of ``window`` batches, and then
-    the batches are shuffled. A window of 1 is plain shuffling. A larger window gives less padding and less
-    randomness. The number of utterances in a batch is rounded down to a multiple of ``multiple`` (fairseq:
-    required_batch_size_multiple), except for fewer than ``multiple`` utterances and for the last batch of a
-    window or an epoch.
+    The utterances of an epoch are shuffled and divided into buckets of ``window`` batches. Each bucket is
+    sorted by length and divided into batches, and then the batches are shuffled. A window of 1 is plain
+    shuffling. A larger window gives less padding and less randomness. The number of utterances in a batch is
+    rounded down to a multiple of ``multiple`` (fairseq: required_batch_size_multiple), except for
+    fewer than ``multiple`` utterances and for the last batch of a bucket or an epoch.
 
-    Each ``ranks`` batches of similar length follow each other, and a window is ``ranks`` times as large.
+    Each ``ranks`` batches of similar length follow each other, and a bucket is ``ranks`` times as large.
     Ranks that train on them at the same time need not wait for each other. Only the batches at the start and
     the end of an epoch may differ. If memory or seconds limit the batches, the ranks must begin an epoch
     together.
@@ -145,7 +145,7 @@ class BatchSize:
         return self.limits.round_down(max_rows)
 
 
-# --- plan ---------------------------------------------------------------------------------------
+# --- batches of an epoch ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -157,11 +157,12 @@ class MicroBatch:
     shape: Shape | None = None  # the fixed shape. Without it, rows are padded to the longest row.
     epoch: int = 0
     index: int = 0  # the position of the micro-batch in its epoch
-    passes: int | Integers = 0  # (B,) how often the run has used each cut before, or one number for all
+    # (B,) the epoch of each cut's set: how often the run has used the cut before. One number if all are equal
+    set_epochs: int | Integers = 0
 
 
 @dataclass(frozen=True)
-class Plan:
+class EpochBatches:
     """All micro-batches of an epoch, as flat arrays over its N cuts."""
 
     epoch: int
@@ -170,7 +171,8 @@ class Plan:
     bounds: Integers  # micro-batch i has the cuts bounds[i] to bounds[i + 1], exclusive
     shape_numbers: Integers  # the position in ``shapes`` of each micro-batch's shape, empty without shapes
     shapes: Sequence[Shape] = ()
-    passes: int | Integers = 0  # (N,) how often the run has used each cut before, or one number for all
+    # (N,) the epoch of each cut's set, as in MicroBatch
+    set_epochs: int | Integers = 0
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -178,9 +180,9 @@ class Plan:
     def __getitem__(self, index: int) -> MicroBatch:
         span = slice(int(self.bounds[index]), int(self.bounds[index + 1]))
         shape = self.shapes[int(self.shape_numbers[index])] if self.shapes else None
-        passes = self.passes if isinstance(self.passes, int) else self.passes[span]
+        set_epochs = self.set_epochs if isinstance(self.set_epochs, int) else self.set_epochs[span]
         rows, percents = self.rows[span], self.percents[span]
-        return MicroBatch(rows, percents, shape, epoch=self.epoch, index=index, passes=passes)
+        return MicroBatch(rows, percents, shape, epoch=self.epoch, index=index, set_epochs=set_epochs)
 
 
 def _divide_into_batches(
@@ -194,21 +196,21 @@ def _divide_into_batches(
     """Divide ``cuts`` (N,) into micro-batches of similar lengths.
 
     Returns the order (N,) of the positions in ``cuts``, and the bounds and the shape numbers of the
-    micro-batches, as in Plan. Without ``shapes``, cuts are sorted by length in windows of ``window`` average
-    batches. A window of 0 contains all cuts.
+    micro-batches, as in EpochBatches. Without ``shapes``, cuts are sorted by length in buckets of ``window``
+    average batches. A window of 0 makes one bucket of all cuts.
     """
     labels = lengths.label_counts[cuts]
     if shapes:
         shape_numbers = fitting_shapes(shapes, lengths.samples_of(cuts, percents), labels)
         return fill_shapes(shape_numbers, shapes)
     seconds = lengths.seconds_of(cuts, percents)
-    window_cuts = max(1, len(cuts))
+    bucket_cuts = max(1, len(cuts))
     if window:
         rows = size.rows(float(seconds.mean()), float(labels.mean()))
-        window_cuts = window * size.limits.ranks * rows
-    window_numbers = np.arange(len(cuts)) // window_cuts
-    # The last key of lexsort is the first sort key: by window, then longest first.
-    order = np.lexsort((-seconds, window_numbers))
+        bucket_cuts = window * size.limits.ranks * rows
+    bucket_numbers = np.arange(len(cuts)) // bucket_cuts
+    # The last key of lexsort is the first sort key: by bucket, then longest first.
+    order = np.lexsort((-seconds, bucket_numbers))
     no_shapes = np.zeros(0, np.int16)
     fixed_rows, ranks = size.fixed_rows, size.limits.ranks
     if fixed_rows:
@@ -221,14 +223,14 @@ def _divide_into_batches(
     bounds = [0]
     while bounds[-1] < len(order):
         begin = bounds[-1]
-        window_end = (begin // window_cuts + 1) * window_cuts
+        bucket_end = (begin // bucket_cuts + 1) * bucket_cuts
         # The first cut of a batch is its longest, so it determines the number of rows.
-        bounds.append(begin + size.next_rows(sorted_seconds[begin], sorted_labels[begin:window_end]))
+        bounds.append(begin + size.next_rows(sorted_seconds[begin], sorted_labels[begin:bucket_end]))
     return order, np.array(bounds), no_shapes
 
 
-def evaluation_plan(lengths: PlannedLengths, size: BatchSize) -> Plan:
-    """Return a plan of every cut once, longest first. Its rows are positions in ``lengths``.
+def evaluation_batches(lengths: PlannedLengths, size: BatchSize) -> EpochBatches:
+    """Return batches of every cut once, longest first. Their rows are positions in ``lengths``.
 
     The order gives little padding, and a lack of memory shows in the first batch.
     """
@@ -237,24 +239,24 @@ def evaluation_plan(lengths: PlannedLengths, size: BatchSize) -> Plan:
     shapes = shape_table(lengths, size.rows, size.shapes)
     order, bounds, shape_numbers = _divide_into_batches(lengths, cuts, percents, size, shapes)
     rows = cuts[order].astype(np.int32)
-    return Plan(0, rows, percents, bounds, shape_numbers, shapes)
+    return EpochBatches(0, rows, percents, bounds, shape_numbers, shapes)
 
 
-# --- draws --------------------------------------------------------------------------------------
+# --- order of the cuts --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class WeightedSet:
-    """A set of cuts, and the number of draws from it in an epoch."""
+    """A set of cuts, and the number of cuts that an epoch takes from it."""
 
-    members: Integers  # positions of the cuts in ``CutDraws.keys``
-    count: int  # draws in each epoch. It can exceed the number of members.
+    members: Integers  # positions of the cuts in ``RandomCuts.keys``
+    count: int  # cuts in each epoch. It can exceed the number of members.
 
 
 def weighted_sets(sets: Sequence[Integers], weights: Sequence[float]) -> list[WeightedSet]:
-    """Return the sets with their numbers of draws, which are proportional to ``weights``.
+    """Return the sets with their counts, which are proportional to ``weights``.
 
-    ``sets`` are the members of each set. An epoch has about as many draws as there are members.
+    ``sets`` are the members of each set. An epoch has about as many cuts as there are members.
     """
     exact_counts = sum(map(len, sets)) * np.asarray(weights) / sum(weights)
     counts = np.maximum(np.rint(exact_counts), 1).astype(np.int64)
@@ -262,13 +264,13 @@ def weighted_sets(sets: Sequence[Integers], weights: Sequence[float]) -> list[We
 
 
 @dataclass(frozen=True)
-class CutDraws:
-    """Draws the cuts of an epoch, their order and their speeds from (seed, epoch, key of the cut).
+class RandomCuts:
+    """Computes the cuts of an epoch, their order and their speeds from (seed, epoch, key of the cut).
 
     ``keys`` (N,) are the keys of the cuts. ``speed`` is the lowest and the highest factor, on a grid of 0.01.
-    Without ``sets``, an epoch has each cut once. With ``sets``, the draws from a set are an endless sequence
-    of passes. A pass has each cut of the set once, in a random order of its own. An epoch continues the
-    sequence where the epoch before it ended.
+    Without ``sets``, an epoch has each cut once. With ``sets``, each set has epochs of its own, which
+    follow each other without end. An epoch of the set has each cut of the set once, in a random order of its
+    own. An epoch of the run continues where the epoch before it ended.
     """
 
     seed: int
@@ -281,68 +283,70 @@ class CutDraws:
             return sum(weighted_set.count for weighted_set in self.sets)
         return len(self.keys)
 
-    def draw(self, epoch: int) -> tuple[Integers, Integers, int | Integers]:
-        """Return the cuts of an epoch in random order, their speeds in percents, and their passes.
+    def of_epoch(self, epoch: int) -> tuple[Integers, Integers, int | Integers]:
+        """Return the cuts of an epoch in random order, their speeds in percents, and their sets' epochs.
 
-        The cuts are positions in ``keys``. The pass of a cut is the number of times that the run has used it
-        before. Without ``sets``, all cuts have the same pass, which is the epoch.
+        The cuts are positions in ``keys``. The epoch of a cut's set is the number of times that the run has
+        used the cut before. Without ``sets``, it is ``epoch`` for all cuts.
         """
         cuts = np.arange(len(self.keys))
-        passes: int | Integers = epoch
+        set_epochs: int | Integers = epoch
         if self.sets:
-            cuts, passes = self._draw_from_sets(epoch)
-        order = np.argsort(bits_at(self.seed, RunStream.ORDER, passes, self.keys[cuts]), kind="stable")
+            cuts, set_epochs = self._cuts_from_sets(epoch)
+        order = np.argsort(bits_at(self.seed, RunStream.ORDER, set_epochs, self.keys[cuts]), kind="stable")
         cuts = cuts[order]
-        if not isinstance(passes, int):
-            passes = passes[order]
+        if not isinstance(set_epochs, int):
+            set_epochs = set_epochs[order]
         slowest, fastest = speed_grid(self.speed)
-        steps = uniform_at(self.seed, RunStream.SPEED, passes, self.keys[cuts]) * (fastest - slowest + 1)
+        steps = uniform_at(self.seed, RunStream.SPEED, set_epochs, self.keys[cuts]) * (fastest - slowest + 1)
         percents = (slowest + steps.astype(np.int16)).astype(np.int16)
-        return cuts, percents, passes
+        return cuts, percents, set_epochs
 
-    def _draw_from_sets(self, epoch: int) -> tuple[Integers, Integers]:
-        """Return the cuts of an epoch, set after set, and the pass of each cut."""
-        cuts, passes = [], []
+    def _cuts_from_sets(self, epoch: int) -> tuple[Integers, Integers]:
+        """Return the cuts of an epoch, set after set, and the epoch of each cut's set."""
+        cuts, set_epochs = [], []
         for weighted_set in self.sets:
             members, count = weighted_set.members, weighted_set.count
-            # The epoch has the draws ``start`` to ``end``, exclusive, of the set's endless sequence.
+            # The epoch has the cuts ``start`` to ``end``, exclusive, of all epochs of the set.
             start, end = epoch * count, (epoch + 1) * count
-            first_pass = start // len(members)
-            last_pass = (end - 1) // len(members)
-            pass_numbers = np.arange(first_pass, last_pass + 1)[:, None]  # (passes, 1)
-            draws = bits_at(self.seed, RunStream.SHARES, pass_numbers, self.keys[members])
-            order = draws.argsort(axis=1, kind="stable")  # (passes, members)
-            pass_cuts = members[order].ravel()
-            cut_passes = np.repeat(pass_numbers, len(members))
-            offset = start % len(members)  # position of ``start`` in the first pass
-            cuts.append(pass_cuts[offset : offset + count])
-            passes.append(cut_passes[offset : offset + count])
-        return np.concatenate(cuts), np.concatenate(passes)
+            first_epoch = start // len(members)
+            last_epoch = (end - 1) // len(members)
+            epoch_numbers = np.arange(first_epoch, last_epoch + 1)[:, None]  # (epochs, 1)
+            bits = bits_at(self.seed, RunStream.SHARES, epoch_numbers, self.keys[members])
+            order = bits.argsort(axis=1, kind="stable")  # (epochs, members)
+            ordered_cuts = members[order].ravel()
+            cut_epochs = np.repeat(epoch_numbers, len(members))
+            offset = start % len(members)  # position of ``start`` in the set's first epoch
+            cuts.append(ordered_cuts[offset : offset + count])
+            set_epochs.append(cut_epochs[offset : offset + count])
+        return np.concatenate(cuts), np.concatenate(set_epochs)
 
 
 # --- training -----------------------------------------------------------------------------------
 
 
 class Sampler:
-    """Plans the micro-batches of a training set, epoch after epoch.
+    """Orders the micro-batches of a training set, epoch after epoch.
 
-    ``rows`` (N,) are the row numbers of the cuts in the index, ascending. ``draws`` and ``lengths`` number
-    the same cuts by their positions in ``rows``.
+    ``rows`` (N,) are the row numbers of the cuts in the index, ascending. ``random_cuts`` and ``lengths``
+    number the same cuts by their positions in ``rows``.
     """
 
-    def __init__(self, draws: CutDraws, lengths: PlannedLengths, size: BatchSize, rows: Integers) -> None:
-        self.draws, self.lengths, self.size, self.rows = draws, lengths, size, rows
-        slowest, fastest = speed_grid(draws.speed)
+    def __init__(
+        self, random_cuts: RandomCuts, lengths: PlannedLengths, size: BatchSize, rows: Integers
+    ) -> None:
+        self.random_cuts, self.lengths, self.size, self.rows = random_cuts, lengths, size, rows
+        slowest, fastest = speed_grid(random_cuts.speed)
         self.shapes = shape_table(lengths, size.rows, size.shapes, slowest, fastest)
-        self._plans: dict[int, Plan] = {}  # by epoch
+        self._epochs: dict[int, EpochBatches] = {}  # by epoch
 
-    def plan(self, epoch: int) -> Plan:
-        """Return the plan of an epoch. Two plans are cached, because a global batch may span two epochs."""
-        if epoch not in self._plans:
-            for old_epoch in sorted(self._plans)[:-1]:
-                del self._plans[old_epoch]
-            self._plans[epoch] = self._make_plan(epoch)
-        return self._plans[epoch]
+    def epoch_batches(self, epoch: int) -> EpochBatches:
+        """Return the batches of an epoch. Two epochs are cached, because a global batch may span both."""
+        if epoch not in self._epochs:
+            for old_epoch in sorted(self._epochs)[:-1]:
+                del self._epochs[old_epoch]
+            self._epochs[epoch] = self._make_batches(epoch)
+        return self._epochs[epoch]
 
     def advance(self, epoch: int, position: int, count: int) -> tuple[int, int]:
         """Return the address ``count`` micro-batches after (epoch, position).
@@ -356,10 +360,10 @@ class Sampler:
         return epoch, position
 
     def length(self, epoch: int) -> int:
-        """Return the number of micro-batches of an epoch. With a fixed number of rows, this needs no plan."""
+        """Return the number of micro-batches of an epoch. With a fixed number of rows, this is a division."""
         if self.shapes or not self.size.fixed_rows:
-            return len(self.plan(epoch))
-        return math.ceil(len(self.draws) / self.size.fixed_rows)
+            return len(self.epoch_batches(epoch))
+        return math.ceil(len(self.random_cuts) / self.size.fixed_rows)
 
     def micro_batches(
         self, epoch: int, position: int, rank: int = 0, world_size: int = 1
@@ -370,41 +374,41 @@ class Sampler:
         """
         epoch, position = self.advance(epoch, position, rank)
         while True:
-            yield self.plan(epoch)[position]
+            yield self.epoch_batches(epoch)[position]
             epoch, position = self.advance(epoch, position, world_size)
 
     def tensor_sizes(self, epoch: int) -> Integers:
-        """Return the number of samples in each micro-batch's audio tensor, with padding, by the plan."""
-        plan = self.plan(epoch)
-        if plan.shapes:
-            shape_sizes = np.array([shape.rows * shape.samples for shape in plan.shapes], np.int64)
-            return shape_sizes[plan.shape_numbers]
+        """Return the planned number of samples in each micro-batch's audio tensor, with padding."""
+        batches = self.epoch_batches(epoch)
+        if batches.shapes:
+            shape_sizes = np.array([shape.rows * shape.samples for shape in batches.shapes], np.int64)
+            return shape_sizes[batches.shape_numbers]
         # A crop shortens all rows to the shortest of the batch. Otherwise they are padded to the longest.
         is_cropped = not math.isinf(self.lengths.crop_seconds)
         length_of_batch = np.minimum if is_cropped else np.maximum
-        samples = self.lengths.samples_of(self._cuts(plan), plan.percents)
-        lengths: Integers = length_of_batch.reduceat(samples, plan.bounds[:-1])
-        return lengths * np.diff(plan.bounds)
+        samples = self.lengths.samples_of(self._cuts(batches), batches.percents)
+        lengths: Integers = length_of_batch.reduceat(samples, batches.bounds[:-1])
+        return lengths * np.diff(batches.bounds)
 
     def waste(self, epoch: int) -> tuple[float, float]:
         """Return the padded share of an epoch's audio tensors, and the cropped share of its audio."""
-        plan = self.plan(epoch)
-        cuts, lengths = self._cuts(plan), self.lengths
-        cut_samples = planned_samples(lengths.seconds[cuts], plan.percents, lengths.sample_rate)
+        batches = self.epoch_batches(epoch)
+        cuts, lengths = self._cuts(batches), self.lengths
+        cut_samples = planned_samples(lengths.seconds[cuts], batches.percents, lengths.sample_rate)
         tensor_samples = int(self.tensor_sizes(epoch).sum())
-        if plan.shapes or math.isinf(lengths.crop_seconds):
-            used_samples = int(lengths.samples_of(cuts, plan.percents).sum())
+        if batches.shapes or math.isinf(lengths.crop_seconds):
+            used_samples = int(lengths.samples_of(cuts, batches.percents).sum())
         else:
             # A crop to the shortest row needs no padding.
             used_samples = tensor_samples
         return 1.0 - used_samples / tensor_samples, 1.0 - used_samples / int(cut_samples.sum())
 
-    def _cuts(self, plan: Plan) -> Integers:
-        """Return the positions in ``rows`` of the plan's cuts."""
-        return np.searchsorted(self.rows, plan.rows)
+    def _cuts(self, batches: EpochBatches) -> Integers:
+        """Return the positions in ``rows`` of the cuts of ``batches``."""
+        return np.searchsorted(self.rows, batches.rows)
 
-    def _make_plan(self, epoch: int) -> Plan:
-        cuts, percents, passes = self.draws.draw(epoch)
+    def _make_batches(self, epoch: int) -> EpochBatches:
+        cuts, percents, set_epochs = self.random_cuts.of_epoch(epoch)
         order, bounds, shape_numbers = _divide_into_batches(
             self.lengths, cuts, percents, self.size, self.shapes, self.size.limits.window
         )
@@ -416,10 +420,10 @@ class Sampler:
         new_bounds = np.append(0, np.cumsum(sizes))
         distances = np.repeat(bounds[:-1][batch_order] - new_bounds[:-1], sizes)
         order = order[np.arange(len(order)) + distances]
-        if not isinstance(passes, int):
-            passes = passes[order]
+        if not isinstance(set_epochs, int):
+            set_epochs = set_epochs[order]
         rows = self.rows[cuts[order]]
-        return Plan(epoch, rows, percents[order], new_bounds, shape_numbers, self.shapes, passes)
+        return EpochBatches(epoch, rows, percents[order], new_bounds, shape_numbers, self.shapes, set_epochs)
 
     def _shuffle_batches(self, epoch: int, batches: int) -> Integers:
         """Return the numbers of an epoch's batches, which are sorted by length, in their random order.
@@ -432,8 +436,8 @@ class Sampler:
         if self.size.fixed_rows and not self.shapes:
             first = min(-epoch * batches % ranks, batches)
         groups = (batches - first) // ranks
-        draws = bits_at(self.draws.seed, RunStream.BATCHES, epoch, np.arange(groups))
-        order = np.argsort(draws, kind="stable")
+        bits = bits_at(self.random_cuts.seed, RunStream.BATCHES, epoch, np.arange(groups))
+        order = np.argsort(bits, kind="stable")
         grouped = (order[:, None] * ranks + np.arange(ranks)).ravel()
         ungrouped = np.arange(groups * ranks, batches)
         return np.concatenate((ungrouped[:first], grouped, ungrouped[first:]))

@@ -93,7 +93,7 @@ def fill_shapes(shapes_of_cuts: Integers, shapes: Sequence[Shape]) -> tuple[Inte
     """Divide cuts into micro-batches of fixed shapes. ``shapes_of_cuts`` (N,) are positions in ``shapes``.
 
     Returns the order (N,) of the cuts, and the bounds and the shape numbers of the micro-batches, as in
-    ``Plan``. Only the last micro-batch of a shape may have fewer rows than the shape.
+    ``EpochBatches``. Only the last micro-batch of a shape may have fewer rows than the shape.
     """
     order = np.argsort(shapes_of_cuts, kind="stable")
     cut_counts = np.bincount(shapes_of_cuts, minlength=len(shapes)).tolist()

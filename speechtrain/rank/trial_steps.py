@@ -42,11 +42,11 @@ def batches_by_size(data: DataModule, positions_of: Callable[[int], Sequence[int
     if not isinstance(data, SpeechData):
         count = len(positions_of(_TIMED_BATCHES))
         return list(itertools.islice(data.train(), count))
-    plan = data.sampler.plan(0)
+    batches = data.sampler.epoch_batches(0)
     order = data.sampler.tensor_sizes(0).argsort(kind="stable")
     positions = list(positions_of(len(order)))
     numbers = order[positions].tolist()
-    return [data.loader(plan[number]) for number in numbers]
+    return [data.loader(batches[number]) for number in numbers]
 
 
 def select_rows(batch: Batch, rows: slice) -> Batch:

@@ -255,7 +255,7 @@ class Trainer:
         """
         progress = self.progress
         parts.task.planned_updates = self.planning.expected_updates(progress.step)
-        parts.task.advance(progress.step, seed_at(self.seed, RunStream.UPDATE_DRAWS, step))
+        parts.task.advance(progress.step, seed_at(self.seed, RunStream.UPDATE_SEED, step))
         batch = self._accumulate(parts, batches, step, interval=interval)
         self.group.rank_status.begin_phase(step, "update")
         rate = parts.schedule.rate(step)
@@ -291,7 +291,7 @@ class Trainer:
             address = (step, index * world.size + world.rank)
             batch = self._next_batch(parts, batches, address, interval=interval)
             device_batch = self.device.move(batch)
-            torch.manual_seed(seed_at(self.seed, RunStream.DEVICE_DRAWS, *address))
+            torch.manual_seed(seed_at(self.seed, RunStream.DEVICE_SEED, *address))
             is_last = index + 1 == accumulate
             loss = self._add_gradients(parts, device_batch, step, is_last=is_last)
             weights.append(loss.weight)
@@ -317,7 +317,7 @@ class Trainer:
         batch = next(batches)
         interval.data_wait_s += time.perf_counter() - wait_start
         self.group.rank_status.begin_phase(step, "forward")
-        batch = parts.task.prepare(batch, seed_at(self.seed, RunStream.HOST_DRAWS, *address))
+        batch = parts.task.prepare(batch, seed_at(self.seed, RunStream.HOST_SEED, *address))
         parts.micro_batches.append(batch)
         parts.latest = batch
         return batch
@@ -385,7 +385,7 @@ class Trainer:
         rate = parts.schedule.rate(self.progress.step + 1)
 
         def run_step(padding: Batch) -> None:
-            parts.task.advance(self.progress.step, seed_at(self.seed, RunStream.UPDATE_DRAWS, 0))
+            parts.task.advance(self.progress.step, seed_at(self.seed, RunStream.UPDATE_SEED, 0))
             batch = self._accumulate(parts, itertools.repeat(padding), 0, interval=Interval())
             self._step(parts, batch, rate, is_applied=False)
 

@@ -12,10 +12,10 @@ from speechtrain.data.planned_lengths import Integers, PlannedLengths, Seconds
 from speechtrain.data.sampler import (
     BatchLimits,
     BatchSize,
-    CutDraws,
-    Plan,
+    EpochBatches,
+    RandomCuts,
     Sampler,
-    evaluation_plan,
+    evaluation_batches,
     weighted_sets,
 )
 
@@ -36,14 +36,14 @@ def new_sampler(
     weights: Sequence[float] = (),
 ) -> Sampler:
     """A sampler of cuts of the given lengths at 16 kHz. ``sets`` has the number of each cut's set."""
-    draws = CutDraws(seed, keys, speed)
+    random_cuts = RandomCuts(seed, keys, speed)
     if sets is not None and weights:
         members = [np.flatnonzero(sets == number) for number in range(len(weights))]
-        draws = CutDraws(seed, keys, speed, weighted_sets(members, weights))
+        random_cuts = RandomCuts(seed, keys, speed, weighted_sets(members, weights))
     lengths = PlannedLengths(seconds, labels, crop_seconds=crop_seconds or math.inf)
     if rows is None:
         rows = np.arange(len(keys), dtype=np.int32)
-    return Sampler(draws, lengths, BatchSize(limits, footprint or Footprint(0.0), shapes), rows)
+    return Sampler(random_cuts, lengths, BatchSize(limits, footprint or Footprint(0.0), shapes), rows)
 
 
 def new_evaluation(
@@ -53,6 +53,6 @@ def new_evaluation(
     footprint: Footprint | None = None,
     shapes: int = 0,
     sample_rate: int = 16_000,
-) -> Plan:
+) -> EpochBatches:
     lengths = PlannedLengths(seconds, labels, sample_rate)
-    return evaluation_plan(lengths, BatchSize(limits, footprint or Footprint(0.0), shapes))
+    return evaluation_batches(lengths, BatchSize(limits, footprint or Footprint(0.0), shapes))

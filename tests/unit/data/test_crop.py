@@ -186,7 +186,7 @@ def fairseq_batches(samples: list[int], most: int, multiple: int) -> list[list[i
 def test_batches_are_fairseqs(count: int, multiple: int) -> None:
     data = lengths_of(count)
     limits = BatchLimits(count=None, seconds=87.5, multiple=multiple, window=10**6)
-    plan = new_sampler(**data, seed=1, limits=limits, crop_seconds=15.625).plan(0)
+    plan = new_sampler(**data, seed=1, limits=limits, crop_seconds=15.625).epoch_batches(0)
     whole = np.rint(data["seconds"].astype(np.float64) * RATE).astype(np.int64)
     found = [
         sorted(np.minimum(whole[plan[i].rows], 250_000).tolist(), reverse=True) for i in range(len(plan))

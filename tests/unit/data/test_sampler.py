@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from speechtrain.batch import Footprint
 from speechtrain.counter_rng import key_of
 from speechtrain.data.planned_lengths import planned_samples
-from speechtrain.data.sampler import BatchLimits, MicroBatch, Plan, Sampler
+from speechtrain.data.sampler import BatchLimits, EpochBatches, MicroBatch, Sampler
 from tests.support.samplers import new_evaluation, new_sampler
 
 FOOTPRINT = Footprint(per_second=1e7, per_second_label=1e5)
@@ -39,7 +39,7 @@ def corpus(count: int, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def all_of(plan: Plan) -> list[MicroBatch]:
+def all_of(plan: EpochBatches) -> list[MicroBatch]:
     return [plan[i] for i in range(len(plan))]
 
 
@@ -64,7 +64,11 @@ def assert_within_limits(batch: MicroBatch, data: dict[str, Any], limits: BatchL
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        return new_sampler(**corpus(100), seed=seed, limits=BatchLimits(count=4)).plan(epoch).rows.tolist()
+        return (
+            new_sampler(**corpus(100), seed=seed, limits=BatchLimits(count=4))
+            .epoch_batches(epoch)
+            .rows.tolist()
+        )
 
     assert order(1, 0) == order(1, 0)
     assert len({tuple(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
@@ -73,8 +77,8 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 def test_the_order_belongs_to_the_cuts_and_not_to_the_manifest() -> None:
     data = corpus(50)
     turned = {key: value[::-1] if isinstance(value, np.ndarray) else value for key, value in data.items()}
-    plan = new_sampler(**data, seed=1, limits=BatchLimits(count=5), speed=(0.8, 1.2)).plan(2)
-    other = new_sampler(**turned, seed=1, limits=BatchLimits(count=5), speed=(0.8, 1.2)).plan(2)
+    plan = new_sampler(**data, seed=1, limits=BatchLimits(count=5), speed=(0.8, 1.2)).epoch_batches(2)
+    other = new_sampler(**turned, seed=1, limits=BatchLimits(count=5), speed=(0.8, 1.2)).epoch_batches(2)
     assert data["keys"][plan.rows].tolist() == turned["keys"][other.rows].tolist()
     assert plan.percents.tolist() == other.percents.tolist()
 
@@ -83,26 +87,28 @@ def test_speeds_lie_on_the_grid_and_fill_it() -> None:
     sampler = new_sampler(**corpus(4000), seed=1, limits=BatchLimits(), speed=(0.9, 1.1))
 
     def percents_by_cut(epoch: int) -> np.ndarray:
-        plan = sampler.plan(epoch)
+        plan = sampler.epoch_batches(epoch)
         return plan.percents[plan.rows.argsort()]
 
     percents, next_percents = percents_by_cut(0), percents_by_cut(1)
     assert sorted(set(percents.tolist())) == list(range(90, 111))
     assert np.bincount(percents - 90).min() > 100  # 4,000 cuts at 21 speeds: about 190 for each speed
     assert (percents != next_percents).mean() > 0.9
-    assert set(new_sampler(**corpus(9), seed=1, limits=BatchLimits()).plan(0).percents.tolist()) == {100}
+    assert set(new_sampler(**corpus(9), seed=1, limits=BatchLimits()).epoch_batches(0).percents.tolist()) == {
+        100
+    }
 
 
 def test_windows_save_padding_and_keep_the_order_random() -> None:
     data = corpus(4000)
 
     def padding(window: int) -> float:
-        plan = new_sampler(**data, seed=1, limits=BatchLimits(count=8, window=window)).plan(0)
+        plan = new_sampler(**data, seed=1, limits=BatchLimits(count=8, window=window)).epoch_batches(0)
         padded = sum(float(data["seconds"][b.rows].max()) * len(b.rows) for b in all_of(plan))
         return padded / float(data["seconds"].sum()) - 1
 
     assert padding(20) < 0.1 < 0.5 < padding(1)
-    plan = new_sampler(**data, seed=1, limits=BatchLimits(count=8, window=20)).plan(0)
+    plan = new_sampler(**data, seed=1, limits=BatchLimits(count=8, window=20)).epoch_batches(0)
     longest = np.array([data["seconds"][batch.rows].max() for batch in all_of(plan)])
     correlation = np.corrcoef(longest[:-1], longest[1:])[0, 1]
     assert abs(correlation) < 0.15, "the length of a batch depends on the length of the batch before it"
@@ -137,7 +143,7 @@ def test_shapes_are_few_and_finite() -> None:
     data["labels"][7] = outlier
     sampler = new_sampler(**data, seed=1, limits=BatchLimits(count=4), speed=(0.9, 1.1), shapes=5)
     assert len(sampler.shapes) <= 5
-    met = {batch.shape for epoch in range(3) for batch in all_of(sampler.plan(epoch))}
+    met = {batch.shape for epoch in range(3) for batch in all_of(sampler.epoch_batches(epoch))}
     assert met <= set(sampler.shapes)
     assert all(shape.samples % 1600 == 0 and shape.labels % 8 == 0 for shape in sampler.shapes)
     assert sampler.shapes[-1].labels >= outlier
@@ -145,8 +151,10 @@ def test_shapes_are_few_and_finite() -> None:
     # The longest recording has a little less than 12 s, and 0.9 is the lowest speed.
     most_samples = 12 / 0.9 * 16_000
     assert sampler.shapes[-1].samples >= most_samples - 2000
-    full = sum(len(batch.rows) == batch.shape.rows for batch in all_of(sampler.plan(0)) if batch.shape)
-    assert full >= len(sampler.plan(0)) - 5
+    full = sum(
+        len(batch.rows) == batch.shape.rows for batch in all_of(sampler.epoch_batches(0)) if batch.shape
+    )
+    assert full >= len(sampler.epoch_batches(0)) - 5
 
 
 @settings(max_examples=40, deadline=None)
@@ -209,19 +217,19 @@ def test_ranks_divide_the_recordings_of_each_epoch(
     parts = rank_parts(sampler, world_size, (0, 0), -(-total // world_size))
     assert len({len(part) for part in parts}) == 1
     for epoch in range(2):
-        addresses, passes_of_rows = [], []
+        addresses, set_epochs_of_rows = [], []
         for batch in itertools.chain(*parts):
             if batch.epoch == epoch:
                 addresses.append(batch.index)
-                passes = np.broadcast_to(batch.passes, len(batch.rows)).tolist()
-                passes_of_rows += zip(batch.rows.tolist(), passes, strict=True)
+                set_epochs = np.broadcast_to(batch.set_epochs, len(batch.rows)).tolist()
+                set_epochs_of_rows += zip(batch.rows.tolist(), set_epochs, strict=True)
         assert sorted(addresses) == list(range(sampler.length(epoch)))
-        # A recording of a small set is in several passes of an epoch, and once in each pass.
-        assert len(set(passes_of_rows)) == len(passes_of_rows)
+        # A recording of a small set is in several epochs of its set in an epoch, and once in each.
+        assert len(set(set_epochs_of_rows)) == len(set_epochs_of_rows)
         if weights:
-            assert len(passes_of_rows) == sum(weighted.count for weighted in sampler.draws.sets)
+            assert len(set_epochs_of_rows) == sum(weighted.count for weighted in sampler.random_cuts.sets)
         else:
-            assert sorted(row for row, _ in passes_of_rows) == list(range(count))
+            assert sorted(row for row, _ in set_epochs_of_rows) == list(range(count))
 
 
 @settings(max_examples=60, deadline=None)
@@ -236,7 +244,7 @@ def test_no_micro_batch_of_a_weighted_epoch_exceeds_a_limit(
     count: int, limits: BatchLimits, shapes: int, weights: list[float], epoch: int
 ) -> None:
     data = corpus(count)
-    for batch in all_of(training_sampler(count, limits, shapes, weights).plan(epoch)):
+    for batch in all_of(training_sampler(count, limits, shapes, weights).epoch_batches(epoch)):
         assert_within_limits(batch, data, limits)
 
 
@@ -270,4 +278,4 @@ def test_a_resume_with_other_ranks_continues_the_same_plan(
             assert planned.shape == resumed_batch.shape
             assert planned.rows.tolist() == resumed_batch.rows.tolist()
             assert planned.percents.tolist() == resumed_batch.percents.tolist()
-            assert np.array_equal(planned.passes, resumed_batch.passes)
+            assert np.array_equal(planned.set_epochs, resumed_batch.set_epochs)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from speechtrain.data.corpora.digits import Digits
 from speechtrain.data.index import open_index
 from speechtrain.data.module import SpeechData
-from speechtrain.data.sampler import BatchLimits, Plan, Sampler
+from speechtrain.data.sampler import BatchLimits, EpochBatches, Sampler
 from speechtrain.data.sources import check_source, open_source
 from speechtrain.errors import DataError
 from speechtrain.text.vocabulary import Characters
@@ -34,7 +34,7 @@ def sampler(sizes: list[int], weights: list[float], **options: Any) -> Sampler:
     return new_sampler(seconds=seconds, keys=keys, sets=sets, weights=weights, **options)
 
 
-def rows_of(plan: Plan) -> list[int]:
+def rows_of(plan: EpochBatches) -> list[int]:
     return [row for number in range(len(plan)) for row in plan[number].rows.tolist()]
 
 
@@ -50,13 +50,16 @@ def test_every_recording_of_a_set_is_used_as_often_as_the_others(
     planned = sampler(sizes, weights[: len(sizes)])
     used = np.zeros(sum(sizes), int)
     for epoch in range(epochs):
-        plan = planned.plan(epoch)
+        plan = planned.epoch_batches(epoch)
         assert len(plan) == planned.length(epoch)
         for number in range(len(plan)):
             batch = plan[number]
-            rows, passes = batch.rows.tolist(), np.broadcast_to(batch.passes, len(batch.rows)).tolist()
+            rows, set_epochs = (
+                batch.rows.tolist(),
+                np.broadcast_to(batch.set_epochs, len(batch.rows)).tolist(),
+            )
             np.add.at(used, rows, 1)
-            assert len(set(zip(rows, passes, strict=True))) == len(rows)
+            assert len(set(zip(rows, set_epochs, strict=True))) == len(rows)
     for members in np.split(used, np.cumsum(sizes)[:-1]):
         assert members.max() - members.min() <= 1
         assert members.max() >= 1
@@ -69,7 +72,7 @@ def test_the_share_of_a_set_is_its_weight_in_every_part_of_an_epoch(
 ) -> None:
     planned = sampler(sizes, [3.0, 1.0], limits=limits, speed=(0.9, 1.1))
     for epoch in (0, 5):
-        rows = np.array(rows_of(planned.plan(epoch)))
+        rows = np.array(rows_of(planned.epoch_batches(epoch)))
         assert len(rows) == sum(sizes)
         assert (rows < sizes[0]).mean() == pytest.approx(0.75, abs=0.01)
         for part in np.array_split(rows, 4):
@@ -77,7 +80,7 @@ def test_the_share_of_a_set_is_its_weight_in_every_part_of_an_epoch(
 
 
 def test_a_recording_that_is_repeated_has_other_draws() -> None:
-    plan = sampler([5, 500], [1.0, 1.0], speed=(0.8, 1.2)).plan(0)
+    plan = sampler([5, 500], [1.0, 1.0], speed=(0.8, 1.2)).epoch_batches(0)
     speeds = plan.percents[plan.rows == 0]
     assert len(speeds) > 40
     assert len(set(speeds.tolist())) > 20
