@@ -103,7 +103,7 @@ class Steps:
         batches = itertools.repeat(self.batch)
         global_batch = self.trainer._accumulate(self.parts, batches, 1, self.interval)
         self.trainer._step(self.parts, global_batch, 1e-6)
-        self.trainer.update.outcomes(True)
+        self.trainer.update.results(True)
         return time.perf_counter() - start
 
     def log(self) -> float:

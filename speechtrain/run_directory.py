@@ -524,7 +524,7 @@ def read_failure(run_dir: Path) -> RunResult | None:
     return min(failures, key=order, default=None)
 
 
-def outcome_text(metrics: Any, last_metrics: Any, checkpoint: Any, speed: Any = None) -> str:
+def result_text(metrics: Any, last_metrics: Any, checkpoint: Any, speed: Any = None) -> str:
     """Return a line with the metrics of the best checkpoint, the last metrics if they differ, and the speed.
 
     The arguments are fields of ``RunResult``. They may come from a stranger's file, so their types are not

@@ -85,7 +85,7 @@ def _ask(arguments: Namespace) -> None:
 def _tell(arguments: Namespace) -> None:
     """Store the result of a trial, a JSON object. Raises ConfigError for another form."""
     from speechtrain.study.objectives import values_of
-    from speechtrain.study.store import Outcome, Study
+    from speechtrain.study.store import Study, TrialResult
 
     study = Study(arguments.study)
     expected_form = '{"id": 0, "values": {"NAME": VALUE}}, or {"id": 0, "failed": "CAUSE"}'
@@ -99,9 +99,9 @@ def _tell(arguments: Namespace) -> None:
     if type(number) is not int or bool(failure) == are_numbers:
         raise form_error
     if failure:
-        study.finish(number, Outcome("failed", str(failure)))
+        study.finish(number, TrialResult("failed", str(failure)))
     else:
-        study.finish(number, Outcome("finished"), values_of(study.spec.objectives, values))
+        study.finish(number, TrialResult("finished"), values_of(study.spec.objectives, values))
 
 
 def _is_finite_number(value: Any) -> bool:

@@ -103,7 +103,7 @@ class SpeechBatches(DataModule):
         """
         training_set = self.training_set
         if rank == 0 and len(training_set.usable) < len(training_set.index):
-            self.skips.list_filtered(training_set.filter_skips())
+            self.skips.list_filtered(training_set.filtered_recordings())
         self.skips.refresh()
         if rank == 0:
             if self.skips.run_dir:

@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 from scipy.signal import resample_poly
 
-from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, Samples, UnknownPart, known_cut, largest_growth
+from speechtrain.data.formats.lhotse_cuts import (
+    MOST_SAMPLES,
+    Samples,
+    UnknownField,
+    known_cut,
+    largest_growth,
+)
 from speechtrain.data.lhotse_import import import_lhotse
 
 import_lhotse()
@@ -35,7 +41,7 @@ ChangeRate = Callable[[Samples, int, int], Samples]
 def load_audio(cut: Mapping[str, Any], decode: Decode, change_rate: ChangeRate) -> tuple[Samples, int]:
     """Return the samples (C, S) of a cut in lhotse's JSON format, and their rate.
 
-    Raises UnknownPart for a cut that is unknown or too large, and every error of ``decode`` and lhotse.
+    Raises UnknownField for a cut that is unknown or too large, and every error of ``decode`` and lhotse.
     """
     lhotse_cut: Any = deserialize_cut(known_cut(cut))
     track_cuts = [track.cut for track in getattr(lhotse_cut, "tracks", ())]
@@ -61,7 +67,7 @@ def load_audio(cut: Mapping[str, Any], decode: Decode, change_rate: ChangeRate) 
 def _limit_samples(decode: Decode, growth: float) -> Callable[..., Samples]:
     """Return ``decode`` with a limit.
 
-    The function raises UnknownPart when its calls have returned more than MOST_SAMPLES in total. Each sample
+    The function raises UnknownField when its calls have returned more than MOST_SAMPLES in total. Each sample
     counts ``growth`` times, because the transforms may lengthen the audio by this factor.
     """
     total = 0.0
@@ -71,7 +77,7 @@ def _limit_samples(decode: Decode, growth: float) -> Callable[..., Samples]:
         samples = decode(*arguments)
         total += samples.size * growth
         if total > MOST_SAMPLES:
-            raise UnknownPart(f"its audio has {total:.0f} samples, the most are {MOST_SAMPLES}")
+            raise UnknownField(f"its audio has {total:.0f} samples, the most are {MOST_SAMPLES}")
         return samples
 
     return read

@@ -202,7 +202,7 @@ class TrainingSet(RecordingSet):
             content["speakers"] = len(speakers)
         return {**content, "digest": hash_of(self.index.identity)}
 
-    def filter_skips(self) -> Iterator[Skip]:
+    def filtered_recordings(self) -> Iterator[Skip]:
         """Yield each filtered recording with the reason. The detail of a skip is the duration."""
         reasons = {row: reason for reason, rows in self.filtered.items() for row in rows.tolist()}
         for row, reason in sorted(reasons.items()):

@@ -109,7 +109,7 @@ def start_jobs(command: Command) -> None:
         cause = f"{error.filename}: {error.strerror}"
         raise MachineError(f"{cause}. Set run_dir or OUTPUT_DIR to a writable folder") from error
     finally:
-        jobs.read_outcomes()
+        jobs.read_results()
         folders.remove_empty()
     jobs.conclude()
 
@@ -313,8 +313,8 @@ class _Stop(BaseException):
 
 
 @dataclass(frozen=True)
-class _Outcome:
-    """The outcome of one job of a sweep. The job writes it to a JSON file for the table at the end."""
+class _JobResult:
+    """The result of one job of a sweep. The job writes it to a JSON file for the table at the end."""
 
     overrides: str  # the overrides that the sweep varies, separated by blanks
     status: str  # RunResult.status, or the class name of the error
@@ -344,10 +344,10 @@ def _metric_text(result: RunResult) -> str:
 
 
 class _Jobs:
-    """The jobs of one command and their outcomes. Hydra calls this object with the config of each job.
+    """The jobs of one command and their results. Hydra calls this object with the config of each job.
 
     A launcher of Hydra may run the jobs of a sweep in other processes, on other hosts. It pickles this object
-    for them. Each job of a sweep therefore writes its outcome into a folder next to the runs, which all hosts
+    for them. Each job of a sweep therefore writes its result into a folder next to the runs, which all hosts
     can read.
     """
 
@@ -360,9 +360,9 @@ class _Jobs:
             self.auto_device = auto_device().name
         self.inherited_variables = {name: text for name, text in os.environ.items() if name == ALLOW_TARGETS}
         self.error: Exception | None = None  # the error that ends the command
-        self.outcomes_name = f".sweep-{secrets.token_hex(8)}"  # name of the folder of the outcomes
+        self.results_name = f".sweep-{secrets.token_hex(8)}"  # name of the folder of the results
         self.sweep_dir: str | None = None  # folder of the runs of a sweep. The resolver of Hydra sets it.
-        self.outcomes: list[_Outcome] = []
+        self.results: list[_JobResult] = []
 
     def __call__(self, config: DictConfig) -> _Return:
         """Start the run of a job and return its metric, which an optimizing sweeper of Hydra reads.
@@ -394,7 +394,7 @@ class _Jobs:
                 Path(settings.runtime.output_dir).rmdir()
         if is_study(settings):
             return result
-        outcome = _Outcome(
+        job_result = _JobResult(
             swept_overrides,
             result.status,
             result.metric,
@@ -404,7 +404,7 @@ class _Jobs:
             speed=speed_text(result.speed),
             computes=result.computes,
         )
-        self._write_outcome(outcome, settings)
+        self._write_result(job_result, settings)
         # Hydra's optimizing sweepers minimise by default.
         return None if result.metric is None else signed(result.metric, result.metric_mode)
 
@@ -427,8 +427,8 @@ class _Jobs:
         """Store the error of a job. Return a value for the sweeper if the sweep continues, else end Hydra."""
         is_failure = isinstance(error, SpeechtrainError) and not isinstance(error, Preempted)
         exit_code = getattr(error, "exit_code", 1) if is_failure else 0
-        outcome = _Outcome(swept_overrides, type(error).__name__, error=str(error), exit_code=exit_code)
-        self._write_outcome(outcome, settings)
+        job_result = _JobResult(swept_overrides, type(error).__name__, error=str(error), exit_code=exit_code)
+        self._write_result(job_result, settings)
         if is_failure and settings.mode == RunMode.MULTIRUN:
             print_notice(f"error: {job_name(settings)} ({swept_overrides}): {error}")
             if is_study(settings):
@@ -443,38 +443,38 @@ class _Jobs:
             return error  # The study starts the trial again, which continues from its checkpoint.
         raise error  # Hydra's launcher passes the error from this process to the command.
 
-    def _write_outcome(self, outcome: _Outcome, settings: Any) -> None:
-        """Write the outcome of a sweep's job to a file that is named by the number of the job.
+    def _write_result(self, job_result: _JobResult, settings: Any) -> None:
+        """Write the result of a sweep's job to a file that is named by the number of the job.
 
-        The outcomes of a study's trials are in the study.
+        The results of a study's trials are in the study.
         """
         if settings.mode == RunMode.MULTIRUN and not is_study(settings):
-            folder = Path(settings.sweep.dir, self.outcomes_name)
+            folder = Path(settings.sweep.dir, self.results_name)
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / f"{settings.job.num:06}.json", asdict(outcome))
+            write_json(folder / f"{settings.job.num:06}.json", asdict(job_result))
 
-    def read_outcomes(self) -> None:
-        """Read the outcomes of a sweep's jobs in the order of the jobs, and remove their folder."""
+    def read_results(self) -> None:
+        """Read the results of a sweep's jobs in the order of the jobs, and remove their folder."""
         if self.sweep_dir is not None:
-            folder = Path(self.sweep_dir, self.outcomes_name)
+            folder = Path(self.sweep_dir, self.results_name)
             for path in sorted(folder.glob("*.json")):
-                self.outcomes.append(_Outcome(**read_json(path)))
+                self.results.append(_JobResult(**read_json(path)))
             shutil.rmtree(folder, ignore_errors=True)
 
     def conclude(self) -> None:
-        """Print a table of the outcomes if there are several. Raise the error that ended the command, if any.
+        """Print a table of the results if there are several. Raise the error that ended the command, if any.
 
         Otherwise raise an error if jobs of a sweep failed. It has the exit code of the first of them.
         """
-        if len(self.outcomes) > 1:
+        if len(self.results) > 1:
             self._print_table()
         if self.error is not None:
             raise self.error
-        failures = [outcome for outcome in self.outcomes if outcome.exit_code]
+        failures = [job_result for job_result in self.results if job_result.exit_code]
         if failures:
             message = failures[0].error
-            if len(self.outcomes) > 1:
-                message = f"{len(failures)} of {len(self.outcomes)} jobs failed, first: {message}"
+            if len(self.results) > 1:
+                message = f"{len(failures)} of {len(self.results)} jobs failed, first: {message}"
             raise class_of(failures[0].exit_code)(message)
 
     def _print_table(self) -> None:
@@ -483,17 +483,19 @@ class _Jobs:
         If the jobs computed with different policies, the last column has them. The job that is better than
         all others is marked.
         """
-        keys = [sort_key(job.metric, job.metrics, job.metric_mode) for job in self.outcomes]
-        has_speeds = any(outcome.speed for outcome in self.outcomes)
-        has_policies = len({outcome.computes for outcome in self.outcomes} - {""}) > 1
+        keys = [sort_key(job.metric, job.metrics, job.metric_mode) for job in self.results]
+        has_speeds = any(job_result.speed for job_result in self.results)
+        has_policies = len({job_result.computes for job_result in self.results} - {""}) > 1
         rows = [["job", "metric", "status", "speed" if has_speeds else "", "overrides"]]
         if has_policies:
             rows[0].append("computes")
-        for number, (outcome, key) in enumerate(zip(self.outcomes, keys, strict=True), 1):
-            is_best = outcome.metric is not None and key == min(keys) and keys.count(key) == 1
-            overrides = f"{outcome.overrides}  (best)" if is_best else outcome.overrides
-            rows.append([f"job {number}", outcome.metric_text, outcome.status, outcome.speed, overrides])
+        for number, (job_result, key) in enumerate(zip(self.results, keys, strict=True), 1):
+            is_best = job_result.metric is not None and key == min(keys) and keys.count(key) == 1
+            overrides = f"{job_result.overrides}  (best)" if is_best else job_result.overrides
+            rows.append(
+                [f"job {number}", job_result.metric_text, job_result.status, job_result.speed, overrides]
+            )
             if has_policies:
-                rows[-1].append(outcome.computes)
+                rows[-1].append(job_result.computes)
         for line in table_lines(rows):
             print_line(line)

@@ -14,9 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from speechtrain.errors import RunError
 from speechtrain.files import sha256
 from speechtrain.run_directory import git_output, git_state
+from speechtrain.start.changeable_keys import may_change
 from speechtrain.start.schema import INTERFACES
 from speechtrain.start.targets import target_class
-from speechtrain.start.volatile_keys import is_volatile
 
 _PARTS = "parts"
 """Folder of a run with a copy of each module."""
@@ -49,7 +49,7 @@ def refuse_changes(former_modules: Modules, modules: Modules, run_dir: Path) -> 
     """Raise RunError for a module that has changed, unless its group may change when a run continues."""
     for name, facts in modules.items():
         former_digest = former_modules.get(name, {}).get("sha256", facts["sha256"])
-        if facts["sha256"] != former_digest and not is_volatile(facts["group"]):
+        if facts["sha256"] != former_digest and not may_change(facts["group"]):
             cause = f"{facts['file']} has changed since {run_dir} started"
             raise RunError(f"{cause}. accept_code=true continues the run with the new code")
 

@@ -16,6 +16,7 @@ from speechtrain.files import print_line, small_yaml
 from speechtrain.overrides import key_of_override, override_with_absolute_paths
 from speechtrain.run_directory import ABOUT, CONFIG, About, other_owner, read_about
 from speechtrain.start.auto_device import announce_auto
+from speechtrain.start.changeable_keys import PER_START, may_change
 from speechtrain.start.command_line import Command, split_options
 from speechtrain.start.compose import override_value
 from speechtrain.start.resolved import with_absolute_path, with_absolute_paths
@@ -23,7 +24,6 @@ from speechtrain.start.run_name import folders_of
 from speechtrain.start.schema import INTERFACES, NESTED_GROUPS
 from speechtrain.start.stored_config import config_at, move_sources, set_group, set_key, stored_value
 from speechtrain.start.user_yaml import text_of, values_of
-from speechtrain.start.volatile_keys import PER_START, is_volatile
 
 _PRINTING_FLAGS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 """Options of Hydra with which a command prints something and starts no run."""
@@ -54,7 +54,7 @@ def run_to_continue(command: Command) -> Path | None:
         return command.run_dir
     keys = {*map(key_of_override, command.overrides)} - {"run_dir", *PER_START}
     # Keys of the trainer only extend or limit a run, so the user has meant a run that exists.
-    if all(key.startswith("trainer.") and is_volatile(key) for key in keys):
+    if all(key.startswith("trainer.") and may_change(key) for key in keys):
         raise RunError(
             f"{command.run_dir} holds no run ({CONFIG} is missing). Correct run_dir, or add the keys of a "
             "new run, such as recipe=demo"
@@ -88,11 +88,11 @@ def config_to_continue(run_dir: Path, command: Command) -> DictConfig:
     """Return the stored config of the run in ``run_dir`` with the changes that ``command`` makes.
 
     An override that the first start had with the same text changes nothing, so the stored value is used. A
-    new override is applied if the key is volatile, which means that it may change during a run. Data may move
-    to another place. If another program has started the ranks, their number is the world size.
+    new override is applied if the key may change during a run. Data may move to another place.
+    If another program has started the ranks, their number is the world size.
 
-    Raises RunError if a key would change that is not volatile, and ConfigError for a world size that does not
-    divide the micro-batches of an update.
+    Raises RunError if another key would change, and ConfigError for a world size that does not divide the
+    micro-batches of an update.
     """
     config = config_at(run_dir)
     about = read_about(run_dir)
@@ -107,7 +107,7 @@ def config_to_continue(run_dir: Path, command: Command) -> DictConfig:
     conflicts = _apply_batch_changes(config, batch_changes, run_dir)
     _apply_moves(config, changes, command.overrides)
     conflicts += _apply_changes(config, changes, command.config_dir)
-    fixed_groups = [key for key in changes if key in _GROUPS and not is_volatile(key)]
+    fixed_groups = [key for key in changes if key in _GROUPS and not may_change(key)]
     is_about_missing = about == About([])  # ``read_about`` returns this if it cannot read run.json.
     if fixed_groups and is_about_missing:
         # Without run.json, each override of the first start seems to be new and would be reported wrongly.
@@ -142,14 +142,14 @@ def _is_below(key: str, parent: str) -> bool:
 
 
 def _apply_changes(config: DictConfig, changes: Mapping[str, Any], config_dir: str | None) -> list[str]:
-    """Set the volatile keys and groups among ``changes``. Return a message for each other changed value."""
+    """Set the keys and groups of ``changes`` that may change. Return a message for each other value."""
     conflicts = []
     for key, value in changes.items():
-        if key in _GROUPS and is_volatile(key):
+        if key in _GROUPS and may_change(key):
             set_group(config, key, str(value), config_dir)
         elif key in _GROUPS:
             conflicts.append(f"{key}={value} was not an override when the run started")
-        elif is_volatile(key):
+        elif may_change(key):
             set_key(config, key, value)
         elif stored_value(config, key) not in (value, with_absolute_path(value)):
             conflicts.append(_conflict(config, key, value))
@@ -312,7 +312,7 @@ def _settle_limits(
     repeated_overrides = [text for text in overrides if text not in new_overrides]
     later_values = []
     for key, value in _parse(repeated_overrides).items():
-        if key.startswith("trainer.") and is_volatile(key):
+        if key.startswith("trainer.") and may_change(key):
             stored = stored_value(config, key)
             if stored != value:
                 later_values.append(f"{key}={stored}")

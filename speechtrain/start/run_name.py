@@ -11,8 +11,8 @@ from typing import Any
 
 from speechtrain.overrides import key_of_override, override_with_absolute_paths
 from speechtrain.run_directory import About
+from speechtrain.start.changeable_keys import may_change
 from speechtrain.start.user_yaml import user_yaml_files
-from speechtrain.start.volatile_keys import is_volatile
 
 
 def run_name(
@@ -21,8 +21,8 @@ def run_name(
     """Return ``<model>-<data>-<hash>``. The hash is of the overrides and of the user's YAML files.
 
     ``choices`` has the choice of each group of Hydra, ``config_dir`` is the user's config folder, and
-    ``swept`` are the keys that the command's sweep varies. A volatile key, which may change during a run,
-    identifies a run only if it is among these.
+    ``swept`` are the keys that the command's sweep varies. A key that may change during a run identifies a
+    run only if it is among these.
     """
     digest = fingerprint(overrides, user_yaml_files(choices, config_dir), swept)
     # A group may be absent here, because check() refuses ~GROUP only later.
@@ -50,13 +50,13 @@ def identifying_overrides(
 ) -> list[str]:
     """Return the overrides that identify a run, sorted by key. Overrides of the same key stay in their order.
 
-    A volatile key identifies a run only if it is in ``swept``, the keys that a sweep varies. Paths are made
-    absolute as in ``override_with_absolute_paths``.
+    A key that may change identifies a run only if it is in ``swept``, the keys that a sweep varies. Paths
+    are made absolute as in ``override_with_absolute_paths``.
     """
     identifying = []
     for override in overrides:
         key = key_of_override(override)
-        if key in swept or not is_volatile(key):
+        if key in swept or not may_change(key):
             identifying.append(override_with_absolute_paths(override, folder))
     return sorted(identifying, key=key_of_override)
 

@@ -543,6 +543,6 @@ def _error_of(result: RunResult, run_dir: Path, log: str = AGENT) -> Speechtrain
 
 def _describe(result: RunResult) -> str:
     """Return status, last step, metrics and speed as a line."""
-    outcome = run_directory.outcome_text(result.metrics, result.last_metrics, result.checkpoint, result.speed)
+    outcome = run_directory.result_text(result.metrics, result.last_metrics, result.checkpoint, result.speed)
     # A run without metrics and speed has an empty outcome.
     return f"{result.status} at step {result.steps}, {outcome}".rstrip(", ")

@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial
 
 from speechtrain.files import table_lines, write_text
 from speechtrain.study.space import override_texts
-from speechtrain.study.store import Study, outcome_of
+from speechtrain.study.store import Study, result_of
 
 PAGE = "study.html"
 
@@ -34,7 +34,7 @@ def table(study: Study) -> list[str]:
 
 def _status(trial: FrozenTrial) -> str:
     """Return the status of a trial, with the objectives whose values are beyond their thresholds."""
-    status = outcome_of(trial).status
+    status = result_of(trial).status
     beyond = [name for name, excess in trial.constraints.items() if excess > 0]
     if beyond:
         status += f", beyond {', '.join(beyond)}"
@@ -48,7 +48,7 @@ def _assignments(trial: FrozenTrial) -> str:
         if isinstance(value, float):
             value = f"{value:.5g}"
         texts.append(f"{key}={value}")
-    return " ".join([*texts, outcome_of(trial).error]).rstrip()
+    return " ".join([*texts, result_of(trial).error]).rstrip()
 
 
 def best_command(study: Study) -> str:

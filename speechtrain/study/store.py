@@ -74,7 +74,7 @@ class StudySpec:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialResult:
     """How a trial has ended."""
 
     status: str  # finished | target | time | pruned | refused | diverged | out_of_memory | failed
@@ -263,7 +263,7 @@ class Study:
     def finish(
         self,
         number: int,
-        outcome: Outcome,
+        result: TrialResult,
         values: Sequence[float] | None = None,
         state: TrialState = TrialState.FAIL,
     ) -> None:
@@ -274,7 +274,7 @@ class Study:
         """
         with self._locked():
             trial = self._open_trial(number)
-            trial.set_user_attr(_OUTCOME, asdict(outcome))
+            trial.set_user_attr(_OUTCOME, asdict(result))
             if values is not None:
                 state = TrialState.COMPLETE
                 for objective, value in zip(self.spec.objectives, values, strict=True):
@@ -308,9 +308,9 @@ class Study:
         return excess, value
 
 
-def outcome_of(trial: FrozenTrial) -> Outcome:
+def result_of(trial: FrozenTrial) -> TrialResult:
     """Return how a trial has ended. The status of an unfinished trial is ``unfinished``."""
     content = trial.user_attrs.get(_OUTCOME)
     if content is None or not trial.state.is_finished():
-        return Outcome("unfinished")
-    return Outcome(**content)
+        return TrialResult("unfinished")
+    return TrialResult(**content)

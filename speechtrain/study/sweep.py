@@ -22,7 +22,7 @@ from speechtrain.study import trial_folder
 from speechtrain.study.objectives import check_direction, numbers_of, read_objectives, values_of
 from speechtrain.study.output import best_command, table, write_page
 from speechtrain.study.space import first_assignments, override_texts, split_overrides
-from speechtrain.study.store import Outcome, Study, StudySpec, outcome_of
+from speechtrain.study.store import Study, StudySpec, TrialResult, result_of
 from speechtrain.study.trial_job import PRUNED
 
 Launch = Callable[[Sequence[Sequence[str]], int], Sequence[JobReturn]]
@@ -138,7 +138,7 @@ def _store_end(
     settings: Mapping[str, Any],
     failures: Counter[int],
 ) -> None:
-    """Store the outcome of a trial, unless it was interrupted or will run again.
+    """Store the result of a trial, unless it was interrupted or will run again.
 
     ``failures`` has the number of failures of each trial. Raises ConfigError if a result lacks an objective.
     """
@@ -146,12 +146,12 @@ def _store_end(
         return
     if isinstance(end, RunResult):
         if end.status == PRUNED:
-            study.finish(number, Outcome(PRUNED), state=TrialState.PRUNED)
+            study.finish(number, TrialResult(PRUNED), state=TrialState.PRUNED)
             return
         check_direction(study.spec.objectives, end)
         values = values_of(study.spec.objectives, numbers_of(end))
         if all(map(math.isfinite, values)):
-            study.finish(number, Outcome(end.status), values)
+            study.finish(number, TrialResult(end.status), values)
             return
         end = Diverged("the objective is not finite")
     status = _failure_status(end, study.folder / trial_folder(number))
@@ -163,7 +163,7 @@ def _store_end(
     worst_values = study.worst_values() if handling == "worst" else None
     # ``finish`` uses the state only without values. A trial with values is complete.
     state = TrialState.FAIL if handling == "retry" else TrialState.PRUNED
-    study.finish(number, Outcome(status, str(end)), worst_values, state)
+    study.finish(number, TrialResult(status, str(end)), worst_values, state)
 
 
 def _failure_status(error: SpeechtrainError, run_dir: Path) -> str:
@@ -180,7 +180,7 @@ def _failure_status(error: SpeechtrainError, run_dir: Path) -> str:
 
 def _refuse_useless_study(study: Study) -> None:
     """Raise ConfigError if the first trials were all refused."""
-    outcomes = [outcome_of(trial) for trial in study.trials() if trial.state.is_finished()]
-    are_all_refused = all(outcome.status == "refused" for outcome in outcomes)
-    if len(outcomes) >= _FIRST_TRIALS and are_all_refused:
-        raise ConfigError(f"the first {len(outcomes)} trials were refused: {outcomes[0].error}")
+    results = [result_of(trial) for trial in study.trials() if trial.state.is_finished()]
+    are_all_refused = all(result.status == "refused" for result in results)
+    if len(results) >= _FIRST_TRIALS and are_all_refused:
+        raise ConfigError(f"the first {len(results)} trials were refused: {results[0].error}")

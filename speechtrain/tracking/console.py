@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from speechtrain.errors import FORMAT_CHARACTERS, ConfigError, escape_controls
 from speechtrain.files import append_line
-from speechtrain.run_directory import metric_text, outcome_text
+from speechtrain.run_directory import metric_text, result_text
 from speechtrain.tracking.base import Tracker, metrics_of
 from speechtrain.tracking.dll import DLLines
 
@@ -360,7 +360,7 @@ def end_line(values: Mapping[str, Any]) -> str:
         line += f" after {values['steps']} steps"
     if _is_finite(values.get("wall_s")):
         line += f", {duration(values['wall_s'])}"
-    results = outcome_text(
+    results = result_text(
         values.get("metrics"), values.get("last_metrics"), values.get("checkpoint"), values.get("speed")
     )
     line = f"{line}  {results}".rstrip()

@@ -20,8 +20,8 @@ from speechtrain.optim.ema import Average
 from speechtrain.precision import Precision, gradients_of
 
 
-class StepOutcome(Enum):
-    """The outcome of an update."""
+class UpdateResult(Enum):
+    """The result of an update."""
 
     APPLIED = "applied"
     SCALE_LOWERED = "skipped, and fp16's loss scale lowered"
@@ -54,10 +54,10 @@ class Update(ABC):
         """
 
     @abstractmethod
-    def outcomes(self, due: bool) -> list[StepOutcome]:
-        """Return the outcomes of the updates since the last call that returned any.
+    def results(self, due: bool) -> list[UpdateResult]:
+        """Return the results of the updates since the last call that returned any.
 
-        Reading outcomes that are on the device is expensive. So they are returned only if ``due`` is True.
+        Reading results that are on the device is expensive. So they are returned only if ``due`` is True.
         """
 
     def _clipping_scale(self, scale: Tensor, norm: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class Update(ABC):
 class HostCheckedUpdate(Update):
     """An update that the host skips if it is not finite. This costs one read from the device."""
 
-    _outcomes: list[StepOutcome] = field(init=False, default_factory=list)
+    _results: list[UpdateResult] = field(init=False, default_factory=list)
 
     def __call__(self, trained: Trained, rate: float, scale: Tensor, healthy: Tensor) -> Tensor:
         module, optimizer, average = trained
@@ -89,12 +89,12 @@ class HostCheckedUpdate(Update):
             self._set_rate(optimizer, rate)
             self.precision.step(optimizer)
             average.update(module)
-            outcome = StepOutcome.APPLIED
+            result = UpdateResult.APPLIED
         elif self.precision.overflow(optimizer):
-            outcome = StepOutcome.SCALE_LOWERED
+            result = UpdateResult.SCALE_LOWERED
         else:
-            outcome = StepOutcome.NOT_FINITE
-        self._outcomes.append(outcome)
+            result = UpdateResult.NOT_FINITE
+        self._results.append(result)
         optimizer.zero_grad(set_to_none=True)
         return norm
 
@@ -105,9 +105,9 @@ class HostCheckedUpdate(Update):
         """
         return bool(healthy.bool() & torch.isfinite(norm))
 
-    def outcomes(self, due: bool) -> list[StepOutcome]:
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
+    def results(self, due: bool) -> list[UpdateResult]:
+        results, self._results = self._results, []
+        return results
 
 
 @dataclass(eq=False)
@@ -167,12 +167,12 @@ class BranchFreeUpdate(Update):
                         tensors.append(state)
         return tensors
 
-    def outcomes(self, due: bool) -> list[StepOutcome]:
+    def results(self, due: bool) -> list[UpdateResult]:
         if not due:
             return []
-        outcomes = []
+        results = []
         for flag in self._flags:
-            outcome = StepOutcome.APPLIED if flag.cpu() else StepOutcome.NOT_FINITE
-            outcomes.append(outcome)
+            result = UpdateResult.APPLIED if flag.cpu() else UpdateResult.NOT_FINITE
+            results.append(result)
         self._flags = []
-        return outcomes
+        return results

@@ -13,7 +13,7 @@ from speechtrain.files import atomic
 from speechtrain.task import Alarm
 from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig
-from speechtrain.training.optimizer_step import StepOutcome
+from speechtrain.training.optimizer_step import UpdateResult
 from speechtrain.training.run_state import Parts
 
 
@@ -41,16 +41,16 @@ class Recovery:
     seed: int
     run_dir: Path
 
-    def count(self, outcomes: list[StepOutcome], parts: Parts) -> None:
-        """Count the skipped updates in ``outcomes``, which are in the order of the updates.
+    def count(self, results: list[UpdateResult], parts: Parts) -> None:
+        """Count the skipped updates in ``results``, which are in the order of the updates.
 
         Raises Diverged after ``max_bad_updates`` non-finite updates in a row, and DataError if the last one
         had no usable recording.
         """
-        for outcome in outcomes:
-            if outcome is StepOutcome.APPLIED:
+        for result in results:
+            if result is UpdateResult.APPLIED:
                 parts.progress.bad_updates = 0
-            elif outcome is StepOutcome.SCALE_LOWERED:
+            elif result is UpdateResult.SCALE_LOWERED:
                 # The recipe is not at fault, so this does not count as a bad update.
                 parts.progress.scale_skips += 1
             else:

@@ -236,8 +236,8 @@ class Trainer:
         """
         rate, norm, status = self._apply_update(parts, batches, self.progress.step + 1, interval=interval)
         due = self._due_work(parts, status)
-        # On a device with static shapes, the outcomes are read only with a log line.
-        self.recovery.count(self.update.outcomes(due.log), parts)
+        # On a device with static shapes, the results are read only with a log line.
+        self.recovery.count(self.update.results(due.log), parts)
         if due.log:
             self._log(interval, rate, norm=norm)
             self._check_interval(parts, interval)
@@ -393,7 +393,7 @@ class Trainer:
             self.validation.evaluate(parts, sets)
 
         self.graphs.warm_up(parts, run_step, evaluate)
-        self.update.outcomes(True)  # The outcomes of the warm-up are discarded.
+        self.update.results(True)  # The results of the warm-up are discarded.
         self.graphs.settle()
 
     def _catch_up(self, parts: Parts) -> str:

@@ -26,7 +26,7 @@ from speechtrain.batch import Skip
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.commands.report import run as report
 from speechtrain.data.audio import read_cut, read_file
-from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, UnknownPart, known_cut
+from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, UnknownField, known_cut
 from speechtrain.data.recordings import Unusable
 from speechtrain.data.skips import SkipLog
 from speechtrain.data.sources import open_source
@@ -272,7 +272,7 @@ def test_a_reader_refuses_in_one_line(attack: Attack, folder: Path) -> None:
     door = DOORS[attack.door]
     path = folder / door.file
     p.place(path, attack.payload)
-    with pytest.raises((SpeechtrainError, OSError, Unusable, UnknownPart), match=attack.words) as caught:
+    with pytest.raises((SpeechtrainError, OSError, Unusable, UnknownField), match=attack.words) as caught:
         door.read(path)
     line = one_line(str(caught.value))
     assert len(line) < 10_000

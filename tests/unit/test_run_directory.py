@@ -33,7 +33,6 @@ from speechtrain.run_directory import (
     git_state,
     note_environment,
     origin,
-    outcome_text,
     provenance,
     read_about,
     read_best,
@@ -41,6 +40,7 @@ from speechtrain.run_directory import (
     read_manifest,
     read_metrics,
     read_result,
+    result_text,
     timing_start,
     write_manifest,
 )
@@ -102,13 +102,11 @@ def test_a_result_that_cannot_be_read_is_none(tmp_path: Path, content: str | Non
 
 def test_outcome_text_is_of_the_best_and_then_of_the_last() -> None:
     metrics = {"wer": 0.1, "dev/wer": 0.1}
-    assert outcome_text(None, None, None) == ""
-    assert outcome_text(metrics, None, None) == "dev/wer 10.00 %"
-    assert outcome_text(metrics, metrics, None) == "dev/wer 10.00 %"
+    assert result_text(None, None, None) == ""
+    assert result_text(metrics, None, None) == "dev/wer 10.00 %"
+    assert result_text(metrics, metrics, None) == "dev/wer 10.00 %"
     latest = {"wer": 0.2, "dev/wer": None}
-    assert (
-        outcome_text(metrics, latest, "step-00000012") == "best at step 12: dev/wer 10.00 %; last dev/wer -"
-    )
+    assert result_text(metrics, latest, "step-00000012") == "best at step 12: dev/wer 10.00 %; last dev/wer -"
 
 
 def test_note_environment_leaves_the_rest_of_the_file(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ CROSSINGS = {
     "optim/adamw8bit.py:_maps": "the values of the codes, once",
     "dtensor.py:all_finite": "after an update that is not finite, in fp16",
     "encoders/lstm.py:LSTMEncoder._pivot": "the median length, with split_segments",
-    "training/optimizer_step.py:BranchFreeUpdate.outcomes": "with a log line",
+    "training/optimizer_step.py:BranchFreeUpdate.results": "with a log line",
     "training/trainer.py:Trainer._log": "with a log line",
     "metrics.py:MetricSums._read_all": "with a log line",
     "training/trainer.py:Trainer._flag": "the flag of an update, on devices with static shapes",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from speechtrain.data.formats.folder import AUDIO_SUFFIXES
-from speechtrain.data.formats.lhotse_cuts import UnknownPart, known_cut
+from speechtrain.data.formats.lhotse_cuts import UnknownField, known_cut
 from speechtrain.data.formats.manifests import Record, cut_of_supervision, simple_cut
 from speechtrain.data.formats.tables import Table
 from speechtrain.data.lhotse_import import import_lhotse
@@ -231,7 +231,7 @@ def _cuts(manifests: Mapping[str, Any]) -> Iterator[Record]:
         cut = cut_of_supervision(fields, recordings[supervision.recording_id].to_dict())
         try:
             known_cut(cut)
-        except UnknownPart as error:
+        except UnknownField as error:
             raise DataError(f"{supervision.id}: {error}. Convert the recordings to files first") from None
         yield cut
 

@@ -35,8 +35,8 @@ _TRANSFORMS: dict[str, dict[str, tuple[float, float]]] = {
 }
 
 
-class UnknownPart(ValueError):
-    """A cut has an unknown part, or a number out of bounds."""
+class UnknownField(ValueError):
+    """A cut has an unknown field, or a number out of bounds."""
 
 
 def is_simple(cut: Mapping[str, Any]) -> bool:
@@ -53,7 +53,7 @@ def is_simple(cut: Mapping[str, Any]) -> bool:
 def known_cut(cut: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a cut in lhotse's JSON format, with only the keys that are needed to read its audio.
 
-    Raises UnknownPart with the first part that is unknown or whose number is out of bounds.
+    Raises UnknownField with the first field that is unknown or whose number is out of bounds.
     """
     if cut.get("type") != "MixedCut":
         return _known_single_cut(cut, cut.get("type"))
@@ -67,20 +67,20 @@ def known_cut(cut: Mapping[str, Any]) -> dict[str, Any]:
     seconds = max(track["offset"] + track["cut"]["duration"] for track in tracks)
     samples = _largest_samples(cuts, seconds * largest_growth(mixed_cut))
     if samples > MOST_SAMPLES:
-        raise UnknownPart(f"its tracks have {samples:.0f} samples, the most are {MOST_SAMPLES}")
+        raise UnknownField(f"its tracks have {samples:.0f} samples, the most are {MOST_SAMPLES}")
     return mixed_cut
 
 
 def _known_track(track: object) -> dict[str, Any]:
     """Return the known parts of a track. Its cut has one recording or is silence."""
     if not isinstance(track, Mapping) or not isinstance(track.get("cut"), Mapping):
-        raise UnknownPart("a track has no 'cut'")
+        raise UnknownField("a track has no 'cut'")
     # The type is a key of the track, of its cut, or of both. A hostile file can have NaN as the type, which
     # is not equal to itself, so the types are compared as strings.
     track_type = str(track.get("type", track["cut"].get("type")))
     cut_type = str(track["cut"].get("type", track_type))
     if cut_type != track_type:
-        raise UnknownPart(f"a track of the two types {track_type[:40]!r}, {cut_type[:40]!r}")
+        raise UnknownField(f"a track of the two types {track_type[:40]!r}, {cut_type[:40]!r}")
     cut = _known_single_cut(track["cut"], track_type)
     known_track = {
         "type": cut.pop("type"),
@@ -114,19 +114,19 @@ def _largest_samples(cuts: Sequence[Mapping[str, Any]], mixture_seconds: float) 
 def _known_single_cut(cut: Mapping[str, Any], cut_type: object) -> dict[str, Any]:
     """Return the known parts of a cut with one recording, or of silence."""
     if cut_type not in _TYPES:
-        raise UnknownPart(f"'type' is {str(cut_type)[:40]!r}. A lhotse cut has one of {', '.join(_TYPES)}")
+        raise UnknownField(f"'type' is {str(cut_type)[:40]!r}. A lhotse cut has one of {', '.join(_TYPES)}")
     if not isinstance(cut.get("supervisions") or [], list):
-        raise UnknownPart("'supervisions' is not a list of objects")
+        raise UnknownField("'supervisions' is not a list of objects")
     seconds = _number(cut, "duration", _SECONDS_BOUNDS)
     known_parts: dict[str, Any] = {"id": str(cut.get("id")), "duration": seconds, "type": cut_type}
     if cut_type == "PaddingCut":
         rate = int(_number(cut, "sampling_rate", RATES))
         if seconds * rate > MOST_SAMPLES:
-            raise UnknownPart(f"{seconds:g} s of silence")
+            raise UnknownField(f"{seconds:g} s of silence")
         return known_parts | {"sampling_rate": rate, "feat_value": 0.0, "num_samples": round(seconds * rate)}
     recording = cut.get("recording")
     if not isinstance(recording, Mapping):
-        raise UnknownPart("has no 'recording' (a cut with features only has no audio)")
+        raise UnknownField("has no 'recording' (a cut with features only has no audio)")
     channel = cut.get("channel", 0)
     known_parts["channel"] = _channels(channel) if isinstance(channel, list) else _channels([channel])[0]
     known_parts["start"] = _number(cut, "start", _SECONDS_BOUNDS)
@@ -136,17 +136,17 @@ def _known_single_cut(cut: Mapping[str, Any], cut_type: object) -> dict[str, Any
 
 
 def _known_recording(recording: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the known parts of a recording. Raises UnknownPart for audio that is not in files."""
+    """Return the known parts of a recording. Raises UnknownField for audio that is not in files."""
     sources = []
     for source in _checked_list(recording, "sources", MOST_CHANNELS):
         if not isinstance(source, Mapping):
-            raise UnknownPart("'sources' is not a list of objects")
+            raise UnknownField("'sources' is not a list of objects")
         if source.get("type") != "file":
             kind = str(source.get("type"))[:40]
-            raise UnknownPart(f"the audio has the type {kind!r}. Save it as files (lhotse: save_audios)")
+            raise UnknownField(f"the audio has the type {kind!r}. Save it as files (lhotse: save_audios)")
         path = source.get("source")
         if not isinstance(path, str) or not path:
-            raise UnknownPart("the audio has no 'source' that is a path")
+            raise UnknownField("the audio has no 'source' that is a path")
         sources.append({"type": "file", "channels": _channels(source.get("channels")), "source": path})
     seconds = _number(recording, "duration", _SECONDS_BOUNDS)
     rate = int(_number(recording, "sampling_rate", RATES))
@@ -173,7 +173,7 @@ def _known_transforms(part: Mapping[str, Any]) -> dict[str, Any]:
             name, arguments = transform.get("name"), transform.get("kwargs")
         bounds = _TRANSFORMS.get(name) if isinstance(name, str) else None
         if bounds is None or not isinstance(arguments, Mapping):
-            raise UnknownPart(f"the transform {str(name)[:40]!r}. Known are {', '.join(_TRANSFORMS)}")
+            raise UnknownField(f"the transform {str(name)[:40]!r}. Known are {', '.join(_TRANSFORMS)}")
         numbers = {key: _number(arguments, key, bounds[key]) for key in bounds}
         transforms.append({"name": name, "kwargs": numbers})
     return {"transforms": transforms}
@@ -197,27 +197,27 @@ def largest_growth(part: Mapping[str, Any]) -> float:
 
 
 def _checked_list(part: Mapping[str, Any], key: str, max_length: int) -> list[Any]:
-    """Return ``part[key]``. Raises UnknownPart unless it is a list of 1 to ``max_length`` elements."""
+    """Return ``part[key]``. Raises UnknownField unless it is a list of 1 to ``max_length`` elements."""
     elements = part.get(key)
     if not isinstance(elements, list) or not 0 < len(elements) <= max_length:
-        raise UnknownPart(f"{key!r} is not a list of 1 to {max_length}")
+        raise UnknownField(f"{key!r} is not a list of 1 to {max_length}")
     return elements
 
 
 def _number(part: Mapping[str, Any], key: str, bounds: tuple[float, float], default: object = None) -> float:
-    """Return ``part[key]`` or the default. Raises UnknownPart unless it is a number within ``bounds``."""
+    """Return ``part[key]`` or the default. Raises UnknownField unless it is a number within ``bounds``."""
     number = part.get(key, default)
     if number is None:
-        raise UnknownPart(f"has no {key!r}")
+        raise UnknownField(f"has no {key!r}")
     low, high = bounds
     if isinstance(number, bool) or not isinstance(number, int | float) or not low <= number <= high:
-        raise UnknownPart(f"{key!r} is {str(number)[:40]}, not a number from {low:g} to {high:g}")
+        raise UnknownField(f"{key!r} is {str(number)[:40]}, not a number from {low:g} to {high:g}")
     return number
 
 
 def _channels(channels: object) -> list[int]:
-    """Return ``channels``. Raises UnknownPart unless it is a list of channel numbers."""
+    """Return ``channels``. Raises UnknownField unless it is a list of channel numbers."""
     numbers = _checked_list({"channels": channels}, "channels", MOST_CHANNELS)
     if not all(isinstance(channel, int) and 0 <= channel < MOST_CHANNELS for channel in numbers):
-        raise UnknownPart(f"the channels are {str(channels)[:40]!r}")
+        raise UnknownField(f"the channels are {str(channels)[:40]!r}")
     return cast("list[int]", numbers)

@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any, cast
 
-from speechtrain.data.formats.lhotse_cuts import UnknownPart, known_cut
+from speechtrain.data.formats.lhotse_cuts import UnknownField, known_cut
 from speechtrain.data.recordings import header_or_none
 from speechtrain.data.source import Source
 from speechtrain.errors import MALFORMED, DataError
@@ -116,7 +116,7 @@ class Manifest(Source):
         """Return the keys of a cut that its audio needs. Raises DataError for an unknown part."""
         try:
             return known_cut(cut)
-        except UnknownPart as error:
+        except UnknownField as error:
             raise self.error_at(line, str(error)) from None
 
     def required_field(self, record: Mapping[str, Any], name: str, line: int) -> Any:

@@ -24,7 +24,7 @@ from speechtrain.files import atomic, writing
 from speechtrain.text.normalise import normalise_in, normaliser
 
 Item = TypeVar("Item")
-Outcome = TypeVar("Outcome")
+Output = TypeVar("Output")
 
 FIX = "use another --out"
 """The fix in the message of an error that an output cannot be written."""
@@ -195,14 +195,14 @@ def open_output(path: Path) -> Iterator[IO[bytes]]:
 
 
 def map_in_threads(
-    function: Callable[[Item], Outcome], items: Iterable[Item], jobs: int
-) -> Iterator[tuple[Item, Outcome | Unusable]]:
+    function: Callable[[Item], Output], items: Iterable[Item], jobs: int
+) -> Iterator[tuple[Item, Output | Unusable]]:
     """Yield each item with the result of ``function``, or with the Unusable that it raised, in order.
 
     ``jobs`` threads call the function. Threads suffice, because decoding releases Python's global lock.
     """
 
-    def outcome_or_refusal(item: Item) -> Outcome | Unusable:
+    def output_or_refusal(item: Item) -> Output | Unusable:
         try:
             return function(item)
         except Unusable as problem:
@@ -212,7 +212,7 @@ def map_in_threads(
     with ThreadPoolExecutor(jobs) as pool:
         # A pool reads all its items at once, so it gets a chunk of them.
         while chunk := list(islice(remaining_items, _CHUNK * jobs)):
-            yield from zip(chunk, pool.map(outcome_or_refusal, chunk), strict=True)
+            yield from zip(chunk, pool.map(output_or_refusal, chunk), strict=True)
 
 
 def check_room(folder: Path, needed_bytes: float, qualifier: str, fix: str) -> str:

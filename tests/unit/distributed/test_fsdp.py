@@ -25,7 +25,7 @@ from speechtrain.optim.ema import EMA, Average
 from speechtrain.optim.lamb import LAMB
 from speechtrain.optim.novograd import NovoGrad
 from speechtrain.precision import FP16, FP32, Precision
-from speechtrain.training.optimizer_step import HostCheckedUpdate, StepOutcome, Trained
+from speechtrain.training.optimizer_step import HostCheckedUpdate, Trained, UpdateResult
 from speechtrain.training.recompute import checkpoint_layers
 from tests.support.checkpoints import restore
 from tests.support.ranks import RANKS, accounts_of_ranks
@@ -216,7 +216,7 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
 
         run = Run(group, "adamw", FP16(initial_scale=2.0**126))  # overflows until it is lowered
         run.train(8)
-        told[f"fp16, {kind}"] = [verdict is StepOutcome.APPLIED for verdict in run.update.outcomes(True)]
+        told[f"fp16, {kind}"] = [verdict is UpdateResult.APPLIED for verdict in run.update.results(True)]
 
     for name in ("lamb", "adamw", "novograd"):
         run = Run(sharded, name)

@@ -15,13 +15,13 @@ from speechtrain.devices.cpu import CPU
 from speechtrain.errors import ConfigError, RunError, nearest
 from speechtrain.run_directory import flat
 from speechtrain.start.build import build_data, build_encoder
+from speechtrain.start.changeable_keys import may_change
 from speechtrain.start.check import check, mismatch
 from speechtrain.start.compose import compose
 from speechtrain.start.resolved import dump, load, resolve, with_absolute_paths
 from speechtrain.start.run_config import part_of, run_config
 from speechtrain.start.run_name import fingerprint
 from speechtrain.start.targets import ALLOW_TARGETS, target_class
-from speechtrain.start.volatile_keys import is_volatile
 from speechtrain.text.vocabulary import Characters
 from tests.support.composed import composed
 
@@ -189,7 +189,7 @@ def test_simulated_worlds(config: DictConfig) -> None:
 def resume_fields(*overrides: str) -> dict[str, Any]:
     """The keys and values that a resume may not change."""
     found = flat(resolve(composed(*overrides)))
-    return {key: value for key, value in found.items() if not is_volatile(key)}
+    return {key: value for key, value in found.items() if not may_change(key)}
 
 
 # --- what a resume may change, and what is written -------------------------------------------------

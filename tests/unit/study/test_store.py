@@ -17,7 +17,7 @@ from speechtrain.commands._cli import exit_code_of
 from speechtrain.errors import ConfigError, MachineError, RunError
 from speechtrain.run_directory import RunLock
 from speechtrain.study.objectives import Objective
-from speechtrain.study.store import JOURNAL, Outcome, Study, StudySpec, outcome_of
+from speechtrain.study.store import JOURNAL, Study, StudySpec, TrialResult, result_of
 
 SPACE = {"lr": FloatDistribution(1e-3, 1e-2, log=True), "steps": IntDistribution(20, 200)}
 
@@ -26,7 +26,7 @@ import os, signal, sys
 from pathlib import Path
 from optuna.storages.journal import JournalFileBackend
 from speechtrain.study.objectives import Objective
-from speechtrain.study.store import Outcome, Study, StudySpec
+from speechtrain.study.store import TrialResult, Study, StudySpec
 from optuna.distributions import FloatDistribution, IntDistribution
 
 folder, kill_at, part = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -52,7 +52,7 @@ space = {"lr": FloatDistribution(1e-3, 1e-2, log=True), "steps": IntDistribution
 study = Study(folder, StudySpec(space, [Objective("wer")], n_trials=14))
 while trial := study.claim():
     wer = abs(trial.params["lr"] - 4e-3) * 100 + trial.params["steps"] / 1e3
-    study.finish(trial.number, Outcome("finished"), [wer])
+    study.finish(trial.number, TrialResult("finished"), [wer])
     study.release(trial.number)
 """
 
@@ -103,7 +103,7 @@ def test_draws_follow_from_seed_and_number(tmp_path: Path, sampler: str) -> None
         study = Study(tmp_path / folder, spec(sampler=sampler, seed=seed, n_trials=12))
         for number in range(12):
             trial = study.claim()
-            study.finish(number, Outcome("finished"), [trial.params["lr"]])
+            study.finish(number, TrialResult("finished"), [trial.params["lr"]])
         return [trial.params for trial in study.trials()]
 
     first = draws("a", 1)
@@ -128,12 +128,12 @@ def test_first_points_and_grid_fix_the_draws(tmp_path: Path) -> None:
 def test_finish_refuses_a_second_end_and_keeps_the_first(tmp_path: Path) -> None:
     study = Study(tmp_path, spec())
     study.claim()
-    study.finish(0, Outcome("finished"), [0.5])
+    study.finish(0, TrialResult("finished"), [0.5])
     for number in (0, 7):
         with pytest.raises(RunError, match=f"trial {number} is finished or does not exist"):
-            study.finish(number, Outcome("failed"))
+            study.finish(number, TrialResult("failed"))
     assert study.trials()[0].values == [0.5]
-    assert outcome_of(study.trials()[0]) == Outcome("finished")
+    assert result_of(study.trials()[0]) == TrialResult("finished")
 
 
 def test_a_thread_may_report_while_another_one_ends_trials(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_thread_may_report_while_another_one_ends_trials(tmp_path: Path) -> No
 
     def end_trials() -> None:
         for trial in trials:
-            study.finish(trial.number, Outcome("finished"), [0.1])
+            study.finish(trial.number, TrialResult("finished"), [0.1])
         is_over.set()
 
     # Daemons, because two threads that wait for each other would keep the process.
@@ -170,7 +170,7 @@ def test_best_is_within_the_thresholds_if_one_is(tmp_path: Path) -> None:
     study = Study(tmp_path, spec(objectives=objectives))
     for number, values in enumerate([[0.1, 5], [0.2, 12], [0.24, 20]]):
         study.claim()
-        study.finish(number, Outcome("finished"), values)
+        study.finish(number, TrialResult("finished"), values)
     best = study.best()
     assert best is not None
     assert best.number == 1

@@ -10,7 +10,7 @@ from optuna.trial import TrialState
 from speechtrain.errors import ConfigError, Diverged, Preempted, RunError
 from speechtrain.run_directory import RunResult
 from speechtrain.study.objectives import Objective
-from speechtrain.study.store import Outcome, Study, StudySpec, outcome_of
+from speechtrain.study.store import Study, StudySpec, TrialResult, result_of
 from speechtrain.study.sweep import _check_settings, _store_end
 
 SETTINGS = {
@@ -38,7 +38,7 @@ def test_store_end_tries_a_lost_trial_again_and_then_fails_it(tmp_path: Path) ->
         assert study.trials()[0].state == TrialState.RUNNING
         _store_end(study, 0, RunError("the host was lost"), SETTINGS, failures)
     assert study.trials()[0].state == TrialState.FAIL
-    assert outcome_of(study.trials()[0]) == Outcome("failed", "the host was lost")
+    assert result_of(study.trials()[0]) == TrialResult("failed", "the host was lost")
 
 
 def test_store_end_gives_a_diverged_trial_the_worst_value(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_store_end_gives_a_diverged_trial_the_worst_value(tmp_path: Path) -> Non
         study.claim()
         _store_end(study, number, end, SETTINGS, Counter())
     assert [trial.values for trial in study.trials()] == [[0.5]] * 3
-    assert [outcome_of(trial).status for trial in study.trials()] == ["finished", "diverged", "diverged"]
+    assert [result_of(trial).status for trial in study.trials()] == ["finished", "diverged", "diverged"]
 
 
 @pytest.mark.parametrize("key", ["failed", "refused", "diverged", "out_of_memory", "pruner"])

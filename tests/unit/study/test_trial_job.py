@@ -19,7 +19,7 @@ from speechtrain.compute_policy import usable_cpus
 from speechtrain.errors import MachineError, RunError
 from speechtrain.run_directory import RunLock, RunResult
 from speechtrain.study.objectives import Objective
-from speechtrain.study.store import Outcome, Study, StudySpec
+from speechtrain.study.store import Study, StudySpec, TrialResult
 from speechtrain.study.trial_job import _cores, run_trial
 
 HOLDER = """
@@ -97,7 +97,7 @@ def reported_study(folder: Path, value: float) -> Study:
     for number in range(5):
         study.claim()
         study.report(number, [value])
-        study.finish(number, Outcome("finished"), [value])
+        study.finish(number, TrialResult("finished"), [value])
     study.claim()
     return study
 

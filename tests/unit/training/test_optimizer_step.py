@@ -14,9 +14,9 @@ from speechtrain.training.graph_warmup import without_side_effects
 from speechtrain.training.optimizer_step import (
     BranchFreeUpdate,
     HostCheckedUpdate,
-    StepOutcome,
     Trained,
     Update,
+    UpdateResult,
 )
 from tools.rehearsal.operations import Operations
 from tools.rehearsal.recorder import Recorder
@@ -58,8 +58,8 @@ def test_both_kinds_update_alike(optimizer: str, clip: float) -> None:
         assert selected.step(seed) == pytest.approx(decided.step(seed), rel=1e-6)
     for ours, theirs in zip(selected.state(), decided.state(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    assert selected.update.outcomes(False) == []
-    assert selected.update.outcomes(True) == decided.update.outcomes(False) == [StepOutcome.APPLIED] * 5
+    assert selected.update.results(False) == []
+    assert selected.update.results(True) == decided.update.results(False) == [UpdateResult.APPLIED] * 5
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -73,13 +73,13 @@ def test_what_is_not_finite_is_undone(optimizer: str, cause: dict[str, bool], fi
     before = [p.detach().clone() for p in run.module.parameters()]
     state = [] if first else run.state()
     run.step(1, **cause)
-    assert run.update.outcomes(True)[-1] is StepOutcome.NOT_FINITE
+    assert run.update.results(True)[-1] is UpdateResult.NOT_FINITE
     for ours, theirs in zip(run.module.parameters(), before, strict=True):
         assert torch.equal(ours, theirs)
     for ours, theirs in zip(run.state(), state, strict=False):
         assert torch.equal(ours, theirs)
     run.step(2)
-    assert run.update.outcomes(True) == [StepOutcome.APPLIED]
+    assert run.update.results(True) == [UpdateResult.APPLIED]
     assert not torch.equal(next(run.module.parameters()), before[0])
     assert all(tensor.isfinite().all() for tensor in run.state())
 
