@@ -37,7 +37,7 @@ from speechtrain.data.formats.manifests import (
 )
 from speechtrain.data.hold_out import groups_of
 from speechtrain.data.source import Facts, Source
-from speechtrain.data.sources import located_cuts, parts_of
+from speechtrain.data.sources import located_cuts, sources_of
 from speechtrain.errors import MALFORMED, DataError
 from speechtrain.files import absolute_path, atomic, flush, writing
 from speechtrain.text.normalise import Normaliser, normalise_in, normaliser
@@ -72,7 +72,7 @@ class Index:
     def __init__(self, folder: Path, facts: Sequence[Facts]) -> None:
         self.folder = folder
         self.facts = facts
-        """The facts of each part of the source. They are not stored in the folder."""
+        """The facts of each source of a union. They are not stored in the folder."""
         self._path = folder / "cuts.jsonl"
         rows = _mapped(folder / "rows.bin", _ROW)
         self.seconds = rows["seconds"]
@@ -87,8 +87,8 @@ class Index:
         """Characters of each transcript before it is normalised, without spaces at its ends (int32)."""
         self.text_keys = rows["text"]
         """``key_of`` of each transcript (int64)."""
-        self.parts = rows["part"]
-        """The number of the part of the source to which each cut belongs (int16)."""
+        self.source_numbers = rows["part"]
+        """The number of the source in its union to which each cut belongs (int16)."""
         self._offsets = rows["offset"]
 
     def __len__(self) -> int:
@@ -173,7 +173,7 @@ class Index:
         ``cut`` is the cut of this row. Without it, the cut is read. The language of the set, or else of the
         cut, has its own lower case.
         """
-        facts = self.facts[self.parts[row]]
+        facts = self.facts[self.source_numbers[row]]
         cut = cut or self.cut(row)
         if facts.normaliser:
             normalise = normaliser(facts.normaliser)
@@ -227,7 +227,7 @@ def open_index(source: Source, cache: str = "") -> Index:
     """
     cache_root = absolute_path(cache) if cache else cache_folder()
     root = cache_root / "index"
-    former_paths = [str(part.former_path) for part in parts_of(source) if isinstance(part, Manifest)]
+    former_paths = [str(member.former_path) for member in sources_of(source) if isinstance(member, Manifest)]
     folder = root / digest(FORMAT, source.fingerprint(), former_paths)
     with _writing(root):
         root.mkdir(parents=True, exist_ok=True)
@@ -240,7 +240,7 @@ def open_index(source: Source, cache: str = "") -> Index:
             _remove_leftovers(root)
             temporary.mkdir()
             _build(source, temporary)
-            _check_unique(Index(temporary, ()), parts_of(source))
+            _check_unique(Index(temporary, ()), sources_of(source))
             for path in temporary.iterdir():
                 flush(path)
             _rename(temporary, folder, source)
@@ -258,7 +258,7 @@ def _remove_leftovers(root: Path) -> None:
 
 
 def _facts_of(source: Source) -> list[Facts]:
-    return [part.facts for part in parts_of(source)]
+    return [member.facts for member in sources_of(source)]
 
 
 def _rename(temporary: Path, folder: Path, source: Source) -> None:
@@ -291,11 +291,11 @@ def _is_current(index: Index, source: Source) -> bool:
     corpus has a second use: if the corpus writes its audio into the cache and the audio is missing, it is
     written again.
     """
-    for number, part in enumerate(parts_of(source)):
-        first_cut = None if isinstance(part, Manifest) else next(iter(part.cuts()), None)
+    for number, member in enumerate(sources_of(source)):
+        first_cut = None if isinstance(member, Manifest) else next(iter(member.cuts()), None)
         if first_cut is None:
             continue
-        first_row = int(np.searchsorted(index.parts, number))
+        first_row = int(np.searchsorted(index.source_numbers, number))
         # JSON changes tuples to lists. So the cut is compared as it is read from JSON.
         if first_row == len(index) or json.loads(_json_line(first_cut)) != index.cut(first_row):
             return False
@@ -312,9 +312,9 @@ def _build(source: Source, folder: Path) -> None:
 
 def _rows(source: Source, cuts_file: IO[bytes]) -> Iterator[tuple[Any, ...]]:
     """Yield the _ROW of each cut of the source. The cuts are written to ``cuts_file`` as JSON lines."""
-    for number, part in enumerate(parts_of(source)):
-        former = part.former if isinstance(part, Manifest) else str
-        for _, cut in located_cuts(part):
+    for number, member in enumerate(sources_of(source)):
+        former = member.former if isinstance(member, Manifest) else str
+        for _, cut in located_cuts(member):
             offset, text = cuts_file.tell(), text_of(cut)
             cuts_file.write(_json_line(cut))
             speaker, recording, key = groups_of(cut, former)
@@ -331,14 +331,17 @@ def _json_line(cut: Record) -> bytes:
         raise DataError(f"{problem}. Save it as a file first") from None
 
 
-def _check_unique(index: Index, parts: list[Source]) -> None:
+def _check_unique(index: Index, sources: list[Source]) -> None:
     """Raise DataError if an id is repeated. It shows the files and lines of two cuts with the same id."""
     sorted_keys = np.sort(index.keys)
     repeated_keys = sorted_keys[1:][sorted_keys[1:] == sorted_keys[:-1]]
     if not len(repeated_keys):
         return
     cuts = [
-        cut for part in parts for cut in located_cuts(part) if key_of(str(cut[1]["id"])) == repeated_keys[0]
+        cut
+        for source in sources
+        for cut in located_cuts(source)
+        if key_of(str(cut[1]["id"])) == repeated_keys[0]
     ]
     (first_location, cut), (second_location, _), *_ = cuts
     raise DataError(

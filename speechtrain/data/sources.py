@@ -70,37 +70,37 @@ class NotManifest(DataError):
 class Union(Source):
     """Several sources, one after the other."""
 
-    def __init__(self, parts: Sequence[Source]) -> None:
-        self.parts = list(parts)
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = list(sources)
 
     def cuts(self) -> Iterator[Record]:
-        for part in self.parts:
-            yield from part.cuts()
+        for source in self.sources:
+            yield from source.cuts()
 
     def fingerprint(self) -> str:
-        return digest(*(part.fingerprint() for part in self.parts))
+        return digest(*(source.fingerprint() for source in self.sources))
 
     def warnings(self) -> Iterator[str]:
-        for part in self.parts:
-            yield from part.warnings()
+        for source in self.sources:
+            yield from source.warnings()
 
     def text_hint(self) -> str:
-        return next(filter(None, (part.text_hint() for part in self.parts)), "")
+        return next(filter(None, (source.text_hint() for source in self.sources)), "")
 
 
-def parts_of(source: Source) -> list[Source]:
-    """Return the parts of a union, or the source itself."""
-    return source.parts if isinstance(source, Union) else [source]
+def sources_of(source: Source) -> list[Source]:
+    """Return the sources of a union, or the source itself."""
+    return source.sources if isinstance(source, Union) else [source]
 
 
-def located_cuts(part: Source) -> Iterator[tuple[str, Record]]:
+def located_cuts(source: Source) -> Iterator[tuple[str, Record]]:
     """Yield ``FILE:LINE`` and the cut for each cut of a manifest, or ``CORPUS:NUMBER`` and the cut."""
-    if isinstance(part, Manifest):
-        for line, cut in part.entries():
-            yield part.location_of(line), cut
+    if isinstance(source, Manifest):
+        for line, cut in source.entries():
+            yield source.location_of(line), cut
         return
-    for number, cut in enumerate(part.cuts(), 1):
-        yield f"{type(part).__name__}:{number}", cut
+    for number, cut in enumerate(source.cuts(), 1):
+        yield f"{type(source).__name__}:{number}", cut
 
 
 @dataclass(frozen=True)
@@ -147,35 +147,35 @@ def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
             raise DataError(f"{path} is given twice. Remove one, since each cut would be repeated")
         previous_paths.add(path)
     kinds = deque(_detect_format(source_path) for source_path in source_paths)
-    parts: list[Manifest] = []
+    sources: list[Manifest] = []
     remaining = deque(source_paths)
     while remaining:
         source_path, kind = remaining.popleft(), kinds.popleft()
         path, columns = absolute_path(source_path.path), source_path.columns
-        part: Manifest
+        source: Manifest
         if kind == "recordings" and kinds and kinds[0] == "supervisions":
             kinds.popleft()
-            part = LhotsePair(path, Path(remaining.popleft().path))
+            source = LhotsePair(path, Path(remaining.popleft().path))
         elif kind == Table.kind:
-            part = Table(_table_in(path) or path, columns)
+            source = Table(_table_in(path) or path, columns)
         elif kind == Shar.kind:
-            part = Shar(path, columns.get("audio", ""))
+            source = Shar(path, columns.get("audio", ""))
         elif kind in _FORMATS:
-            part = _FORMATS[kind](path)
+            source = _FORMATS[kind](path)
         else:
             raise DataError(
                 f"{path}: a lhotse supervision manifest needs its recording manifest before it. "
                 "Give both in this order, or give a cut manifest"
             )
-        part.facts = source_path.facts
+        source.facts = source_path.facts
         if source_path.former_path:
-            # The part may be a table in the folder ``path``.
-            former_path = os.path.join(source_path.former_path, os.path.relpath(part.path, path))
-            part.former_path = absolute_path(former_path)
-            part.name = part.name_at(part.former_path)
-        parts.append(part)
-    _make_names_unique(parts)
-    return parts[0] if len(parts) == 1 else Union(parts)
+            # The source may be a table in the folder ``path``.
+            former_path = os.path.join(source_path.former_path, os.path.relpath(source.path, path))
+            source.former_path = absolute_path(former_path)
+            source.name = source.name_at(source.former_path)
+        sources.append(source)
+    _make_names_unique(sources)
+    return sources[0] if len(sources) == 1 else Union(sources)
 
 
 def check_source(key: str, spec: Any, is_valid: bool = False) -> None:
@@ -200,10 +200,10 @@ def _named_paths(spec: Any, facts: Facts, is_valid: bool = False) -> Iterator[_S
     if isinstance(spec, str):
         yield _SourcePath(spec, facts)
     elif isinstance(spec, list | tuple):
-        for part in spec:
-            if isinstance(part, list):
-                raise DataError(f"{str(part)[:40]} is a list in a list. Write one list")
-            yield from _named_paths(part, facts, is_valid)
+        for element in spec:
+            if isinstance(element, list):
+                raise DataError(f"{str(element)[:40]} is a list in a list. Write one list")
+            yield from _named_paths(element, facts, is_valid)
     elif not isinstance(spec, Mapping):
         raise DataError(f"{str(spec)[:40]!r} is not a source. Give a path")
     elif not facts.name and spec and spec.keys().isdisjoint(_KEYS):
@@ -279,11 +279,11 @@ def _paths_in(spec: Any, facts: Facts) -> Iterator[_SourcePath]:
     """Yield each path of ``spec``. ``facts`` are the facts of the set to which ``spec`` belongs."""
     for named in _named_paths(spec, facts):
         former_paths = _shards(named.former_path)
-        for part in _specs_in(named.path):
-            if isinstance(part, str):
-                yield replace(named, path=part, former_path=next(former_paths, ""))
+        for element in _specs_in(named.path):
+            if isinstance(element, str):
+                yield replace(named, path=element, former_path=next(former_paths, ""))
             else:
-                yield from _paths_in(part, named.facts)
+                yield from _paths_in(element, named.facts)
 
 
 def _specs_in(text: str) -> Iterator[Spec]:
@@ -418,12 +418,12 @@ def _format_of_record(record: Record) -> str:
     return Table.kind if candidate_columns(record, "audio") else ""
 
 
-def _make_names_unique(parts: Sequence[Manifest]) -> None:
+def _make_names_unique(sources: Sequence[Manifest]) -> None:
     """Prepend folders to the names of manifests with equal names, because ids of cuts contain the names."""
     for depth in range(2, 64):  # the number of the path's components in a name
-        counts = Counter(part.name for part in parts)
-        parts_with_equal_names = [part for part in parts if counts[part.name] > 1]
-        if not parts_with_equal_names:
+        counts = Counter(source.name for source in sources)
+        sources_with_equal_names = [source for source in sources if counts[source.name] > 1]
+        if not sources_with_equal_names:
             return
-        for part in parts_with_equal_names:
-            part.name = "/".join(part.former_path.with_suffix("").parts[-depth:])
+        for source in sources_with_equal_names:
+            source.name = "/".join(source.former_path.with_suffix("").parts[-depth:])

@@ -160,15 +160,15 @@ class TrainingSet(RecordingSet):
     def sets(self) -> list[tuple[Facts, Integers]]:
         """The facts of each set, and the positions in ``rows`` of its recordings, ascending.
 
-        A set can have several parts, such as the files of a list. Parts without a name are one set.
+        A set can have several sources, such as the files of a list. Sources without a name are one set.
         """
-        facts_of_parts = self.index.facts
-        part_names = np.array([facts.name for facts in facts_of_parts])
-        row_parts = self.index.parts[self.rows]
+        facts_of_sources = self.index.facts
+        source_names = np.array([facts.name for facts in facts_of_sources])
+        source_numbers = self.index.source_numbers[self.rows]
         sets = []
-        for name, facts in {facts.name: facts for facts in facts_of_parts}.items():
-            parts = np.flatnonzero(part_names == name)
-            sets.append((facts, np.flatnonzero(np.isin(row_parts, parts))))
+        for name, facts in {facts.name: facts for facts in facts_of_sources}.items():
+            numbers = np.flatnonzero(source_names == name)
+            sets.append((facts, np.flatnonzero(np.isin(source_numbers, numbers))))
         return sets
 
     def weighted_sets(self) -> list[WeightedSet]:

@@ -18,7 +18,7 @@ from speechtrain.counter_rng import key_of
 from speechtrain.data.formats.manifests import Manifest, Record, language_of, seconds_of, text_of
 from speechtrain.data.recordings import Header, Unusable, header_or_none, tolerated_seconds
 from speechtrain.data.source import Source
-from speechtrain.data.sources import located_cuts, parts_of
+from speechtrain.data.sources import located_cuts, sources_of
 from speechtrain.errors import DataError, MachineError, escape_controls, shorten
 from speechtrain.files import atomic, writing
 from speechtrain.text.normalise import normalise_in, normaliser
@@ -43,21 +43,21 @@ def cuts_of(source: Source) -> Iterator[Record]:
     The supervisions have the language of their set, and transcripts that its normaliser has normalised.
     """
     keys = set[int]()  # the keys of the ids so far. A million keys need 60 MB, less than the ids.
-    for part in parts_of(source):
-        for location, cut in located_cuts(part):
+    for member in sources_of(source):
+        for location, cut in located_cuts(member):
             key = key_of(str(cut["id"]))
             if key in keys:
                 raise DataError(f"{location}: cut id {cut['id']!r} is repeated. Ids must be unique")
             keys.add(key)
-            facts = part.facts
+            facts = member.facts
             for supervision in cut.get("supervisions") or ():
                 if facts.language:
                     supervision["language"] = facts.language
                 if facts.normaliser and supervision.get("text"):
                     normalise = normaliser(facts.normaliser)
                     supervision["text"] = normalise_in(facts.language, normalise, supervision["text"])
-            if isinstance(part, Manifest) and part.kind in _INCOMPLETE_FORMATS:
-                cut = with_measured_length(cut, counts_samples=part.kind == "fairseq")
+            if isinstance(member, Manifest) and member.kind in _INCOMPLETE_FORMATS:
+                cut = with_measured_length(cut, counts_samples=member.kind == "fairseq")
             yield cut
 
 
