@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Command, finish, wait_for
+from .conftest import STARTER, Command, finish, wait_for
 from .engines import SIZES, STEPS, assert_same, processes_of, skip_without
 
 skip_without("slurmctld", "slurmd", "sbatch", "munged", "runuser", is_root=True)
@@ -134,6 +134,15 @@ def test_two_nodes_train_what_one_process_does(run: Command, alone: Command) -> 
     assert done.stdout.count("finished at step") == 1
     assert_same(run, alone)
     assert "#SBATCH --nodes=2" in (run.run_dir / "slurm.sh").read_text()
+
+
+def test_a_run_that_is_named_goes_to_its_own_launcher(run: Command, slurm: dict[str, str]) -> None:
+    own_parts = [argument for argument in run.arguments if argument.startswith("allow_targets=")]
+    longer = [f"run_dir={run.run_dir}", f"trainer.max_steps={STEPS + 2}", *own_parts]
+    done = finish(STARTER.start(longer, slurm))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"to follow its log: tail -F {run.run_dir}/slurm.log" in done.stdout
+    assert run.result()["steps"] == STEPS + 2
 
 
 def test_a_warned_job_goes_back_and_continues_and_a_signal_ends_it(
