@@ -105,7 +105,7 @@ class DataModule(ABC):
         return {}
 
     def report(self) -> dict[str, Any]:
-        """Return facts to log, such as skipped recordings, padded and cropped shares, and held-out hours."""
+        """Return entries of the log, such as skipped recordings, padded shares and held-out hours."""
         return {}
 
     def set_stop_check(self, stop_requested: Callable[[], bool]) -> None:  # noqa: B027 - empty by default

@@ -133,8 +133,8 @@ def _unusable_warning(data: SpeechBatches) -> Iterator[str]:
     longest = ", ".join(f"{skip.id!r} ({skip.reason}: {skip.detail})" for skip in skips)
     checked = min(len(data.training_set.rows), MOST_CHECKED)
     reasons = ", ".join(f"{count} {reason}" for reason, count in _reasons(data).most_common())
-    fact = f"cannot be used ({reasons}; {checked} were checked), the longest are {longest}"
-    yield from _describe_rows("train", index, rows, fact)
+    problem = f"cannot be used ({reasons}; {checked} were checked), the longest are {longest}"
+    yield from _describe_rows("train", index, rows, problem)
 
 
 def _is_too_many(data: SpeechBatches, bad: int, total: int) -> bool:
@@ -143,15 +143,15 @@ def _is_too_many(data: SpeechBatches, bad: int, total: int) -> bool:
 
 
 def warnings(data: SpeechBatches) -> Iterator[str]:
-    """Yield a line for each fact of the recordings that the user may not expect."""
+    """Yield a line for each problem of the recordings that the user may not expect."""
     training_set = data.training_set
     yield from training_set.source.warnings()
     too_long = f"are longer than data.max_seconds={training_set.max_seconds:g}"
     too_short = f"are shorter than data.min_seconds={training_set.min_seconds:g}"
-    facts = {"too_long": too_long, "too_short": too_short, "untranscribed": "have no transcript"}
-    for reason, fact in facts.items():
+    problems = {"too_long": too_long, "too_short": too_short, "untranscribed": "have no transcript"}
+    for reason, problem in problems.items():
         rows = training_set.filtered[reason]
-        yield from _describe_rows("train", training_set.index, rows, f"{fact}, so they are not used")
+        yield from _describe_rows("train", training_set.index, rows, f"{problem}, so they are not used")
     yield from _unusable_warning(data)
     for name, evaluation_set in data.evaluation_sets.items():
         if evaluation_set.recordings is training_set:
@@ -207,22 +207,22 @@ def _text_warnings(data: SpeechBatches) -> Iterator[str]:
         if decoded_text != text:
             change = one_line(f"{text!r} becomes {decoded_text!r}", 200)
             changed.append(f"{cut['id']!r} ({change})")
-    facts = {
+    problems = {
         f"{dropped_count} remarks, tags and invisible characters were dropped from {{}}": dropped,
         "{} have U+FFFD, which stands for damaged text": damaged,
         "{} would not come back from their labels": changed,
     }
-    for fact, examples in facts.items():
+    for problem, examples in problems.items():
         if examples:
             share = f"{len(examples)} of {len(rows)} transcripts"
-            yield f"data.train: {fact.format(share)}, such as {examples[0]}"
+            yield f"data.train: {problem.format(share)}, such as {examples[0]}"
 
 
-def _describe_rows(key: str, index: Index, rows: Integers, fact: str) -> Iterator[str]:
-    """Yield a line that ``fact`` is true of ``rows``, with their number and hours, unless there are none."""
+def _describe_rows(key: str, index: Index, rows: Integers, problem: str) -> Iterator[str]:
+    """Yield a line that ``rows`` have the problem, with their number and hours, unless there are none."""
     if len(rows):
         share = f"{hours(index.seconds[rows]):.2f} of {hours(index.seconds):.2f} h"
-        yield f"data.{key}: {len(rows)} of {len(index)} recordings ({share}) {fact}"
+        yield f"data.{key}: {len(rows)} of {len(index)} recordings ({share}) {problem}"
 
 
 def _name_warnings(key: str, index: Index, rows: Integers) -> Iterator[str]:

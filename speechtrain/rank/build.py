@@ -82,20 +82,20 @@ def load_initial_weights(run: RunConfig, task: Task, tokenizer: Tokenizer) -> di
 
     weights = read_weights(path)
     labels, old_labels = tokenizer.labels, _labels_of_weights(run)
-    facts = {}
+    entries = {}
     # A model without text, such as a pre-trained encoder, has the labels [] and no rows of labels.
     if old_labels not in ([], labels):
         axes = _label_axes(run, task, tokenizer)
         stored = {name: weights.pop(name) for name in axes if name in weights}
         if stored and old_labels is None:
-            facts["labels kept"] = f"0 of {len(labels)} (the labels of {path} are unknown)"
+            entries["labels kept"] = f"0 of {len(labels)} (the labels of {path} are unknown)"
         elif stored and old_labels is not None:
-            facts["labels kept"] = _labels_kept(labels, old_labels)
+            entries["labels kept"] = _labels_kept(labels, old_labels)
             for name, tensor in stored.items():
                 fresh = task.state_dict()[name]
                 weights[name] = _with_kept_rows(fresh, tensor, axes[name], labels, old_labels)
     report = initialise(task, weights, path)
-    return {"tensors taken over": len(report.loaded), "fresh": len(report.fresh), **facts}
+    return {"tensors taken over": len(report.loaded), "fresh": len(report.fresh), **entries}
 
 
 def _labels_kept(labels: Sequence[str], old_labels: Sequence[str]) -> str:

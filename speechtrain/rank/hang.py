@@ -2,7 +2,7 @@
 
 1. The trainer and the process group set the step and phase of a rank in its ``RankStatus``.
 2. A thread of each rank, the ``Watch``, checks this status. It writes no file while the rank makes progress.
-3. A rank without progress for too long raises an alarm: an empty file in the run directory.
+3. A rank without progress for too long writes an empty file in the run directory.
    All ranks look for this file.
 4. Each rank then writes a ``HangReport`` with its phase and its stack.
 5. All ranks make the same ``HangDiagnosis`` from the reports, and exit.
@@ -34,10 +34,11 @@ from speechtrain.launch.process_tree import kill, kill_descendants, siblings_of
 from speechtrain.rank.attempt import Attempt
 from speechtrain.run_directory import ERROR, STUCK, rank_folder, write_result
 
-ALARM = "alarm"
+HANG = "hang"
+"""The name of the empty file by which a rank tells all ranks that it hangs."""
 # Before its first step, a rank may wait for a peer for this time, because the peer may read data and compile.
 START_SECONDS = 1800.0
-# After an alarm, ranks wait at least and at most this time for reports. Network file systems are slow.
+# After a hang, ranks wait at least and at most this time for reports. Network file systems are slow.
 REPORT_SECONDS = (2.0, 30.0)
 # The timeout of a collective is longer than the watchdog's limit by this time. So the watchdog reports first.
 MARGIN_SECONDS = 60.0
@@ -51,7 +52,7 @@ _RANK0_HEAD_START_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class HangReport:
-    """The state of a rank after an alarm."""
+    """The state of a rank after a hang."""
 
     rank: int
     step: int
@@ -165,7 +166,7 @@ def _rank_in_other_collective(reports: list[HangReport]) -> tuple[HangReport, st
 
 @dataclass(eq=False)
 class Watch:
-    """A thread that raises an alarm if its rank hangs, and reacts to the alarms of other ranks.
+    """A thread that tells the other ranks if its rank hangs, and reacts if another rank hangs.
 
     Time in which this thread did not run (in a stopped process, or on an overloaded machine) does not count.
     """
@@ -187,7 +188,7 @@ class Watch:
         self._last_check_time = self.clock()
         self._main_thread = threading.main_thread().ident or 0
         self._is_closed = threading.Event()
-        self._has_alarm = False
+        self._has_hung = False
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> Watch:
@@ -195,15 +196,15 @@ class Watch:
         return self
 
     def close(self) -> None:
-        """Stop watching. After an alarm this does not return, because ``leave`` ends the process."""
+        """Stop watching. After a hang this does not return, because ``leave`` ends the process."""
         self._is_closed.set()
-        if self._has_alarm:
+        if self._has_hung:
             self._thread.join()
 
     def _run(self) -> None:
         while not self._is_closed.wait(self.tick):
-            if self.check_alarm():
-                self._has_alarm = True
+            if self.check_hang():
+                self._has_hung = True
                 # The forced exit needs neither the interpreter's lock nor a disk. File 2 is stderr.
                 faulthandler.dump_traceback_later(self.report_seconds + _EXIT_SECONDS, exit=True, file=2)
                 report = self.write_report()
@@ -212,8 +213,8 @@ class Watch:
                 faulthandler.cancel_dump_traceback_later()  # Only the ``leave`` of a test returns.
                 return
 
-    def check_alarm(self) -> bool:
-        """Raise an alarm if this rank is stuck. Return whether this rank or a peer has raised one.
+    def check_hang(self) -> bool:
+        """Return whether this rank or a peer hangs. If this rank hangs, tell the peers.
 
         The thread calls this method at each tick.
         """
@@ -227,13 +228,13 @@ class Watch:
         else:
             self.still_seconds = 0.0
         self._last_counts = counts
-        alarm_file = self.folder / ALARM
+        hang_file = self.folder / HANG
         if self._is_stuck():
             # If the file cannot be written, the other ranks notice the hang by their own limits.
             with contextlib.suppress(OSError):
-                write_text(alarm_file, "", durable=False)
+                write_text(hang_file, "", durable=False)
             return True
-        return self.size > 1 and alarm_file.exists()
+        return self.size > 1 and hang_file.exists()
 
     def _is_stuck(self) -> bool:
         """Return whether this rank has made no progress for too long.
@@ -269,7 +270,7 @@ class Watch:
 
     def _collect_reports(self, own_report: HangReport) -> list[HangReport]:
         """Return ``own_report`` and the reports that other ranks write in time."""
-        # Another rank may notice the alarm one tick later than this rank.
+        # Another rank may notice the hang one tick later than this rank.
         deadline = time.monotonic() + self.report_seconds + self.tick
         reports = [own_report]
         missing_ranks = set(range(self.size)) - {self.rank}

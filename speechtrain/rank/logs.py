@@ -54,23 +54,23 @@ def log_environment(run_dir: Path, world: World, device: Device, tracker: Tracke
     tracker.log("environment", {"host": platform.node(), **environment})
 
 
-def log_start(run: RunConfig, task: Task, data: DataModule, tracker: Tracker, facts: Any) -> None:
+def log_start(run: RunConfig, task: Task, data: DataModule, tracker: Tracker, entries: Any) -> None:
     """Log two events: ``data``, with the size of the data, its report and its preparation, and ``start``.
 
-    ``facts`` are entries of the event ``start``. They must contain ``ranks`` and ``accumulate``.
+    ``entries`` are entries of the event ``start``. They must contain ``ranks`` and ``accumulate``.
     """
-    updates_per_epoch = data.micro_batches_per_epoch / (facts["ranks"] * facts["accumulate"])
+    updates_per_epoch = data.micro_batches_per_epoch / (entries["ranks"] * entries["accumulate"])
     content = data.content()
     sizes: dict[str, Any] = {name: content[name] for name in ("hours", "speakers") if name in content}
     sizes |= {**data.counts(), "updates_per_epoch": max(1, round(updates_per_epoch))}
     preparation = {"sample_rate": task.sample_rate, **run.preparation()}
     tracker.log("data", {**sizes, "report": data.report(), **preparation})
     parameters = sum(p.numel() for p in task.parameters())
-    network_facts = {"model": type(task).__name__, "parameters": parameters, "shapes": data.shapes()}
+    network_entries = {"model": type(task).__name__, "parameters": parameters, "shapes": data.shapes()}
     frozen = task.frozen()
     if frozen:
-        network_facts["frozen"] = frozen
-    tracker.log("start", facts | network_facts)
+        network_entries["frozen"] = frozen
+    tracker.log("start", entries | network_entries)
 
 
 def buffer_log_lines() -> MemoryHandler:
@@ -82,13 +82,13 @@ def buffer_log_lines() -> MemoryHandler:
     return buffer
 
 
-def new_run_facts(run: RunConfig, schedule: Schedule) -> dict[str, Any]:
+def new_run_entries(run: RunConfig, schedule: Schedule) -> dict[str, Any]:
     """Return the entries of the event ``start`` that only a new run has, without empty ones.
 
     ``from data`` is ``scratch`` or ``finetune`` if keys of the config follow from the data.
     """
-    facts: dict[str, Any] = {"warm-up steps": schedule.warmup, "from data": run.from_data}
-    return {name: value for name, value in facts.items() if value}
+    entries: dict[str, Any] = {"warm-up steps": schedule.warmup, "from data": run.from_data}
+    return {name: value for name, value in entries.items() if value}
 
 
 def open_tracker(run: RunConfig, world: World, early_lines: MemoryHandler) -> Tracker:

@@ -53,7 +53,7 @@ from speechtrain.rank.logs import (
     buffer_log_lines,
     log_environment,
     log_start,
-    new_run_facts,
+    new_run_entries,
     open_tracker,
     warn_of_crowded_labels,
 )
@@ -99,15 +99,15 @@ def train(
     # The memory of a batch depends on the policy, so the device's default policy is applied first. The final
     # policy is chosen below, when there is data for timing.
     apply_policy(task, device.policy(precision.dtype))
-    run, memory_facts = choose_batch_memory(run, device, group, task=task)
-    facts = _restart_fact() | memory_facts
+    run, memory_entries = choose_batch_memory(run, device, group, task=task)
+    entries = _restart_entry() | memory_entries
     data = build_data(with_decoded_memory(run), tokenizer, task)
     data.check()
     device.validate_shapes(data.shapes())
 
     checkpoint = choose_checkpoint(group, checkpointer, run.resume)
     if checkpoint is None:
-        facts |= load_initial_weights(run, task, tokenizer)
+        entries |= load_initial_weights(run, task, tokenizer)
     # A tensor of the device has the torch device as attribute.
     task.to(device.tensor(torch.zeros(())).device)
     # On a device with static shapes, the check would compile graphs. The doctor makes it on the CPU.
@@ -138,12 +138,12 @@ def train(
     log_environment(run.run_dir, world, device, tracker)
     tracker.log("device", policy_record)
     if checkpoint is None:
-        facts |= new_run_facts(run, schedule)
-    facts |= {"ranks": world.size, "accumulate": settings.accumulate, "steps": planned_updates}
+        entries |= new_run_entries(run, schedule)
+    entries |= {"ranks": world.size, "accumulate": settings.accumulate, "steps": planned_updates}
     if settings.max_hours:
-        facts["hours"] = settings.max_hours
-    facts["target"] = settings.target
-    log_start(run, task, data, tracker, facts)
+        entries["hours"] = settings.max_hours
+    entries["target"] = settings.target
+    log_start(run, task, data, tracker, entries)
 
     trainer = Trainer(
         config=settings,
@@ -294,12 +294,12 @@ def _message(error: Exception) -> str:
     message = str(error)
     if not isinstance(error, SpeechtrainError):
         message = described_error(error)
-    for restart in _restart_fact(failures=1).values():
+    for restart in _restart_entry(failures=1).values():
         message = f"{message.strip()} (restart {restart} follows)"
     return message.strip()
 
 
-def _restart_fact(failures: int = 0) -> dict[str, str]:
+def _restart_entry(failures: int = 0) -> dict[str, str]:
     """Return ``{"restart": "N of LIMIT"}`` for torchrun's restart number N after ``failures`` more failures.
 
     The mapping is empty if torchrun has not restarted the ranks, or will not restart them.

@@ -67,7 +67,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class CardOptions:
-    """The facts of a card that the run does not have."""
+    """The entries of a card that the run does not have."""
 
     form: str = "huggingface"  # the format of the folder
     name: str = ""  # of the model on the hub, or empty for a local folder

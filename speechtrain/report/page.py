@@ -43,7 +43,7 @@ def page(runs: Sequence[Run]) -> str:
     environment = Environment(
         loader=PackageLoader("speechtrain.report", ""), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    filters = (_count, _date, _facts, _figure, _heading, _headline, _median, _setting, _three, _verdict)
+    filters = (_count, _date, _origin, _figure, _heading, _headline, _median, _setting, _three, _verdict)
     environment.filters |= {filter_.__name__[1:]: filter_ for filter_ in filters}
     environment.filters |= {"duration": duration, "number": finite_number, "short": short_number}
     names, metric = names_of(runs), _headline(runs)
@@ -185,31 +185,31 @@ def _verdict(pairs: Sequence[tuple[str, str, str]]) -> tuple[int, int, str]:
     return len(pairs) - counts["equal"], len(pairs) - counts["insert"], detail or "all right"
 
 
-def _facts(run: Run) -> dict[str, str]:
-    """Return facts on how the run was made, by name. ``Markup`` escapes the values that it formats."""
+def _origin(run: Run) -> dict[str, str]:
+    """Return the entries on how the run was made, by name. ``Markup`` escapes the values that it formats."""
     about = run.about
-    facts: dict[str, str] = {}
+    entries: dict[str, str] = {}
     if about.argv is not None:
-        facts["command"] = _CODE.format(f"speechtrain train {shlex.join(about.argv)}")
+        entries["command"] = _CODE.format(f"speechtrain train {shlex.join(about.argv)}")
     if about.overrides and about.overrides != about.argv:
-        facts["overrides"] = Markup(" ").join(map(_CODE.format, about.overrides))
+        entries["overrides"] = Markup(" ").join(map(_CODE.format, about.overrides))
     seed = run.config.get("seed") if about.seed is None else about.seed
     if seed is not None:
-        facts["seed"] = str(seed)
+        entries["seed"] = str(seed)
     commit = str(about.git.get("commit", ""))
     if about.git.get("dirty"):
         commit += " with uncommitted changes"
     if commit:
-        facts["commit"] = _CODE.format(commit)
-    facts["folder's commit"] = about.folder_commit
-    facts["own code"] = ", ".join(f"{name} {part.get('sha256')}" for name, part in about.parts.items())
+        entries["commit"] = _CODE.format(commit)
+    entries["folder's commit"] = about.folder_commit
+    entries["own code"] = ", ".join(f"{name} {part.get('sha256')}" for name, part in about.parts.items())
     versions = [f"{name} {about.versions[name]}" for name in _PACKAGES if name in about.versions]
-    facts["versions"] = ", ".join(versions)
-    facts["platform"] = about.platform
+    entries["versions"] = ", ".join(versions)
+    entries["platform"] = about.platform
     if run.result and run.result.metrics:
-        facts["result"] = _metrics(run.result.metrics)
-    facts["directory"] = _CODE.format(run.folder)
-    return facts
+        entries["result"] = _metrics(run.result.metrics)
+    entries["directory"] = _CODE.format(run.folder)
+    return entries
 
 
 def _metrics(metrics: Mapping[str, Any]) -> Markup:

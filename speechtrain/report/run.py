@@ -201,11 +201,11 @@ class Run:
     def device(self) -> str:
         """The device, the computed precision and the number of processes as text, as far as known."""
         precision, _, _ = self.computes.partition(" ")
-        facts = [self.about.device or self._class_name("device"), precision]
+        texts = [self.about.device or self._class_name("device"), precision]
         world_size = self.config.get("world_size")
         if isinstance(world_size, int) and world_size > 1:
-            facts.append(f"× {world_size}")
-        return " ".join(filter(None, facts))
+            texts.append(f"× {world_size}")
+        return " ".join(filter(None, texts))
 
     def _class_name(self, key: str) -> str:
         """Return the name of the class at a key of the config in lower case, or ""."""

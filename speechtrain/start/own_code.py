@@ -27,7 +27,7 @@ Modules = Mapping[str, Mapping[str, Any]]
 
 
 def own_code(config: DictConfig) -> dict[str, dict[str, Any]]:
-    """Return the facts on each module by its name: the fields of ``About.parts``."""
+    """Return the entries on each module by its name: the fields of ``About.parts``."""
     modules: dict[str, dict[str, Any]] = {}
     for group in INTERFACES:
         for target in _TARGET.findall(OmegaConf.to_yaml(config[group])):
@@ -38,26 +38,26 @@ def own_code(config: DictConfig) -> dict[str, dict[str, Any]]:
             if package_name in ("speechtrain", "torch") or file is None or name in modules:
                 continue
             path = Path(file)
-            facts = {"group": group, "file": file, "sha256": sha256(path)}
-            facts["version"] = str(getattr(package, "__version__", ""))
-            facts["diff"] = git_output(path.parent, "diff", "HEAD", "--", path.name)[:_MAX_COPY_BYTES]
-            modules[name] = facts | git_state(path)
+            entries = {"group": group, "file": file, "sha256": sha256(path)}
+            entries["version"] = str(getattr(package, "__version__", ""))
+            entries["diff"] = git_output(path.parent, "diff", "HEAD", "--", path.name)[:_MAX_COPY_BYTES]
+            modules[name] = entries | git_state(path)
     return modules
 
 
 def refuse_changes(former_modules: Modules, modules: Modules, run_dir: Path) -> None:
     """Raise RunError for a module that has changed, unless its group may change when a run continues."""
-    for name, facts in modules.items():
-        former_digest = former_modules.get(name, {}).get("sha256", facts["sha256"])
-        if facts["sha256"] != former_digest and not may_change(facts["group"]):
-            cause = f"{facts['file']} has changed since {run_dir} started"
+    for name, entries in modules.items():
+        former_digest = former_modules.get(name, {}).get("sha256", entries["sha256"])
+        if entries["sha256"] != former_digest and not may_change(entries["group"]):
+            cause = f"{entries['file']} has changed since {run_dir} started"
             raise RunError(f"{cause}. accept_code=true continues the run with the new code")
 
 
 def copy_modules(modules: Modules, run_dir: Path) -> None:
     """Copy the modules of at most a MiB into the folder ``parts``. An earlier copy of other code stays."""
-    for facts in modules.values():
-        path = Path(facts["file"])
+    for entries in modules.values():
+        path = Path(entries["file"])
         if path.stat().st_size <= _MAX_COPY_BYTES:
             (run_dir / _PARTS).mkdir(exist_ok=True)
-            shutil.copy(path, run_dir / _PARTS / f"{path.stem}-{facts['sha256'][:8]}{path.suffix}")
+            shutil.copy(path, run_dir / _PARTS / f"{path.stem}-{entries['sha256'][:8]}{path.suffix}")

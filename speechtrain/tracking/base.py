@@ -56,7 +56,7 @@ class Tracker(ABC):
         are known, ``updates_per_epoch``, ``report`` (``DataModule.report``), and the parameters of the front
         end and the augmentation under their names in the config.
     ``start``
-        once per process: ``model`` (the class), ``parameters``, ``steps`` (planned in all), and other facts
+        once per process: ``model`` (the class), ``parameters``, ``steps`` (planned in all), and other entries
         about the run.
     ``device``
         once per process: ``device``, ``chip``, ``precision``, ``policy``, ``computes`` (the precision that is

@@ -219,18 +219,18 @@ def lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:
 def full_lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:
     """Return an event as plain lines. The events of a start have all their values."""
     if event in ("environment", "device", "data", "start", "plan"):
-        return [f"{event}: {_facts_text(values)}"]
+        return [f"{event}: {_entries_text(values)}"]
     return lines_of(event, values, examples)
 
 
-def _facts_text(values: Mapping[str, Any]) -> str:
-    facts = []
+def _entries_text(values: Mapping[str, Any]) -> str:
+    texts = []
     for name, value in values.items():
         if isinstance(value, Mapping):
-            facts.append(f"{name} ({_facts_text(value)})")
+            texts.append(f"{name} ({_entries_text(value)})")
         elif value is not None:
-            facts.append(f"{name} {value}")
-    return ", ".join(facts)
+            texts.append(f"{name} {value}")
+    return ", ".join(texts)
 
 
 def device_line(values: Mapping[str, Any]) -> str:
@@ -247,25 +247,25 @@ def data_line(values: Mapping[str, Any]) -> str:
 
     The recordings and hours are those that are trained on.
     """
-    facts = []
+    texts = []
     forms = {"train_samples": "{:,} recordings", "hours": "{:,.2f} h", "speakers": "{:,} speakers"}
     forms |= {"eval_samples": "validation on {:,}", "updates_per_epoch": "{:,} updates an epoch"}
     for name, form in forms.items():
         if values.get(name) is not None:
-            facts.append(form.format(values[name]))
+            texts.append(form.format(values[name]))
     left_out, sets = [], []
     for name, value in values.get("report", {}).items():
         if isinstance(value, int):
             left_out.append(f"{value:,} {name}")
         elif name.endswith("_share"):
-            facts.append(f"{100 * value:.1f} % {name.removesuffix('_share')}")
+            texts.append(f"{100 * value:.1f} % {name.removesuffix('_share')}")
         elif name.startswith("set "):
             sets.append(name.removeprefix("set "))
     if left_out:
-        facts.append(f"left out {' and '.join(left_out)}")
+        texts.append(f"left out {' and '.join(left_out)}")
     if sets:
-        facts.append(f"sets {' '.join(sets)}")
-    return f"data     {', '.join(facts)}"
+        texts.append(f"sets {' '.join(sets)}")
+    return f"data     {', '.join(texts)}"
 
 
 def plan_line(values: Mapping[str, Any]) -> str:
@@ -295,7 +295,7 @@ def _example_lines(rows: Iterable[Mapping[str, Any]], examples: int) -> list[str
 def start_lines(values: Mapping[str, Any]) -> list[str]:
     """Return ``network  RNNT, 480,029 parameters`` and ``plan     3,000 steps, 30 warm-up steps``.
 
-    A line without facts is left out. The keys that follow from the data are in the full form only.
+    A line without texts is left out. The keys that follow from the data are in the full form only.
     """
     network, plan = [], []
     if values.get("model"):
@@ -312,7 +312,7 @@ def start_lines(values: Mapping[str, Any]) -> list[str]:
             fact = f"{name} {value}" if isinstance(value, str) else f"{value:,} {name}"
             (network if name in _OF_NETWORK else plan).append(fact)
     lines = {"network": network, "plan": plan}
-    return [f"{title:<8} {', '.join(facts)}" for title, facts in lines.items() if facts]
+    return [f"{title:<8} {', '.join(texts)}" for title, texts in lines.items() if texts]
 
 
 def train_line(values: Mapping[str, Any]) -> str:

@@ -42,7 +42,7 @@ class MLPerf(Tracker):
         self.init = init
         self.run = run
         self.enabled = enabled
-        self._facts: dict[str, Any] = {}  # the values of the events until the start
+        self._values: dict[str, Any] = {}  # the values of the events until the start
         self._block = 0  # the epoch whose block is open
         self._evaluated_step = 0
         self._time_s = 0.0  # of the latest line
@@ -52,7 +52,7 @@ class MLPerf(Tracker):
         if self._time_s:
             self._append_later_event(event, values)
             return
-        self._facts |= values
+        self._values |= values
         if event == "start":
             self._start()
 
@@ -63,9 +63,9 @@ class MLPerf(Tracker):
         if begin:
             self._append_event("restart")
             return
-        accumulate, batch = self._facts["accumulate"], self.init["global_batch_size"]
-        self._facts["global_batch_size"] = batch and batch * accumulate * self._facts["ranks"]
-        self._facts["gradient_accumulation_steps"] = accumulate
+        accumulate, batch = self._values["accumulate"], self.init["global_batch_size"]
+        self._values["global_batch_size"] = batch and batch * accumulate * self._values["ranks"]
+        self._values["gradient_accumulation_steps"] = accumulate
         self._append_and_print(f"STARTING TIMING RUN AT {self._begin:{DATE}}")
         self._append_event("init_start", time_s=self._begin.timestamp())
         self._append_values(self.init)
@@ -76,7 +76,7 @@ class MLPerf(Tracker):
     def _append_values(self, values: Mapping[str, Any]) -> None:
         is_lamb = self.run["opt_name"].endswith("LAMB")
         for key in values:
-            value = self._facts.get(key, values[key])
+            value = self._values.get(key, values[key])
             if key == "weights_initialization":
                 for tensor in filter(value.get, value):
                     self._append_event(key, tensor=tensor)
@@ -86,7 +86,7 @@ class MLPerf(Tracker):
 
     def _append_later_event(self, event: str, values: Mapping[str, Any]) -> None:
         """Append the lines of an event after the start."""
-        step, updates = values.get("step", 0), self._facts["updates_per_epoch"]
+        step, updates = values.get("step", 0), self._values["updates_per_epoch"]
         epoch = math.ceil(step / updates)
         if event in ("train", "epoch") and epoch != self._block:
             self._stop_block(self._block)
@@ -121,7 +121,7 @@ class MLPerf(Tracker):
     def _end(self, status: str) -> None:
         """End the log. A run with a target is a success if it has reached the target."""
         self._stop_block(self._block)
-        successes = ("target",) if self._facts["target"] else ("finished", "time")
+        successes = ("target",) if self._values["target"] else ("finished", "time")
         outcome = "success" if status in successes else "aborted"
         self._append_event("run_stop", status=outcome)
         end = datetime.now(UTC)

@@ -38,7 +38,7 @@ class WandB(Tracker):
         self.module = module
         self.project = project
         self.enabled = enabled
-        self._facts: Mapping[str, Any] = {}
+        self._start: Mapping[str, Any] = {}
         self._resume = "never"
         self._exit_codes: list[int] = []
         self._run: Any = None
@@ -48,7 +48,7 @@ class WandB(Tracker):
         if event == "start":  # The next event shows whether the run continues from a checkpoint.
             if importlib.util.find_spec(self.module) is None:
                 raise MachineError(f"install it with: pip install {self.module}")
-            self._facts = values
+            self._start = values
         elif event == "resume":
             self._resume = "allow"
         elif event in ("train", "valid"):
@@ -72,7 +72,7 @@ class WandB(Tracker):
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         module = importlib.import_module(self.module)
-        options: dict[str, Any] = {"config": {**settings, "start": self._facts}, "resume": self._resume}
+        options: dict[str, Any] = {"config": {**settings, "start": self._start}, "resume": self._resume}
         if self.module == "wandb":  # Trackio lacks these options.
             options["dir"] = str(self.run_dir)
             if self._resume == "allow":

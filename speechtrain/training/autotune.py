@@ -155,9 +155,9 @@ def resolve_policy(
     policy = device.attach(policy)
     apply_policy(task, policy)
     compile_module(task, policy, len(data.shapes()))
-    facts = asdict(record)
-    del facts["policy"]  # "computes" has its text.
-    return policy, facts
+    entries = asdict(record)
+    del entries["policy"]  # "computes" has its text.
+    return policy, entries
 
 
 def _timer(

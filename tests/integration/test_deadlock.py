@@ -46,7 +46,7 @@ def test_a_rank_that_hangs_is_named_and_all_end(command: Callable[..., Command],
     print(hang, {name: round(seconds, 1) for name, seconds in after.items()})
     assert after["ended"] < BOUND
     (folder,) = (run.run_dir / "stuck").iterdir()
-    assert {path.name for path in folder.iterdir()} == {"alarm", "rank-0.json", "rank-1.json"}
+    assert {path.name for path in folder.iterdir()} == {"hang", "rank-0.json", "rank-1.json"}
     assert not _running(str(run.run_dir))
 
 

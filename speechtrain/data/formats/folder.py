@@ -77,23 +77,23 @@ class Folder(Manifest):
         return digest(self.kind, _LAYOUTS, str(self.path), self._files)
 
     def warnings(self) -> Iterator[str]:
-        facts = []
+        omissions = []
         undecodable = [name for name in self._unused if name.lower().endswith(_OTHER_SUFFIXES)]
         if undecodable:
             name = undecodable[0]
             command = f"ffmpeg -i {shlex.quote(name)} {shlex.quote(os.path.splitext(name)[0] + '.wav')}"
-            facts.append(
+            omissions.append(
                 f"{_kinds(undecodable)} (cannot be decoded: convert to WAV or FLAC, as with {command})"
             )
-        facts += self._other_facts()
-        if facts:
-            yield f"{self.path}: left out: {', '.join(facts)}"
+        omissions += self._other_omissions()
+        if omissions:
+            yield f"{self.path}: left out: {', '.join(omissions)}"
         if self._words:
             names = f"the names of {len(self._words)} folders are used as words, such as {min(self._words)!r}"
             setting = f"{{path: {self.path}, text: ''}}"
             yield f"{self.path}: no transcripts, so {names}. To read none: {setting}"
 
-    def _other_facts(self) -> Iterator[str]:
+    def _other_omissions(self) -> Iterator[str]:
         """Yield the numbers of the files that are left out and have no suffix of a recording."""
         copies = sorted(self._audio - set(self._recordings.values()))
         if copies:
@@ -310,7 +310,7 @@ class AudioFolder(Folder):
     _text_files = MappingProxyType[str, str]({})
     _words = ()
 
-    def _other_facts(self) -> Iterator[str]:
+    def _other_omissions(self) -> Iterator[str]:
         return iter(())
 
 

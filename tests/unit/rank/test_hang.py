@@ -1,4 +1,4 @@
-"""Who is named, and when an alarm is raised; time is a number that the test turns."""
+"""Who is named, and when a hang is announced; time is a number that the test turns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from speechtrain.distributed.rank_status import RankStatus, collective
-from speechtrain.rank.hang import ALARM, START_SECONDS, HangDiagnosis, HangReport, Watch, diagnose
+from speechtrain.rank.hang import HANG, START_SECONDS, HangDiagnosis, HangReport, Watch, diagnose
 
 
 class Clock:
@@ -37,15 +37,15 @@ class Rig:
         )
 
     def wait(self, seconds: float) -> bool:
-        """Look once a tick for so long; whether there was an alarm."""
+        """Look once a tick for so long; whether a hang was announced."""
         for _ in range(round(seconds / self.watch.tick)):
             self.clock.now += self.watch.tick
-            if self.watch.check_alarm():
+            if self.watch.check_hang():
                 return True
         return False
 
 
-def test_a_place_that_stands_still_raises_an_alarm(tmp_path: Path) -> None:
+def test_a_place_that_stands_still_is_a_hang(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.rank_status.begin_phase(1, "data")
     assert not rig.wait(9)
@@ -57,7 +57,7 @@ def test_a_place_that_stands_still_raises_an_alarm(tmp_path: Path) -> None:
     assert not rig.wait(9)
     assert not rig.folder.exists(), "nothing is written while a run moves"
     assert rig.wait(4)
-    assert (rig.folder / ALARM).exists()
+    assert (rig.folder / HANG).exists()
 
 
 def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) ->
     assert not rig.wait(5)
     for _ in range(4):
         rig.clock.now += 3600
-        assert not rig.watch.check_alarm()
+        assert not rig.watch.check_hang()
     assert rig.wait(5)
 
 
@@ -79,12 +79,12 @@ def test_before_the_first_step_only_waiting_counts_and_has_its_own_limit(tmp_pat
     assert rig.wait(20)
 
 
-def test_the_alarm_of_a_peer_is_heard(tmp_path: Path) -> None:
+def test_the_hang_of_a_peer_is_heard(tmp_path: Path) -> None:
     rig = Rig(tmp_path, size=2)
     rig.rank_status.begin_phase(1, "forward")
     assert not rig.wait(1)
     rig.folder.mkdir()
-    (rig.folder / ALARM).touch()
+    (rig.folder / HANG).touch()
     assert rig.wait(1)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from speechtrain.launch.launcher import LaunchResult
-from speechtrain.rank.main import _restart_fact
+from speechtrain.rank.main import _restart_entry
 from speechtrain.run_directory import RunLock
 from speechtrain.start.compose import compose
 from speechtrain.start.resolved import dump
@@ -68,7 +68,7 @@ def test_a_failure_under_torchrun_says_which_restart_follows(
     assert errors[0] == f"{errors[2]} (restart 1 of 2 follows)"
     assert errors[1] == f"{errors[2]} (restart 2 of 2 follows)"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert start_lines(_restart_fact()) == ["plan     restart 1 of 2"]
+    assert start_lines(_restart_entry()) == ["plan     restart 1 of 2"]
 
 
 @pytest.mark.slow
