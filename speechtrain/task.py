@@ -209,7 +209,7 @@ class Task(nn.Module, ABC):
     def prepare(self, batch: Batch, seed: int) -> Batch:
         """Return the batch with tensors in ``batch.extra`` that this task computes on the host.
 
-        The tensors are random draws and counts. This is called before the batch moves to the device. In
+        The tensors are random numbers and counts. This is called before the batch moves to the device. In
         training, ``seed`` depends on the update and the micro-batch, in evaluation on the samples.
         """
         return batch

@@ -69,13 +69,13 @@ class Acoustics:
         return {name: index.content for name, index in self.indices.items()}
 
     def surround(self, samples: Samples, sample_rate: int, seed: int) -> Samples:
-        """Return samples (S,) with silence before and after them. ``seed`` decides the draws."""
+        """Return samples (S,) with silence before and after them. ``seed`` decides the random numbers."""
         if not self.silence:
             return samples
         before, after, kind, level = uniform_at(seed, key_of("silence"), np.arange(4)).tolist()
         if kind < _WITHOUT_SILENCE:
             return samples
-        lengths = [int(draw * self.silence * sample_rate) for draw in (before, after)]
+        lengths = [int(number * self.silence * sample_rate) for number in (before, after)]
         surrounded = np.pad(samples, lengths)
         if kind < 1.0 - _WITH_ZEROS:
             decibels = _LOWEST_NOISE_DB + level * (_HIGHEST_NOISE_DB - _LOWEST_NOISE_DB)
@@ -86,10 +86,10 @@ class Acoustics:
         return surrounded
 
     def apply(self, samples: Samples, sample_rate: int, seed: int) -> tuple[Samples, list[Skip]]:
-        """Return samples (S,) in a drawn room and with drawn noise. Their number and their timing stay.
+        """Return samples (S,) in a random room and with random noise. Their number and their timing stay.
 
-        ``seed`` decides the draws. A noise or a room that cannot be read is left out, and is returned as a
-        ``Skip``.
+        ``seed`` decides the random numbers. A noise or a room that cannot be read is left out, and is
+        returned as a ``Skip``.
         """
         skips = []
         for name, index in self.indices.items():

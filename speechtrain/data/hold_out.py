@@ -1,6 +1,6 @@
 """Decides which cuts of a set are held out for validation.
 
-Cuts are held out in groups, such as all cuts of a speaker. The groups are drawn at random until they contain
+Cuts are held out in groups, such as all cuts of a speaker. Groups are sampled at random until they contain
 about the requested share of the audio.
 """
 
@@ -25,10 +25,10 @@ from speechtrain.run_directory import SIDES
 _FEWEST_SPEAKERS = 10  # With fewer speakers, training would lack too many of the voices.
 _TOLERANCE = 1.5  # The seconds of held-out speakers may differ from the requested seconds by this factor.
 _TOO_LARGE = 2.0  # Speakers who are connected by recordings may have this multiple of the requested seconds.
-# Independent draws need this expected number of held-out groups, and seconds within this factor of the
+# Independent sampling needs this expected number of held-out groups, and seconds within this factor of the
 # requested seconds. Otherwise groups are held out one after the other.
 _INDEPENDENT_GROUPS, _INDEPENDENT_FACTOR = 5, 2.0
-_KEPT, _TRAINED = -1.0, 2.0  # in place of the draw of a group that stays held out, or trained on
+_KEPT, _TRAINED = -1.0, 2.0  # in place of the random number of a group that stays held out, or trained on
 _LOG = logging.getLogger(__name__)
 
 _Keys = NDArray[np.int64]
@@ -95,13 +95,13 @@ def held_out(
     by: str = "",
     former: Sides = NO_SIDES,
 ) -> tuple[NDArray[np.bool_], str]:
-    """Return a mask (N,) of the held-out cuts, and the kind of the groups that were drawn.
+    """Return a mask (N,) of the held-out cuts, and the kind of the groups that were sampled.
 
     ``groups`` maps each kind (speaker, recording and cut) to the key of each cut's group (N,). All cuts of a
     group are either held out or trained on. ``share`` is the requested share of the ``seconds`` (N,) of all
     cuts. ``by`` is the kind. If it is empty, the kind is
 
-    - speaker, if each cut names a speaker, there are ten groups of speakers or more, and the drawn speakers
+    - speaker, if each cut names a speaker, there are ten groups of speakers or more, and the sampled speakers
       have about the requested seconds,
     - otherwise recording, if there are several recordings,
     - otherwise cut.
@@ -114,7 +114,7 @@ def held_out(
     """
     decided = np.isin(groups["recording"], former.held_out).astype(np.int8)
     decided[np.isin(groups["recording"], former.trained)] = -1
-    if decided.max(initial=-1) < 0:  # Nothing is left to hold out, so all are drawn again.
+    if decided.max(initial=-1) < 0:  # Nothing is left to hold out, so all are sampled again.
         decided[:] = 0
     all_have_speakers = groups["speaker"].min(initial=0) >= 0  # The key of a missing speaker is -1.
     if by == "speaker" or (not by and all_have_speakers):
@@ -127,17 +127,17 @@ def held_out(
             _LOG.warning("whole speakers cannot be held out, because too many of them share recordings")
             by = "recording"
         else:
-            is_drawn = _draw_groups(speakers, seconds, share, decided)
-            fraction = seconds[is_drawn].sum() / max(seconds.sum(), 1e-9)
+            is_sampled = _sample_groups(speakers, seconds, share, decided)
+            fraction = seconds[is_sampled].sum() / max(seconds.sum(), 1e-9)
             is_near_share = share / _TOLERANCE <= fraction <= share * _TOLERANCE
             if by or (is_near_share and len(group_keys) >= _FEWEST_SPEAKERS):
-                return is_drawn, "speaker"
+                return is_sampled, "speaker"
     if not by:
         has_several_recordings = len(np.unique(groups["recording"])) > 1
         by = "recording" if has_several_recordings else "cut"
     if by == "cut":
         decided[:] = 0
-    return _draw_groups(groups[by], seconds, share, decided), by
+    return _sample_groups(groups[by], seconds, share, decided), by
 
 
 def _connected_speakers(groups: Mapping[str, _Keys]) -> _Keys:
@@ -158,57 +158,57 @@ def _connected_speakers(groups: Mapping[str, _Keys]) -> _Keys:
     return group_keys
 
 
-def _draw_groups(
+def _sample_groups(
     groups: _Keys, seconds: _Seconds, share: float, decided: NDArray[np.int8]
 ) -> NDArray[np.bool_]:
-    """Return a mask (N,) of the cuts whose groups are drawn. ``groups`` (N,) are the keys of the groups.
+    """Return a mask (N,) of the cuts whose groups are sampled. ``groups`` (N,) are the keys of the groups.
 
     ``decided`` (N,) is 1 for a cut that stays held out, -1 for one that stays trained on, and otherwise 0.
 
-    A draw depends on the group's key and on the share, but not on the run's seed. Each group is drawn
-    independently, so that new recordings do not change which of the others are held out. If there are few
-    groups, or if the drawn seconds are far from the share, groups are added until they fill the share.
+    The sample depends on the keys of the groups and on the share, but not on the run's seed. Each group is
+    sampled independently, so that new recordings do not change which of the others are held out. If there are
+    few groups, or if the sampled seconds are far from the share, groups are added until they fill the share.
     """
     keys, group_numbers = np.unique(groups, return_inverse=True)
     if len(keys) < 2:
         return np.ones(len(groups), bool)
     group_seconds = np.bincount(group_numbers, seconds)
-    draws = uniform_at(0, RunStream.HOLD_OUT, keys)
-    draws[group_numbers[decided > 0]] = _KEPT
-    draws[group_numbers[decided < 0]] = _TRAINED
-    is_drawn = draws < share  # for each group
+    numbers = uniform_at(0, RunStream.HOLD_OUT, keys)
+    numbers[group_numbers[decided > 0]] = _KEPT
+    numbers[group_numbers[decided < 0]] = _TRAINED
+    is_sampled = numbers < share  # for each group
     target_seconds = share * group_seconds.sum()
-    drawn_seconds = group_seconds[is_drawn].sum()
+    sampled_seconds = group_seconds[is_sampled].sum()
     lowest, highest = target_seconds / _INDEPENDENT_FACTOR, target_seconds * _INDEPENDENT_FACTOR
-    if share * len(keys) < _INDEPENDENT_GROUPS or not lowest <= drawn_seconds <= highest:
-        is_drawn = _fill_share(draws, group_seconds, target_seconds)
+    if share * len(keys) < _INDEPENDENT_GROUPS or not lowest <= sampled_seconds <= highest:
+        is_sampled = _fill_share(numbers, group_seconds, target_seconds)
     # Both training and validation need a group.
-    if not is_drawn.any():
-        is_drawn[np.argmin(draws)] = True
-    if is_drawn.all():
-        is_drawn[np.argmax(group_seconds)] = False
+    if not is_sampled.any():
+        is_sampled[np.argmin(numbers)] = True
+    if is_sampled.all():
+        is_sampled[np.argmax(group_seconds)] = False
         decided = np.zeros_like(decided)
     # A group may have recordings of both sides, such as a speaker whom another rule has divided.
-    is_held_out: NDArray[np.bool_] = np.where(decided, decided > 0, is_drawn[group_numbers])
+    is_held_out: NDArray[np.bool_] = np.where(decided, decided > 0, is_sampled[group_numbers])
     return is_held_out
 
 
 def _fill_share(
-    draws: NDArray[np.float64], group_seconds: NDArray[Any], target_seconds: float
+    numbers: NDArray[np.float64], group_seconds: NDArray[Any], target_seconds: float
 ) -> NDArray[np.bool_]:
-    """Return a mask of the groups that are added, in the order of their draws, up to ``target_seconds``.
+    """Return a mask of the groups that are added, in the order of their numbers, up to ``target_seconds``.
 
     A group that would exceed the target by more than the tolerance is left out, unless the groups are then
     still shorter than the median group. So the shortest of long recordings, which may be new and incomplete,
     is not preferred.
     """
-    is_drawn: NDArray[np.bool_] = draws == _KEPT
-    total = float(group_seconds[is_drawn].sum())
+    is_sampled: NDArray[np.bool_] = numbers == _KEPT
+    total = float(group_seconds[is_sampled].sum())
     most_seconds = max(_TOLERANCE * target_seconds, float(np.median(group_seconds)))
-    for group in np.argsort(draws).tolist():
+    for group in np.argsort(numbers).tolist():
         total_with_group = total + group_seconds[group]
-        is_free = _KEPT < draws[group] < _TRAINED
+        is_free = _KEPT < numbers[group] < _TRAINED
         if is_free and total < target_seconds and total_with_group <= most_seconds:
-            is_drawn[group] = True
+            is_sampled[group] = True
             total = total_with_group
-    return is_drawn
+    return is_sampled

@@ -194,7 +194,7 @@ class BatchLoader:
     ) -> _Row:
         """Return the row of a cut with ``percent`` % of its speed. Raises Unusable.
 
-        ``seed`` is for the draws of ``acoustics``. Evaluation changes neither the speed nor the acoustics.
+        ``seed`` is for the random numbers of ``acoustics``. Evaluation changes neither speed nor acoustics.
         """
         labels: list[int] | None
         skips: list[Skip] = []
@@ -244,10 +244,10 @@ class BatchLoader:
             # A row that replaces an unusable cut has the planned length, so it does not shorten the crop.
             crop_length = min(crop_length, *(len(row.samples) for row in rows))
         keys = self.index.keys[micro_batch.rows]
-        draws = uniform_at(self.seed, RunStream.CROPS, micro_batch.set_epochs, keys)
-        for row, draw in zip(rows, draws.tolist(), strict=True):
+        numbers = uniform_at(self.seed, RunStream.CROPS, micro_batch.set_epochs, keys)
+        for row, number in zip(rows, numbers.tolist(), strict=True):
             last_start = max(0, len(row.samples) - crop_length)
-            start = int(draw * (last_start + 1))
+            start = int(number * (last_start + 1))
             row.samples = row.samples[start : start + crop_length]
             row.seconds = min(row.seconds, crop_length / self.sample_rate)
 

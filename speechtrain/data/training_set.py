@@ -218,9 +218,9 @@ def sample_rows(rows: Integers, count: int, seed: int) -> Integers:
     """Return ``count`` random rows in ascending order. If there are not more than ``count``, return all."""
     if len(rows) <= count:
         return rows
-    draws = uniform_at(seed, RunStream.CHECKS, np.arange(len(rows)))
-    smallest_draws = np.argpartition(draws, count)[:count]
-    return np.sort(rows[smallest_draws])
+    numbers = uniform_at(seed, RunStream.CHECKS, np.arange(len(rows)))
+    smallest = np.argpartition(numbers, count)[:count]
+    return np.sort(rows[smallest])
 
 
 def hours(seconds: Seconds) -> float:

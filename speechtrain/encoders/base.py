@@ -126,8 +126,8 @@ def layer_drop_factors(seed: int, layers: int, probability: float) -> Tensor:
 
     ``seed`` is the seed of the update, so all micro-batches and ranks drop the same layers.
     """
-    draws = uniform_at(seed, EncoderStream.LAYERS, np.arange(layers, dtype=np.int64))
-    return torch.from_numpy((draws >= probability).astype(np.float32))
+    numbers = uniform_at(seed, EncoderStream.LAYERS, np.arange(layers, dtype=np.int64))
+    return torch.from_numpy((numbers >= probability).astype(np.float32))
 
 
 class NoEncoder(Encoder):

@@ -168,17 +168,17 @@ class Wav2Vec2Encoder(Encoder):
             row_frames = [self.frames(length) for length in batch.audio_lengths.tolist()]
             frames, frame_seed = self.frames(samples), seed_at(seed, EncoderStream.FRAMES)
             # A very short row may be masked completely, because it still has a transcript.
-            mask = self.mask.draw(row_frames, frames, frame_seed, counted=[False] * rows)
+            mask = self.mask.sample(row_frames, frames, frame_seed, counted=[False] * rows)
             extra["mask"] = torch.from_numpy(mask)
         if self.channel_mask is not None:
             widths, channel_seed = [self.width] * rows, seed_at(seed, EncoderStream.CHANNELS)
-            channel_mask = self.channel_mask.draw(widths, self.width, channel_seed)
+            channel_mask = self.channel_mask.sample(widths, self.width, channel_seed)
             extra["channel_mask"] = torch.from_numpy(channel_mask)
         if self.layer_drop:
-            extra["keep"] = self.draw_keep()
+            extra["keep"] = self.sample_keep()
         return replace(batch, extra=batch.extra | extra)
 
-    def draw_keep(self) -> Tensor:
+    def sample_keep(self) -> Tensor:
         """Return random factors (L,) of the layers: 0 with probability ``layer_drop``, else 1."""
         return layer_drop_factors(self._update_seed, len(self.transformer.layers), self.layer_drop)
 

@@ -94,23 +94,24 @@ class Augment(nn.Module):
         rows, samples = audio.shape
         is_valid = torch.arange(samples, device=audio.device) < lengths[:, None]
         power = (audio * is_valid).square().sum(1) / lengths.clamp(min=1)
-        draws = torch.rand(3, rows, device=audio.device)  # for the decibels, the choice of rows and the tilt
+        # for the decibels, the choice of rows and the tilt
+        numbers = torch.rand(3, rows, device=audio.device)
         low, high = self.noise_db
-        decibels = low + (high - low) * draws[0]
+        decibels = low + (high - low) * numbers[0]
         # The amplitude ratio 10^(-dB/20) is exp(-dB · ln(10)/20). Every device supports exp.
         level = power.sqrt() * torch.exp(decibels * -0.11512925464970229)
-        level = level * (draws[1] < self.noise_probability)
-        noise = self._noise(audio, draws[2])
+        level = level * (numbers[1] < self.noise_probability)
+        noise = self._noise(audio, numbers[2])
         return audio + noise * level[:, None] * is_valid
 
-    def _noise(self, audio: Tensor, tilt_draws: Tensor) -> Tensor:
+    def _noise(self, audio: Tensor, tilt_numbers: Tensor) -> Tensor:
         """Return noise (B, S) of power 1 in the type of ``audio`` (B, S).
 
-        ``tilt_draws`` (B,), uniform in [0, 1), decide the tilt of each row's spectrum.
+        ``tilt_numbers`` (B,), uniform in [0, 1), decide the tilt of each row's spectrum.
         """
         noise = torch.randn_like(audio)
         if self.noise_tilt:
-            tilt = (self.noise_tilt * (2.0 * tilt_draws - 1.0))[:, None]
+            tilt = (self.noise_tilt * (2.0 * tilt_numbers - 1.0))[:, None]
             delayed = F.pad(noise[:, :-1], (1, 0))
             noise = (noise + tilt * delayed) * (1.0 + tilt.square()).rsqrt()
         return noise
@@ -119,8 +120,8 @@ class Augment(nn.Module):
         """Return random factors of vocal tract length (B,) for a batch, or None if they are off."""
         if not self.training or self.warp_range == 0.0:
             return None
-        draws = torch.rand(rows, device=device)
-        return 1.0 + self.warp_range * (2.0 * draws - 1.0)
+        numbers = torch.rand(rows, device=device)
+        return 1.0 + self.warp_range * (2.0 * numbers - 1.0)
 
     def spectrogram(self, features: Tensor, lengths: Tensor) -> Tensor:
         """Return features (B, T, F) of ``lengths`` (B,) with the masks of SpecAugment."""

@@ -26,8 +26,8 @@ class SpecAugment(nn.Module):
     features and 2 masks of exactly 6 frames.
 
     Widths are uniform from the smallest (0 for a rectangle) to the largest width, both included. Starts are
-    uniform over all positions at which the mask fits before the end of the utterance. Draws use the device's
-    global generator, and the host does not read any tensor.
+    uniform over all positions at which the mask fits before the end of the utterance. The numbers are of the
+    device's global generator, and the host does not read any tensor.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ def _bands(axis: int, masks: int, sizes: Tensor, limits: Tensor, minimum: int) -
     ``axis`` is the size of the axis, T or F. ``masks`` is N. ``sizes`` (B, 1) are the lengths of the rows
     along the axis. ``limits`` (B, 1 or N) and ``minimum`` are the largest and the smallest width of a mask.
     """
-    draws = torch.rand(2, sizes.shape[0], masks, device=sizes.device)
+    numbers = torch.rand(2, sizes.shape[0], masks, device=sizes.device)
     least_widths = limits.clamp(max=float(minimum))
-    # The draws are below 1, but a rounded product can reach the bound.
-    extra_widths = (draws[0] * (limits - least_widths + 1.0)).floor()
+    # The numbers are below 1, but a rounded product can reach the bound.
+    extra_widths = (numbers[0] * (limits - least_widths + 1.0)).floor()
     widths = torch.minimum(least_widths + extra_widths, limits)
     latest_starts = sizes - widths
-    starts = (draws[1] * (latest_starts + 1.0)).floor()
+    starts = (numbers[1] * (latest_starts + 1.0)).floor()
     starts = torch.minimum(starts, latest_starts)[..., None]
     ends = starts + widths[..., None]
     position = torch.arange(axis, device=sizes.device)

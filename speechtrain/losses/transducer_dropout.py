@@ -22,9 +22,9 @@ class NoDropout:
 
 
 class Dropout:
-    """Sets a unit to 0 if its draw is below a threshold. A draw is a hash of seed, cell and unit.
+    """Sets a unit to 0 if its random number is below a threshold. It is a hash of seed, cell and unit.
 
-    A draw has 16 bits. A word is an int32, which has the draws of two units. The hash is MurmurHash3's
+    A number has 16 bits. A word is an int32, which has the numbers of two units. The hash is MurmurHash3's
     finaliser with the multipliers of Wellons' lowbias32. No mask is stored, and the result does not depend on
     the padding or on which other cells are computed.
 
@@ -33,7 +33,7 @@ class Dropout:
     """
 
     def __init__(self, settings: Settings, batch: int, width: int, seed_halves: Tensor) -> None:
-        self.threshold = settings.dropped_values - 32768  # Draws are read as int16, from −32768 on.
+        self.threshold = settings.dropped_values - 32768  # Numbers are read as int16, from −32768 on.
         self.width = width
         low, high = seed_halves[:1], seed_halves[1:]
         utterance = indices(batch, seed_halves).int()
@@ -56,18 +56,18 @@ class Dropout:
         if self.shifted_words is not None:
             shifted_words = self.shifted_words[:count]
         mix_in_place(words, shifted_words)
-        draws = words.view(torch.int16)[:, : self.width]
-        hidden *= draws.ge_(self.threshold)
+        numbers = words.view(torch.int16)[:, : self.width]
+        hidden *= numbers.ge_(self.threshold)
 
     def applied(self, hidden: Tensor, frame: Tensor) -> Tensor:
         """Return the units ``hidden`` (B, t, P, H) of the frames (t,), with 0 for the dropped ones."""
         position = indices(hidden.shape[2], hidden)
         keys = _cell_keys(self.utterance_keys[:, None, None], frame[:, None], position)
         words = mix(keys[..., None] + self.word_keys)
-        # Gaudi's graphs cannot read an int32 as two int16. So each draw becomes the upper half of an int32,
+        # Gaudi's graphs cannot read an int32 as two int16. So each number becomes the upper half of an int32,
         # which is compared with the threshold times 65536.
-        draws = torch.stack((words * 65536, words), -1).flatten(-2)
-        return hidden * (draws[..., : self.width] >= self.threshold * 65536)
+        numbers = torch.stack((words * 65536, words), -1).flatten(-2)
+        return hidden * (numbers[..., : self.width] >= self.threshold * 65536)
 
 
 def _cell_keys(utterance_keys: Tensor, frame: Tensor, position: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class Settings:
 
     @property
     def dropped_values(self) -> int:
-        """The number of values that drop a unit, of the 65536 possible values of a 16-bit draw."""
+        """The number of values that drop a unit, of the 65536 possible values of a 16-bit number."""
         return round(self.dropout * 65536)
 
     @property

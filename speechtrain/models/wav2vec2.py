@@ -21,7 +21,7 @@ from speechtrain.counter_rng import BatchStream, seed_at
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, require_shares
 from speechtrain.losses.contrastive import Contrastive, contrastive_loss, nats_to_bits
-from speechtrain.nn.masking import draw_negatives, frame_table
+from speechtrain.nn.masking import frame_table, sample_negatives
 from speechtrain.nn.quantizer import GumbelQuantizer, Quantized, code_temperature, gumbel
 from speechtrain.task import Alarm, Evaluation, Loss, Sums, Task, detached
 
@@ -172,12 +172,12 @@ class Wav2Vec2(Task, PolicyAware):
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
         seeds = {stream: seed_at(seed, stream) for stream in BatchStream}
-        extra = batch.extra | self._mask_draws(batch, seeds)
+        extra = batch.extra | self._mask_tensors(batch, seeds)
         if self.training:
-            extra |= self._training_draws(extra["index"].shape, seeds)
+            extra |= self._training_tensors(extra["index"].shape, seeds)
         return replace(batch, extra=extra)
 
-    def _mask_draws(self, batch: Batch, seeds: Mapping[BatchStream, int]) -> dict[str, Tensor]:
+    def _mask_tensors(self, batch: Batch, seeds: Mapping[BatchStream, int]) -> dict[str, Tensor]:
         """Return the random masks and negatives of a batch, by their names in ``Batch.extra``.
 
         - ``mask`` (B, T) is True for masked frames.
@@ -189,7 +189,7 @@ class Wav2Vec2(Task, PolicyAware):
         lengths = [encoder.frames(samples) for samples in batch.audio_lengths.tolist()]
         frames = encoder.frames(batch.audio.shape[1])
         counted = _counted_rows(batch.ids, lengths, encoder.mask.shortest())
-        mask = encoder.mask.draw(lengths, frames, seeds[BatchStream.FRAMES], equal=True, counted=counted)
+        mask = encoder.mask.sample(lengths, frames, seeds[BatchStream.FRAMES], equal=True, counted=counted)
         table_width = encoder.mask.max_masked_frames(frames) if self.fixed_width else None
         index, weight = frame_table(mask, table_width)
         row_weight = batch.weight * torch.tensor(counted)
@@ -198,28 +198,30 @@ class Wav2Vec2(Task, PolicyAware):
             "mask": torch.from_numpy(mask),
             "index": index,
             "masked": weight * row_weight[:, None],
-            "negatives": draw_negatives(masked_counts, index.shape[1], self.negatives, seed=seed),
+            "negatives": sample_negatives(masked_counts, index.shape[1], self.negatives, seed=seed),
         }
 
-    def _training_draws(self, table_shape: torch.Size, seeds: Mapping[BatchStream, int]) -> dict[str, Tensor]:
-        """Return the draws that only training needs, for tables of ``table_shape`` (B, M).
+    def _training_tensors(
+        self, table_shape: torch.Size, seeds: Mapping[BatchStream, int]
+    ) -> dict[str, Tensor]:
+        """Return the random tensors that only training needs, for tables of ``table_shape`` (B, M).
 
         All of them are tensors. For Python numbers, a static device would compile the graph in each step.
         """
         encoder = self.encoder
-        draws = {
+        tensors = {
             "temperature": torch.tensor(code_temperature(self._step, *self.temperature)),
-            "keep": encoder.draw_keep(),
+            "keep": encoder.sample_keep(),
         }
         if encoder.channel_mask is not None:
             widths = [encoder.width] * table_shape[0]
-            channel_mask = encoder.channel_mask.draw(widths, encoder.width, seeds[BatchStream.CHANNELS])
-            draws["channel_mask"] = torch.from_numpy(channel_mask)
+            channel_mask = encoder.channel_mask.sample(widths, encoder.width, seeds[BatchStream.CHANNELS])
+            tensors["channel_mask"] = torch.from_numpy(channel_mask)
         if self.host_noise:
             generator = torch.Generator().manual_seed(seeds[BatchStream.NOISE])
             noise_shape = (*table_shape, self.quantizer.groups, self.quantizer.entries)
-            draws["noise"] = gumbel(torch.rand(noise_shape, generator=generator))
-        return draws
+            tensors["noise"] = gumbel(torch.rand(noise_shape, generator=generator))
+        return tensors
 
     def forward(self, batch: Batch) -> Loss:
         extra = batch.extra

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from speechtrain.compute_policy import ComputePolicy, PolicyAware
 
-_VALUES = 65536  # of a draw of 16 bits
-_DRAWS = 4  # in an int64
+_VALUES = 65536  # of a number of 16 bits
+_NUMBERS = 4  # in an int64
 
 
 class Dropout(nn.Dropout, PolicyAware):
@@ -30,9 +30,9 @@ class Dropout(nn.Dropout, PolicyAware):
         dropped_values = round(self.p * _VALUES)
         if not self.uses_words or dropped_values == _VALUES:
             return F.dropout(x, self.p)
-        words = torch.empty(-(-x.numel() // _DRAWS), dtype=torch.int64, device=x.device)
+        words = torch.empty(-(-x.numel() // _NUMBERS), dtype=torch.int64, device=x.device)
         words.random_(-(2**63), None)  # all values of an int64
-        draws = words.view(torch.int16)[: x.numel()].view(x.shape)  # from −32768 on
+        numbers = words.view(torch.int16)[: x.numel()].view(x.shape)  # from −32768 on
         # Comparison in place stays in 16 bits, and is faster than one that gives bool.
-        mask = draws.ge_(dropped_values - _VALUES // 2).to(x.dtype)
+        mask = numbers.ge_(dropped_values - _VALUES // 2).to(x.dtype)
         return x * mask.mul_(_VALUES / (_VALUES - dropped_values))

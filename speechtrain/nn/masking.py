@@ -1,7 +1,7 @@
 """Random masked frames and their negatives, computed on the host before the step.
 
-The draws of a row are seeded by the micro-batch's seed and the row's index. So they depend neither on the
-other rows nor on the padding.
+The random numbers of a row are seeded by the micro-batch's seed and the row's index. So they depend neither
+on the other rows nor on the padding.
 
 Legend: B rows, T frames, M masked frames of a row, K negatives. A table (B, M) has an entry for each masked
 frame of a row. If a row has fewer masked frames than M, its last entries are surplus entries.
@@ -72,7 +72,7 @@ class SpanMask:
         if self.min_space < 0 or self.min_masks < 0:
             raise ConfigError(f"min_space is {self.min_space}, min_masks {self.min_masks}. Both must be >= 0")
 
-    def draw(
+    def sample(
         self,
         lengths: Sequence[int],
         width: int,
@@ -128,7 +128,7 @@ class SpanMask:
         return size
 
     def _spans(self, size: int, uniform: float) -> int:
-        """Return the number of spans of a row of ``size`` frames. ``uniform`` is a draw from [0, 1)."""
+        """Return the number of spans of a row of ``size`` frames. ``uniform`` is a number in [0, 1)."""
         if not self.probability or not size:
             return 0
         expected = self.probability * size / self.length
@@ -199,7 +199,7 @@ def _equalise(
     counted: Sequence[bool],
     generators: list[np.random.Generator],
 ) -> list[Integers]:
-    """Return masked frames of each row in equal numbers, as ``SpanMask.draw`` describes with ``equal``.
+    """Return masked frames of each row in equal numbers, as ``SpanMask.sample`` describes with ``equal``.
 
     ``rows`` has the masked frames of each row. Without a counted row, all rows count.
     """
@@ -243,12 +243,12 @@ def frame_table(mask: NDArray[np.bool_], width: int | None = None) -> tuple[Tens
     return torch.from_numpy(index), torch.from_numpy(is_used.astype(np.float32))
 
 
-def draw_negatives(counts: Sequence[int], width: int, negatives: int, seed: int) -> Tensor:
+def sample_negatives(counts: Sequence[int], width: int, negatives: int, seed: int) -> Tensor:
     """Return random negatives (B, M, K) of each masked frame: entries of its row in the table (B, M).
 
-    ``counts`` has the number of masked frames of each row, and ``width`` is M. The draw is uniform over the
+    ``counts`` has the number of masked frames of each row, and ``width`` is M. The sample is uniform over the
     other masked frames of the row, with replacement, as in the sampler of wav2vec 2.0. Surplus entries are
-    never negatives, and their own negatives are 0. The draws of a row do not depend on M.
+    never negatives, and their own negatives are 0. The sample of a row does not depend on M.
 
     A row with one masked frame has no other frame, so its negatives are that frame itself. The loss excludes
     negatives that have the code of the positive, so the loss of this row is 0.
@@ -259,18 +259,18 @@ def draw_negatives(counts: Sequence[int], width: int, negatives: int, seed: int)
     table = np.zeros((len(counts), width, negatives), dtype)
     for row, count in enumerate(counts):
         if count > 1:
-            # ``_NEGATIVES`` separates these draws from the masks, which may have the same seed.
+            # ``_NEGATIVES`` separates these numbers from the masks, which may have the same seed.
             rng = np.random.default_rng(seed_at(seed, _NEGATIVES, row))
-            draws = rng.integers(0, count - 1, (count, negatives), np.int32)
-            table[row, :count] = skip_own_position(draws)
+            numbers = rng.integers(0, count - 1, (count, negatives), np.int32)
+            table[row, :count] = skip_own_position(numbers)
     return torch.from_numpy(table)
 
 
-def skip_own_position(draws: NDArray[np.signedinteger]) -> NDArray[np.signedinteger]:
-    """Map draws (M, K) below M − 1 to positions below M. The positions of row m are never m.
+def skip_own_position(numbers: NDArray[np.signedinteger]) -> NDArray[np.signedinteger]:
+    """Map numbers (M, K) below M − 1 to positions below M. The positions of row m are never m.
 
-    A draw v becomes v + 1 if v is m or more, otherwise it stays v.
+    A number v becomes v + 1 if v is m or more, otherwise it stays v.
     """
-    own_position = np.arange(len(draws), dtype=draws.dtype)[:, None]
-    positions: NDArray[np.signedinteger] = draws + (draws >= own_position)
+    own_position = np.arange(len(numbers), dtype=numbers.dtype)[:, None]
+    positions: NDArray[np.signedinteger] = numbers + (numbers >= own_position)
     return positions

@@ -97,7 +97,7 @@ class GumbelQuantizer(nn.Module):
     ) -> Quantized:
         """Quantise frames (..., C) with weights (...), 1 or 0.
 
-        In training, ``noise`` (..., G, V) replaces the draws from the device's generator. Evaluation has no
+        In training, ``noise`` (..., G, V) replaces the numbers from the device's generator. Evaluation has no
         noise.
         """
         with full_precision(x.device):
@@ -139,7 +139,7 @@ class GumbelQuantizer(nn.Module):
 
 
 def gumbel(uniform: Tensor) -> Tensor:
-    """Return standard Gumbel noise from draws u in [0, 1): −log(−log(u))."""
+    """Return standard Gumbel noise from uniform numbers u in [0, 1): −log(−log(u))."""
     return -(-uniform.clamp(min=2.0**-25).log()).log()
 
 

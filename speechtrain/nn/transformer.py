@@ -152,9 +152,9 @@ class Transformer(nn.Module):
     (base models) it follows the positional convolution. Linear weights start as normal(0, 0.02), biases as 0.
 
     Layer drop: with ``keep`` (L,) of zeros and ones, layer i returns ``keep[i] · layer(x) + (1 − keep[i]) ·
-    x``, which is exactly ``layer(x)`` or ``x``. So the graph is the same for all draws, as static devices
-    need, and every parameter has a gradient in each step, as data-parallel wrappers need. Upstream skips the
-    layer instead. There are two differences:
+    x``, which is exactly ``layer(x)`` or ``x``. So the graph is the same for every ``keep``, as static
+    devices need, and every parameter has a gradient in each step, as data-parallel wrappers need. Upstream
+    skips the layer instead. There are two differences:
 
     - A dropped layer still costs its compute.
     - The gradients of a dropped layer are zeros instead of missing, so Adam's moments and weight decay still

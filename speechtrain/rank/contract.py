@@ -75,6 +75,6 @@ def _call(task: Task, function: Callable[[Batch], Any], batch: Batch) -> Any:
 
 
 def _generator_state() -> Any:
-    """Return a value that differs after a draw from ``random`` or ``numpy.random``."""
+    """Return a value that differs after the use of ``random`` or ``numpy.random``."""
     numpy_state: Any = np.random.get_state()
     return random.getstate(), numpy_state[2:]

@@ -136,8 +136,8 @@ def size_of_network(run: RunConfig, tokenizer: Tokenizer) -> tuple[int, int]:
     import torch
     from torch.overrides import TorchFunctionMode
 
-    class WithoutDraws(TorchFunctionMode):
-        """Skips initial draws. On the meta device they would import torch's compiler, in 1 s."""
+    class WithoutInitialisation(TorchFunctionMode):
+        """Skips random initial weights. On the meta device they would import torch's compiler, in 1 s."""
 
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             keywords = kwargs or {}
@@ -146,7 +146,7 @@ def size_of_network(run: RunConfig, tokenizer: Tokenizer) -> tuple[int, int]:
             return function(*args, **keywords)
 
     try:
-        with torch.device("meta"), WithoutDraws():
+        with torch.device("meta"), WithoutInitialisation():
             encoder = build_encoder(run)
             model = build_model(run, tokenizer, encoder)
         return getattr(encoder, "sample_rate", None) or 0, sum(p.numel() for p in model.parameters())

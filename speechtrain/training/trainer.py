@@ -71,7 +71,7 @@ class Trainer:
     - ``precision`` is fp32 by default.
     - ``group`` connects the ranks. By default this process trains alone.
     - ``checkpointer`` writes ``run_dir/checkpoints`` by default, and keeps ``config.keep`` checkpoints.
-    - ``seed`` determines all random draws of the updates.
+    - ``seed`` determines all random numbers of the updates.
     - ``policy`` has the kernels that the task already uses. By default, ``fit`` applies the default policy of
       the device and the precision to the task.
     - ``stop_requested`` says whether the run must end after the present update.
@@ -286,8 +286,8 @@ class Trainer:
         parts.micro_batches, parts.losses = [], []
         self.saving.begin_update()
         for index in range(accumulate):
-            # The number of the micro-batch in the global batch addresses its random draws. It does not depend
-            # on the number of ranks, so neither do the draws.
+            # The number of the micro-batch in the global batch addresses its random numbers. It does not
+            # depend on the number of ranks, so neither do they.
             address = (step, index * world.size + world.rank)
             batch = self._next_batch(parts, batches, address, interval=interval)
             device_batch = self.device.move(batch)
@@ -308,8 +308,8 @@ class Trainer:
     ) -> Batch:
         """Return the next micro-batch, on the host and prepared by the task.
 
-        ``address`` is the step and the number of the micro-batch in the global batch. It seeds the draws of
-        the task.
+        ``address`` is the step and the number of the micro-batch in the global batch. It seeds the random
+        numbers of the task.
         """
         step = address[0]
         self.group.rank_status.begin_phase(step, "data")

@@ -156,8 +156,8 @@ FAULTS = [
     Fault(
         "F14 random numbers on the host",
         "features/specaugment.py",
-        "        draws = torch.rand(2, sizes.shape[0], masks, device=sizes.device)\n",
-        "        draws = torch.rand(2, sizes.shape[0], masks).to(sizes.device)  # planted\n",
+        "    numbers = torch.rand(2, sizes.shape[0], masks, device=sizes.device)\n",
+        "    numbers = torch.rand(2, sizes.shape[0], masks).to(sizes.device)  # planted\n",
     ),
     Fault(
         "F15 promotion to fp32 in the bf16 path",

@@ -126,10 +126,10 @@ class Connected(Source):
         settings = (self.utterances, self.min_words, self.max_words, self.gap_seconds, self.seed)
         return digest(FORMAT, self.corpus, self.split, *settings, *self.content())
 
-    def gaps(self, draws: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return the samples of silences for uniform draws in [0, 1), in the range of ``gap_seconds``."""
+    def gaps(self, numbers: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return the samples of silences for uniform numbers in [0, 1), in the range of ``gap_seconds``."""
         shortest, longest = self.gap_seconds
-        seconds = shortest + draws * (longest - shortest)
+        seconds = shortest + numbers * (longest - shortest)
         return np.rint(seconds * SAMPLE_RATE).astype(np.int64)
 
 

@@ -40,7 +40,7 @@ class Digits(Connected):
     """Connected utterances of one voice each, drawn from isolated words.
 
     Utterance i is spoken by voice i modulo the number of voices. Its number of words, the words
-    (with repetition) and the silences between them are draws addressed by (seed, split, i). The
+    (with repetition) and the silences between them are random numbers of the address (seed, split, i). The
     training and validation voices share no speaker variant.
 
     ``split`` is ``train`` or ``valid``. ``gap_seconds`` are the shortest and the longest silence.
@@ -68,11 +68,11 @@ class Digits(Connected):
         key = key_of(self.split)
         rows = np.arange(self.utterances)[:, None]
         columns = np.arange(self.max_words)
-        size_draws = uniform_at(self.seed, key, DigitsStream.SIZE, rows[:, 0])
+        size_numbers = uniform_at(self.seed, key, DigitsStream.SIZE, rows[:, 0])
         possible_sizes = self.max_words - self.min_words + 1
-        sizes = self.min_words + (size_draws * possible_sizes).astype(int)
-        word_draws = uniform_at(self.seed, key, DigitsStream.WORD, rows, columns)
-        words = (word_draws * len(self.clips.words)).astype(int)
+        sizes = self.min_words + (size_numbers * possible_sizes).astype(int)
+        word_numbers = uniform_at(self.seed, key, DigitsStream.WORD, rows, columns)
+        words = (word_numbers * len(self.clips.words)).astype(int)
         gaps = self.gaps(uniform_at(self.seed, key, DigitsStream.GAP, rows, columns))
         plan = []
         clips = self.clips

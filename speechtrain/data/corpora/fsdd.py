@@ -123,14 +123,14 @@ class Fsdd(Connected):
         numbers, address = np.arange(len(clips)), (self.seed, key_of(speaker), round_number)
         order = np.argsort(bits_at(*address, numbers, FsddStream.ORDER), kind="stable")
         remaining = clips[order].tolist()
-        for draw in uniform_at(*address, numbers, FsddStream.SIZE):
+        for number in uniform_at(*address, numbers, FsddStream.SIZE):
             if len(remaining) <= self.max_words:
                 break
             # If possible, enough clips remain for another group of ``min_words``.
             max_size = min(self.max_words, len(remaining) - self.min_words)
             max_size = max(self.min_words, max_size)
             possible_sizes = max_size - self.min_words + 1
-            size = self.min_words + int(draw * possible_sizes)
+            size = self.min_words + int(number * possible_sizes)
             yield tuple(remaining[:size])
             remaining = remaining[size:]
         if remaining:

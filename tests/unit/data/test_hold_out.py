@@ -192,9 +192,9 @@ def longer(is_long: np.ndarray[Any, Any], share: float) -> np.ndarray[Any, Any]:
 )
 def test_held_out_takes_speakers_if_their_seconds_are_about_the_share(ratio: float, expected: str) -> None:
     speakers = [f"speaker-{i}" for i in range(80)]
-    is_drawn, by = sides_of(speakers, speakers, 0.1, np.ones(80))
+    is_sampled, by = sides_of(speakers, speakers, 0.1, np.ones(80))
     assert by == "speaker"
-    _, by = sides_of(speakers, speakers, 0.1, longer(is_drawn, ratio * 0.1))
+    _, by = sides_of(speakers, speakers, 0.1, longer(is_sampled, ratio * 0.1))
     assert by == expected
 
 

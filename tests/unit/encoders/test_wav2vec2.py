@@ -227,14 +227,14 @@ def test_layers_are_dropped_at_their_rate() -> None:
 
     def keep(seed: int) -> torch.Tensor:
         encoder.advance(10, seed)
-        return encoder.draw_keep()
+        return encoder.sample_keep()
 
     kept = torch.stack([keep(seed) for seed in range(2000)])
     assert set(kept.unique().tolist()) == {0.0, 1.0}
     assert ((kept.mean(0) - 0.7).abs() < 0.04).all()
     assert abs(float((kept[:, 0] * kept[:, 1]).mean()) - 0.49) < 0.04  # independent of one another
     assert torch.equal(keep(5), keep(5))
-    assert make(layer_drop=0.0).draw_keep().tolist() == [1.0, 1.0, 1.0]
+    assert make(layer_drop=0.0).sample_keep().tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("mask", [None, SpanMask(0.5, 4)])

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from speechtrain.losses.contrastive import contrastive_loss, nats_to_bits
-from speechtrain.nn.masking import SpanMask, draw_negatives, frame_table
+from speechtrain.nn.masking import SpanMask, frame_table, sample_negatives
 from speechtrain.nn.quantizer import GumbelQuantizer, gumbel
 
 ROWS, FRAMES, WIDTH, HIDDEN, NEGATIVES, ENTRIES = 3, 70, 10, 14, 15, 5
@@ -158,11 +158,11 @@ def test_static_shapes_give_the_dynamic_loss_and_gradients(
     dtype: torch.dtype, tolerance: float, equal: bool, has_surplus: bool, lengths: tuple[int, ...]
 ) -> None:
     spans = SpanMask()
-    mask = spans.draw(lengths, FRAMES, seed=1, equal=equal)
+    mask = spans.sample(lengths, FRAMES, seed=1, equal=equal)
     counts = mask.sum(1).tolist()
     assert (len(set(counts)) == 1) == equal
     width = spans.max_masked_frames(FRAMES) if has_surplus else None
-    negatives = draw_negatives(counts, width or max(counts), NEGATIVES, seed=2)
+    negatives = sample_negatives(counts, width or max(counts), NEGATIVES, seed=2)
     noise = gumbel(torch.rand(ROWS, FRAMES, 2, ENTRIES))
     # The expected result is in float64 for both precisions, with the same weights.
     expected = dynamic_result(Parts(torch.float64), mask, negatives, noise.double(), 0.8, lengths)
@@ -188,12 +188,12 @@ def random_inputs(rows: int = 2, frames: int = 9, width: int = 5, seed: int = 0)
     torch.manual_seed(seed)
     x, y = torch.randn(2, rows, frames, width).unbind(0)
     ids = torch.arange(frames).expand(rows, frames)[..., None]
-    return x, y, ids, draw_negatives([frames] * rows, frames, 20, seed), torch.ones(rows, frames)
+    return x, y, ids, sample_negatives([frames] * rows, frames, 20, seed), torch.ones(rows, frames)
 
 
 def test_chance_is_the_logarithm_of_the_candidates() -> None:
     x, y, ids, _, weight = random_inputs(frames=150)
-    negatives = draw_negatives([150, 150], 150, 100, 0)
+    negatives = sample_negatives([150, 150], 150, 100, 0)
     # At a high temperature, all 101 candidates have the same probability: log2(101) = 6.658 bits a frame.
     out = contrastive_loss(x, y, ids, negatives, weight, torch.tensor(1e6))
     assert float(nats_to_bits(out.loss) / out.frames) == pytest.approx(6.6582, abs=1e-3)
@@ -232,7 +232,7 @@ def test_rows_whose_candidates_all_score_alike_are_not_correct() -> None:
 def test_a_row_with_one_masked_frame_costs_nothing() -> None:
     x, y, ids, _, _ = random_inputs(frames=4)
     weight = (torch.arange(4) < torch.tensor([[4], [1]])).float()
-    negatives = draw_negatives([4, 1], 4, 20, 3)
+    negatives = sample_negatives([4, 1], 4, 20, 3)
     x.requires_grad_()
     out = contrastive_loss(x, y, ids, negatives, weight)
     (gradient,) = torch.autograd.grad(out.loss, x)
@@ -258,7 +258,7 @@ def test_cosine_without_broadcasting_is_the_cosine() -> None:
         got = contrastive_loss(x, y, ids, negatives, torch.ones(2, 40)).loss
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
     zero = torch.zeros(1, 3, 4, requires_grad=True)
-    drawn = draw_negatives([3], 3, 4, 0)
+    drawn = sample_negatives([3], 3, 4, 0)
     loss = contrastive_loss(zero, zero.detach(), ids[:1, :3], drawn, torch.ones(1, 3)).loss
     loss.backward()
     assert float(loss.detach()) == pytest.approx(3 * math.log(5))

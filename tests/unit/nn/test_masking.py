@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from speechtrain.errors import ConfigError
-from speechtrain.nn.masking import KINDS, SpanMask, draw_negatives, frame_table, skip_own_position
+from speechtrain.nn.masking import KINDS, SpanMask, frame_table, sample_negatives, skip_own_position
 
 
 def spans(row: NDArray[np.bool_]) -> list[tuple[int, int]]:
@@ -34,7 +34,7 @@ def upstream_row(size: int, rng: np.random.Generator) -> tuple[int, int]:
 )
 def test_coverage_is_that_of_the_reference(width: int, coverage: float, mean_spans: float) -> None:
     module = SpanMask()
-    mask = module.draw([width] * 4000, width, seed=1)
+    mask = module.sample([width] * 4000, width, seed=1)
     assert mask.mean() == pytest.approx(coverage, abs=0.005)
     drawn = [module._spans(width, u) for u in (np.arange(1000) + 0.5) / 1000]
     assert np.mean(drawn) == pytest.approx(mean_spans, abs=0.05)
@@ -45,7 +45,7 @@ def test_coverage_is_that_of_the_reference(width: int, coverage: float, mean_spa
 
 
 def test_static_spans_start_anywhere_but_the_end() -> None:
-    mask = SpanMask(probability=0.01, min_masks=1).draw([40] * 3000, 40, seed=3)
+    mask = SpanMask(probability=0.01, min_masks=1).sample([40] * 3000, 40, seed=3)
     starts = mask.argmax(1)
     assert (mask.sum(1) == 10).all()
     assert starts.max() == 29  # of [0, 40 − 10): the last frame is never masked
@@ -57,7 +57,7 @@ def test_short_rows_take_distinct_starts_from_the_first_frames(size: int) -> Non
     module, seen = SpanMask(), set()
     for seed in range(80):
         try:
-            mask = module.draw([size], size, seed)
+            mask = module.sample([size], size, seed)
         except ConfigError:
             continue  # its starts include frame 0 and reach the end
         seen.add(tuple(mask[0].tolist()))
@@ -71,11 +71,11 @@ def test_draw_refuses_a_row_masked_whole_unless_it_is_filler() -> None:
     module = SpanMask()
     # starts 0 and 1, 0 and 2 or 1 and 2: one of the first two comes soon
     with pytest.raises(ConfigError, match=r"SpanMask\.length is 10 .* all 2 frames") as caught:
-        module.draw([2] * 20, 50, seed=0)
+        module.sample([2] * 20, 50, seed=0)
     assert "\n" not in str(caught.value)
     for seed in range(20):
-        assert module.draw([2, 40], 50, seed, counted=[False, True])[0, 2:].sum() == 0
-        assert module.draw([0], 50, seed).sum() == 0
+        assert module.sample([2, 40], 50, seed, counted=[False, True])[0, 2:].sum() == 0
+        assert module.sample([0], 50, seed).sum() == 0
 
 
 @pytest.mark.parametrize("settings", [{}, {"probability": 0.9, "length": 3}, {"length": 2, "min_masks": 5}])
@@ -83,9 +83,9 @@ def test_shortest_is_where_static_spans_leave_a_frame(settings: dict[str, Any]) 
     module = SpanMask(**settings)
     size = module.shortest()
     for longer in range(size, size + 25):
-        module.draw([longer] * 100, longer, seed=longer)
+        module.sample([longer] * 100, longer, seed=longer)
     with pytest.raises(ConfigError):
-        module.draw([size - 1] * 300, size, seed=0)
+        module.sample([size - 1] * 300, size, seed=0)
     assert SpanMask().shortest() == 13
 
 
@@ -96,7 +96,7 @@ def test_most_bounds_every_draw_and_is_reached(settings: dict[str, Any]) -> None
     module = SpanMask(**settings)
     for width in (20, 33):
         most = max(
-            len(s) for row in range(4000) if len(s := np.flatnonzero(module.draw([width], width, row)))
+            len(s) for row in range(4000) if len(s := np.flatnonzero(module.sample([width], width, row)))
         )
         assert (
             most == module.max_masked_frames(width)
@@ -113,7 +113,7 @@ def test_most_bounds_every_draw_and_is_reached(settings: dict[str, Any]) -> None
 def test_most_bounds_every_kind(kind: str, overlap: bool) -> None:
     module = SpanMask(kind=kind, other=3, overlap=overlap)
     for width in (60, 150):
-        mask = module.draw([width, width - 20] * 100, width, seed=4)
+        mask = module.sample([width, width - 20] * 100, width, seed=4)
         assert 0 < mask.sum(1).max() <= module.max_masked_frames(width)
         assert not mask[1::2, width - 20 :].any()
 
@@ -143,7 +143,7 @@ def test_span_lengths_follow_their_kind(kind: str, other: float, mean: float, lo
 def test_without_overlap_spans_keep_their_distance(space: int) -> None:
     module = SpanMask(overlap=False, min_space=space, length=4, kind="static")
     lengths, gaps = [], []
-    for row in module.draw([120] * 300, 120, seed=7):
+    for row in module.sample([120] * 300, 120, seed=7):
         found = spans(row)
         lengths += [n for _, n in found]
         gaps += [b - (a + n) for (a, n), (b, _) in itertools.pairwise(found)]
@@ -161,8 +161,8 @@ def test_without_overlap_spans_keep_their_distance(space: int) -> None:
 def test_draw_equal_reduces_rows_at_random_to_the_smallest() -> None:
     module, sizes = SpanMask(), [300, 200, 250, 30, 5]
     counted = [True, True, True, False, False]
-    ragged = module.draw(sizes, 300, seed=9, counted=counted)
-    equal = module.draw(sizes, 300, seed=9, equal=True, counted=counted)
+    ragged = module.sample(sizes, 300, seed=9, counted=counted)
+    equal = module.sample(sizes, 300, seed=9, equal=True, counted=counted)
     least = ragged[:3].sum(1).min()
     assert equal[:3].sum(1).tolist() == [least] * 3
     assert not (equal[:3] & ~ragged[:3]).any()
@@ -170,11 +170,11 @@ def test_draw_equal_reduces_rows_at_random_to_the_smallest() -> None:
     # filler takes as many as it has frames for, and nothing beyond its length
     assert equal[3:].sum(1).tolist() == [30, 5]
     assert not equal[3, 30:].any()
-    assert module.draw([300, 300], 300, 9, True, [True, False]).sum(1).std() == 0
+    assert module.sample([300, 300], 300, 9, True, [True, False]).sum(1).std() == 0
     # what is kept of a row is a uniform choice: every place of the row suffers alike
     kept = np.zeros(2)
     for seed in range(300):
-        both = [module.draw([400, 60], 400, seed, equal=e)[0] for e in (False, True)]
+        both = [module.sample([400, 60], 400, seed, equal=e)[0] for e in (False, True)]
         kept += [
             (both[1] & both[0])[:200].sum() / both[0].sum(),
             (both[1] & both[0])[200:].sum() / both[0].sum(),
@@ -184,25 +184,25 @@ def test_draw_equal_reduces_rows_at_random_to_the_smallest() -> None:
 
 def test_a_row_is_drawn_at_its_address_whatever_surrounds_it() -> None:
     module = SpanMask()
-    mask = module.draw([200, 150, 180], 200, seed=10)
-    assert (module.draw([200, 150, 180], 200, seed=10) == mask).all()
-    wider = module.draw([100, 150], 333, seed=10)
+    mask = module.sample([200, 150, 180], 200, seed=10)
+    assert (module.sample([200, 150, 180], 200, seed=10) == mask).all()
+    wider = module.sample([100, 150], 333, seed=10)
     assert (wider[1, :200] == mask[1]).all()
     assert not wider[:, 200:].any()
-    assert (module.draw([200, 150, 180], 200, seed=11) != mask).any(1).all()
-    assert len({row.tobytes() for row in module.draw([200] * 30, 200, seed=10)}) == 30
+    assert (module.sample([200, 150, 180], 200, seed=11) != mask).any(1).all()
+    assert len({row.tobytes() for row in module.sample([200] * 30, 200, seed=10)}) == 30
 
 
 def test_draw_masks_nothing_at_probability_0() -> None:
-    assert not SpanMask(probability=0.0).draw([100, 3], 100, seed=0).any()
+    assert not SpanMask(probability=0.0).sample([100, 3], 100, seed=0).any()
     assert SpanMask(probability=0.0).max_masked_frames(100) == 0
-    assert SpanMask().draw([], 100, seed=0, equal=True).shape == (0, 100)
+    assert SpanMask().sample([], 100, seed=0, equal=True).shape == (0, 100)
     with pytest.raises(ValueError, match="101 frames"):
-        SpanMask().draw([101], 100, seed=0)
+        SpanMask().sample([101], 100, seed=0)
 
 
 def test_frame_table_gathers_masked_frames_with_their_weights() -> None:
-    mask = SpanMask().draw([120, 60, 0], 120, seed=12)
+    mask = SpanMask().sample([120, 60, 0], 120, seed=12)
     frames = torch.arange(3 * 120.0).view(3, 120)
     for width in (None, 90):
         index, weight = frame_table(mask, width)
@@ -220,7 +220,7 @@ def test_frame_table_gathers_masked_frames_with_their_weights() -> None:
 
 
 def test_negatives_are_uniform_over_the_others_of_the_row() -> None:
-    negatives = draw_negatives([7, 4], 7, 3000, seed=13)
+    negatives = sample_negatives([7, 4], 7, 3000, seed=13)
     assert negatives.shape == (2, 7, 3000)
     for row, count in enumerate((7, 4)):
         for own in range(count):
@@ -232,28 +232,28 @@ def test_negatives_are_uniform_over_the_others_of_the_row() -> None:
 
 
 def test_negatives_have_addresses_and_do_not_depend_on_the_width() -> None:
-    short = draw_negatives([20, 12], 20, 10, seed=14)
-    wide = draw_negatives([20, 12, 9], 40, 10, seed=14)
+    short = sample_negatives([20, 12], 20, 10, seed=14)
+    wide = sample_negatives([20, 12, 9], 40, 10, seed=14)
     assert torch.equal(wide[:2, :20], short)
-    assert torch.equal(wide[:2, :20], draw_negatives([20, 12], 40000, 10, seed=14)[:, :20].short())
-    assert not torch.equal(short, draw_negatives([20, 12], 20, 10, seed=15))
+    assert torch.equal(wide[:2, :20], sample_negatives([20, 12], 40000, 10, seed=14)[:, :20].short())
+    assert not torch.equal(short, sample_negatives([20, 12], 20, 10, seed=15))
     assert not torch.equal(short[0, :12], short[1, :12])
 
 
 def test_rows_without_another_masked_frame_have_themselves() -> None:
-    negatives = draw_negatives([0, 1, 2], 3, 5, seed=16)
+    negatives = sample_negatives([0, 1, 2], 3, 5, seed=16)
     assert not negatives[:2].any()
     assert negatives[2, :2].tolist() == [[1] * 5, [0] * 5]
 
 
 def test_negatives_are_int16_where_the_range_allows() -> None:
     # reference 5.2e: half-width draws are the same integers
-    assert draw_negatives([5], 32767, 1, seed=0).dtype == torch.int16
-    wide = draw_negatives([40000], 40000, 2, seed=0)
+    assert sample_negatives([5], 32767, 1, seed=0).dtype == torch.int16
+    wide = sample_negatives([40000], 40000, 2, seed=0)
     assert wide.dtype == torch.int32
     assert wide.max() > 32767
     assert wide.min() >= 0
-    limit = draw_negatives([32767], 32767, 2, seed=0)
+    limit = sample_negatives([32767], 32767, 2, seed=0)
     assert 32000 < limit.max() <= 32766
     assert limit.min() >= 0
     drawn = np.random.default_rng(0).integers(0, 389, (390, 100))
