@@ -107,7 +107,7 @@ def words(options: argparse.Namespace) -> None:
     source = Digits(split="valid", utterances=300, seed=5)
     errors: list[tuple[float, float]] = []
     correct = 0
-    for utterance in source.plan():
+    for utterance in source.all_utterances():
         audio = utterance.audio(source.clips).astype(np.float32) / 2**15
         (transcript,) = run.transcribe((audio, RATE))
         is_correct = transcript.text.split() == utterance.text.split()

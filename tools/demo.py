@@ -43,7 +43,7 @@ def run_step(command: list[str], separator: str = "\n") -> None:
 def write_sample(path: Path) -> None:
     """Write a WAV file of a voice that is not in the training set, and print its transcript."""
     source = Digits("valid", 1)
-    utterance = source.plan()[0]
+    utterance = source.all_utterances()[0]
     soundfile.write(path, utterance.audio(source.clips), SAMPLE_RATE, subtype="PCM_16")
     print(f"\n{path}: voice {utterance.speaker} says: {utterance.text}", flush=True)
 

@@ -56,7 +56,7 @@ RECIPES = {
 def dataset_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A DATASET_DIR with a few digits in the layout of each corpus, their manifests and tokenizers."""
     folder = tmp_path_factory.mktemp("data")
-    texts = [utterance.text for utterance in Digits("train", 200).plan()]
+    texts = [utterance.text for utterance in Digits("train", 200).all_utterances()]
     parts = (*TRAINING, "dev-clean", "dev-other")
     corpora.librispeech(folder / "librispeech", parts)
     for name in ("common_voice", "tedlium3", "switchboard"):

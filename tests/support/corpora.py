@@ -15,12 +15,12 @@ Expected = dict[str, dict[str, str]]
 """For each part, the text of each cut by its id."""
 
 _DIGITS = Digits("train", 24, min_words=2, max_words=3)
-_PLAN = _DIGITS.plan()
+_UTTERANCES = _DIGITS.all_utterances()
 
 
 def said(number: int) -> tuple[np.ndarray, str]:
     """One utterance: samples of 16 kHz, and its words."""
-    return _PLAN[number].audio(_DIGITS.clips), _PLAN[number].text
+    return _UTTERANCES[number].audio(_DIGITS.clips), _UTTERANCES[number].text
 
 
 def write(path: Path, samples: np.ndarray, rate: int = 16_000, **how: str) -> None:

@@ -23,6 +23,6 @@ def write_digits(folder: Path, train: int, valid: int) -> None:
 def write_sample(path: Path) -> str:
     """Write the first utterance of the validation set as WAV and return its transcript."""
     source = Digits("valid", 1)
-    utterance = source.plan()[0]
+    utterance = source.all_utterances()[0]
     soundfile.write(path, utterance.audio(source.clips), SAMPLE_RATE, subtype="PCM_16")
     return utterance.text

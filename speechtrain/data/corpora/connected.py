@@ -1,4 +1,4 @@
-"""Connected utterances from isolated recordings: the plan of each utterance, and one WAV file of all audio.
+"""Connected utterances from isolated recordings: the clips of each utterance, and one WAV file of all audio.
 
 The joined audio of a set is written once into the cache folder, as one 16-bit WAV file. Each utterance is a
 ``MonoCut`` of this file. A ``MixedCut`` of the isolated recordings would be slower. Measured with lhotse 1.33
@@ -54,7 +54,7 @@ class Clips(ABC):
 
 @dataclass(frozen=True)
 class Utterance:
-    """The plan of one connected utterance: one speaker's clips, with silence between them."""
+    """One connected utterance before its audio is joined: one speaker's clips, with silence between them."""
 
     id: str
     speaker: str
@@ -111,7 +111,7 @@ class Connected(Source):
         self.gap_seconds = tuple(float(seconds) for seconds in gaps)
 
     @abstractmethod
-    def plan(self) -> list[Utterance]:
+    def all_utterances(self) -> list[Utterance]:
         """Return the utterances in order."""
 
     @abstractmethod
@@ -120,7 +120,8 @@ class Connected(Source):
 
     def cuts(self) -> Iterator[Record]:
         """Yield one cut of the cached joined audio for each utterance."""
-        return joined_cuts(f"{self.corpus}-{self.split}-{self.fingerprint()}", self.clips, self.plan())
+        name = f"{self.corpus}-{self.split}-{self.fingerprint()}"
+        return joined_cuts(name, self.clips, self.all_utterances())
 
     def fingerprint(self) -> str:
         settings = (self.utterances, self.min_words, self.max_words, self.gap_seconds, self.seed)
@@ -133,19 +134,20 @@ class Connected(Source):
         return np.rint(seconds * SAMPLE_RATE).astype(np.int64)
 
 
-def joined_cuts(name: str, clips: Clips, plan: Sequence[Utterance]) -> Iterator[Record]:
-    """Yield one cut for each utterance of ``plan``.
+def joined_cuts(name: str, clips: Clips, utterances: Sequence[Utterance]) -> Iterator[Record]:
+    """Yield one cut for each of ``utterances``.
 
-    ``name`` is the name of the cached file. It must contain a fingerprint of the clips and the plan, because
-    an existing file is used again. Raises MachineError if the audio cannot be written into the cache folder.
+    ``name`` is the name of the cached file. It must contain a fingerprint of the clips and the utterances,
+    because an existing file is used again. Raises MachineError if the audio cannot be written into the cache
+    folder.
     """
-    lengths = [utterance.length(clips) for utterance in plan]
+    lengths = [utterance.length(clips) for utterance in utterances]
     sample_count = sum(lengths)
-    path = _cached_wav(name, clips, plan, sample_count)
+    path = _cached_wav(name, clips, utterances, sample_count)
     file_seconds = sample_count / SAMPLE_RATE
     recording = simple_cut(name, str(path), 0.0, file_seconds, text="", rate=SAMPLE_RATE)["recording"]
     start = 0  # in samples
-    for utterance, length in zip(plan, lengths, strict=True):
+    for utterance, length in zip(utterances, lengths, strict=True):
         supervision = {
             "id": utterance.id,
             "recording_id": name,
@@ -160,7 +162,7 @@ def joined_cuts(name: str, clips: Clips, plan: Sequence[Utterance]) -> Iterator[
         start += length
 
 
-def _cached_wav(name: str, clips: Clips, plan: Sequence[Utterance], sample_count: int) -> Path:
+def _cached_wav(name: str, clips: Clips, utterances: Sequence[Utterance], sample_count: int) -> Path:
     """Return the path of the cached WAV, which is written if it is missing or incomplete.
 
     If several processes write it, the file of the last process remains.
@@ -170,7 +172,8 @@ def _cached_wav(name: str, clips: Clips, plan: Sequence[Utterance], sample_count
     if file_bytes > 2**32:
         hours = sample_count / SAMPLE_RATE / 3600
         raise ConfigError(
-            f"utterances={len(plan)}: {hours:.0f} h of audio exceed the 37 h of one WAV file. Ask for fewer"
+            f"utterances={len(utterances)}: {hours:.0f} h of audio exceed the 37 h of one WAV file. "
+            "Ask for fewer"
         )
     folder = cache_folder() / "connected"
     path = folder / f"{name}.wav"
@@ -181,15 +184,15 @@ def _cached_wav(name: str, clips: Clips, plan: Sequence[Utterance], sample_count
             free = shutil.disk_usage(folder).free
             if free < audio_bytes:
                 raise OSError(None, f"{free / 1e6:.0f} MB free")
-            _write_wav(temporary, clips, plan, sample_count)
+            _write_wav(temporary, clips, utterances, sample_count)
     return path
 
 
-def _write_wav(path: Path, clips: Clips, plan: Sequence[Utterance], sample_count: int) -> None:
+def _write_wav(path: Path, clips: Clips, utterances: Sequence[Utterance], sample_count: int) -> None:
     # soundfile is not used, because it does not report a full disk.
     with path.open("wb") as file, wave.open(file, "wb") as wav:
         # channels, bytes of a sample, rate, frames, compression and its name
         wav.setparams((1, 2, SAMPLE_RATE, sample_count, "NONE", "not compressed"))
-        for utterance in plan:
+        for utterance in utterances:
             audio = utterance.audio(clips).astype("<i2", copy=False)
             wav.writeframesraw(audio.tobytes())

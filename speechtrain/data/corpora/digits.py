@@ -64,7 +64,7 @@ class Digits(Connected):
         folder = absolute_path(self.root) if self.root else EMBEDDED
         self.clips = WordClips(folder, self.split)
 
-    def plan(self) -> list[Utterance]:
+    def all_utterances(self) -> list[Utterance]:
         key = key_of(self.split)
         rows = np.arange(self.utterances)[:, None]
         columns = np.arange(self.max_words)
@@ -74,7 +74,7 @@ class Digits(Connected):
         word_numbers = uniform_at(self.seed, key, DigitsStream.WORD, rows, columns)
         words = (word_numbers * len(self.clips.words)).astype(int)
         gaps = self.gaps(uniform_at(self.seed, key, DigitsStream.GAP, rows, columns))
-        plan = []
+        utterances = []
         clips = self.clips
         for i, size in enumerate(sizes.tolist()):
             voice = i % len(clips.voices)
@@ -86,8 +86,8 @@ class Digits(Connected):
                 clips=tuple(voice * len(clips.words) + word for word in utterance_words),
                 gaps=tuple(gaps[i, : size - 1].tolist()),
             )
-            plan.append(utterance)
-        return plan
+            utterances.append(utterance)
+        return utterances
 
     def content(self) -> tuple[object, ...]:
         """Return a hash of the index, which contains the hashes of the audio. Nothing is decoded."""

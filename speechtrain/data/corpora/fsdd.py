@@ -95,7 +95,7 @@ class Fsdd(Connected):
             )
         self.clips = Recordings([take.path for take in self.takes])
 
-    def plan(self) -> list[Utterance]:
+    def all_utterances(self) -> list[Utterance]:
         rounds = (self._round(number) for number in range(self.utterances or 1))
         return list(islice(chain.from_iterable(rounds), self.utterances or None))
 

@@ -329,9 +329,9 @@ def test_convert_writes_the_samples_that_training_hears() -> None:
     write_digits(Path("d"), train=3, valid=2)
     cuts = json_lines(Path("d/valid.jsonl"))
     source = Digits("valid", 2)
-    assert [c["supervisions"][0]["text"] for c in cuts] == [u.text for u in source.plan()]
+    assert [c["supervisions"][0]["text"] for c in cuts] == [u.text for u in source.all_utterances()]
     samples, _ = soundfile.read(cuts[1]["recording"]["sources"][0]["source"], dtype="int16")
-    assert np.array_equal(samples, source.plan()[1].audio(source.clips))
+    assert np.array_equal(samples, source.all_utterances()[1].audio(source.clips))
     assert len(json_lines(Path("d/train.jsonl"))) == 3
 
 

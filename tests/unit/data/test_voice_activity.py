@@ -50,7 +50,9 @@ def click(seconds: float) -> Samples:
 @pytest.fixture(scope="module")
 def utterances() -> list[Samples]:
     source = Digits("valid", 12)
-    return [(utterance.audio(source.clips) / 32768.0).astype(np.float32) for utterance in source.plan()]
+    return [
+        (utterance.audio(source.clips) / 32768.0).astype(np.float32) for utterance in source.all_utterances()
+    ]
 
 
 @pytest.mark.parametrize(

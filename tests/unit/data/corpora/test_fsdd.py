@@ -49,7 +49,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def names(source: Fsdd) -> list[str]:
     """The file of every clip of every utterance, in order."""
-    return [source.takes[clip].path.name for row in source.plan() for clip in row.clips]
+    return [source.takes[clip].path.name for row in source.all_utterances() for clip in row.clips]
 
 
 def test_no_test_recording_is_in_training_and_each_is_used_once(corpus: Path) -> None:
@@ -71,7 +71,7 @@ def test_utterances_keep_their_bounds(
 ) -> None:
     low, high = words[0], words[0] + words[1]
     source = Fsdd(str(corpus), split, utterances, low, high, seed=seed)
-    plan = source.plan()
+    plan = source.all_utterances()
     assert len({row.id for row in plan}) == len(plan)
     if utterances:
         assert len(plan) == utterances
@@ -91,16 +91,16 @@ def test_utterances_keep_their_bounds(
 
 def test_only_a_last_group_is_short_and_only_where_it_must(corpus: Path) -> None:
     for seed in range(20):
-        sizes = [len(row.clips) for row in Fsdd(str(corpus), "test", seed=seed).plan()]
+        sizes = [len(row.clips) for row in Fsdd(str(corpus), "test", seed=seed).all_utterances()]
         assert min(sizes) >= 3
         assert max(sizes) <= 7
-    fixed = [len(row.clips) for row in Fsdd(str(corpus), "test", min_words=7, max_words=7).plan()]
+    fixed = [len(row.clips) for row in Fsdd(str(corpus), "test", min_words=7, max_words=7).all_utterances()]
     assert Counter(fixed) == {7: 21, 1: 3}  # 50 recordings a speaker
 
 
 def test_the_audio_is_the_resampled_recordings_with_silence_between(corpus: Path) -> None:
     source = Fsdd(str(corpus), "test", seed=2)
-    for cut, row in zip(lhotse_cuts(source), source.plan(), strict=True):
+    for cut, row in zip(lhotse_cuts(source), source.all_utterances(), strict=True):
         audio = cut.load_audio()
         assert cut.sampling_rate == 16000
         assert audio.shape == (1, cut.num_samples)
@@ -138,20 +138,20 @@ def test_speakers_are_chosen(corpus: Path) -> None:
     source = Fsdd(str(corpus), "train", exclude_speakers=["ann"])
     assert source.all_speakers == ["ann", "bo_b", "cleo"]
     assert source.speakers == ["bo_b", "cleo"]
-    assert {row.speaker for row in source.plan()} == {"bo_b", "cleo"}
+    assert {row.speaker for row in source.all_utterances()} == {"bo_b", "cleo"}
     alone = Fsdd(str(corpus), "train", only_speakers=["bo_b"])
-    assert {row.speaker for row in alone.plan()} == {"bo_b"}
+    assert {row.speaker for row in alone.all_utterances()} == {"bo_b"}
     # a speaker's utterances do not depend on who else is there
-    mixed = [row.text for row in Fsdd(str(corpus), "train").plan() if row.speaker == "bo_b"]
-    assert [row.text for row in alone.plan()] == mixed
+    mixed = [row.text for row in Fsdd(str(corpus), "train").all_utterances() if row.speaker == "bo_b"]
+    assert [row.text for row in alone.all_utterances()] == mixed
 
 
 def test_passes_differ_and_speakers_take_turns(corpus: Path) -> None:
-    plan = Fsdd(str(corpus), "test", utterances=60).plan()
+    plan = Fsdd(str(corpus), "test", utterances=60).all_utterances()
     assert [row.speaker for row in plan[:6]] == ["ann", "bo_b", "cleo"] * 2
     counts = Counter(name for row in plan for name in row.clips)
     assert max(counts.values()) - min(counts.values()) <= 1  # 60 utterances: the second pass is not complete
-    first = Fsdd(str(corpus), "test").plan()
+    first = Fsdd(str(corpus), "test").all_utterances()
     assert plan[: len(first)] == first
     assert plan[len(first)].clips != first[0].clips
 
@@ -217,7 +217,7 @@ def test_the_real_recordings() -> None:
     train, test = Fsdd(str(REAL), "train"), Fsdd(str(REAL), "test")
     assert train.speakers == ["george", "jackson", "lucas", "nicolas", "yweweler"]
     assert (len(train.takes), len(test.takes)) == (2250, 250)
-    assert 420 < len(train.plan()) < 490
+    assert 420 < len(train.all_utterances()) < 490
     cuts = list(lhotse_cuts(test))
     assert sum(len(cut.supervisions[0].text.split()) for cut in cuts) == 250
     assert all(np.abs(cut.load_audio()).max() > 0.01 for cut in cuts)
