@@ -66,7 +66,7 @@ class Trainer:
 
     - ``config`` has the limits of the run and the settings of an update.
     - ``device`` is open.
-    - ``run_dir`` is the folder for the files that the trainer writes, such as ``replay.pt``.
+    - ``run_dir`` is the folder for the files that the trainer writes, such as ``replay.safetensors``.
     - ``tracker`` receives the events of the run.
     - ``precision`` is fp32 by default.
     - ``group`` connects the ranks. By default this process trains alone.
