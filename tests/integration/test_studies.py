@@ -12,7 +12,7 @@ import psutil
 import pytest
 from optuna.trial import TrialState
 
-from speechtrain.study.store import Study, outcome_of
+from speechtrain.study.store import Study, result_of
 
 from .conftest import INLINE, STARTER, TINY, Started, finish, wait_for
 
@@ -75,13 +75,13 @@ def test_study_names_each_failure_and_goes_on(start: Start, tmp_path: Path) -> N
     command = finish(start(rates, *plugin, *schedule))
     assert command.returncode == 0, command.stderr
     trials = Study(tmp_path / "study").trials()
-    assert [outcome_of(trial).status for trial in trials] == [
+    assert [result_of(trial).status for trial in trials] == [
         "finished",
         "refused",
         "out_of_memory",
         "diverged",
     ]
-    causes = [outcome_of(trial).error for trial in trials]
+    causes = [result_of(trial).error for trial in trials]
     assert causes[0] == ""
     assert "optimizer.lr is -1" in causes[1]
     assert "is out of memory" in causes[2]
