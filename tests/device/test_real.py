@@ -28,7 +28,8 @@ _OPEN = """
 import sys
 from speechtrain.start.compose import compose
 from speechtrain.errors import MachineError
-device = build(compose([f"device={sys.argv[1]}"], None), "device")
+from speechtrain.start.run_config import part_of
+device = part_of(compose([f"device={sys.argv[1]}"], None), "device").build()
 try:
     device.check(1)
     device.open(0)
