@@ -193,7 +193,7 @@ def test_a_base_yaml_has_at_most_one_base_and_several_files_that_inherit_it(grou
 _IMPORTS = """
 import os, sys, torch
 before = dict(os.environ)
-from speechtrain.start.build import _construct
+from speechtrain.start.run_config import _construct
 """
 _PURE = """
 device = _construct("device", json.loads(sys.argv[1]), {})

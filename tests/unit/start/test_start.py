@@ -161,7 +161,7 @@ def test_a_rejected_job_of_slurm_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 COUNT_SHARING_RANKS = """
 import os, pathlib, sys, time
 from speechtrain.start.external_launch import _ranks_on_these_cpus
-from speechtrain.launch.launcher import World
+from speechtrain.distributed.world import World
 world = World.from_environment(os.environ)
 os.sched_setaffinity(0, {int(cpu) for cpu in sys.argv[1].split(",")})
 pathlib.Path(f"bound-{world.rank}").touch()
