@@ -135,7 +135,8 @@ def _node(part: type, **arguments: Any) -> dict[str, Any]:
     """Return a config node that builds ``part``: the defaults of all parameters, and ``arguments``."""
     defaults = {}
     for name, parameter in inspect.signature(part).parameters.items():
-        if parameter.default is not parameter.empty:
+        # The augmentation is injected from its own group, and no key of the encoder.
+        if parameter.default is not parameter.empty and name != "augment":
             defaults[name] = parameter.default
     return {"_target_": f"{part.__module__}.{part.__qualname__}", **defaults, **arguments}
 
