@@ -301,7 +301,7 @@ def test_a_run_of_the_recipe_scratch_has_the_same_texts_in_transformers(
     layer_norm: str, kind: str, line: str, tmp_path: Path
 ) -> None:
     task = scratch_task(f"model.prediction.layer_norm={layer_norm}")
-    part, description = parakeet_hf.exportable_part_of(task)
+    part, description = parakeet_hf.exportable_part(task)
     assert description.startswith(line)
     assert parakeet_hf.write(part, part.state_dict(), tmp_path) <= 1e-4
     texts = set[str]()
