@@ -100,7 +100,7 @@ def read_state(path: Path) -> dict[str, Any]:
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
 
     def value_of(entry: dict[str, Any]) -> Any:
-        """Return what an object of the JSON represents. Its elements are converted already."""
+        """Return the value that an object of the JSON represents. Its elements are converted already."""
         kind = next(iter(entry), "")
         return readers[kind](entry[kind]) if kind in readers else entry
 

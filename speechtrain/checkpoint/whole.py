@@ -83,24 +83,24 @@ def map_tensors(state: Any, change: Callable[[str, Tensor], Tensor], path: str =
 
 def sharded_tensors(states: Mapping[str, Stateful]) -> dict[str, Tensor]:
     """Return the sharded tensors in the states of a run's parts, by their paths."""
-    found = {}
+    tensors = {}
 
     def add(path: str, tensor: Tensor) -> Tensor:
         if is_sharded(tensor):
-            found[path] = tensor.detach()
+            tensors[path] = tensor.detach()
         return tensor
 
     map_tensors({name: part.state_dict() for name, part in states.items()}, add)
-    return found
+    return tensors
 
 
-def _models(states: Mapping[str, Stateful]) -> dict[str, Tensor]:
+def _sharded_examples(states: Mapping[str, Stateful]) -> dict[str, Tensor]:
     """Return the tensors of a run whose sharding the tensors of a checkpoint must get, by path.
 
     An optimizer has no state before its first step. A tensor in its saved state that has the shape of a
-    parameter is therefore sharded like this parameter, whose path here is that of its state.
+    parameter is therefore sharded like this parameter, which has the path of its state here.
     """
-    models = sharded_tensors(states)
+    examples = sharded_tensors(states)
     for name, part in states.items():
         if not isinstance(part, torch.optim.Optimizer):
             continue
@@ -108,8 +108,8 @@ def _models(states: Mapping[str, Stateful]) -> dict[str, Tensor]:
         parameters = itertools.chain.from_iterable(group["params"] for group in part.param_groups)
         for index, parameter in enumerate(parameters):
             if is_sharded(parameter):
-                models[f"{name}/state/{index}"] = parameter.detach()
-    return models
+                examples[f"{name}/state/{index}"] = parameter.detach()
+    return examples
 
 
 def _shard(state: Any, states: Mapping[str, Stateful], folder: Path) -> Any:
@@ -118,20 +118,20 @@ def _shard(state: Any, states: Mapping[str, Stateful], folder: Path) -> Any:
     Tensors on the meta device get their values from the files in ``folder``. Raises ValueError for such a
     tensor that is larger than these files.
     """
-    models = _models(states)
+    examples = _sharded_examples(states)
     missing: dict[str, Tensor] = {}  # tensors whose values are in ``folder``, by path
     folder_bytes = sum(file.stat().st_size for file in folder.glob("*"))
 
     def shard_tensor(path: str, saved: Tensor) -> Tensor:
         parent_path, _, _ = path.rpartition("/")
-        model = models.get(path, models.get(parent_path))
-        if model is not None and model.shape != saved.shape:
-            model = None  # The tensor stays whole.
+        example = examples.get(path, examples.get(parent_path))
+        if example is not None and example.shape != saved.shape:
+            example = None  # The tensor stays whole.
         if not saved.is_meta:
-            return saved if model is None else shard_like(saved, model)
+            return saved if example is None else shard_like(saved, example)
         if saved.nbytes > folder_bytes:
             raise ValueError(f"{path} is larger than its file")
-        missing[path] = empty_shard_like(saved, model)
+        missing[path] = empty_shard_like(saved, example)
         return missing[path]
 
     sharded = map_tensors(state, shard_tensor)

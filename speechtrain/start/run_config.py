@@ -94,7 +94,7 @@ class RunConfig:
     def preparation(self) -> dict[str, Any]:
         """Return the settings of the front end and of the augmentation."""
         settings = {**self.encoder.node.get("features", {}), **self.augment.node}
-        del settings["_target_"]  # the class of the augmentation, which replaces that of the features
+        del settings["_target_"]  # The class of the augmentation has replaced the class of the features.
         return settings
 
 

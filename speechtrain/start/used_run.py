@@ -82,14 +82,16 @@ def read_used_run(run_dir: Path, overrides: Sequence[str], config_dir: str | Non
     if "cache" in config.data:
         config.data.cache = None  # Commands that use a run do not write to its cache.
     device_line = _apply_overrides(config, overrides, config_dir)
-    is_limit_explicit = "data.max_decoded_seconds" in map(key_of_override, overrides)
+    max_decoded_seconds = None
+    # The run's own value of this key is for evaluation sets, so only an override counts.
+    if "data.max_decoded_seconds" in map(key_of_override, overrides):
+        max_decoded_seconds = float(config.data.max_decoded_seconds)
     return UsedRun(
         run_config(config),
         device_line,
         longest_pause=config.data.get("longest_pause"),
         channel=config.data.get("channel"),
-        # The run's own value of this key is for evaluation sets, so only an override counts.
-        max_decoded_seconds=float(config.data.max_decoded_seconds) if is_limit_explicit else None,
+        max_decoded_seconds=max_decoded_seconds,
         _config=config,
     )
 
