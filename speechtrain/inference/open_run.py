@@ -19,7 +19,7 @@ from speechtrain.devices.base import Device
 from speechtrain.errors import RunError, nearest, one_line
 from speechtrain.rank.build import build_task, open_device
 from speechtrain.run_directory import CONFIG, read_device
-from speechtrain.start.build import size_of_network
+from speechtrain.start.build import network_without_values
 from speechtrain.start.on_host import restart_for
 from speechtrain.start.run_config import RunConfig
 from speechtrain.start.used_run import UsedRun, read_used_run
@@ -89,7 +89,11 @@ def _check_size(run: RunConfig, weights: Mapping[str, Tensor], misfit: str) -> N
     A changed config could otherwise exhaust the memory. This check allocates no memory for the network. The
     error begins with ``misfit``.
     """
-    _, network_size = size_of_network(run, run.tokenizer.build())
+    network = network_without_values(run, run.tokenizer.build())
+    if network is None:
+        return
+    _, model = network
+    network_size = sum(p.numel() for p in model.parameters())
     stored_size = sum([tensor.numel() for tensor in weights.values()])
     if network_size > 2 * stored_size:
         raise RunError(f"{misfit}: {stored_size:,} of {network_size:,} weights")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,16 @@ if TYPE_CHECKING:  # A command that builds nothing must not import torch.
     from speechtrain.encoders.base import Encoder
     from speechtrain.task import Task
     from speechtrain.text.vocabulary import Tokenizer
+
+
+@dataclass(frozen=True)
+class StartParts:
+    """The parts that the start of a run builds, each once."""
+
+    tokenizer: Tokenizer
+    data: DataModule
+    encoder: Encoder | None  # without values. None: only the ranks can build the network
+    rank_bytes: int  # memory of a rank for weights, gradients, optimizer state and weight average. 0: unknown
 
 
 def build_encoder(run: RunConfig) -> Encoder:
@@ -77,12 +88,12 @@ def build_optimizer(run: RunConfig, groups: Iterable[dict[str, Any]], **flags: A
     return optimizer
 
 
-def dry_build(run: RunConfig) -> int:
-    """Construct the parts of a run for their errors, before a process starts. Return ``rank_bytes``.
+def dry_build(run: RunConfig) -> StartParts:
+    """Construct the parts of a run for their errors, before a process starts, and return them.
 
     Networks are constructed on torch's meta device, without values. Two kinds of parts are constructed by the
-    ranks only: a network that fails on the meta device, for which 0 is returned, and trackers, which open
-    files. Raises the errors of the parts.
+    ranks only: a network that fails on the meta device, and trackers, which open files. Raises the errors of
+    the parts.
     """
     tokenizer = run.tokenizer.build()
     # This constructs the optimizer. The schedule refers to its learning rate, so the optimizer's error about
@@ -90,13 +101,18 @@ def dry_build(run: RunConfig) -> int:
     copies = copies_of_weights(run)
     run.schedule.build(steps_per_epoch=1, planned_steps=1)
     data = build_data(run, tokenizer)
-    encoder_rate, weights = size_of_network(run, tokenizer)
+    network = network_without_values(run, tokenizer)
+    if network is None:
+        return StartParts(tokenizer, data, None, 0)
+    encoder, model = network
+    encoder_rate = getattr(encoder, "sample_rate", None)
     data_rate = getattr(data, "sample_rate", None)
     if encoder_rate and data_rate and data_rate != encoder_rate:
         raise ConfigError(
             f"data.sample_rate={data_rate}: the encoder expects {encoder_rate} Hz. Set both to one rate"
         )
-    return int(copies * weights * 4)
+    weights = sum(p.numel() for p in model.parameters())
+    return StartParts(tokenizer, data, encoder, int(copies * weights * 4))
 
 
 def rank_bytes(run: RunConfig, weights: int) -> int:
@@ -127,11 +143,10 @@ def copies_of_weights(run: RunConfig) -> float:
     return copies / shards
 
 
-def size_of_network(run: RunConfig, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Return the encoder's sample rate in Hz and the model's number of weights.
+def network_without_values(run: RunConfig, tokenizer: Tokenizer) -> tuple[Encoder, Task] | None:
+    """Return the encoder and the model on the meta device, where weights take no memory.
 
-    The weights are not allocated. Both numbers are 0 for a network that cannot be built on the meta device.
-    Raises ConfigError if its shapes are impossible.
+    Return None for a network that cannot be built there. Raises ConfigError if its shapes are impossible.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -148,12 +163,11 @@ def size_of_network(run: RunConfig, tokenizer: Tokenizer) -> tuple[int, int]:
     try:
         with torch.device("meta"), WithoutInitialisation():
             encoder = build_encoder(run)
-            model = build_model(run, tokenizer, encoder)
-        return getattr(encoder, "sample_rate", None) or 0, sum(p.numel() for p in model.parameters())
+            return encoder, build_model(run, tokenizer, encoder)
     except NotImplementedError:
-        return 0, 0
+        return None
     except RuntimeError as error:
         if "meta" not in str(error):
             problem = f"{place_of_error(error)}model or encoder: {first_line(error)}"
             raise ConfigError(problem) from error
-        return 0, 0
+        return None

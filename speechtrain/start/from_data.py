@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.batch import Footprint
@@ -32,7 +31,7 @@ from speechtrain.errors import ConfigError, DataError, SpeechtrainError, print_n
 from speechtrain.files import print_line, writing
 from speechtrain.launch.launcher import Job
 from speechtrain.overrides import key_of_override
-from speechtrain.start.build import build_encoder, build_model
+from speechtrain.start.build import network_without_values
 from speechtrain.start.check import check
 from speechtrain.start.resume import BATCH_KEYS, drop_recipe_hours
 from speechtrain.start.run_config import part_of, run_config
@@ -88,28 +87,32 @@ def follow_data(config: DictConfig, explicit_keys: Collection[str], *, is_plan: 
     check(config)  # Reading the data may take minutes, so the errors of the config come first.
     _check_table_name(config)
     default_max_seconds = _open_max_seconds(config, explicit_keys)
-    transcripts = _read_transcripts(config)
+    tokenizer: Tokenizer = part_of(config, "tokenizer").build()
+    transcripts = _read_transcripts(config, tokenizer.normalise)
     settings: dict[str, Any] = {}
     if _has_open_alphabet(config):
         settings["tokenizer"] = _choose_tokenizer(config, transcripts)
+        tokenizer = part_of(config, "tokenizer").build()
     if config.from_data is not None:
         device = part_of(config, "device").build()
         speech = Speech(
             recordings=len(transcripts.seconds),
             hours=transcripts.hours,
-            labels_per_second=_fast_label_rate(transcripts, part_of(config, "tokenizer").build()),
+            labels_per_second=_fast_label_rate(transcripts, tokenizer),
             core_hours=_core_hours(config, device),
             width=int(config.encoder.get("width") or 0),
             rank_cores=_rank_cores(config, device, explicit_keys),
         )
         settings |= _apply_table(config, speech, explicit_keys)
-        if _is_explicit("data.max_seconds", explicit_keys):
-            memory_share = _memory_share(config, device, speech.labels_per_second)
-            _warn_of_long_recordings(max(transcripts.seconds), memory_share)
+        longest_seconds = math.ceil(max(transcripts.seconds))
         if default_max_seconds is not None:
-            settings |= _settle_max_seconds(
-                config, device, transcripts, speech.labels_per_second, default_max_seconds
-            )
+            config.data.max_seconds = default_max_seconds
+        if _is_explicit("data.max_seconds", explicit_keys):
+            memory_share = _memory_share(config, device, tokenizer, speech.labels_per_second)
+            _warn_of_long_recordings(longest_seconds, memory_share)
+        elif default_max_seconds is not None and longest_seconds > default_max_seconds:
+            memory_share = _memory_share(config, device, tokenizer, speech.labels_per_second)
+            settings |= _raise_max_seconds(config, longest_seconds, memory_share)
     assignments = " ".join(f"{key}={value}" for key, value in settings.items())
     config.from_data = f"{len(transcripts.seconds):,} recordings, {transcripts.hours:.2f} h: {assignments}"
 
@@ -139,8 +142,8 @@ def _apply_table(config: DictConfig, speech: Speech, explicit_keys: Collection[s
 def _open_max_seconds(config: DictConfig, explicit_keys: Collection[str]) -> float | None:
     """Raise ``data.max_seconds`` to the upper limit, so that long recordings are read.
 
-    Return the default of the data, which ``_settle_max_seconds`` needs. Return None if ``data.max_seconds``
-    stays: if it is explicit or high enough, or if the recipe is not ``scratch``.
+    Return the default of the data, from which ``_raise_max_seconds`` begins. Return None if
+    ``data.max_seconds`` stays: if it is explicit or high enough, or if the recipe is not ``scratch``.
     """
     max_seconds = float(config.data.get("max_seconds") or math.inf)
     is_explicit = _is_explicit("data.max_seconds", explicit_keys)
@@ -150,23 +153,14 @@ def _open_max_seconds(config: DictConfig, explicit_keys: Collection[str]) -> flo
     return max_seconds
 
 
-def _settle_max_seconds(
-    config: DictConfig,
-    device: Device,
-    transcripts: _Transcripts,
-    labels_per_second: float,
-    default_seconds: float,
+def _raise_max_seconds(
+    config: DictConfig, longest_seconds: int, memory_share: Callable[[float], float]
 ) -> dict[str, Any]:
-    """Set ``data.max_seconds`` so that a batch of the longest recordings fits into the free memory.
+    """Raise ``data.max_seconds`` so far that a batch of the longest recordings fits into the free memory.
 
-    It is at least ``default_seconds``. If it is higher, return the key and the value for the start line.
+    The highest value is ``longest_seconds``. Return the key and the value for the start line.
     """
-    config.data.max_seconds = default_seconds
-    longest_seconds = math.ceil(max(transcripts.seconds))
-    if longest_seconds <= default_seconds:
-        return {}
-    memory_share = _memory_share(config, device, labels_per_second)
-    for seconds in range(longest_seconds, int(default_seconds), -1):
+    for seconds in range(longest_seconds, int(config.data.max_seconds), -1):
         if memory_share(seconds) <= _BATCH_FRACTION:
             config.data.max_seconds = float(seconds)
             return {"data.max_seconds": float(seconds)}
@@ -181,17 +175,15 @@ def _warn_of_long_recordings(seconds: float, memory_share: Callable[[float], flo
         print_notice(f"warning: a batch of the longest recordings ({seconds:.0f} s) {needs}. {cure}")
 
 
-def _memory_share(config: DictConfig, device: Device, labels_per_second: float) -> Callable[[float], float]:
+def _memory_share(
+    config: DictConfig, device: Device, tokenizer: Tokenizer, labels_per_second: float
+) -> Callable[[float], float]:
     """Return the predicted share of the free memory that a batch needs, as a function of its seconds.
 
     It is infinite for a network that cannot be built on the meta device.
     """
-    try:
-        with torch.device("meta"):
-            run = run_config(config)
-            footprint = build_model(run, run.tokenizer.build(), build_encoder(run)).footprint()
-    except (NotImplementedError, RuntimeError):
-        footprint = Footprint(math.inf)
+    network = network_without_values(run_config(config), tokenizer)
+    footprint = network[1].footprint() if network else Footprint(math.inf)
     batch_size = int(config.data.batch.count or 1)
     free_bytes = host.free_memory() / int(config.world_size) if device.on_host else _ASSUMED_DEVICE_BYTES
 
@@ -233,8 +225,8 @@ class _Transcripts:
         return sum(self.seconds) / 3600
 
 
-def _read_transcripts(config: DictConfig) -> _Transcripts:
-    """Read the transcripts of the training data.
+def _read_transcripts(config: DictConfig, normalise: Callable[[str], str]) -> _Transcripts:
+    """Read the transcripts of the training data, normalised by ``normalise``.
 
     Raises ConfigError if the data set does not list its recordings, and DataError if no recording has a
     transcript or the data cannot be read.
@@ -242,7 +234,6 @@ def _read_transcripts(config: DictConfig) -> _Transcripts:
     # The setting that needs the transcripts, for messages.
     setting = "tokenizer=auto" if _has_open_alphabet(config) else f"recipe={config.from_data}"
     data: DataModule = part_of(config, "data").build(tokenizer=NoText())
-    normalise = part_of(config, "tokenizer").build().normalise
     transcripts = _Transcripts()
     is_empty = True
     try:

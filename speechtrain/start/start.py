@@ -15,7 +15,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain import errors, run_directory
@@ -47,7 +46,7 @@ from speechtrain.run_directory import (
     RunLock,
     RunResult,
 )
-from speechtrain.start.build import build_data, build_encoder, dry_build
+from speechtrain.start.build import StartParts, dry_build
 from speechtrain.start.check import check
 from speechtrain.start.command_line import Command
 from speechtrain.start.on_host import host_environment, raise_or_warn
@@ -58,7 +57,7 @@ from speechtrain.start.resume import new_run_line
 from speechtrain.start.run_config import part_of, run_config
 from speechtrain.start.stored import read_config
 from speechtrain.start.targets import ALLOW_TARGETS, target_class
-from speechtrain.text.vocabulary import NoText
+from speechtrain.text.vocabulary import Tokenizer
 
 _FIXABLE = (ConfigError, DataError, MachineError)
 """Errors that the user corrects. If a new run ends with such an error before its first step, the files that
@@ -96,22 +95,26 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
     values = check(config)  # The values are resolved: they contain no interpolations.
     _check_resume(config)
     _warn_of_unused_folder(values["data"])
-    rank_bytes = _check_parts(config)
+    parts = _built_parts(config)
     device = part_of(config, "device").build()
     launcher = command.external_launch or part_of(config, "launcher").build()
-    job = _checked_job(config, device, launcher, rank_bytes)
+    job = _checked_job(config, device, launcher, parts.rank_bytes if parts else 0)
     if config.dry_run:
-        _print_start(config, job, launcher)
+        _print_start(config, job, launcher, parts)
         return RunResult("dry run")
-    _check_moved_data(config, job, launcher)
-    earlier_result = _earlier_result(config, command)
+    assert parts is not None
+    if launcher.is_here(job):  # Other hosts may have the data at other places.
+        _check_moved_data(config, parts.data)
+    earlier_result = _earlier_result(config, command, parts.data)
     if earlier_result:
         return earlier_result
 
     run_dir = job.run_dir
     is_new = not job.config.exists()
     about = _about(config, device, command, user_files)
-    _write_files(config, job, about, is_new=is_new, is_run_dir_explicit=command.run_dir is not None)
+    _write_files(
+        config, job, about, parts.tokenizer, is_new=is_new, is_run_dir_explicit=command.run_dir is not None
+    )
     result = _launch(job, launcher, is_new=is_new)
     if result.status == "submitted":
         return result
@@ -122,16 +125,17 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
     return result
 
 
-def _check_parts(config: DictConfig) -> int:
-    """Check the settings of all parts. Return the bytes of a rank's weights, gradients and optimizer state.
+def _built_parts(config: DictConfig) -> StartParts | None:
+    """Build the parts of the run for their errors, and return them.
 
-    In a dry run, a missing package is only a warning. The bytes are then 0.
+    In a dry run, a missing package is only a warning. The result is then None. Placeholders replace a missing
+    tokenizer and missing data of a dry run.
     """
     try:
         return dry_build(run_config(config_for_plan(config)))
     except MissingPackage as error:
         raise_or_warn(str(error), is_warning=config.dry_run)
-        return 0
+        return None
 
 
 def _checked_job(config: DictConfig, device: Device, launcher: Launcher, rank_bytes: int) -> Job:
@@ -189,7 +193,7 @@ def _launch(job: Job, launcher: Launcher, *, is_new: bool) -> RunResult:
     return result
 
 
-def _print_start(config: DictConfig, job: Job, launcher: Launcher) -> None:
+def _print_start(config: DictConfig, job: Job, launcher: Launcher, parts: StartParts | None) -> None:
     """Print the shell lines that start a run, and the number of accumulated micro-batches on stderr.
 
     If the data can be read on this host, also print a warning about recordings that have fewer encoder frames
@@ -197,12 +201,11 @@ def _print_start(config: DictConfig, job: Job, launcher: Launcher) -> None:
     """
     if config.trainer.simulate_world:
         errors.print_notice(_factors_line(config))
-    with contextlib.suppress(SpeechtrainError, RuntimeError):
-        run = run_config(config)
-        with torch.device("meta"):  # The number of frames follows from the settings, without weights.
-            encoder = build_encoder(run)
-        data = build_data(run, run.tokenizer.build())
-        raise_or_warn(data.crowded_transcripts(encoder.frames), is_warning=True)
+    # The placeholder of a missing tokenizer has another class and other labels.
+    tokenizer_class = part_of(config, "tokenizer").part_class
+    if parts and parts.encoder and isinstance(parts.tokenizer, tokenizer_class):
+        with contextlib.suppress(SpeechtrainError, RuntimeError):
+            raise_or_warn(parts.data.crowded_transcripts(parts.encoder.frames), is_warning=True)
     lines = f"{_config_lines(config, job)}{launcher.render(job)}\n"
     print(errors.escape_controls(lines, keep=f"\n\t{errors.FORMAT_CHARACTERS}"), end="", flush=True)
 
@@ -234,23 +237,18 @@ def _check_resume(config: DictConfig) -> None:
         config.resume = "auto"
 
 
-def _check_moved_data(config: DictConfig, job: Job, launcher: Launcher) -> None:
-    """Raise DataError if ``config`` reads its data from another place than the run, and the data differs.
-
-    If the ranks run elsewhere and the data cannot be read here, they check it.
-    """
-    folders = Checkpointer(job.run_dir).folders()
-    if not folders or not launcher.is_here(job):
+def _check_moved_data(config: DictConfig, data: DataModule) -> None:
+    """Raise DataError if ``data`` is at another place than the run's data was, and differs from it."""
+    run_dir = Path(config.run_dir)
+    folders = Checkpointer(run_dir).folders()
+    if not folders:
         return
-    former = read_config(job.run_dir).data
-    if all(former.get(key) == config.data.get(key) for key in ("train", "valid")):
-        return
-    run = run_config(config)
-    with contextlib.closing(build_data(run, run.tokenizer.build())) as data:
+    former = read_config(run_dir).data
+    if any(former.get(key) != config.data.get(key) for key in ("train", "valid")):
         data.load_state_dict(read_state(folders[-1])["data"])
 
 
-def _earlier_result(config: DictConfig, command: Command) -> RunResult | None:
+def _earlier_result(config: DictConfig, command: Command, data: DataModule) -> RunResult | None:
     """Return the stored result of a complete run, and print it.
 
     It is None if the run is not complete, or if its limits have changed so that more updates follow. Raises
@@ -267,21 +265,19 @@ def _earlier_result(config: DictConfig, command: Command) -> RunResult | None:
     elif result.limits != resolve(config)["trainer"]:
         return None
     if result.data:
-        _check_content(config, command, result.data)
+        _check_content(config, command, data, result.data)
     print_line(f"{run_dir} is done{reason}: {_describe(result)}")
     return result
 
 
-def _check_content(config: DictConfig, command: Command, former_content: Mapping[str, Any]) -> None:
-    """Raise DataError if the training set can be read here and differs from ``former_content``.
+def _check_content(
+    config: DictConfig, command: Command, data: DataModule, former_content: Mapping[str, Any]
+) -> None:
+    """Raise DataError if the training set differs from ``former_content``.
 
     ``former_content`` is the value of ``DataModule.content`` when the run ended.
     """
-    try:
-        data: DataModule = part_of(config, "data").build(tokenizer=NoText())
-        content = data.content()
-    except SpeechtrainError:
-        return
+    content = data.content()
     if content.get("digest") != former_content.get("digest"):
         run_dir = Path(config.run_dir)
         new_command = new_run_line(run_directory.read_about(run_dir), command)
@@ -403,7 +399,13 @@ def _is_complete(result: RunResult, run_dir: Path) -> bool:
 
 
 def _write_files(
-    config: DictConfig, job: Job, about: About, *, is_new: bool, is_run_dir_explicit: bool
+    config: DictConfig,
+    job: Job,
+    about: About,
+    tokenizer: Tokenizer,
+    *,
+    is_new: bool,
+    is_run_dir_explicit: bool,
 ) -> None:
     """Write the files of the run directory that the ranks read, and remove the results of earlier starts.
 
@@ -421,7 +423,6 @@ def _write_files(
             if not is_run_dir_explicit:
                 raise RunError(f"{problem}. run_dir={job.run_dir} uses it all the same")
             print_line(problem)
-        tokenizer = part_of(config, "tokenizer").build()
         # The ranks load this copy. Those on other hosts may have no access to the original file.
         tokenizer.save(str(job.run_dir))
         config.tokenizer.update(tokenizer.saved_arguments(str(job.run_dir)))
