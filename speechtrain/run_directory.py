@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from enum import StrEnum
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
@@ -117,11 +118,20 @@ class DeviceRecord:
     milliseconds: dict[str, float] | None = None  # the time of a step by policy, if policies were timed
 
 
+class Status(StrEnum):
+    """How a training ended. A training that continues has no status."""
+
+    FINISHED = "finished"  # all planned updates are done
+    TARGET = "target"  # a validation reached ``trainer.target``
+    TIME = "time"  # the time limit is over
+    PREEMPTED = "preempted"  # a stop was requested, and the same command continues the run
+
+
 @dataclass(frozen=True)
 class RunResult:
     """``result.json``: how a run, or one of its ranks, ended."""
 
-    status: str  # finished | target | time | preempted | failed
+    status: str  # a value of ``Status``, or ``failed``
     metric: float | None = None  # the metric that chose the best checkpoint
     metrics: dict[str, float | None] | None = None  # the metrics of the best checkpoint
     checkpoint: str | None = None  # the name of the best checkpoint

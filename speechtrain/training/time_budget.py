@@ -24,6 +24,7 @@ from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
 from speechtrain.errors import RunError
 from speechtrain.files import read_json, write_json
+from speechtrain.run_directory import Status
 from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig, planned_steps
 from speechtrain.training.run_state import Parts, Progress
@@ -263,13 +264,13 @@ class Planning:
         limit_s = self.time_limit_s()
         return limit_s is not None and self.wall_seconds() >= limit_s
 
-    def status(self, step: int, stop: bool, late: bool) -> str:
-        """Return how the run ends after ``step`` updates. It is empty while the run continues."""
+    def status(self, step: int, stop: bool, late: bool) -> Status | None:
+        """Return how the run ends after ``step`` updates, or None if it continues."""
         if self.updates is not None and step >= self.updates:
-            return "finished"
+            return Status.FINISHED
         if late:
-            return "time"
-        return "preempted" if stop else ""
+            return Status.TIME
+        return Status.PREEMPTED if stop else None
 
     def eta_s(self, progress: Progress) -> float | None:
         """Return the estimated seconds to the end, from the mean time of an update with validations."""

@@ -3,8 +3,7 @@
 The order of an update is: next batch, prepare, move, forward, backward, mark step, all-reduce of the status,
 learning rate, unscale, clip, optimizer step, average. Then log, save and validate if they are due.
 
-The status of a run is empty while the run continues. Otherwise it says how the run ends: ``finished``,
-``target``, ``time`` or ``preempted``.
+The status of a run is None while the run continues.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from speechtrain.errors import Preempted
 from speechtrain.optim.ema import Average, average_of
 from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import FP32, Precision
+from speechtrain.run_directory import Status
 from speechtrain.task import Loss, Task, detached
 from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig, is_planned_by_time
@@ -138,8 +138,8 @@ class Trainer:
         schedule: Schedule,
         average: Average | None = None,
         checkpoint: int | None = None,
-    ) -> str:
-        """Train and return how the run ended: ``finished``, ``target``, ``time`` or ``preempted``.
+    ) -> Status:
+        """Train and return how the run ended.
 
         ``average`` is evaluated and exported. By default it is the average of ``config.ema``.
 
@@ -175,7 +175,7 @@ class Trainer:
             # Other ranks may still wait for this one, so only a single rank may end without an error.
             if self.group.world.size > 1:
                 raise
-            return "preempted"
+            return Status.PREEMPTED
 
     def collect(
         self,
@@ -198,26 +198,26 @@ class Trainer:
             progress=self.progress,
         )
 
-    def _train(self, parts: Parts) -> str:
+    def _train(self, parts: Parts) -> Status:
         """Train from the step of ``progress`` on. Return the status at the end."""
         progress = self.progress
         profiler = StepProfiler(self.config.profile, self.run_dir)
         batches, status = self._start(parts)
         interval = Interval()
         self._update_clock = time.perf_counter()
-        while not status:
+        while status is None:
             profiler.begin(progress.step + 1)
             interval, due, status = self.run_update(parts, batches, interval)
-            profiler.end(progress.step, final=bool(status))
+            profiler.end(progress.step, final=status is not None)
             if due.save or due.validate:
                 status = self._save_and_validate(parts, status, due=due)
                 # The time of checkpoints and validations does not count as training time.
                 interval.start_clock = self._update_clock = time.perf_counter()
-        if status != "preempted":
+        if status is not Status.PREEMPTED:
             self.recovery.refuse_untrained(parts)
         return status
 
-    def _start(self, parts: Parts) -> tuple[Iterator[Batch], str]:
+    def _start(self, parts: Parts) -> tuple[Iterator[Batch], Status | None]:
         """Do all work before the first update. Return the micro-batches of this rank, and the status."""
         world = self.group.world
         parts.task.train()
@@ -229,7 +229,7 @@ class Trainer:
 
     def run_update(
         self, parts: Parts, batches: Iterator[Batch], interval: Interval
-    ) -> tuple[Interval, DueWork, str]:
+    ) -> tuple[Interval, DueWork, Status | None]:
         """Run the next update, and log a line if that is due.
 
         Return the interval of the next update, the work that is due, and the status.
@@ -247,7 +247,7 @@ class Trainer:
 
     def _apply_update(
         self, parts: Parts, batches: Iterator[Batch], step: int, interval: Interval
-    ) -> tuple[float, Tensor, str]:
+    ) -> tuple[float, Tensor, Status | None]:
         """Run update number ``step``, which is the next one, and correct the plan by its time.
 
         The losses of its micro-batches are added to ``interval``. Returns the learning rate, the norm () of
@@ -268,12 +268,12 @@ class Trainer:
         status = self.planning.status(step, batch.is_stop_requested, batch.is_late)
         return rate, norm, status
 
-    def _due_work(self, parts: Parts, status: str) -> DueWork:
+    def _due_work(self, parts: Parts, status: Status | None) -> DueWork:
         """Return the work that is due after the latest update. If the run ends here, all of it is due."""
         config, step = self.config, self.progress.step
         validate = self.validation.is_due(parts, status, self.planning.is_validation_step(step))
         is_save_step = config.save_every is not None and step % config.save_every == 0
-        save = bool(status) or is_save_step
+        save = status is not None or is_save_step
         log = step % config.log_every == 0 or validate or save
         return DueWork(log, save, validate)
 
@@ -396,7 +396,7 @@ class Trainer:
         self.update.results(True)  # The results of the warm-up are discarded.
         self.graphs.settle()
 
-    def _catch_up(self, parts: Parts) -> str:
+    def _catch_up(self, parts: Parts) -> Status | None:
         """Do the validation or the save that the previous start left undone. Return the status.
 
         A stop request, or the time limit, may end the run before its first update.
@@ -408,26 +408,26 @@ class Trainer:
         is_validated = progress.validated and progress.validated == step
         if is_validated and self.validation.is_target_reached(parts):
             # The previous start reached the target, and was killed before it wrote its result.
-            status = "target"
+            status = Status.TARGET
         if self.validation.is_due(parts, status, self.planning.is_validation_step(step)):
             progress.wall_s = self._wall_seconds()
             status = self._validate(parts, status)
-        elif status == "preempted" and not step:
+        elif status is Status.PREEMPTED and not step:
             # A run that is stopped before its first update needs a checkpoint to continue from.
             self.saving.save(parts, is_last=True)
         return status
 
-    def _save_and_validate(self, parts: Parts, status: str, due: DueWork) -> str:
+    def _save_and_validate(self, parts: Parts, status: Status | None, due: DueWork) -> Status | None:
         """Save a checkpoint, and validate if that is due. Return the status.
 
         A checkpoint is also saved if only a validation is due, so that an error in it loses no update.
         """
-        self.saving.save(parts, is_last=bool(status))
+        self.saving.save(parts, is_last=status is not None)
         if due.validate:
             return self._validate(parts, status)
         return status
 
-    def _validate(self, parts: Parts, status: str) -> str:
+    def _validate(self, parts: Parts, status: Status | None) -> Status | None:
         """Validate. Return the new status.
 
         It differs from ``status`` if the target is reached, if a stop is requested, or if the corrected plan
@@ -436,12 +436,12 @@ class Trainer:
         start_s = self.progress.wall_s
         validation_status = self.validation.run(parts, status)
         self.progress.wall_s = self._wall_seconds()
-        if validation_status:
+        if validation_status is not None:
             # The run ends here, and the save before the validation may have failed.
             self.saving.save(parts, is_last=True)
             status = validation_status
-        self.saving.add_validation(parts, is_last=bool(status))
-        if status:
+        self.saving.add_validation(parts, is_last=status is not None)
+        if status is not None:
             return status
         self.planning.add_validation(self._wall_seconds() - start_s)
         self.planning.correct(parts)

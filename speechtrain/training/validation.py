@@ -15,6 +15,7 @@ from speechtrain.checkpoint.best_metric import reaches_target
 from speechtrain.compute_policy import ComputePolicy
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
+from speechtrain.run_directory import Status
 from speechtrain.tracking.base import Tracker
 from speechtrain.training.evaluation import Interrupted, Outcome, evaluate
 from speechtrain.training.run_state import Parts
@@ -32,34 +33,34 @@ class Validation:
     stop_requested: Callable[[], bool]
     _warned: set[tuple[str, str]] = field(default_factory=set)  # names of sets, and kinds of warnings
 
-    def is_due(self, parts: Parts, status: str, is_validation_step: bool) -> bool:
+    def is_due(self, parts: Parts, status: Status | None, is_validation_step: bool) -> bool:
         """Return whether the present weights must be evaluated before training goes on or ends.
 
         A stop does not wait for a validation: a preempted run is saved, and validated when it continues.
         """
-        if status == "preempted":
+        if status is Status.PREEMPTED:
             return False
         is_new_step = parts.progress.step > parts.progress.validated
-        return is_new_step and (bool(status) or is_validation_step)
+        return is_new_step and (status is not None or is_validation_step)
 
-    def run(self, parts: Parts, status: str = "") -> str:
+    def run(self, parts: Parts, status: Status | None = None) -> Status | None:
         """Evaluate and report all sets. Return the status that follows from the validation.
 
-        The status is ``target`` if the target is reached, ``preempted`` if a stop was requested before the
-        end of the validation, and otherwise empty. If the run ends by ``status`` or by the target, the final
+        The status is TARGET if the target is reached, PREEMPTED if a stop was requested before the end of the
+        validation, and otherwise None. If the run ends by ``status`` or by the target, the final
         decoder evaluates the sets once more.
         """
         progress = parts.progress
-        new_status = ""
+        new_status = None
         try:
             outcomes = self._evaluate_sets(parts)
             _record_metrics(outcomes, parts)
             if self.is_target_reached(parts):
-                new_status = "target"
-            if status or new_status:
+                new_status = Status.TARGET
+            if status is not None or new_status is not None:
                 outcomes |= self._evaluate_with_final_decoder(parts)
         except Interrupted:
-            return "preempted"
+            return Status.PREEMPTED
         self._report(outcomes, progress.step)
         for name, outcome in outcomes.items():
             for metric, mean in outcome.metrics.items():

@@ -246,7 +246,7 @@ def test_a_contradiction_is_logged_once_for_a_set() -> None:
     )
     validation = Validation(CPU(), PLAIN, SingleProcess(), Kept(), target=None, stop_requested=lambda: False)
     for parts.progress.step in (1, 2):
-        assert validation.run(parts) == ""
+        assert validation.run(parts) is None
     assert [event for event, _ in logged] == ["warning"]
     assert logged[0][1].startswith("dev: ")
     assert "decoder=ctc_beam" in logged[0][1]
