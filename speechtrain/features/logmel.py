@@ -45,6 +45,8 @@ from torch.nn import functional as F
 from speechtrain.compute_policy import ComputePolicy, PolicyAware
 from speechtrain.counter_rng import DITHER_PERIOD, uniform_at
 from speechtrain.errors import ConfigError
+from speechtrain.features.mel import mel_bank, slaney_hertz, slaney_mel, warp_frequencies
+from speechtrain.features.silence import trim_silence
 from speechtrain.nn.full_precision import full_precision
 from speechtrain.nn.stack_time import stack_time
 from speechtrain.torch_private import MovedModule
@@ -52,77 +54,6 @@ from speechtrain.torch_private import MovedModule
 _DITHER_SEED = 0xD17E
 _LOUD_NATS = 8.0  # 35 dB. The pauses of a usual recording are lower, and its weakest consonants are higher.
 _KALDI_FORMS = ("kaldi", "kaldi_hann")
-
-
-def slaney_hertz(mel: Tensor) -> Tensor:
-    """Convert mel to hertz on Slaney's scale: linear to 1000 Hz (15 mel), then 27 mel per factor of 6.4."""
-    linear = mel.clamp(max=15.0) * (200.0 / 3.0)
-    exponent = (mel - 15.0).clamp(min=0.0) * (math.log(6.4) / 27.0)
-    return linear * torch.exp(exponent)
-
-
-def slaney_mel(hertz: float) -> float:
-    """Convert hertz to mel on Slaney's scale (Auditory Toolbox, 1998), the inverse of ``slaney_hertz``."""
-    if hertz < 1000.0:
-        return hertz * 3.0 / 200.0
-    mel_above_15 = math.log(hertz / 1000.0) * 27.0 / math.log(6.4)
-    return 15.0 + mel_above_15
-
-
-def mel_bank(edges: Tensor, frequencies: Tensor) -> Tensor:
-    """Return the weights (..., K, M) of triangular mel filters, whose area over hertz is 1.
-
-    ``edges`` (..., M + 2) are frequencies in ascending order. Filter m rises from edge m to edge m + 1 and
-    falls to edge m + 2. ``frequencies`` (K,) are the frequencies of the bins of the spectrum.
-    """
-    low, peak, high = edges[..., None, :-2], edges[..., None, 1:-1], edges[..., None, 2:]
-    column = frequencies[:, None]
-    rising, falling = (column - low) / (peak - low), (high - column) / (high - peak)
-    return torch.minimum(rising, falling).clamp(min=0.0) * (2.0 / (high - low))
-
-
-def warp_frequencies(hertz: Tensor, warp: Tensor, nyquist: float) -> Tensor:
-    """Return frequencies (B, N) for vocal tract length perturbation, from ``hertz`` (N,) and ``warp`` (B,).
-
-    The mapping is piecewise linear (Jaitly and Hinton, 2013, equation 1). Up to a pivot of
-    0.6 · nyquist · min(warp, 1) / warp (4800 Hz at 16 kHz for a factor of 1), frequencies are multiplied by
-    ``warp``. From there to ``nyquist``, which does not change, the mapping is linear.
-    """
-    factor = warp.to(hertz.dtype)[:, None]
-    pivot = 0.6 * nyquist * factor.clamp(max=1.0) / factor
-    slope = (nyquist - factor * pivot) / (nyquist - pivot)
-    return factor * torch.minimum(hertz, pivot) + slope * (hertz - pivot).clamp(min=0.0)
-
-
-def trim_silence(
-    audio: Tensor, lengths: Tensor, decibels: float = -60.0, window: int = 2048
-) -> tuple[Tensor, Tensor]:
-    """Return audio (B, S) without leading and trailing silence, padded with zeros, and its lengths (B,).
-
-    A position is silent if the mean power of the last ``window`` samples is below the row's maximum of this
-    power by more than −``decibels``. The result starts one window before the first position that is not
-    silent. A row of zeros does not change (NVIDIA DALI, NonsilentRegion with its defaults).
-    """
-    samples = audio.shape[1]
-    position = torch.arange(samples, device=audio.device)
-    is_valid = position < lengths[:, None]
-    is_loud = _is_loud(audio, is_valid, decibels, window)
-    # The first and the last loud position are computed by products and maxima, which have fixed shapes.
-    first_loud = samples - (is_loud * (samples - position)).max(1).values
-    end = (is_loud * (position + 1)).max(1).values
-    start = (first_loud - (window - 1)).clamp(min=0)
-    new_lengths = (end - start).clamp(min=0)
-    source = (position + start[:, None]).clamp(max=samples - 1)
-    return audio.gather(1, source) * (position < new_lengths[:, None]), new_lengths
-
-
-def _is_loud(audio: Tensor, is_valid: Tensor, decibels: float, window: int) -> Tensor:
-    """Return whether each position (B, S) is valid and not silent, as ``trim_silence`` defines it."""
-    squares = (audio.float() * is_valid).square()
-    power = _moving_sum(squares, window) * is_valid
-    threshold = power.max(1, keepdim=True).values * 10.0 ** (decibels / 10.0)
-    is_loud: Tensor = (power >= threshold) & is_valid
-    return is_loud
 
 
 def _loud(x: Tensor, weight: Tensor) -> Tensor:
@@ -133,25 +64,6 @@ def _loud(x: Tensor, weight: Tensor) -> Tensor:
     level = x.mean(-1, keepdim=True)
     loudest = level.masked_fill(weight == 0, -math.inf).max(1, keepdim=True).values
     return weight * (level > loudest - _LOUD_NATS)
-
-
-def _moving_sum(values: Tensor, window: int) -> Tensor:
-    """Return the sum of the last ``window`` values at each position of (B, S).
-
-    Sums of 1, 2, 4, … values are added, so 2048 values need eleven additions. In fp32, sums of positive
-    numbers are precise enough for −60 dB. A difference of cumulative sums would not be.
-    """
-    samples = values.shape[1]
-    total, summed_values = torch.zeros_like(values), 0
-    sums, size = values, 1  # ``sums`` has the sum of the last ``size`` values.
-    while size <= window:
-        is_part_of_window = window & size
-        if is_part_of_window:
-            total = total + F.pad(sums, (summed_values, 0))[:, :samples]
-            summed_values += size
-        sums = sums + F.pad(sums, (size, 0))[:, :samples]
-        size *= 2
-    return total
 
 
 @functools.cache

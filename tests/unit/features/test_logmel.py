@@ -13,7 +13,8 @@ from torch import Tensor
 
 from speechtrain.compute_policy import ComputePolicy
 from speechtrain.counter_rng import key_of
-from speechtrain.features.logmel import LogMel, trim_silence
+from speechtrain.features.logmel import LogMel
+from speechtrain.features.silence import trim_silence
 
 Array = NDArray[np.float64]
 
