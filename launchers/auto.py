@@ -6,7 +6,9 @@ from speechtrain.launch.launcher import Job, Launcher, LaunchResult
 
 
 class Auto(Launcher):
-    """Start a job of one rank with ``one``, and any other job with ``more``."""
+    """Start a job of one rank with ``one``, and any other job with ``more``. Both start it on this host."""
+
+    is_here = True
 
     def __init__(self, one: Launcher, more: Launcher) -> None:
         self.one = one
@@ -14,15 +16,6 @@ class Auto(Launcher):
 
     def _launcher_for(self, job: Job) -> Launcher:
         return self.one if job.world_size == 1 else self.more
-
-    def check(self, job: Job) -> None:
-        self._launcher_for(job).check(job)
-
-    def missing_program(self, job: Job) -> str:
-        return self._launcher_for(job).missing_program(job)
-
-    def is_here(self, job: Job) -> bool:
-        return self._launcher_for(job).is_here(job)
 
     def launch(self, job: Job) -> LaunchResult:
         return self._launcher_for(job).launch(job)

@@ -16,6 +16,8 @@ class Local(Launcher):
     when Python starts (for threads and allocators) then have no effect.
     """
 
+    is_here = True
+
     def __init__(self, inline: bool = False) -> None:
         self.inline = inline
 
@@ -25,9 +27,6 @@ class Local(Launcher):
                 f"world_size={job.world_size}: launcher=local starts one process. "
                 "Use launcher=torchrun, or set world_size=1"
             )
-
-    def is_here(self, job: Job) -> bool:
-        return True  # The process of the job runs on this host.
 
     def launch(self, job: Job) -> LaunchResult:
         if self.inline:

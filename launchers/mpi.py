@@ -91,8 +91,8 @@ class Mpi(Launcher):
     def host_count(self) -> int:
         return len(set(self._hosts()))
 
-    def missing_program(self, job: Job) -> str:
-        """Return the reason why mpirun cannot start ``job`` here, with the fix, or an empty text.
+    def missing_program(self) -> str:
+        """Return the reason why mpirun cannot start a job here, with the fix, or an empty text.
 
         All launchers have this method for missing programs. This launcher also reports an mpirun that does
         not belong to ``engine``, and one that refuses to run as root.

@@ -22,15 +22,12 @@ class Torchrun(Launcher):
     checkpoint.
     """
 
+    is_here = True
     max_restarts: int = 0
     shutdown_seconds: int = 10
 
     def __post_init__(self) -> None:
         self.check_minimum(0, "max_restarts", "shutdown_seconds")
-
-    def is_here(self, job: Job) -> bool:
-        """Return True, because all ranks run on this host."""
-        return True
 
     def launch(self, job: Job) -> LaunchResult:
         job = self._with_timeout(job)

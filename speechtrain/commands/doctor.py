@@ -292,13 +292,10 @@ class Recipe:
 
     def _launcher_finding(self) -> Finding:
         """Return the finding on the launcher, its hosts and the programs that it needs on this machine."""
-        from speechtrain.launch.launcher import Job
-
         launcher = self.run.launcher.build()
         ranks, hosts = self.run.world_size, launcher.host_count()
         text = f"{launcher.choice}, ranks: {ranks}, hosts: {hosts}"
-        run_dir = Path(self.run_dir)
-        fault = launcher.missing_program(Job(run_dir / "config.yaml", run_dir, ranks))
+        fault = launcher.missing_program()
         return Finding(AMBER, "launcher", fault) if fault else Finding(GREEN, "launcher", text)
 
     def _device_findings(self) -> Iterator[Finding]:

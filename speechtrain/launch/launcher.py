@@ -95,6 +95,8 @@ class Launcher(ABC):
     """Patterns of the files that the launcher writes into the run directory, even if no rank starts."""
     programs: tuple[str, ...] = ()
     """The programs that ``launch`` needs on this machine."""
+    is_here: bool = False
+    """Whether all processes of each job run on this host."""
 
     @property
     def choice(self) -> str:
@@ -111,17 +113,13 @@ class Launcher(ABC):
     def check(self, job: Job) -> None:  # noqa: B027 - nothing is a sensible default
         """Raise ConfigError if this launcher cannot start ``job``."""
 
-    def missing_program(self, job: Job) -> str:
-        """Return the reason why this machine cannot start ``job``, with the fix, or an empty text."""
+    def missing_program(self) -> str:
+        """Return the reason why this machine cannot start a job, with the fix, or an empty text."""
         for name in self.programs:
             if shutil.which(name) is None:
                 problem = f"launcher={self.choice}: there is no {name} on this machine"
                 return f"{problem}. Install it, or run the command where it is"
         return ""
-
-    def is_here(self, job: Job) -> bool:
-        """Return whether all processes of ``job`` run on this host."""
-        return False
 
     def host_count(self) -> int:
         """Return the number of hosts on which ranks run. Raises ConfigError for a list without hosts."""

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -15,7 +14,7 @@ from omegaconf import DictConfig
 
 from speechtrain.errors import ConfigError
 from speechtrain.files import print_line
-from speechtrain.launch.launcher import Job, Launcher
+from speechtrain.launch.launcher import Launcher
 from speechtrain.overrides import key_of_override
 from speechtrain.start.choices import choices
 from speechtrain.start.run_config import part_of
@@ -98,7 +97,7 @@ def check_launcher(group_choices: Mapping[str, Any], config: DictConfig) -> None
     if group_choices.get("device") != AUTO or auto_device().is_explicit:
         return
     launcher = part_of(config, "launcher").build()
-    if not launcher.is_here(Job(Path(), Path(), world_size=config.world_size)):
+    if not launcher.is_here:
         problem = f"launcher={launcher.choice} may start ranks on other hosts, whose devices are unknown here"
         raise ConfigError(f"{problem}. Add device=cpu, cuda or hpu")
 

@@ -243,9 +243,7 @@ def _read_transcripts(config: DictConfig, normalise: Callable[[str], str]) -> _T
                 transcripts.seconds.append(seconds)
                 transcripts.texts.append(text)
     except DataError as error:
-        # The launcher is asked with an empty job, because only the number of ranks matters.
-        job = Job(Path(), Path(), world_size=config.world_size)
-        if part_of(config, "launcher").build().is_here(job):
+        if part_of(config, "launcher").build().is_here:
             raise
         reason = f"{setting} reads data.train on this host, before the ranks start"
         raise DataError(f"{error} ({reason})") from None
@@ -380,4 +378,4 @@ def _rank_cores(config: DictConfig, device: Device, explicit_keys: Collection[st
         launcher.check(job)
     except SpeechtrainError:  # The launcher starts one rank only.
         return 1
-    return device.rank_cores() if launcher.is_here(job) else 1
+    return device.rank_cores() if launcher.is_here else 1

@@ -19,7 +19,6 @@ from omegaconf.errors import OmegaConfBaseException
 from speechtrain.data.corpora.recipes import fill_names
 from speechtrain.errors import MALFORMED, DataError, print_notice
 from speechtrain.files import absolute_path
-from speechtrain.launch.launcher import Job
 from speechtrain.start.check import part_class
 from speechtrain.start.choices import corpora
 from speechtrain.start.named_corpus import MANIFESTS, Corpus, corpus_by_name
@@ -52,8 +51,7 @@ def settle_needs(config: DictConfig) -> bool:
     needs = needs_of(config)
     if not needs:
         return False
-    job = Job(Path(), Path(), world_size=config.world_size)  # Only the world size matters here.
-    is_on_this_host = part_of(config, "launcher").build().is_here(job)
+    is_on_this_host = part_of(config, "launcher").build().is_here
     blocking_needs = [need for need in needs if is_on_this_host or not need.is_corpus]
     for need in needs:
         prefix = "" if need in blocking_needs else "warning: "

@@ -103,7 +103,7 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
         _print_start(config, job, launcher, parts)
         return RunResult("dry run")
     assert parts is not None
-    if launcher.is_here(job):  # Other hosts may have the data at other places.
+    if launcher.is_here:  # Other hosts may have the data at other places.
         _check_moved_data(config, parts.data)
     earlier_result = _earlier_result(config, command, parts.data)
     if earlier_result:
@@ -155,13 +155,13 @@ def _checked_job(config: DictConfig, device: Device, launcher: Launcher, rank_by
     launcher.check(job)
     _check_run_dir(job.run_dir, launcher.files)
     is_dry_run = config.dry_run
-    if launcher.is_here(job):
+    if launcher.is_here:
         raise_or_warn(device.absence(job.world_size), is_warning=is_dry_run)
         variables = host_environment(
             device, job.world_size, rank_bytes, run_dir=job.run_dir, is_dry=is_dry_run
         )
         job = replace(job, environment={**job.environment, **variables})
-    raise_or_warn(launcher.missing_program(job), is_warning=is_dry_run)
+    raise_or_warn(launcher.missing_program(), is_warning=is_dry_run)
     return job
 
 

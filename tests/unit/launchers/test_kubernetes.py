@@ -199,7 +199,7 @@ def test_what_cannot_be_meant_is_refused(settings: dict[str, Any]) -> None:
 
 def test_without_kubectl_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    said = launcher().missing_program(job(tmp_path))
+    said = launcher().missing_program()
     assert said.startswith("launcher=kubernetes: there is no kubectl on this machine. Install it")
 
 

@@ -40,14 +40,14 @@ def test_an_mpirun_is_what_it_says(engine: str, place: Path) -> None:
     program(place, "mpirun", SAID[engine])
     assert Mpi().detected_engine == engine
     other = next(name for name in SAID if name != engine)
-    assert Mpi(engine).missing_program(job(place)) == ""
-    assert f"is {engine}, not engine={other}" in Mpi(other, program="mpirun").missing_program(job(place))
+    assert Mpi(engine).missing_program() == ""
+    assert f"is {engine}, not engine={other}" in Mpi(other, program="mpirun").missing_program()
 
 
 def test_what_is_no_mpi_is_refused(place: Path) -> None:
     program(place, "mpirun", "something else")
-    assert "is an unknown MPI" in Mpi().missing_program(job(place))
-    assert "there is no nowhere on this machine" in Mpi(program="nowhere").missing_program(job(place))
+    assert "is an unknown MPI" in Mpi().missing_program()
+    assert "there is no nowhere on this machine" in Mpi(program="nowhere").missing_program()
     with pytest.raises(ValueError, match="engine=lam"):
         Mpi("lam")
 
