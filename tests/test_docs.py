@@ -23,7 +23,7 @@ from speechtrain.interop.weights import write_imported
 from speechtrain.start.command_line import Command, check_flags, read_command
 from speechtrain.start.compose import compose_with_choices
 from speechtrain.start.from_data import explicit_keys, follow_data
-from speechtrain.start.jobs import _refuse_other_validation
+from speechtrain.start.job import _refuse_other_validation
 from speechtrain.start.recipe_needs import settle_needs
 from speechtrain.start.resolved import with_absolute_paths
 from speechtrain.start.resume import config_to_continue, run_to_continue

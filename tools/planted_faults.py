@@ -59,7 +59,7 @@ FAULTS = (
     Fault("merit", "decoding/beam.py", "hypothesis.score / (len(hypothesis.labels) + 1)", "hypothesis.score"),
     Fault("end", "decoding/fusion.py", "self.model.score(self._next_context(index), END)", "0.0"),
     Fault("changed-key", "start/resume.py", "not in (value, with_absolute_path(value))", "is None"),
-    Fault("failed-jobs", "start/jobs.py", "if job_result.exit_code]", "if job_result.exit_code > 100]"),
+    Fault("failed-jobs", "start/sweep.py", "if job_result.exit_code]", "if job_result.exit_code > 100]"),
     Fault("accumulate", "start/resume.py", "= micro_batches // world_size", "= micro_batches"),
 )
 

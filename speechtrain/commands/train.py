@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 from speechtrain import __version__
 from speechtrain.commands._cli import console
-from speechtrain.start.choices import choices, config_dir
-from speechtrain.start.command_line import check_flags, read_command
+from speechtrain.start.choices import choices, config_dir, option_value
+from speechtrain.start.command_line import check_command, read_command
 
 HELP = """usage: speechtrain train [-h] [-m] [--config-dir DIR] [--cfg job] [--version] [RUN] [KEY=VALUE ...]
 
@@ -68,8 +68,7 @@ exit codes: 0 done, 1 internal error, 2 config, 3 data, 4 machine, 5 run directo
 def run(argv: list[str]) -> int:
     """Train, and return the exit code. Raises a SpeechtrainError.
 
-    If the command continues a run, the run's stored config is used. Otherwise Hydra composes a config for
-    each job. In both cases ``start_run`` checks the config, starts the ranks, waits and reports their end.
+    A command is one job. With ``-m`` it is a sweep, whose jobs Hydra starts one by one or side by side.
     """
     if "--help" in argv or "-h" in argv:  # Hydra's own help would need a composed config.
         print(_help(argv), end="")
@@ -77,9 +76,8 @@ def run(argv: list[str]) -> int:
     if "--version" in argv:
         print(f"speechtrain {__version__}")
         return 0
-    from speechtrain.start.jobs import start_jobs
-    from speechtrain.start.resume import config_to_continue, run_to_continue
-    from speechtrain.start.start import start_run
+    from speechtrain.start.job import print_config, start_job
+    from speechtrain.start.sweep import run_hydra
 
     command = read_command(argv)
     external_launch = command.external_launch
@@ -87,12 +85,13 @@ def run(argv: list[str]) -> int:
         return external_launch.join()  # Only rank 0 composes the config and starts the run below.
     context = external_launch.reporting_exit_code() if external_launch else nullcontext()
     with context:
-        check_flags(command.flags)
-        run_dir = run_to_continue(command)
-        if run_dir is None:
-            start_jobs(command)
+        check_command(command)
+        if option_value(command.flags, "--cfg", "-c") == "job":
+            print_config(command)
+        elif command.is_sweep or command.prints:
+            run_hydra(command)
         else:
-            start_run(command, config_to_continue(run_dir, command), {})
+            start_job(command)
     return 0
 
 

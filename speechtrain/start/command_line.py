@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from speechtrain.errors import ConfigError, nearest
-from speechtrain.overrides import PLAIN, quoted, shell_word, unquoted
+from speechtrain.overrides import PLAIN, key_of_override, quoted, shell_word, unquoted
 from speechtrain.run_directory import ABOUT
 from speechtrain.start.choices import config_dir
 from speechtrain.start.external_launch import ExternalLaunch, find_external_launch
@@ -26,6 +26,8 @@ _FLAGS: dict[str, tuple[str, ...] | None] = {
     ),
 }
 
+_PRINTING_FLAGS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
+"""Options of Hydra with which a command prints something and starts no run."""
 _RECIPE = "write a recipe, DIR/recipe/NAME.yaml: --config-dir DIR recipe=NAME"
 _SUBSTITUTES = {
     **dict.fromkeys(("--config-name", "-cn", "--config-path", "-cp"), _RECIPE),
@@ -57,6 +59,11 @@ class Command:
     run_dir: Path | None
     external_launch: ExternalLaunch | None  # set if another program, such as mpirun, has started the ranks
     swept: tuple[str, ...] = ()  # the keys that differ between the jobs of a sweep
+
+    @property
+    def prints(self) -> bool:
+        """Whether an option of the command prints something, and no run starts."""
+        return any(flag.partition("=")[0] in _PRINTING_FLAGS for flag in self.flags)
 
     def identity(self, user_files: Mapping[str, str]) -> dict[str, Any]:
         """Return the fields of ``run.json`` by which the same command finds its run.
@@ -236,6 +243,21 @@ def split_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if takes_value:
             options.extend(islice(arguments, 1))  # the value, if the argument is not the last one
     return options, overrides
+
+
+def check_command(command: Command) -> None:
+    """Raise ConfigError for an unknown option, for a wrong value of one, and for a setting of Hydra.
+
+    The settings ``hydra…=`` say how Hydra runs a sweep, so only a sweep has them.
+    """
+    check_flags(command.flags)
+    for override in command.overrides:
+        key = key_of_override(override)
+        if key == "hydra.verbose":
+            raise ConfigError(f"{key}: Hydra prints no log here. --info=all prints how it composes")
+        is_of_hydra = key.startswith(("hydra.", "hydra/"))
+        if is_of_hydra and not command.is_sweep and not command.prints:
+            raise ConfigError(f"{override}: it is a setting of Hydra for a sweep. Add -m, or remove it")
 
 
 def check_flags(flags: Sequence[str]) -> None:

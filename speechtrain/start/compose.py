@@ -23,7 +23,7 @@ from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from speechtrain.errors import ConfigError, first_line, nearest, one_line
+from speechtrain.errors import ConfigError, SpeechtrainError, first_line, nearest, one_line
 from speechtrain.overrides import key_of_override, shell_word
 from speechtrain.run_directory import flat
 from speechtrain.start.auto_device import offer_auto
@@ -44,7 +44,7 @@ class Composed(NamedTuple):
 
     config: DictConfig
     choices: dict[str, Any]  # the choice of each group by its name
-    notices: list[str]  # the lines of ``settle``
+    notices: list[str]  # a line for each replaced group, and for each file of the user that is not used
 
 
 def compose(overrides: list[str], config_dir: str | None = None) -> DictConfig:
@@ -53,31 +53,23 @@ def compose(overrides: list[str], config_dir: str | None = None) -> DictConfig:
 
 
 def compose_with_choices(overrides: list[str], config_dir: str | None = None) -> Composed:
-    """Compose one job's config, and return it with the choices of its groups. Raises ConfigError."""
-    try:
-        config, group_choices = _compose(overrides, config_dir)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error, overrides, config_dir) from None
-    return Composed(config, group_choices, settle(config, group_choices, overrides, config_dir))
+    """Compose one job's config, and return it with the choices of its groups. Raises ConfigError.
 
-
-def settle(
-    config: DictConfig, group_choices: dict[str, Any], overrides: Sequence[str], config_dir: str | None
-) -> list[str]:
-    """Remove the values of a recipe that ``overrides`` replace from ``config``, which Hydra has composed.
-
-    ``group_choices`` has the choice of each group. Returns a line for each group that changes, and for each
-    file in ``config_dir`` that is not used. Raises ConfigError.
+    Values of a recipe that ``overrides`` replace are removed.
     """
 
     def compose_again(texts: list[str]) -> tuple[DictConfig, dict[str, Any]]:
         return _compose(texts, config_dir, overrides)
 
     try:
-        lines = replace_choices(config, group_choices, overrides, compose_again)
-    except (HydraException, OmegaConfBaseException) as error:
+        config, group_choices = _compose(overrides, config_dir)
+        notices = replace_choices(config, group_choices, overrides, compose_again)
+    except SpeechtrainError:
+        raise
+    except Exception as error:  # Hydra passes on any error of reading the user's YAML files.
         raise explain(error, overrides, config_dir) from None
-    return lines + replace_sets(config, overrides) + unused_files(group_choices, config_dir)
+    notices += replace_sets(config, overrides) + unused_files(group_choices, config_dir)
+    return Composed(config, group_choices, notices)
 
 
 def _compose(

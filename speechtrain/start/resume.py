@@ -25,8 +25,6 @@ from speechtrain.start.schema import INTERFACES, NESTED_GROUPS
 from speechtrain.start.stored_config import config_at, move_sources, set_group, set_key, stored_value
 from speechtrain.start.user_yaml import text_of, values_of
 
-_PRINTING_FLAGS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
-"""Options of Hydra with which a command prints something and starts no run."""
 _GROUPS = (*INTERFACES, *NESTED_GROUPS, "recipe")
 BATCH_KEYS = ("world_size", "trainer.accumulate", "trainer.simulate_world")
 """Keys that together decide the number of micro-batches per update."""
@@ -43,12 +41,9 @@ _MAX_SHOWN = 3
 def run_to_continue(command: Command) -> Path | None:
     """Return the directory of the run that a command names by ``run_dir=``, or None if a new run starts.
 
-    The result is also None for a command that only prints or changes settings of Hydra. Raises RunError if
-    ``run_dir`` has no run and the command has no key of a new run.
+    Raises RunError if ``run_dir`` has no run and the command has no key of a new run.
     """
-    flags = {flag.partition("=")[0] for flag in command.flags}
-    sets_hydra = any(override.startswith("hydra") for override in command.overrides)
-    if command.run_dir is None or flags & _PRINTING_FLAGS or sets_hydra:
+    if command.run_dir is None:
         return None
     if (command.run_dir / CONFIG).is_file():
         return command.run_dir

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _SHARED = (
-    *("torch", "torch._dynamo", "hydra._internal.hydra", "speechtrain.start.jobs"),
+    *("torch", "torch._dynamo", "hydra._internal.hydra", "speechtrain.start.job"),
     *("speechtrain.commands.train", "speechtrain.optim.adamw", "speechtrain.data.module"),
     *("speechtrain.models.rnnt", "speechtrain.features.logmel", "speechtrain.commands.evaluate"),
     *("speechtrain.rank.main", "speechtrain.data.corpora.digits", "soundfile"),

@@ -19,7 +19,7 @@ from speechtrain.devices.cpu import CPU
 from speechtrain.errors import ConfigError, MachineError, RunError
 from speechtrain.optim import adamw8bit
 from speechtrain.run_directory import RunResult, rank_folder, read_failure
-from speechtrain.start import jobs, on_host
+from speechtrain.start import job, on_host
 from speechtrain.start.command_line import Command, read_command
 from speechtrain.start.compose import compose
 from speechtrain.start.on_host import host_environment
@@ -405,7 +405,7 @@ def test_explicit_steps_replace_the_hours_of_a_recipe(
         configs.append(config)
         return RunResult("recorded")
 
-    monkeypatch.setattr(jobs, "start_run", record)
+    monkeypatch.setattr(job, "start_run", record)
     fixed = ["recipe=scratch", "from_data=null", "tokenizer=characters", "data.train=a.jsonl"]
     assert train.run([*fixed, *overrides]) == 0
     (config,) = configs

@@ -75,7 +75,8 @@ WRONG_COMMANDS = [
     ),
     (["-m", "model=ctc,_rnnt"], CONFIG, ["model=_rnnt: a base YAML", "ctc, rnnt, "]),
     (["+recipe@data='_mine'"], CONFIG, ["recipe=_mine: a base YAML", "demo"]),
-    (["hydra/launcher=nosuch"], CONFIG, ["hydra/launcher=nosuch", "basic"]),
+    (["-m", "hydra/launcher=nosuch"], CONFIG, ["hydra/launcher=nosuch", "basic"]),
+    (["hydra/launcher=joblib"], CONFIG, ["hydra/launcher=joblib", "Add -m"]),
     # values
     (["trainer.max_steps=abc"], CONFIG, ["trainer.max_steps", "'abc'", "is not an integer"]),
     (["trainer.max_epochs=null"], CONFIG, ["nothing ends this run"]),

@@ -1,7 +1,4 @@
-"""The jobs of ``speechtrain train``: Hydra composes the config of each job, then the run of the job starts.
-
-A command has one job. With ``-m`` it is a sweep, which has several jobs.
-"""
+"""What Hydra itself does: it starts the jobs of a sweep, and prints for options such as ``--info``."""
 
 from __future__ import annotations
 
@@ -23,14 +20,11 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.checkpoint.best_metric import signed, sort_key
 from speechtrain.errors import (
-    ConfigError,
     MachineError,
-    MissingPackage,
     Preempted,
     SpeechtrainError,
     class_of,
@@ -40,39 +34,31 @@ from speechtrain.files import print_line, read_json, table_lines, write_json
 from speechtrain.launch.supervise import stop_signals
 from speechtrain.launch.sweep import ending_with, stop_ranks
 from speechtrain.overrides import key_of_override
-from speechtrain.run_directory import CONFIG, RunResult, metric_text, speed_text
-from speechtrain.start.auto_device import announce_auto, auto_device, check_same_device, may_be_auto
-from speechtrain.start.choices import option_value
+from speechtrain.run_directory import RunResult, metric_text, speed_text
+from speechtrain.start.auto_device import auto_device, check_same_device, may_be_auto
 from speechtrain.start.command_line import Command
 from speechtrain.start.completion import print_completions
-from speechtrain.start.compose import compose, compose_with_choices, explain, offer_choices, settle
+from speechtrain.start.compose import explain, offer_choices
 from speechtrain.start.external_launch import find_external_launch
-from speechtrain.start.finetuned import FINETUNED
-from speechtrain.start.from_data import explicit_keys, follow_data
-from speechtrain.start.on_host import raise_or_warn
-from speechtrain.start.recipe_needs import settle_needs
-from speechtrain.start.resolved import with_absolute_paths
-from speechtrain.start.resume import config_to_continue, continue_own_run
+from speechtrain.start.job import NewFolders, start_job
 from speechtrain.start.run_name import base_folder, run_name
-from speechtrain.start.start import start_run
 from speechtrain.start.study_jobs import is_study, job_name, register_study, run_job, trial_of
 from speechtrain.start.targets import ALLOW_TARGETS
-from speechtrain.start.user_yaml import user_yaml_files
 from speechtrain.study import trial_folder
 
 _CONFIG_PATH = "pkg://speechtrain.conf"
 
 
-def start_jobs(command: Command) -> None:
-    """Compose the config of each job of ``command`` and start its run. A run that exists continues.
+def run_hydra(command: Command) -> None:
+    """Let Hydra start the jobs of a sweep, complete a word of the shell, or print what it composes.
 
-    Hydra's sweeper and launcher run the jobs of a sweep. If one of these jobs fails, its error is printed and
-    the remaining jobs run. At the end, the empty folders that Hydra has made are removed.
+    If a job fails, its error is printed and the remaining jobs run. At the end, the empty folders that Hydra
+    has made are removed.
 
     Raises ConfigError if Hydra refuses the command, MachineError if a folder cannot be made, and the
     SpeechtrainError of a job that failed.
     """
-    folders = _Folders()
+    folders = NewFolders()
     jobs = _Jobs(command)
     _register_resolvers(command, folders, jobs)
     try:
@@ -81,18 +67,11 @@ def start_jobs(command: Command) -> None:
             if command.is_sweep:
                 stack.enter_context(stop_signals(jobs.stop))
             register_study(command.overrides)
-            if "hydra.verbose" in map(key_of_override, command.overrides):
-                raise ConfigError(
-                    "hydra.verbose: Hydra prints no log here. --info=all prints how it composes"
-                )
-            if option_value(command.flags, "--cfg", "-c") == "job":
-                _print_config(command)
-                return
             is_completion = bool({"--shell-completion", "-sc"} & {*command.flags})
             # A completion reads no device, so it does not load the drivers of accelerators.
             offer_choices(["device=cpu"] if is_completion else command.overrides, command.config_dir)
             main = hydra.main(version_base="1.3", config_path=_CONFIG_PATH, config_name="config")
-            app = main(lambda config: jobs(config))  # Hydra needs a function, and not a callable object.
+            app = main(lambda _: jobs())  # Hydra needs a function, and not a callable object.
             if is_completion:
                 print_completions(app)
                 return
@@ -114,23 +93,8 @@ def start_jobs(command: Command) -> None:
     jobs.conclude()
 
 
-def _print_config(command: Command) -> None:
-    """Print the config of a job as YAML. Hydra would print it with the values that ``settle`` removes."""
-    config, _, notices = compose_with_choices(command.overrides, command.config_dir)
-    for notice in notices:
-        print_notice(notice)
-    if "--resolve" in command.flags:
-        OmegaConf.resolve(config)
-    package = option_value(command.flags, "--package", "-p")
-    node: Any = OmegaConf.select(config, package) if package else config
-    if not OmegaConf.is_config(node):
-        raise ConfigError(f"--package {package}: the config has no such group")
-    heading = f"# @package {package}\n" if package else ""
-    print(heading + OmegaConf.to_yaml(node), end="")
-
-
-def _register_resolvers(command: Command, folders: _Folders, jobs: _Jobs) -> None:
-    """Register the resolvers of run names and folders.
+def _register_resolvers(command: Command, folders: NewFolders, jobs: _Jobs) -> None:
+    """Register the resolvers of the folders of a sweep and of its runs.
 
     The settings of Hydra in conf/config.yaml use them as ``${speechtrain.run_name:}``. OmegaConf passes the
     whole config to a resolver as ``_root_``.
@@ -143,11 +107,6 @@ def _register_resolvers(command: Command, folders: _Folders, jobs: _Jobs) -> Non
             return trial_folder(trial_number)
         choices, swept_keys = settings.runtime.choices, _swept_keys(command, settings)
         return run_name(choices, _overrides(settings), command.config_dir, swept_keys)
-
-    def run_dir(*, _root_: DictConfig) -> str:
-        if _root_.run_dir:
-            return folders.note_missing(str(_root_.run_dir))
-        return folders.note_missing(str(base_folder() / name_of_run(_root_=_root_)))
 
     def sweep_dir(*, _root_: DictConfig) -> str:
         folder = str(_root_.run_dir or base_folder())
@@ -162,9 +121,8 @@ def _register_resolvers(command: Command, folders: _Folders, jobs: _Jobs) -> Non
             folders.note_missing(f"{folder}/multirun.yaml")
         return folders.note_missing(folder)
 
-    resolvers = {"run_name": name_of_run, "run_dir": run_dir, "sweep_dir": sweep_dir}
-    for name, resolver in resolvers.items():
-        OmegaConf.register_new_resolver(f"speechtrain.{name}", resolver, replace=True)
+    OmegaConf.register_new_resolver("speechtrain.run_name", name_of_run, replace=True)
+    OmegaConf.register_new_resolver("speechtrain.sweep_dir", sweep_dir, replace=True)
 
 
 @contextlib.contextmanager
@@ -204,104 +162,12 @@ def _swept_keys(command: Command, settings: Any) -> tuple[str, ...]:
 
     They are the keys of the job's overrides that ``command`` does not set to a single value.
     """
-    if settings.mode != RunMode.MULTIRUN:
-        return ()
     fixed_keys = set()
     for override in OverridesParser.create().parse_overrides(command.overrides):
         if not override.is_sweep_override():
             fixed_keys.add(key_of_override(override.input_line or ""))
     job_keys = map(key_of_override, _overrides(settings))
     return tuple(key for key in job_keys if key not in fixed_keys)
-
-
-def _start(job: Command, config: DictConfig, settings: Any) -> RunResult:
-    """Start or continue the run of a job, and return its result.
-
-    ``job`` is the command with the overrides of this job, and ``config`` is what Hydra has composed from it.
-    """
-    # The path is absolute, because ranks on other hosts and a resumed command must use the same folder.
-    run_dir = Path(settings.runtime.output_dir).resolve()
-    user_files = user_yaml_files(settings.runtime.choices, job.config_dir)
-    if (run_dir / CONFIG).is_file():
-        if config.run_dir is None:  # The run was found by its name, not named by the user.
-            config = continue_own_run(run_dir, job, config)
-        else:
-            config = config_to_continue(run_dir, job)
-    else:
-        config = _new_config(job, config, settings, run_dir)
-        is_plan = settle_needs(config)  # A dry run with missing data only prints a plan.
-        keys = explicit_keys(job.overrides, user_files)
-        if job.external_launch:  # Another program has started the ranks.
-            keys.add("world_size")
-        follow_data(config, keys, is_plan=is_plan)
-    return start_run(job, config, user_files)
-
-
-def _new_config(job: Command, config: DictConfig, settings: Any, run_dir: Path) -> DictConfig:
-    """Return the config of a new run in ``run_dir``. ``follow_data`` sets the keys that its data decides."""
-    choices = dict(settings.runtime.choices)
-    announce_auto(choices, config, job.external_launch)
-    if job.is_sweep and FINETUNED in choices.values():
-        # Hydra has composed with the first init_from of the sweep. Compose again with this job's init_from.
-        config, _, notices = compose_with_choices(job.overrides, job.config_dir)
-    else:
-        notices = settle(config, choices, job.overrides, job.config_dir)
-    config.run_dir = str(run_dir)
-    _refuse_other_validation(job, config, str(choices.get("data")))
-    for notice in notices:
-        print_notice(notice)
-    with_absolute_paths(config)
-    if str(config.init_from).startswith("hf:"):
-        from speechtrain.interop.hub import pinned
-
-        try:
-            config.init_from = pinned(config.init_from)
-        except MissingPackage as error:
-            raise_or_warn(str(error), is_warning=config.dry_run)
-    if job.external_launch and config.world_size == 1:
-        config.world_size = job.external_launch.world.size
-    return config
-
-
-def _refuse_other_validation(job: Command, config: DictConfig, choice: str) -> None:
-    """Raise ConfigError if the user's files replace only the training set of a corpus that is a class.
-
-    Such a run would validate, and choose its best checkpoint, on recordings of the corpus. ``choice`` is the
-    value of ``data=``.
-    """
-    is_train_explicit = "data.train" in map(key_of_override, job.overrides)
-    if not is_train_explicit or isinstance(config.data.train, DictConfig):
-        return
-    data: Any = OmegaConf.to_container(compose([f"data={choice}"], job.config_dir).data)
-    if isinstance(data.get("train"), dict):
-        raise ConfigError(f"data.train: data={choice} validates on its own recordings. Add data=manifest")
-
-
-class _Folders:
-    """The paths that did not exist before Hydra made them.
-
-    When the command ends, its empty folders and Hydra's files are removed.
-    """
-
-    def __init__(self) -> None:
-        self.missing: set[Path] = set()
-
-    def note_missing(self, path: str) -> str:
-        """Store ``path`` and its parents, as far as they do not exist yet, and return ``path``."""
-        absolute_path = Path(path).absolute()
-        for member in (absolute_path, *absolute_path.parents):
-            if not member.exists():
-                self.missing.add(member)
-        return path
-
-    def remove_empty(self) -> None:
-        """Remove the files, and the folders that are empty, the deepest first."""
-        for path in sorted(self.missing, key=lambda path: len(path.parts), reverse=True):
-            with contextlib.suppress(OSError):  # The folder is not empty, or Hydra has not made it.
-                if path.is_file():
-                    path.unlink()
-                else:
-                    path.rmdir()
 
 
 _Return = float | RunResult | Exception | None
@@ -344,7 +210,7 @@ def _metric_text(result: RunResult) -> str:
 
 
 class _Jobs:
-    """The jobs of one command and their results. Hydra calls this object with the config of each job.
+    """The jobs of a sweep and their results. Hydra calls this object for each job.
 
     A launcher of Hydra may run the jobs of a sweep in other processes, on other hosts. It pickles this object
     for them. Each job of a sweep therefore writes its result into a folder next to the runs, which all hosts
@@ -356,7 +222,7 @@ class _Jobs:
         self.command_pid = os.getpid()
         self.command_session = _session()
         self.auto_device = ""  # the device that ``auto`` means on the host of the command
-        if command.is_sweep and may_be_auto(command.overrides):
+        if may_be_auto(command.overrides):
             self.auto_device = auto_device().name
         self.inherited_variables = {name: text for name, text in os.environ.items() if name == ALLOW_TARGETS}
         self.error: Exception | None = None  # the error that ends the command
@@ -364,18 +230,18 @@ class _Jobs:
         self.sweep_dir: str | None = None  # folder of the runs of a sweep. The resolver of Hydra sets it.
         self.results: list[_JobResult] = []
 
-    def __call__(self, config: DictConfig) -> _Return:
+    def __call__(self) -> _Return:
         """Start the run of a job and return its metric, which an optimizing sweeper of Hydra reads.
 
         The sweeper of studies reads the result of the job, or its error.
         """
         # Jobs of a batch system have another session, and outlive the command.
         if self._is_in_command() or self.command_session != _session():
-            return self._start_run(config)
+            return self._start_run()
         with ending_with(self.command_pid):
-            return self._start_run(config)
+            return self._start_run()
 
-    def _start_run(self, config: DictConfig) -> _Return:
+    def _start_run(self) -> _Return:
         os.environ |= self.inherited_variables  # The job may run in another process.
         settings = HydraConfig.get()
         job = replace(self.command, overrides=_overrides(settings), swept=_swept_keys(self.command, settings))
@@ -384,9 +250,8 @@ class _Jobs:
             if not self._is_in_command():
                 find_external_launch(None)  # Raises if several processes were started for this job.
                 check_same_device(settings.runtime.choices, self.auto_device)
-            if settings.mode == RunMode.MULTIRUN:
-                print_line(f"{job_name(settings)}: {swept_overrides}")
-            result = run_job(partial(_start, job, config, settings), settings)
+            print_line(f"{job_name(settings)}: {swept_overrides}")
+            result = run_job(partial(start_job, job, Path(settings.runtime.output_dir)), settings)
         except Exception as error:
             return self._handle_error(error, swept_overrides, settings)
         finally:
@@ -429,12 +294,11 @@ class _Jobs:
         exit_code = getattr(error, "exit_code", 1) if is_failure else 0
         job_result = _JobResult(swept_overrides, type(error).__name__, error=str(error), exit_code=exit_code)
         self._write_result(job_result, settings)
-        if is_failure and settings.mode == RunMode.MULTIRUN:
+        if is_failure:
             print_notice(f"error: {job_name(settings)} ({swept_overrides}): {error}")
             if is_study(settings):
-                return class_of(exit_code)(
-                    str(error)
-                )  # Hydra's launcher cannot pickle all classes of errors.
+                # Hydra's launcher cannot pickle all classes of errors.
+                return class_of(exit_code)(str(error))
             return math.nan  # An optimizing sweeper continues with its next job.
         if self._is_in_command():
             self.error = error
@@ -448,7 +312,7 @@ class _Jobs:
 
         The results of a study's trials are in the study.
         """
-        if settings.mode == RunMode.MULTIRUN and not is_study(settings):
+        if not is_study(settings):
             folder = Path(settings.sweep.dir, self.results_name)
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / f"{settings.job.num:06}.json", asdict(job_result))

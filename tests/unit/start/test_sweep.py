@@ -9,7 +9,7 @@ import pytest
 
 from speechtrain.commands import train
 from speechtrain.start.command_line import read_command
-from speechtrain.start.jobs import _JobResult, _Jobs
+from speechtrain.start.sweep import _JobResult, _Jobs
 from tests.support.tiny_run import TINY
 
 
