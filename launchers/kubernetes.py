@@ -15,16 +15,14 @@ from speechtrain.errors import ConfigError, RunError, print_notice
 from speechtrain.files import write_text
 from speechtrain.launch.client import ask_client, call_client
 from speechtrain.launch.launcher import (
-    AGENT,
     Job,
     Launcher,
     LaunchResult,
-    escape_for_torchrun,
     forwarded_environment,
     here_document,
 )
-from speechtrain.launch.node_agent import MODULE
-from speechtrain.launch.rendezvous import agent_command, rendezvous_port
+from speechtrain.launch.node_agent import node_command
+from speechtrain.launch.rendezvous import rendezvous_port
 from speechtrain.launch.supervise import wait_for_job
 
 MANIFEST = "kubernetes.json"
@@ -34,7 +32,6 @@ _TEMPLATE = Path(__file__).parent / "templates" / "kubernetes.json"
 _INSTANCE_LABEL = "app.kubernetes.io/instance"
 _INDEX_LABEL = "batch.kubernetes.io/job-completion-index"  # a pod's number in its Job, from 0
 _TITLE = "launcher=kubernetes: kubectl"  # begins the messages on failed calls
-_JOIN_SECONDS = 24 * 3600  # the time limit for all pods to join. Pods may wait in a queue for hours.
 
 
 @dataclass(eq=False)
@@ -149,30 +146,21 @@ class Kubernetes(Launcher):
         return "".join(json.dumps(document, indent=2) + "\n" for document in (service, pods))
 
     def _command(self, job: Job) -> list[str]:
-        """Return the container's command. It uses no shell, so that its first process handles SIGTERM.
-
-        The first process is the node agent. It starts ``job.on_host``, which sets the device's variables and
-        becomes torchrun's agent. That agent starts the ranks, which meet in pod 0.
-        """
+        """Return the container's command. It uses no shell, so that its first process handles SIGTERM."""
+        node, address = "$(JOB_COMPLETION_INDEX)", "$(POD_IP)"
         name = _name(job)
-        ranks = job.ranks_per_node(self.nodes)
-        pod_number = "$(JOB_COMPLETION_INDEX)"
-        run_dir, log = _escape(str(job.run_dir)), _escape(str(job.run_dir / AGENT))
-        python, *on_host = [_escape(word) for word in job.on_host([], ranks, self.python)]
-        node_agent = [python, "-P", "-m", MODULE, "run", f"--node={pod_number}", f"--outcome={run_dir}"]
-        if self.nodes > 1:
-            node_agent.append("--address=$(POD_IP)")
-        agent = agent_command(
-            python,
-            ranks,
+        command = node_command(
+            job,
             self.nodes,
-            f"--node-rank={pod_number}",
-            f"--master-addr={name}-0.{name}",
-            f"--master-port={rendezvous_port(job.run_dir)}",
-            f"--rdzv-conf=timeout={_JOIN_SECONDS}",
+            self.python,
+            f"--outcome={job.run_dir}",
+            node=node,
+            address=address,
+            master=f"{name}-0.{name}",
+            port=rendezvous_port(job.run_dir),
         )
-        rank_arguments = [_escape(word) for word in escape_for_torchrun(job.command[1:])]
-        return [*node_agent, log, "--", python, *on_host, *agent, python, *rank_arguments]
+        expanded = (f"--node={node}", f"--address={address}")
+        return [word if word in expanded else _escape(word) for word in command]
 
     def _is_mounted(self, path: Path) -> bool:
         """Return whether a volume contains ``path``."""

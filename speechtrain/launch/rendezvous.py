@@ -31,8 +31,8 @@ def agent_command(python: str, ranks: int, nodes: int, *rendezvous: str, restart
     """Return the command of an agent that starts ``ranks`` ranks on its host, one of ``nodes`` hosts.
 
     The caller appends the command of a rank. ``rendezvous`` are torchrun's options by which the agents find
-    each other. A single host does not use them. If ranks fail, the agent starts all of them again, up to
-    ``restarts`` times.
+    each other. A single host does not use them. The number of a host is in the environment. If ranks fail,
+    the agent starts all of them again, up to ``restarts`` times.
     """
     module = "torch.distributed.run"
     if nodes == 1:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from speechtrain.devices.cpu import CPU
+from speechtrain.launch.node_agent import MODULE
 from speechtrain.launch.process_tree import children_of
 
 from .conftest import DEADLINE, Command, finish, wait_for
@@ -183,12 +184,13 @@ def test_a_dead_rank_ends_all_and_none_outlives_the_command(run: FromTheFirst) -
     first = len(run.events("train"))
     process = run.start("trainer.max_steps=5000", "trainer.save_every=1")
     wait_for(lambda: len(run.events("train")) >= first + 3, process)
-    far, *_ = [
+    (far,) = [
         int(p.split()[0])
         for p in processes_of(run)
-        if "-m torch.distributed.run" in p and "agent-1.log" not in p and "--node-rank=1" in p
+        if psutil.Process(int(p.split()[0])).cmdline()[3:6] == [MODULE, "run", "--node=1"]
     ]
-    (rank,) = children_of(far)
+    (agent,) = children_of(far)
+    (rank,) = children_of(agent)
     os.kill(rank, signal.SIGKILL)
     ended = finish(process)
     assert ended.returncode not in (0, 75), ended.stdout

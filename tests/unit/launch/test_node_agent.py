@@ -43,7 +43,6 @@ def start(tmp_path: Path, answer: str, *options: str) -> tuple[subprocess.Popen[
         "run",
         *options,
         str(tmp_path / "agent.log"),
-        "--",
     ]
     process = subprocess.Popen([*line, sys.executable, "-c", RANK_STARTER, rank], stdin=subprocess.PIPE)
     while not ready.exists() or not ready.read_text():
@@ -61,7 +60,7 @@ def test_a_request_or_the_end_of_the_input_stops_the_rank(tmp_path: Path, reques
 
 def test_a_node_that_is_stopped_without_ranks_is_preempted(tmp_path: Path) -> None:
     """A pod that waits for its peers must exit. Otherwise Kubernetes kills it after the grace period."""
-    options = [f"--outcome={tmp_path}", str(tmp_path / "agent.log"), "--"]
+    options = [f"--outcome={tmp_path}", str(tmp_path / "agent.log")]
     waiting = [sys.executable, "-c", "import time; time.sleep(60)"]
     process = subprocess.Popen([sys.executable, "-m", MODULE, "run", *options, *waiting])
     while not children_of(process.pid):
@@ -90,7 +89,9 @@ def test_silence_is_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert sent == [node.signal.SIGTERM] * 2
 
 
-def test_look_reports_the_token_the_versions_and_a_port_in_use(tmp_path: Path) -> None:
+def test_look_names_the_first_reason_why_a_host_cannot_run_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "token").write_text("1234")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
@@ -100,15 +101,21 @@ def test_look_reports_the_token_the_versions_and_a_port_in_use(tmp_path: Path) -
             MODULE,
             "look",
             str(tmp_path / "token"),
-            port,
+            "1234",
+            node.versions(),
             "127.0.0.1",
+            port,
         ]
-        look = subprocess.run(line, capture_output=True, check=True, timeout=60)
-    report = json.loads(look.stdout)
-    assert report["token"] == "1234"
-    assert report["versions"] == node.versions()
-    assert "use" in report["port_error"]
-    assert node.check_host(tmp_path / "token", 0, "")["port_error"] == ""
+        look = subprocess.run(line, capture_output=True, text=True, check=True, timeout=60)
+    assert look.stdout.startswith(f"port {port} cannot be used (Address already in use")
+    facts = [str(tmp_path / "token"), "1234", node.versions(), "host.invalid", "0"]
+    assert node.fault_of_host(*facts) == ""
+    facts[2] = "python 2.7"
+    assert f"has other versions: {node.versions()} there, python 2.7 here" in node.fault_of_host(*facts)
+    monkeypatch.setattr(node, "_POLLS", 1)
+    facts[1] = "5678"  # the file of another start
+    assert node.fault_of_host(*facts).startswith(f"does not see {tmp_path}; set run_dir")
+    assert node.fault_of_host("/nowhere/token", *facts[1:]).startswith("does not see /nowhere")
 
 
 @pytest.mark.parametrize(
@@ -141,15 +148,15 @@ def test_one_of_several_nodes_leaves_with_the_code_of_the_run(
     folder.mkdir(parents=True, exist_ok=True)
     writer = subprocess.Popen([sys.executable, "-c", late, str(folder / RESULT), json.dumps(result)])
     options = [f"--outcome={tmp_path}", "--node=1", str(tmp_path / "agent.log")]
-    ranks = [sys.executable, "-c", "import sys; print('words', file=sys.stderr)"]
-    assert node.main(["run", *options, "--", *ranks]) == code
+    words = "import os, sys; print('words of', os.environ['PET_NODE_RANK'], file=sys.stderr)"
+    assert node.main(["run", *options, sys.executable, "-c", words]) == code
     assert writer.wait(60) == 0
-    assert (tmp_path / "agent-1.log").read_text() == "words\n"
+    assert (tmp_path / "agent-1.log").read_text() == "words of 1\n"
 
 
 def test_a_node_that_comes_back_after_the_end_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / RESULT).write_text('{"status": "finished"}')
-    line = ["run", f"--outcome={tmp_path}", str(tmp_path / "agent.log"), "--", "/nowhere"]
+    line = ["run", f"--outcome={tmp_path}", str(tmp_path / "agent.log"), "/nowhere"]
     assert node.main(line) == 0
 
 

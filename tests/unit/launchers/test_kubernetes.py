@@ -113,7 +113,8 @@ def test_values_arrive_as_they_are_and_secrets_do_not(monkeypatch: pytest.Monkey
     assert worker == ["-P", "-m", "speechtrain.rank", str(run_dir / "config.yaml")]
     assert {f"--outcome={run_dir}", str(run_dir / "agent.log"), "--address=10.0.0.7"} < set(command)
     assert command.count(AWKWARD) == 4  # the interpreter
-    assert {"--node=1", "--node-rank=1", "--nnodes=2", "--nproc-per-node=2"} < set(command)
+    assert {"--node=1", "--nnodes=2", "--nproc-per-node=2"} < set(command)
+    assert {"name": "PET_RDZV_CONF", "value": "timeout=86400"} in container["env"]
     assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}]
 
 

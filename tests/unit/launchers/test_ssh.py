@@ -64,7 +64,13 @@ def test_each_host_has_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert client[-2] == host
         assert {"-oBatchMode=yes", "-p"} < set(client)
         remote = shlex.split(client[-1])
-        assert {"THREADS=$(id)", "HF_HOME=/a place", f"--node-rank={index}", "--nnodes=2"} < set(remote)
+        assert {
+            "THREADS=$(id)",
+            "HF_HOME=/a place",
+            f"--node={index}",
+            f"--address={host}",
+            "--nnodes=2",
+        } < set(remote)
         assert {"--nproc-per-node=2", "--master-addr=a", "--master-port=1234"} < set(remote)
         assert not [word for word in remote if "rdzv" in word], (
             "torchrun's default, static, unpickles nothing"
