@@ -1,34 +1,13 @@
 """LogMel converts waveforms to normalised log-mel frames, on the device of the waveforms.
 
-The module computes two published front ends, which the setting ``form`` selects: ``dali`` (MLPerf RNN-T v1.0)
-and ``torch`` (MLPerf's alternative in torch, also Intel's and NeMo's). They differ in these details, for a
-waveform of n samples and a window of N samples. A third form, ``parakeet``, is ``torch`` with floor(n/hop)
-frames (Hugging Face's ``ParakeetFeatureExtractor``).
+The steps in which published front ends differ are in ``front_ends.py``, with one class for each ``form``.
 
-=================  ===================================  ====================================
-detail             form ``dali``                        form ``torch``
-=================  ===================================  ====================================
-first sample       x0 − c·x0                            x0
-Hann window        0.5 − 0.5·cos(2π(n + ½)/N)           0.5 − 0.5·cos(2πn/(N − 1))
-frames             floor(n/hop) + 1                     ceil(n/hop)
-logarithm          ln max(x, floor)                     ln(x + floor)
-deviation          population                           sample, plus 1e-5
-=================  ===================================  ====================================
+The result of a row does not depend on its padding: the ends are extended at the first and last sample of the
+row, statistics cover the columns of the row, and the dither of evaluation is a function of the samples.
+Output shapes depend on input shapes only, and the host does not read any tensor.
 
-sherpa-onnx has the form ``kaldi`` for NeMo's transducers and ``kaldi_hann`` for NeMo's CTC models. They equal
-``torch`` with these exceptions. Frames begin half a hop later, so there are floor(n/hop + ½) of them. The
-waveform is mirrored at both ends with its first and last sample, before pre-emphasis. The deviation is
-population, plus 1e-5. The window of ``kaldi`` is Povey's, (½ − ½·cos(2πn/(N − 1)))^0.85, and the window of
-``kaldi_hann`` is ½ − ½·cos(2πn/N). Both are 0 at the first sample, so pre-emphasis for each window, as in
-Kaldi, equals pre-emphasis of the waveform.
-
-The result of a row does not depend on its padding: the borders reflect at the first and last sample of the
-row, statistics cover the frames of the row, and the dither of evaluation is a function of the samples. Output
-shapes depend on input shapes only, and the host does not read any tensor.
-
-Legend: B rows, S samples, K frequency bins, M mel bins, F features of an output frame. A column is a frame
-before splicing, which concatenates ``splice`` columns to one output frame. T is the number of columns or of
-output frames.
+Legend: B rows, S samples, K frequency bins, M mel bins, C columns, T output frames, F features of an output
+frame. A column is the log-mel values of one window. Splicing concatenates ``splice`` columns to one frame.
 """
 
 from __future__ import annotations
@@ -42,28 +21,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from speechtrain.compute_policy import ComputePolicy, PolicyAware
+from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware
 from speechtrain.counter_rng import DITHER_PERIOD, uniform_at
 from speechtrain.errors import ConfigError
+from speechtrain.features.front_ends import FRONT_ENDS
 from speechtrain.features.mel import mel_bank, slaney_hertz, slaney_mel, warp_frequencies
 from speechtrain.features.silence import trim_silence
+from speechtrain.features.statistics import NORMALISATIONS
 from speechtrain.nn.full_precision import full_precision
 from speechtrain.nn.stack_time import stack_time
 from speechtrain.torch_private import MovedModule
 
 _DITHER_SEED = 0xD17E
-_LOUD_NATS = 8.0  # 35 dB. The pauses of a usual recording are lower, and its weakest consonants are higher.
-_KALDI_FORMS = ("kaldi", "kaldi_hann")
-
-
-def _loud(x: Tensor, weight: Tensor) -> Tensor:
-    """Return 1 for the loud columns of log-mel ``x`` (B, T, ..., M), and 0 for the others.
-
-    ``weight`` (B, T, ..., 1) is 1 for the columns of a row. The result has its shape.
-    """
-    level = x.mean(-1, keepdim=True)
-    loudest = level.masked_fill(weight == 0, -math.inf).max(1, keepdim=True).values
-    return weight * (level > loudest - _LOUD_NATS)
 
 
 @functools.cache
@@ -79,6 +48,11 @@ def _dither_table() -> Tensor:
     return torch.from_numpy(samples.astype("f4"))
 
 
+def no_mask(frames: Tensor, lengths: Tensor) -> Tensor:
+    """Return ``frames``. This is the mask of ``LogMel`` without SpecAugment."""
+    return frames
+
+
 class LogMel(MovedModule, PolicyAware):
     """Computes normalised, spliced log-mel features of a batch of waveforms, in fp32 for every precision.
 
@@ -88,25 +62,15 @@ class LogMel(MovedModule, PolicyAware):
     utterance, mask (SpecAugment), splice, pad the feature axis. With ``splice_first``, columns are spliced
     before they are normalised and masked (Intel's older model).
 
-    - ``form`` is explained in the module. ``log_floor`` is the floor of the logarithm in the table there
-      (MLPerf 1e-20, NeMo 2^-24).
-    - ``padding`` is the content before and after a waveform: ``reflect`` (its reflection) or ``constant``
-      (zeros).
-    - ``normalise`` selects the columns whose mean and deviation normalise a bin: ``all``, ``loud`` or
-      ``none``. A column is loud if the mean of its logarithms is at most 8 (35 dB) below the loudest
-      column's. So silence around an utterance does not change the features of the utterance.
-    - ``splice`` is the number of columns in an output frame.
-    - The attribute ``features`` is the number of values of an output frame, F, and ``width`` is the number of
-      samples of a window.
-    - ``pad_features_to``: features are padded with zeros to a multiple of it. 0 does not pad.
-    - ``trim_silence_db`` is the ``decibels`` of ``trim_silence``, and null does not trim.
+    The attribute ``features`` is the number of values of an output frame, F. ``width`` and ``hop`` are the
+    samples of a window and from one column to the next.
 
     The policy selects the transform and the number of columns that are transformed at once.
 
     Raises ConfigError for arguments that do not fit together.
     """
 
-    window: Tensor  # (n_fft,) the Hann window, followed by zeros
+    window: Tensor  # (n_fft,) the window, followed by zeros
     bank: Tensor  # (K, M) the mel filters
     edges: Tensor  # (M + 2,) the edges of the mel filters in hertz
     frequencies: Tensor  # (K,) the frequencies of the bins in hertz
@@ -115,56 +79,52 @@ class LogMel(MovedModule, PolicyAware):
 
     def __init__(
         self,
-        sample_rate: int = 16000,
-        window_seconds: float = 0.02,
-        hop_seconds: float = 0.01,
-        n_fft: int = 512,
-        mels: int = 80,
-        f_min: float = 0.0,
-        f_max: float | None = None,
-        preemphasis: float = 0.97,
-        dither: float = 1e-5,
-        form: str = "dali",
-        padding: str = "reflect",
-        log_floor: float = 1e-20,
-        normalise: str = "all",
-        splice: int = 3,
-        splice_first: bool = False,
-        pad_features_to: int = 0,
-        trim_silence_db: float | None = None,
+        sample_rate: int = 16000,  # Hz
+        window_seconds: float = 0.02,  # length of a window
+        hop_seconds: float = 0.01,  # from one column to the next
+        n_fft: int = 512,  # samples of a Fourier transform. A window is padded to it
+        mels: int = 80,  # M
+        f_min: float = 0.0,  # lower edge of the lowest mel bin, in Hz
+        f_max: float | None = None,  # upper edge of the highest mel bin, in Hz. None: half the sample rate
+        preemphasis: float = 0.97,  # each sample is reduced by this factor times the sample before
+        dither: float = 1e-5,  # standard deviation of the noise that is added to samples
+        form: str = "dali",  # published front end, a name in FRONT_ENDS
+        padding: str = "reflect",  # content before and after a waveform: reflect | constant (zeros)
+        log_floor: float = 1e-20,  # smallest energy of the logarithm (MLPerf 1e-20, NeMo 2^-24)
+        normalise: str = "all",  # columns that give mean and deviation, a name in NORMALISATIONS
+        splice: int = 3,  # columns of an output frame
+        splice_first: bool = False,  # whether columns are spliced before they are normalised
+        pad_features_to: int = 0,  # features are padded with zeros to a multiple of it. 0: no padding
+        trim_silence_db: float | None = None,  # ``decibels`` of ``trim_silence``. None: no trimming
     ) -> None:
         super().__init__()
-        self.sample_rate, self.n_fft, self.mels = sample_rate, n_fft, mels
-        self.hop = round(hop_seconds * sample_rate)  # samples
-        self.width = round(window_seconds * sample_rate)  # samples of the window
+        self.sample_rate = sample_rate
+        self.width = round(window_seconds * sample_rate)
+        self.hop = round(hop_seconds * sample_rate)
+        self.n_fft = n_fft
+        self.mels = mels
         self.f_min = f_min
         self.f_max = sample_rate / 2 if f_max is None else f_max
-        self.preemphasis, self.dither, self.log_floor = preemphasis, dither, log_floor
-        self.form, self.padding = form, padding
-        self.normalise, self.splice, self.splice_first = normalise, splice, splice_first
+        self.preemphasis = preemphasis
+        self.dither = dither
+        self.form = form
+        self.padding = padding
+        self.log_floor = log_floor
+        self.normalise = normalise
+        self.splice = splice
+        self.splice_first = splice_first
         self.trim_silence_db = trim_silence_db
-        self._spectrum, self._block_frames = ComputePolicy().spectrum, ComputePolicy().feature_frames
+        self._policy = PLAIN
         self._check()
+        self.front_end = FRONT_ENDS[form](self.width, self.hop, n_fft, preemphasis, padding, log_floor)
+        if self.front_end.left < 0:
+            raise ConfigError(f"window_seconds is below hop_seconds, and form={form} cannot skip samples")
+        self._normalised = NORMALISATIONS[normalise]
         self.features = splice * mels  # F
         if pad_features_to:
             self.features = math.ceil(self.features / pad_features_to) * pad_features_to
         for name, constant in self._constants().items():
             self.register_buffer(name, constant, persistent=False)
-
-    @property
-    def _is_dali(self) -> bool:
-        return self.form == "dali"
-
-    @property
-    def _is_kaldi(self) -> bool:
-        return self.form in _KALDI_FORMS
-
-    @property
-    def _left(self) -> int:
-        """The number of samples of the first window before the waveform. It depends on the form."""
-        if self._is_kaldi:
-            return self.width // 2 - self.hop // 2
-        return self.width // 2 if self._is_dali else (self.width + 1) // 2
 
     @property
     def frame_seconds(self) -> float:
@@ -182,50 +142,38 @@ class LogMel(MovedModule, PolicyAware):
         *,
         keys: Tensor | None = None,
         warp: Tensor | None = None,
-        mask: Callable[[Tensor, Tensor], Tensor] = lambda frames, lengths: frames,
+        mask: Callable[[Tensor, Tensor], Tensor] = no_mask,
     ) -> tuple[Tensor, Tensor]:
         """Map waveforms (B, S) of ``lengths`` (B,) to features (B, T, F) and their lengths (B,).
 
         T is ``frames(S)``, and zeros follow each row's end.
 
         - In training, the global generator draws the dither. In evaluation, ``keys`` (B,) int64 select it
-          (``dither_offset``), and without keys no dither is added.
+          (``Batch.keys``), and without keys no dither is added.
         - ``warp`` (B,) has the factor of vocal tract length of each row.
         - ``mask`` is SpecAugment, called as ``mask(frames, lengths)``. Its input is the normalised columns
-          (B, T, M), or the spliced frames with ``splice_first``.
+          (B, C, M), or the spliced frames with ``splice_first``.
         """
         with full_precision(audio.device):
             audio = audio.float()
             if self.trim_silence_db is not None:
                 audio, lengths = trim_silence(audio, lengths, self.trim_silence_db)
-            signal = self._signal(self._dithered(audio, keys), lengths)
-            columns = self._columns(audio.shape[1])
-            is_valid = self._is_valid_column(columns, lengths)
-            return self._finish(self._log_mel(signal, columns, warp), is_valid, mask)
+            signal = self.front_end.signal(self._dithered(audio, keys), lengths)
+            x = self._log_mel(signal, self._columns(audio.shape[1]), warp)
+            return self._finish(x, self.front_end.columns(lengths), mask)
 
     def _columns(self, samples: int) -> int:
-        """Return the number of columns of ``samples`` samples, as the module's docstring explains."""
-        if self._is_kaldi:
-            return max(1, (samples + self.hop // 2) // self.hop)
-        if self.form == "parakeet":
-            return max(1, samples // self.hop)
-        return samples // self.hop + 1 if self._is_dali else (samples + self.hop - 1) // self.hop
-
-    def _is_valid_column(self, columns: int, lengths: Tensor) -> Tensor:
-        """Return whether each column (B, T) belongs to its row, which has ``lengths`` (B,) samples."""
-        starts = torch.arange(columns, device=lengths.device) * self.hop
-        # Form parakeet has whole hops only. Kaldi's forms round the number of hops.
-        margins = {"parakeet": self.hop - 1} | dict.fromkeys(_KALDI_FORMS, (self.hop - 1) // 2)
-        margin = margins.get(self.form, 0)
-        ends = lengths[:, None] - margin
-        return starts <= ends if self._is_dali else starts < ends
+        """Return C for waveforms (B, S). It is at least 1, while a short row may have no column."""
+        return max(1, self.front_end.columns(samples))
 
     def _dithered(self, audio: Tensor, keys: Tensor | None) -> Tensor:
         """Return audio (B, S) with dither, as ``forward`` explains."""
-        if self.dither == 0.0 or (keys is None and not self.training):
+        if self.dither == 0.0:
             return audio
-        if self.training or keys is None:
+        if self.training:
             return audio + self.dither * torch.randn_like(audio)
+        if keys is None:
+            return audio
         # The dither of sample s is entry (key + s) of a fixed table, which costs one read. A hash and
         # Box-Muller on the device would cost twenty operations. The period is a power of 2.
         entries = torch.arange(audio.shape[1], device=audio.device) + keys[:, None]
@@ -233,35 +181,8 @@ class LogMel(MovedModule, PolicyAware):
         noise = self.noise.gather(0, entries.flatten())
         return audio + self.dither * noise.view_as(audio)
 
-    def _signal(self, audio: Tensor, lengths: Tensor) -> Tensor:
-        """Return audio (B, S) after pre-emphasis, extended for the windows at both ends: (B, S + n_fft)."""
-        is_valid = torch.arange(audio.shape[1], device=audio.device) < lengths[:, None]
-        if self._is_kaldi:
-            return self._emphasise(self._extend(audio * is_valid, lengths))
-        return self._extend(self._emphasise(audio) * is_valid, lengths)
-
-    def _emphasise(self, audio: Tensor) -> Tensor:
-        before_first = audio[:, :1] if self._is_dali else torch.zeros_like(audio[:, :1])
-        return audio - self.preemphasis * torch.cat([before_first, audio[:, :-1]], dim=1)
-
-    def _extend(self, audio: Tensor, lengths: Tensor) -> Tensor:
-        """Return audio (B, S), 0 after the end of each row, extended at both ends of the row."""
-        left, right = self._left, self.n_fft - self._left
-        if self.padding == "constant":
-            return F.pad(audio, (left, right))
-        # Reflect at the row's first and last sample, several times if the row is short.
-        ends, repeats = lengths[:, None], int(self._is_kaldi)  # Kaldi's forms repeat the last sample.
-        period = (2 * (ends - 1 + repeats).clamp(min=0)).clamp(min=1)
-        before = torch.arange(-left, 0, device=audio.device) % period
-        overhang = torch.arange(self.width - left, device=audio.device)
-        after = (ends + overhang) % period
-        head = audio.gather(1, torch.minimum(before, period - repeats - before))
-        tail = audio.gather(1, torch.minimum(after, period - repeats - after))
-        signal = F.pad(torch.cat([head, audio], dim=1), (0, right))
-        return signal.scatter_add(1, left + ends + overhang, tail)
-
     def _log_mel(self, signal: Tensor, columns: int, warp: Tensor | None) -> Tensor:
-        """Return the log-mel columns (B, T, M) of a signal (B, S + n_fft). ``columns`` is T.
+        """Return the first ``columns`` log-mel columns (B, C, M) of a signal of ``FrontEnd.signal``.
 
         ``warp`` (B,) changes the mel filters.
         """
@@ -269,23 +190,26 @@ class LogMel(MovedModule, PolicyAware):
         if warp is not None:
             warped_edges = warp_frequencies(self.edges, warp, self.sample_rate / 2)
             bank = mel_bank(warped_edges, self.frequencies)
-        if self._spectrum == "conv":  # A strided convolution needs neither windows nor blocks.
+        if self._policy.spectrum == "conv":  # A strided convolution needs neither windows nor blocks.
             spectrum = F.conv1d(signal[:, None], self.basis.t()[:, None], stride=self.hop)
             return self._log_mel_of_power(self._power(spectrum.transpose(1, 2)[:, :columns]), bank)
         windows = signal.unfold(1, self.n_fft, self.hop)
         return self._log_mel_by_blocks(windows[:, :columns], bank)
 
     def _log_mel_by_blocks(self, windows: Tensor, bank: Tensor) -> Tensor:
-        """Return the log-mel columns (B, T, M) of windows (B, T, n_fft).
+        """Return the log-mel columns (B, C, M) of windows (B, C, n_fft).
 
-        They are computed in blocks of rows and columns that fit the cache. ``bank`` is (B, K, M).
+        They are computed in blocks that fit the cache: whole rows, or a part of one long row. ``bank`` is
+        (B, K, M).
         """
         rows, columns, _ = windows.shape
-        block = self._block_frames or rows * columns
-        block_rows, block_columns = max(1, block // max(columns, 1)), min(block, max(columns, 1))
+        block = self._policy.feature_frames or rows * columns
+        block_columns = min(block, columns)
+        block_rows = block // block_columns
         row_blocks = []
         for row in range(0, rows, block_rows):
-            row_windows, row_bank = windows[row : row + block_rows], bank[row : row + block_rows]
+            row_windows = windows[row : row + block_rows]
+            row_bank = bank[row : row + block_rows]
             blocks = []
             for column in range(0, columns, block_columns):
                 block_windows = row_windows[:, column : column + block_columns]
@@ -294,71 +218,55 @@ class LogMel(MovedModule, PolicyAware):
         return torch.cat(row_blocks)
 
     def _log_mel_of_windows(self, windows: Tensor, bank: Tensor) -> Tensor:
-        """Return the log-mel columns (B, T, M) of windows (B, T, n_fft)."""
-        if self._spectrum == "fft":
+        """Return the log-mel columns (B, C, M) of windows (B, C, n_fft)."""
+        if self._policy.spectrum == "fft":
             squares = torch.view_as_real(torch.fft.rfft(windows * self.window)).square()
             return self._log_mel_of_power(squares[..., 0] + squares[..., 1], bank)
         spectrum = torch.matmul(windows[..., : self.width], self.basis)
         return self._log_mel_of_power(self._power(spectrum), bank)
 
     def _power(self, spectrum: Tensor) -> Tensor:
-        """Return the power (B, T, K) of a spectrum (B, T, 2 · K): real parts, then imaginary parts."""
-        squares, bins = spectrum.square(), self.frequencies.numel()
+        """Return the power (B, C, K) of a spectrum (B, C, 2 · K): real parts, then imaginary parts."""
+        squares = spectrum.square()
+        bins = self.frequencies.numel()
         return squares[..., :bins] + squares[..., bins:]
 
     def _log_mel_of_power(self, power: Tensor, bank: Tensor) -> Tensor:
-        """Return the log-mel columns (B, T, M) of a power spectrum (B, T, K)."""
-        mel = torch.matmul(power, bank)
-        mel = mel.clamp(min=self.log_floor) if self._is_dali else mel + self.log_floor
-        return mel.log()
+        """Return the log-mel columns (B, C, M) of a power spectrum (B, C, K)."""
+        return self.front_end.logarithm(torch.matmul(power, bank))
 
     def _finish(
-        self, x: Tensor, is_valid: Tensor, mask: Callable[[Tensor, Tensor], Tensor]
+        self, x: Tensor, counts: Tensor, mask: Callable[[Tensor, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Normalise, mask, splice and pad columns (B, T', M). ``is_valid`` (B, T') excludes the padding.
+        """Normalise, mask, splice and pad columns (B, C, M), of which the first ``counts`` (B,) are a row's.
 
         Returns the output frames (B, T, F) and their number (B,).
         """
-        column_weight = is_valid[:, :, None].to(x.dtype)  # 1 or 0
-        frame_weights = stack_time(column_weight, self.splice)  # (B, T, splice) of the columns of a frame
-        lengths = (frame_weights[:, :, 0] > 0).sum(1)
+        is_valid = torch.arange(x.shape[1], device=x.device) < counts[:, None]
+        weight = is_valid[:, :, None].to(x.dtype)  # (B, C, 1): 1 or 0
+        lengths = (counts + self.splice - 1) // self.splice
         if self.splice_first:
-            # Columns beyond the row's end are 0 and do not enter the statistics.
-            x = stack_time(x, self.splice).view(*frame_weights.shape, self.mels)
-            x = mask(self.normalised(x, frame_weights[..., None]).flatten(2), lengths)
-        else:
-            x = mask(self.normalised(x, column_weight), is_valid.sum(1))
+            # The columns of a frame are normalised apart. Those beyond the row's end are 0, and do not count.
             x = stack_time(x, self.splice)
+            x = x.view(*x.shape[:2], self.splice, self.mels)
+            weight = stack_time(weight, self.splice)[..., None]  # (B, T, splice, 1)
+            x = self._normalised(x, weight, self.front_end.over_deviation)
+            x = mask(x.flatten(2), lengths)
+        else:
+            x = self._normalised(x, weight, self.front_end.over_deviation)
+            x = stack_time(mask(x, counts), self.splice)
         return F.pad(x, (0, self.features - x.shape[2])), lengths
-
-    def normalised(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return ``x`` with mean 0 and deviation 1 along axis 1, over elements of ``weight`` 1.
-
-        With ``normalise=loud``, mean and deviation are those of the loud columns. Elements of weight 0 and
-        constant bins become 0.
-        """
-        if self.normalise == "none":
-            return x * weight
-        counted = _loud(x, weight) if self.normalise == "loud" else weight
-        # Without this subtraction, the rounded mean of a constant bin could differ from its values.
-        x = (x - x[:, :1]) * weight
-        count = counted.sum(1, keepdim=True).clamp(min=1.0)
-        x = (x - (x * counted).sum(1, keepdim=True) / count) * weight
-        squares = (x * counted).square().sum(1, keepdim=True)
-        if self._is_dali:
-            return x * (squares / count).clamp(min=1e-30).rsqrt()
-        variance = squares / (count if self._is_kaldi else (count - 1.0).clamp(min=1.0))
-        return x / (variance.sqrt() + 1e-5)
 
     def _constants(self) -> dict[str, Tensor]:
         """Return the buffers by their names. They are computed in float64 and returned in fp32."""
         device = torch.get_default_device()
         with torch.device("cpu"):  # On the meta device, ``arange`` would import the compiler, in 1 s.
-            window = self._window_of_form()
+            window = self.front_end.window()
             bins = torch.arange(self.n_fft // 2 + 1, dtype=torch.float64)
             frequencies = bins * (self.sample_rate / self.n_fft)
-            low, high = slaney_mel(self.f_min), slaney_mel(self.f_max)
-            mels = torch.linspace(low, high, self.mels + 2, dtype=torch.float64)
+            mels = torch.linspace(
+                slaney_mel(self.f_min), slaney_mel(self.f_max), self.mels + 2, dtype=torch.float64
+            )
             edges = slaney_hertz(mels)
             constants = {
                 "window": F.pad(window, (0, self.n_fft - self.width)),
@@ -366,21 +274,11 @@ class LogMel(MovedModule, PolicyAware):
                 "edges": edges,
                 "frequencies": frequencies,
             }
-            if self._spectrum != "fft":
+            if self._policy.spectrum != "fft":
                 constants["basis"] = window[:, None] * self._fourier_basis(bins)
             if self.dither != 0.0:
                 constants["noise"] = _dither_table()
             return {name: constant.float().contiguous().to(device) for name, constant in constants.items()}
-
-    def _window_of_form(self) -> Tensor:
-        """Return the window of the form (samples of the window,)."""
-        samples = torch.arange(self.width, dtype=torch.float64)
-        phase = samples / max(self.width - 1, 1)
-        if self._is_dali or self.form == "kaldi_hann":
-            phase = (samples + 0.5 * self._is_dali) / self.width
-        cosine = torch.cos(2.0 * math.pi * phase)
-        hann = 0.5 - 0.5 * cosine
-        return hann**0.85 if self.form == "kaldi" else hann
 
     def _fourier_basis(self, bins: Tensor) -> Tensor:
         """Return the cosines, then the sines, of ``bins`` (K,) at each sample: (samples, 2 · K)."""
@@ -394,7 +292,7 @@ class LogMel(MovedModule, PolicyAware):
                 setattr(self, name, constant.to(self.window.device))
 
     def apply_policy(self, policy: ComputePolicy) -> None:
-        self._spectrum, self._block_frames = policy.spectrum, policy.feature_frames
+        self._policy = policy
         if policy.spectrum != "fft":
             basis = self._constants()["basis"].to(self.window.device)
             self.register_buffer("basis", basis, persistent=False)
@@ -407,9 +305,9 @@ class LogMel(MovedModule, PolicyAware):
                 raise ConfigError(problem)
 
         choices = {
-            "form": ("dali", "torch", "parakeet", *_KALDI_FORMS),
+            "form": FRONT_ENDS,
             "padding": ("reflect", "constant"),
-            "normalise": ("all", "loud", "none"),
+            "normalise": NORMALISATIONS,
         }
         for name, names in choices.items():
             choice, quoted = getattr(self, name), list(map(repr, names))
@@ -420,8 +318,6 @@ class LogMel(MovedModule, PolicyAware):
             0 < self.width <= self.n_fft,
             f"n_fft is {self.n_fft}, and window_seconds covers {self.width} samples. It must be 1 to n_fft",
         )
-        is_covered = self.width >= self.hop or not self._is_kaldi
-        require(is_covered, f"window_seconds is below hop_seconds, and form={self.form} cannot skip samples")
         require(self.n_fft % 2 == 0, f"n_fft is {self.n_fft}. It must be even")
         require(
             0.0 <= self.f_min < self.f_max <= self.sample_rate / 2,

@@ -54,9 +54,9 @@ FAULTS = [
     Fault(
         "F1 int64 beyond 32 bits, only for a long recording",
         "features/logmel.py",
-        "        starts = torch.arange(columns, device=lengths.device) * self.hop\n",
-        "        starts = torch.arange(columns, device=lengths.device) * self.hop\n"
-        "        starts = torch.div(starts * 40_000, 40_000, rounding_mode='floor')  # planted\n",
+        "        lengths = (counts + self.splice - 1) // self.splice\n",
+        "        counts = torch.div(counts * 6_400_000, 6_400_000, rounding_mode='floor')  # planted\n"
+        "        lengths = (counts + self.splice - 1) // self.splice\n",
         cuda=f"{_LEGAL} in 64 bits",
     ),
     Fault(

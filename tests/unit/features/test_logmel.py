@@ -281,18 +281,6 @@ def test_silence_does_not_change_the_features_of_speech(form: str) -> None:
     assert difference > 1.0
 
 
-def test_loud_columns_give_the_mean_and_the_deviation() -> None:
-    columns = torch.randn(2, 50, 4)
-    columns[:, 20:40] -= 20.0
-    weight = (torch.arange(50) < torch.tensor([[50], [45]])).float()[:, :, None]
-    normalised = LogMel(normalise="loud", mels=4, form="dali").normalised(columns, weight)
-    for row, length in ((0, 50), (1, 45)):
-        loud = torch.cat([columns[row, :20], columns[row, 40:length]])
-        deviation, mean = torch.std_mean(loud, 0, correction=0)
-        torch.testing.assert_close(normalised[row, :length], (columns[row, :length] - mean) / deviation)
-    assert not normalised[1, 45:].any()
-
-
 def test_dither_in_evaluation_belongs_to_the_utterance() -> None:
     quiet = np.zeros(8000)
     model = LogMel(normalise="none")
