@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from speechtrain.devices.base import DeviceFacts
 from speechtrain.distributed.loopback import store_of_one_host
-from speechtrain.distributed.rank_status import RankStatus, collective
+from speechtrain.distributed.rank_status import RankStatus
 from speechtrain.distributed.world import World
 from speechtrain.errors import MachineError, first_line
 
@@ -161,15 +161,15 @@ class TorchGroup(Group):
             failure = f"rank {world.rank} of {world.size} did not find its peers ({facts.backends})"
             raise MachineError(f"{failure}: {first_line(error)}") from error
 
-    @collective
     def wrap(self, module: nn.Module) -> nn.Module:
         """Wrap ``module`` in DDP, with rank 0's parameters and buffers on all ranks.
 
         ``requires_grad`` may change between updates, in the same way on all ranks. Every
         ``all_reduce_status`` averages the buffers called ``running_*`` (BatchNorm's) over the group.
         """
-        self._share_buffers(module)
-        return _DDPWrapper(module, self.rank_status, self.facts)
+        with self.rank_status.collective():
+            self._share_buffers(module)
+            return _DDPWrapper(module, self.rank_status, self.facts)
 
     def _share_buffers(self, module: nn.Module) -> None:
         """Copy rank 0's buffers to all ranks, and list the buffers that ``all_reduce_status`` averages."""
@@ -186,13 +186,12 @@ class TorchGroup(Group):
         assert isinstance(module, _DDPWrapper)
         return module.no_sync()
 
-    @collective
     def sum(self, tensor: Tensor) -> Tensor:
         total = tensor.detach().clone()
-        dist.all_reduce(total, group=self._host_group)
+        with self.rank_status.collective():
+            dist.all_reduce(total, group=self._host_group)
         return total
 
-    @collective
     def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> Status:
         # All values are concatenated into one vector, because each reduction costs a round trip.
         dtype = self.facts.sum_dtype
@@ -204,11 +203,12 @@ class TorchGroup(Group):
         if flags_in_vector:
             tensors.insert(0, flags)
         sums = torch.cat([tensor.detach().to(dtype).reshape(-1) for tensor in tensors])
-        dist.all_reduce(sums)
-        if flags_in_vector:
-            flags, sums = sums[:2], sums[2:]
-        else:
-            dist.all_reduce(flags, group=self._host_group)
+        with self.rank_status.collective():
+            dist.all_reduce(sums)
+            if flags_in_vector:
+                flags, sums = sums[:2], sums[2:]
+            else:
+                dist.all_reduce(flags, group=self._host_group)
         self._average_buffers(sums[2:])
         return Status(weight=sums[0].float(), stop=bool(flags[0]), late=bool(flags[1]), skip=sums[1] > 0)
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
-
-_Arguments = ParamSpec("_Arguments")
-_Returned = TypeVar("_Returned")
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class RankStatus:
@@ -41,6 +37,13 @@ class RankStatus:
             self._collectives_completed += 1
         self.collective_phases.add(self.phase)
 
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Return a context for calls that wait for all peers. If they raise, they have not completed."""
+        self.begin_collective()
+        yield
+        self.end_collective()
+
     @property
     def is_waiting(self) -> bool:
         """Whether a collective has started and not completed."""
@@ -56,20 +59,3 @@ class RankStatus:
 
     def __str__(self) -> str:
         return f"step {self.step}, {self.phase}"
-
-
-def collective(
-    method: Callable[Concatenate[Any, _Arguments], _Returned],
-) -> Callable[Concatenate[Any, _Arguments], _Returned]:
-    """Decorate a method that waits for all peers: record its start and end in ``self.rank_status``."""
-
-    @functools.wraps(method)
-    def recorded_method(
-        self: Any, /, *arguments: _Arguments.args, **keywords: _Arguments.kwargs
-    ) -> _Returned:
-        self.rank_status.begin_collective()
-        returned = method(self, *arguments, **keywords)  # If this raises, the collective has not completed.
-        self.rank_status.end_collective()
-        return returned
-
-    return recorded_method

@@ -18,19 +18,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 import torch
 
 from speechtrain.distributed.rank_status import RankStatus
-from speechtrain.distributed.world import World
 from speechtrain.errors import MachineError
 from speechtrain.files import read_json, write_json, write_text
-from speechtrain.launch.process_tree import kill, kill_descendants, siblings_of
+from speechtrain.launch.process_tree import kill_descendants
 from speechtrain.rank.attempt import Attempt
 from speechtrain.run_directory import ERROR, STUCK, rank_folder, write_result
 
@@ -76,8 +75,8 @@ class HangDiagnosis:
 
     rank: int
     message: str
+    reporter: int  # the rank whose result has the message: the same rank, or the first one that answers
     stack: str = ""  # the stack of the rank's main thread
-    silent_ranks: frozenset[int] = field(default_factory=frozenset)  # ranks without a report
 
 
 class Stuck(MachineError):
@@ -96,16 +95,16 @@ def diagnose(reports: Iterable[HangReport], size: int, seconds: float) -> HangDi
        before. If both phases had collectives, it is the rank ahead, which has left out a collective.
     """
     reports = sorted(reports, key=lambda report: report.rank)
-    silent = frozenset(range(size)) - {report.rank for report in reports}
+    silent = set(range(size)) - {report.rank for report in reports}
     limit = f"trainer.timeout_seconds={seconds:g} sets the limit"
     if silent:
         rank = min(silent)
-        waiting = ", ".join(map(str, reports[:3]))
         message = f"rank {rank} does not answer: it is stopped, or hangs with the interpreter's lock held"
-        return HangDiagnosis(rank, f"{message}; {waiting} waited for it; {limit}", silent_ranks=silent)
+        return HangDiagnosis(rank, f"{message}; {_list_states(reports)}; {limit}", reports[0].rank)
     outside_collectives = [report for report in reports if not report.is_waiting]
     if outside_collectives:
-        cause = _furthest_behind(outside_collectives)
+        # The furthest behind has the lowest phase count. Of several, it has been still for the longest time.
+        cause = min(outside_collectives, key=lambda report: (report.phase_count, -report.still_seconds))
         message = f"stands still for {cause.still_seconds:.1f} s"
         if size > 1:
             peers = [report for report in reports if report is not cause]
@@ -113,19 +112,8 @@ def diagnose(reports: Iterable[HangReport], size: int, seconds: float) -> HangDi
     else:
         cause, message = _rank_in_other_collective(reports)
     position = f"rank {cause.rank} on {cause.host}: step {cause.step}, phase {cause.phase}"
-    return HangDiagnosis(cause.rank, f"{position}, {message}; at {cause.location}; {limit}", cause.stack)
-
-
-def _furthest_behind(reports: list[HangReport]) -> HangReport:
-    """Return the report with the lowest phase count.
-
-    Of reports with the same count, it is the one with the longest time without progress.
-    """
-
-    def sort_key(report: HangReport) -> tuple[int, float, int]:
-        return report.phase_count, -report.still_seconds, report.rank
-
-    return min(reports, key=sort_key)
+    message = f"{position}, {message}; at {cause.location}; {limit}"
+    return HangDiagnosis(cause.rank, message, cause.rank, cause.stack)
 
 
 def _list_states(reports: list[HangReport]) -> str:
@@ -186,7 +174,6 @@ class Watch:
         self.still_seconds = 0.0
         self._last_counts = self.rank_status.counts
         self._last_check_time = self.clock()
-        self._main_thread = threading.main_thread().ident or 0
         self._is_closed = threading.Event()
         self._has_hung = False
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -249,8 +236,13 @@ class Watch:
     def write_report(self) -> HangReport:
         """Write this rank's report to ``folder``, for all ranks. Return the report."""
         status = self.rank_status
-        main_frame = sys._current_frames().get(self._main_thread)
-        stack, other_stacks = _stacks(self._main_thread)
+        frames = sys._current_frames()
+        stacks = {}  # by the name of the thread. The outermost frame of a stack comes first.
+        for thread in threading.enumerate():
+            if thread.ident in frames:
+                stacks[thread.name] = "".join(traceback.format_stack(frames[thread.ident]))
+        main_thread = threading.main_thread()
+        calls = traceback.extract_stack(frames[main_thread.ident or 0], limit=3)[::-1]
         report = HangReport(
             rank=self.rank,
             step=status.step,
@@ -260,9 +252,9 @@ class Watch:
             is_odd=status.is_waiting and status.phase not in status.collective_phases,
             still_seconds=self.still_seconds,
             host=platform.node(),
-            location=_innermost_frames(main_frame),
-            stack=stack,
-            other_stacks=other_stacks,
+            location=" < ".join(f"{Path(call.filename).name}:{call.lineno} in {call.name}" for call in calls),
+            stack=stacks.pop(main_thread.name),
+            other_stacks="\n".join(f"{name}:\n{stack}" for name, stack in stacks.items()),
         )
         with contextlib.suppress(OSError):
             write_json(self.folder / f"rank-{self.rank}.json", asdict(report), durable=False)
@@ -287,31 +279,6 @@ class Watch:
         return reports
 
 
-def _innermost_frames(frame: FrameType | None) -> str:
-    """Return a text with file, line and function of the three innermost frames, the innermost first."""
-    if frame is None:
-        return ""
-    calls = reversed(traceback.extract_stack(frame, limit=3))
-    return " < ".join(f"{Path(call.filename).name}:{call.lineno} in {call.name}" for call in calls)
-
-
-def _stacks(main_thread: int) -> tuple[str, str]:
-    """Return the stack of the main thread, and the stacks of all other threads except the caller's.
-
-    The outermost frame of each stack comes first.
-    """
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
-    other_stacks = ""
-    for ident in frames.keys() - {main_thread, threading.get_ident()}:
-        other_stacks += f"{names.get(ident, ident)}:\n{_stack_text(frames[ident])}\n"
-    return _stack_text(frames.get(main_thread)), other_stacks
-
-
-def _stack_text(frame: FrameType | None) -> str:
-    return "".join(traceback.format_stack(frame)) if frame else ""
-
-
 def watch(attempt: Attempt, run_dir: Path, seconds: float) -> Watch:
     """Start and return this rank's watchdog. All ranks must call this function.
 
@@ -326,9 +293,7 @@ def watch(attempt: Attempt, run_dir: Path, seconds: float) -> Watch:
     start_time = time.gmtime(float(group.sum(start_seconds)[0]))
     folder = run_dir / STUCK / time.strftime("%Y%m%dT%H%M%SZ", start_time)
 
-    def leave(diagnosis: HangDiagnosis, report: HangReport) -> None:
-        _exit_stuck(attempt, rank_folder(run_dir, world.rank), diagnosis, report=report)
-
+    leave = partial(_exit_stuck, attempt, rank_folder(run_dir, world.rank))
     watchdog = Watch(group.rank_status, world.rank, world.size, folder=folder, seconds=seconds, leave=leave)
     return watchdog.start()
 
@@ -339,14 +304,8 @@ def _exit_stuck(attempt: Attempt, folder: Path, diagnosis: HangDiagnosis, report
     ``diagnosis`` is the same on all ranks and names the stuck rank. ``report`` has the phase and the stack of
     this rank.
     """
-    # One rank, the reporter, is marked as the cause of the failure. It is the stuck rank, or, if that rank
-    # does not answer, the next rank that answers.
-    reporter = diagnosis.rank
-    while reporter in diagnosis.silent_ranks:
-        reporter += 1
-    if reporter == attempt.group.world.size:  # No rank after the stuck rank answers.
-        reporter = 0
-    is_reporter = report.rank == reporter
+    # The reporter is marked as the cause of the failure. The launcher kills ranks that do not answer.
+    is_reporter = report.rank == diagnosis.reporter
     message = f"{report}: rank {diagnosis.rank} is stuck"
     if is_reporter:
         message = diagnosis.message
@@ -363,13 +322,4 @@ def _exit_stuck(attempt: Attempt, folder: Path, diagnosis: HangDiagnosis, report
     if report.rank:
         time.sleep(_RANK0_HEAD_START_SECONDS)
     kill_descendants(os.getpid())
-    _kill_siblings(diagnosis.silent_ranks)
     os._exit(Stuck.exit_code)
-
-
-def _kill_siblings(ranks: Collection[int]) -> None:
-    """Kill the processes of ``ranks`` on this host. Their watchdogs do not answer and cannot end them."""
-    for pid, environment in siblings_of(os.getpid()).items():
-        with contextlib.suppress(MachineError):
-            if World.from_environment(environment).rank in ranks:
-                kill(pid)

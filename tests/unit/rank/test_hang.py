@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.distributed.rank_status import RankStatus, collective
+from speechtrain.distributed.rank_status import RankStatus
 from speechtrain.rank.hang import HANG, START_SECONDS, HangDiagnosis, HangReport, Watch, diagnose
 
 
@@ -112,11 +112,11 @@ def test_a_collective_is_noted_until_its_end() -> None:
             self.rank_status = RankStatus()
             self.rank_status.begin_phase(1, "agree")
 
-        @collective
         def meet(self, fails: bool) -> bool:
-            assert self.rank_status.is_waiting
-            if fails:
-                raise RuntimeError
+            with self.rank_status.collective():
+                assert self.rank_status.is_waiting
+                if fails:
+                    raise RuntimeError
             return True
 
     meeting = Meeting()
@@ -160,7 +160,7 @@ def test_of_several_the_one_furthest_behind_is_named() -> None:
 
 def test_a_rank_without_an_answer_is_named() -> None:
     verdict = diagnose([waiting(0, "agree", 14), waiting(1, "agree", 14)], 3, 5.0)
-    assert (verdict.rank, verdict.silent_ranks) == (2, frozenset({2}))
+    assert (verdict.rank, verdict.reporter) == (2, 0)
     assert "rank 2 does not answer" in verdict.message
 
 
