@@ -12,7 +12,6 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,15 +20,13 @@ import torch
 
 from speechtrain.batch import Footprint
 from speechtrain.compute_policy import apply_policy
-from speechtrain.devices.base import Device
 from speechtrain.devices.out_of_memory import out_of_memory_error
 from speechtrain.distributed.group import PeerLost
-from speechtrain.distributed.world import World, is_number
+from speechtrain.distributed.world import World
 from speechtrain.errors import (
     ConfigError,
     MachineError,
     OutOfMemory,
-    RunError,
     SpeechtrainError,
     explain_disk_error,
     print_notice,
@@ -57,7 +54,7 @@ from speechtrain.rank.logs import (
     open_tracker,
     warn_of_crowded_labels,
 )
-from speechtrain.rank.stop import StopRequest, stop_with_parent
+from speechtrain.rank.stop import StopRequest
 from speechtrain.run_directory import ERROR, RESULT, RunLock, rank_folder, write_result
 from speechtrain.start.build import build_data, build_optimizer
 from speechtrain.start.resolved import load
@@ -158,26 +155,17 @@ def train(
         stop_requested=stop,
     )
     attempt.progress = trainer.progress
-    with contextlib.closing(data), _explained_memory_errors(device, trainer, tokenizer.size):
-        attempt.status = trainer.fit(module, data, optimizer, schedule=schedule, checkpoint=checkpoint)
-
-
-@contextlib.contextmanager
-def _explained_memory_errors(device: Device, trainer: Trainer, classes: int) -> Iterator[None]:
-    """Return a context that turns an out-of-memory error of the device into an error that names the batch.
-
-    ``classes`` is the number of labels of the tokenizer.
-    """
     try:
-        yield
+        with contextlib.closing(data):
+            attempt.status = trainer.fit(module, data, optimizer, schedule=schedule, checkpoint=checkpoint)
     except (RuntimeError, MemoryError) as error:
         batch, footprint = None, Footprint(0.0)
         if trainer.parts is not None:
             batch, footprint = trainer.parts.latest, trainer.parts.task.footprint()
-        memory_error = out_of_memory_error(device, error, batch, footprint, classes=classes)
-        if memory_error is not None:
-            raise memory_error from error
-        raise
+        memory_error = out_of_memory_error(device, error, batch, footprint, classes=tokenizer.size)
+        if memory_error is None:
+            raise
+        raise memory_error from error
 
 
 def main(argv: list[str] | None = None, is_watched: bool = False) -> int:
@@ -187,50 +175,28 @@ def main(argv: list[str] | None = None, is_watched: bool = False) -> int:
     Each other rank writes its outcome and its output to its own folder in ``RUN/ranks``. With ``is_watched``,
     this function does not return if the rank hangs, because the watchdog ends the process.
     """
-    arguments = sys.argv[1:] if argv is None else argv
-    path = _config_path(arguments)
-    if path is None:
+    path = Path(*(sys.argv[1:] if argv is None else argv))
+    if not path.is_file():
+        print_notice(f"error: {path} does not exist on {platform.node()}. The start of a run writes it")
         return ConfigError.exit_code
     stop = StopRequest()
-    stop_with_parent(stop)
-    run_dir = path.parent
-    _set_world_variables()
-    rank = os.environ.get("RANK", "0")
-    if is_number(rank) and int(rank):
-        with contextlib.suppress(OSError):  # If the disk is full, ``_attempt`` reports it.
-            _redirect_output(rank_folder(run_dir, int(rank)) / "output.log")
-        return _attempt(path, stop, int(rank), is_watched=is_watched)
-    # This is rank 0, or RANK is malformed, which ``_attempt`` reports.
-    lock = RunLock(run_dir)
+    lock = RunLock(path.parent)
     try:
-        lock.acquire()
-    except (RunError, OSError) as error:  # Another process trains the run and writes its result.
+        world = World.from_environment(os.environ)
+        if world.size > 1:  # Torch and vendors' libraries read torchrun's variables.
+            os.environ.update(world.variables())
+        if not world.rank:
+            lock.acquire()
+    except (SpeechtrainError, OSError) as error:  # Another process may train the run and write its result.
         print_notice(f"error: {error}")
-        return error.exit_code if isinstance(error, RunError) else MachineError.exit_code
+        return error.exit_code if isinstance(error, SpeechtrainError) else MachineError.exit_code
+    if world.rank:
+        with contextlib.suppress(OSError):  # If the disk is full, ``_attempt`` reports it.
+            _redirect_output(rank_folder(path.parent, world.rank) / "output.log")
     try:
-        return _attempt(path, stop, is_watched=is_watched)
+        return _attempt(path, stop, world, is_watched=is_watched)
     finally:
         lock.release()
-
-
-def _set_world_variables() -> None:
-    """Set torchrun's variables, which torch and vendors' libraries read, if there are several ranks."""
-    with contextlib.suppress(MachineError):  # ``_attempt`` reports a malformed variable.
-        world = World.from_environment(os.environ)
-        if world.size > 1:
-            os.environ.update(world.variables())
-
-
-def _config_path(arguments: Sequence[str]) -> Path | None:
-    """Return the path of the config in ``arguments``. If it is missing, print the reason and return None."""
-    line = "usage: python -m speechtrain.rank RUN/config.yaml"
-    if len(arguments) == 1:
-        path = Path(arguments[0])
-        if path.is_file():
-            return path
-        line = f"error: {path} does not exist on {platform.node()}. The start of a run writes it"
-    print_notice(line)
-    return None
 
 
 def _redirect_output(path: Path) -> None:
@@ -241,20 +207,14 @@ def _redirect_output(path: Path) -> None:
             os.dup2(log.fileno(), stream.fileno())
 
 
-def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = False) -> int:
+def _attempt(path: Path, stop: StopRequest, world: World, is_watched: bool) -> int:
     """Train with the config at ``path``, write the outcome to the rank's folder and return the exit code."""
-    folder = rank_folder(path.parent, rank)
+    folder = rank_folder(path.parent, world.rank)
     attempt, exit_code = Attempt(), 0
     for earlier_file in (folder / ERROR, folder / RESULT):
         earlier_file.unlink(missing_ok=True)
     try:
-        train(
-            run_config(load(path)),
-            World.from_environment(os.environ),
-            stop,
-            attempt=attempt,
-            is_watched=is_watched,
-        )
+        train(run_config(load(path)), world, stop, attempt=attempt, is_watched=is_watched)
         result = attempt.result()
         attempt.group.rank_status.begin_phase(attempt.progress.step, "end")
         attempt.group.close()
@@ -263,7 +223,7 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
         # The watchdog is stopped first. If it has found a hang, it writes its diagnosis as the result, and
         # ``unwatch`` does not return.
         attempt.unwatch()
-        result = _failed_result(attempt, error, rank)
+        result = _failed_result(attempt, error, world.rank)
         exit_code = result["exit_code"]
         with contextlib.suppress(OSError):  # A full disk must not hide the cause of the failure.
             write_text(folder / ERROR, traceback.format_exc(), durable=False)

@@ -18,10 +18,10 @@ def test_a_rank_that_outlived_its_command_before_it_could_ask_stops(tmp_path: Pa
     code = (
         "import os, sys\n"
         "from speechtrain.launch.launcher import PARENT\n"
-        "from speechtrain.rank.stop import StopRequest, stop_with_parent\n"
+        "from speechtrain.rank.stop import StopRequest\n"
         "for parent in sys.argv[1:]:\n"
         "    os.environ[PARENT] = parent\n"
-        "    stop = StopRequest(); stop_with_parent(stop); print(stop())"
+        "    print(StopRequest()())"
     )
     expected = {
         str(os.getpid()): "False",
