@@ -6,6 +6,7 @@ different operations. The policy chooses the implementation of each block.
 
 from __future__ import annotations
 
+import copy
 import os
 import statistics
 import warnings
@@ -34,6 +35,7 @@ _GRAPHS_OF_A_SHAPE = 16
 _STEPS_OF_A_GRAPH = 80  # XLA compiled an LSTM of 136,000 operations, all frames in one graph, for minutes.
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,43 @@ class ComputePolicy:
     mark_step: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
     # the vendor's CTC loss, with the arguments of torch's ``ctc_loss`` in the same order
     ctc_kernel: Callable[..., Tensor] | None = field(default=None, compare=False, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ComputePolicy:
+        # A policy does not change, and a copied device would have no chip.
+        return self
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether the device records a graph until ``mark_step``."""
+        return self.static_shapes and not self.compiler
+
+    def fixed_width(self, largest: int) -> int | None:
+        """Return ``largest``, the largest width of a table, or None if the width may depend on the data."""
+        return largest if self.static_shapes else None
+
+    def lengths_on_host(self, lengths: Tensor, padded: int) -> list[int]:
+        """Return the lengths (B,) of rows. With static shapes, the host reads nothing: each is ``padded``."""
+        if self.static_shapes:
+            return [padded] * len(lengths)
+        numbers: list[int] = lengths.tolist()
+        return numbers
+
+    def tensors_for_search(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors of a search for texts.
+
+        With static shapes they are copies on the host, because the number of steps of a search and the shapes
+        of its results depend on the data.
+        """
+        if self.static_shapes:
+            return tuple(tensor.cpu() for tensor in tensors)
+        return tensors
+
+    def module_for_search(self, module: _Module) -> _Module:
+        """Return a module of a search. With static shapes it is a copy on the host, with torch's kernels."""
+        if self.static_shapes:
+            module = copy.deepcopy(module).cpu()
+            apply_policy(module, PLAIN)
+        return module
 
     def autocast(self, device: str) -> AbstractContextManager[object]:
         """Return the autocast context for forward passes. ``device`` is a device type of torch."""

@@ -22,8 +22,8 @@ from speechtrain.errors import require_least
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.nn.full_precision import at_least_fp32, full_precision
-from speechtrain.nn.lstm import EndSegment
 from speechtrain.nn.norm import MaskedBatchNorm
+from speechtrain.nn.segments import end_segment
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swish": F.silu, "relu": F.relu}
 
@@ -224,9 +224,8 @@ class ConvolutionalEncoder(LogMelEncoder, PolicyAware):
         x, lengths = self.augmented(batch)
         for number, block in enumerate(self.blocks, 1):
             x, lengths = block(x, lengths)
-            is_lazy = self._policy.static_shapes and not self._policy.compiler
-            if is_lazy and number % _BLOCKS_PER_GRAPH == 0:
-                (x,) = EndSegment.apply(self._policy.mark_step, x)  # type: ignore[no-untyped-call]
+            if number % _BLOCKS_PER_GRAPH == 0:
+                (x,) = end_segment(self._policy, x)
         return x, lengths
 
     def frames(self, samples: int) -> int:

@@ -57,10 +57,7 @@ class CTC(Recogniser):
         return loss, {}
 
     def hypotheses(self, encoded: Tensor, lengths: Tensor, decoder: Decoder) -> list[Hypothesis]:
-        scores = self.scores(encoded)
-        if self.policy.static_shapes:
-            # The search runs on the host, because the shapes of its results depend on the data.
-            scores, lengths = scores.cpu(), lengths.cpu()
+        scores, lengths = self.policy.tensors_for_search(self.scores(encoded), lengths)
         scorer = CTCScorer(self.tokenizer, self.frame_seconds)
         return decoder.decode(scorer, scores, lengths)
 

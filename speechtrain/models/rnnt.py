@@ -5,7 +5,6 @@ Legend: B rows, T encoder frames, U labels, H joint width, V classes (blank last
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
-from speechtrain.compute_policy import PLAIN, apply_policy
 from speechtrain.counter_rng import JointStream, bits_at
 from speechtrain.decoding.base import Decoder, Hypothesis, TransducerScorer
 from speechtrain.encoders.base import Encoder
@@ -22,8 +20,8 @@ from speechtrain.losses.ctc import ctc_loss
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.models.recogniser import Recogniser
 from speechtrain.nn.joint import Joint
-from speechtrain.nn.lstm import EndSegment
 from speechtrain.nn.prediction import LSTMPrediction, Prediction
+from speechtrain.nn.segments import end_encoder
 from speechtrain.task import Sums
 from speechtrain.text.vocabulary import Tokenizer
 
@@ -111,10 +109,7 @@ class RNNT(Recogniser):
         """Return the transducer loss (B,) of each row, computed for ``joint_rows`` rows at a time."""
         encoder = self.joint.encoder(encoded)
         prediction = self.joint.prediction(self.prediction(batch.labels))
-        # Only lazy devices set ``lstm_segment``. They run the joint and the loss in a separate graph.
-        if self.policy.lstm_segment:
-            projections = EndSegment.apply(self.policy.mark_step, encoder, prediction)  # type: ignore[no-untyped-call]
-            encoder, prediction = projections
+        encoder, prediction = end_encoder(self.policy, encoder, prediction)
         inputs = (encoder, prediction, batch.labels, lengths, batch.label_lengths)
         seeds = batch.extra["joint_seeds"] if self.dropout else None
         if not self.joint_rows:
@@ -130,11 +125,10 @@ class RNNT(Recogniser):
         self, encoder: Tensor, prediction: Tensor, labels: Tensor, *lengths: Tensor
     ) -> tuple[Tensor, ...]:
         """Cut the padding that no row of a slice needs."""
-        if self.policy.static_shapes:
-            return encoder, prediction, labels, *lengths
-        most_frames, most_labels = (int(length.max()) for length in lengths)
-        encoder = encoder[:, : max(1, most_frames)]
-        return encoder, prediction[:, : most_labels + 1], labels[:, :most_labels], *lengths
+        frame_counts, label_counts = lengths
+        frames = max(1, *self.policy.lengths_on_host(frame_counts, encoder.shape[1]))
+        most_labels = max(self.policy.lengths_on_host(label_counts, labels.shape[1]))
+        return encoder[:, :frames], prediction[:, : most_labels + 1], labels[:, :most_labels], *lengths
 
     def _transducer(
         self,
@@ -168,14 +162,9 @@ class RNNT(Recogniser):
         )
 
     def hypotheses(self, encoded: Tensor, lengths: Tensor, decoder: Decoder) -> list[Hypothesis]:
-        prediction, joint = self.prediction, self.joint
-        frames = joint.encoder(encoded)
-        if self.policy.static_shapes:
-            # The number of search steps depends on the data, so the host decodes, after one copy per batch.
-            prediction, joint = copy.deepcopy((prediction, joint))
-            for part in (prediction, joint):
-                apply_policy(part.cpu(), PLAIN)
-            frames, lengths = frames.cpu(), lengths.cpu()
+        frames, lengths = self.policy.tensors_for_search(self.joint.encoder(encoded), lengths)
+        prediction = self.policy.module_for_search(self.prediction)
+        joint = self.policy.module_for_search(self.joint)
         scorer = TransducerScorer(self.tokenizer, self.frame_seconds, prediction=prediction, joint=joint)
         return decoder.decode(scorer, frames, lengths)
 

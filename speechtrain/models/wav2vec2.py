@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
-from speechtrain.compute_policy import ComputePolicy, PolicyAware, scale_scalar
+from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware, scale_scalar
 from speechtrain.counter_rng import BatchStream, seed_at
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, require_shares
@@ -151,11 +151,12 @@ class Wav2Vec2(Task, PolicyAware):
         self.fixed_width = fixed_width
         self.host_noise = host_noise
         self._step = 0
+        self._policy = PLAIN
         chance = math.log2(1 + negatives)
         self._collapse_watch = CollapseWatch(codebooks, codes, chance=chance, chance_updates=chance_updates)
 
     def apply_policy(self, policy: ComputePolicy) -> None:
-        self.fixed_width = self.fixed_width or policy.static_shapes
+        self._policy = policy
 
     def advance(self, step: int, seed: int) -> None:
         self._step = step
@@ -190,7 +191,8 @@ class Wav2Vec2(Task, PolicyAware):
         frames = encoder.frames(batch.audio.shape[1])
         counted = _counted_rows(batch.ids, lengths, encoder.mask.shortest())
         mask = encoder.mask.sample(lengths, frames, seeds[BatchStream.FRAMES], equal=True, counted=counted)
-        table_width = encoder.mask.max_masked_frames(frames) if self.fixed_width else None
+        largest_width = encoder.mask.max_masked_frames(frames)
+        table_width = largest_width if self.fixed_width else self._policy.fixed_width(largest_width)
         index, weight = frame_table(mask, table_width)
         row_weight = batch.weight * torch.tensor(counted)
         masked_counts, seed = mask.sum(1).tolist(), seeds[BatchStream.NEGATIVES]

@@ -123,22 +123,6 @@ class LSTM(nn.Module, PolicyAware):
         return x, (torch.stack(hiddens), torch.stack(cells))
 
 
-class EndSegment(torch.autograd.Function):
-    """Identity of tensors that ends a lazy device's graph in forward and, at the same point, in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, mark_step: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.mark_step = mark_step
-        ctx.set_materialize_grads(False)
-        mark_step()
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.mark_step()
-        return (None, *gradients)
-
-
 class _Layer(torch.autograd.Function):
     """One LSTM layer: (T, B, I) and a state (B, H) × 2 to (T, B, H) and the last state.
 

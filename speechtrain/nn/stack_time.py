@@ -39,4 +39,8 @@ class StackTime(nn.Module):
             return x, lengths
         is_valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
         stacked = stack_time(x * is_valid[:, :, None].to(x.dtype), self.factor)
-        return stacked, torch.div(lengths + (self.factor - 1), self.factor, rounding_mode="floor")
+        return stacked, self.lengths(lengths)
+
+    def lengths(self, lengths: Tensor) -> Tensor:
+        """Return the lengths (B,) of the stacked frames: ceil(lengths / k)."""
+        return torch.div(lengths + (self.factor - 1), self.factor, rounding_mode="floor")

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from speechtrain import compute_policy
-from speechtrain.compute_policy import PLAIN, STATIC, ComputePolicy, equal_parts, fastest_policy
+from speechtrain.compute_policy import (
+    PLAIN,
+    STATIC,
+    ComputePolicy,
+    apply_policy,
+    equal_parts,
+    fastest_policy,
+)
+from speechtrain.nn.prediction import LSTMPrediction
 
 LOOP = ComputePolicy(lstm="loop")
 NARROW = ComputePolicy(autocast_dtype=torch.bfloat16, product_dtype=torch.bfloat16)
@@ -44,6 +54,23 @@ def test_timings_are_interleaved_and_the_first_of_each_is_not_counted() -> None:
     policy, medians = fastest_policy((PLAIN, LOOP), seconds_of)
     assert (policy, medians) == (LOOP, [1.0, 0.5])
     assert order == [PLAIN, LOOP] * (len(order) // 2)
+
+
+def test_a_copy_of_a_module_shares_its_policy() -> None:
+    """A search on the host copies modules. The functions of an opened device cannot be copied."""
+    policy = replace(STATIC, mark_step=SimpleNamespace(chip=torch).__repr__)
+    module = LSTMPrediction()
+    module.connect(3)
+    apply_policy(module, policy)
+    assert copy.deepcopy(policy) is policy
+    assert policy.module_for_search(module) is not module
+    assert PLAIN.module_for_search(module) is module
+
+
+def test_with_static_shapes_the_host_reads_no_length() -> None:
+    lengths = torch.tensor([2, 5])
+    assert PLAIN.lengths_on_host(lengths, 8) == [2, 5]
+    assert STATIC.lengths_on_host(lengths, 8) == [8, 8]
 
 
 def test_one_slow_timing_decides_nothing() -> None:
