@@ -42,6 +42,7 @@ from speechtrain.batch import Batch
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import Group, SingleProcess, open_group
 from speechtrain.distributed.world import World
+from speechtrain.metrics import MetricSums
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.lamb import LAMB
 from speechtrain.rank.build import build_task
@@ -50,7 +51,7 @@ from speechtrain.start.run_config import part_of, run_config
 from speechtrain.task import Task
 from speechtrain.tracking.jsonl import Jsonl
 from speechtrain.trainer_config import TrainerConfig
-from speechtrain.training.run_state import Interval, Parts
+from speechtrain.training.run_state import Parts, Progress, UpdateRecord
 from speechtrain.training.trainer import Trainer
 
 BUCKET = 25 * 2**20  # bytes that DDP reduces at once
@@ -82,37 +83,37 @@ class Steps:
         limits = TrainerConfig(clip=1.0)
         self.group, self.task, self.module, self.batch = group, task, module, batch
         self.trainer = Trainer(limits, CPU(), folder, tracker, precision=precision, group=group)
-        optimizer, progress = LAMB(task.parameters(), lr=1e-6), self.trainer.progress
         # Data and schedule are not needed, since the batch is always the same.
         self.parts = Parts(
             task=task,
             data=None,  # type: ignore[arg-type]
-            optimizer=optimizer,
+            optimizer=LAMB(task.parameters(), lr=1e-6),
             schedule=None,  # type: ignore[arg-type]
             average=NoEMA(),
             precision=precision,
-            progress=progress,
+            progress=self.trainer.progress,
+            updates_per_epoch=1.0,
         )
-        self.parts.wrapped = module
-        self.trainer._updates_per_epoch = 1.0
-        self.interval = Interval()
 
     def step(self) -> float:
         """Train a step and return its seconds."""
         start = time.perf_counter()
-        batches = itertools.repeat(self.batch)
-        global_batch = self.trainer._accumulate(self.parts, batches, 1, self.interval)
-        self.trainer._step(self.parts, global_batch, 1e-6)
-        self.trainer.update.results(True)
+        self.run_update()
         return time.perf_counter() - start
+
+    def run_update(self) -> UpdateRecord:
+        batch = self.trainer.accumulate(self.task, self.module, itertools.repeat(self.batch), 1)
+        norm = self.trainer.update(self.parts.trained, 1e-6, batch.scale, batch.healthy)
+        self.trainer.update.results(True)
+        return UpdateRecord(batch, 1e-6, norm)
 
     def log(self) -> float:
         """Write a log line of ``LOG_EVERY`` steps and return its seconds."""
-        interval, total = Interval(), torch.ones(())
+        update, sums, total = self.run_update(), MetricSums(), torch.ones(())
         for _ in range(LOG_EVERY):
-            interval.sums.add(dict.fromkeys(("loss", "accuracy", "loss_bits"), (total, total)))
+            sums.add(dict.fromkeys(("loss", "accuracy", "loss_bits"), (total, total)))
         start = time.perf_counter()
-        self.trainer._log(interval, 0.0, torch.zeros(()))
+        self.trainer.log(self.parts, update, sums, since=Progress())
         return time.perf_counter() - start
 
     def all_reduce_status(self) -> float:

@@ -99,6 +99,14 @@ class MetricSums:
         if len(self._pending) >= _MAX_PENDING:
             self._read_all()
 
+    def merge(self, other: MetricSums) -> None:
+        """Add the sums of ``other``, which stay on their device."""
+        for name, pair in other._totals.items():
+            self._totals[name] = self._totals.get(name, 0.0) + pair
+        self._pending += other._pending
+        if len(self._pending) >= _MAX_PENDING:
+            self._read_all()
+
     def _read_all(self) -> dict[str, Tensor]:
         """Add all pending vectors to the totals, and return the totals."""
         for names, vector in self._pending:

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "decoding": "losses nn text",
     "text": "",
     "models": "decoding encoders losses nn text",
-    "devices": "",
+    "devices": "optim.optimizer_step",
     "data": "distributed.world text",
     "optim": "",
     "tracking": "",
@@ -47,7 +47,7 @@ MAY_IMPORT = {
     # It knows interfaces only.
     "training": (
         "checkpoint.best_metric checkpoint.fit checkpoint.state_file checkpoint.whole data.base devices.base "
-        "distributed.group optim.common optim.ema optim.schedules tracking.base"
+        "distributed.group optim.ema optim.optimizer_step optim.schedules tracking.base"
     ),
     "interop": "checkpoint encoders features models nn text",
     "export": "data decoding encoders inference models nn start text",
@@ -197,6 +197,17 @@ def test_only_devices_and_the_policy_ask_for_the_chip() -> None:
     asks = re.compile(r"is_cpu|get_autocast|is_autocast_enabled|platform\.processor")
     named = {p.relative_to(PACKAGE) for p in SOURCES if PACKAGE in p.parents and asks.search(p.read_text())}
     assert {path.parts[0] for path in named} <= {"devices", "compute_policy.py"}
+
+
+def test_the_trainer_and_the_networks_do_not_ask_for_static_shapes() -> None:
+    """The device brings its update and its warm-up, and the policy computes what its shapes require."""
+    asks = re.compile(r"static_shapes|lstm_segment|is_lazy|BranchFreeUpdate|isinstance\(.*Device\)")
+    files = [
+        PACKAGE / "training" / "trainer.py",
+        *(PACKAGE / "models").rglob("*.py"),
+        *(PACKAGE / "encoders").rglob("*.py"),
+    ]
+    assert [path.name for path in files if asks.search(path.read_text())] == []
 
 
 MAY_COMPARE_NAMES = {

@@ -34,12 +34,15 @@ class Fault:
 
 
 FAULTS = (
-    Fault("clip", "training/optimizer_step.py", "norm.clamp(min=self.clip)", "norm.clamp(max=self.clip)"),
+    Fault("clip", "optim/optimizer_step.py", "norm.clamp(min=self.clip)", "norm.clamp(max=self.clip)"),
     Fault("draws-of-ranks", "training/trainer.py", "index * world.size + world.rank", "index * world.size"),
-    Fault("no-sync", "training/trainer.py", "is_last = index + 1 == accumulate", "is_last = index == 0"),
     Fault(
-        "last-save", "training/trainer.py", "save = status is not None or is_save_step", "save = is_save_step"
+        "no-sync",
+        "training/trainer.py",
+        "is_last = index + 1 == self.config.accumulate",
+        "is_last = index == 0",
     ),
+    Fault("last-save", "training/trainer.py", "is_save_step or status is not None", "is_save_step"),
     Fault("temperature", "losses/contrastive.py", "_unit(context) / temperature", "_unit(context)"),
     Fault("arcs", "losses/transducer_posteriors.py", "F.pad(label, (1, -1))", "label"),
     Fault("dropout", "losses/transducer_lattice.py", "65536 / (65536 - self.dropped_values)", "1.0"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from speechtrain import torch_private
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import STATIC, ComputePolicy, usable_cpus
+from speechtrain.compute_policy import ComputePolicy, usable_cpus
 from speechtrain.errors import ConfigError, MachineError
+from speechtrain.optim.optimizer_step import HostCheckedUpdate, Update
 from speechtrain.precision import NAMES, Precision
 
 _CORES_OF_ACCELERATOR = 100  # A plan of a run counts an accelerator as this number of CPU cores.
@@ -80,7 +81,7 @@ class Device(ABC):
     """Whether the device computes on the host's cores, in the host's memory."""
 
     static_shapes: bool = False
-    """Whether every tensor shape of a step must come from a fixed set, which the log of the start has."""
+    """Whether every tensor shape of a step must come from a fixed set, as for each ``StaticDevice``."""
 
     compile: bool = False
     """Whether ``torch.compile`` compiles the model, for each shape (``compute_policy.compile_module``)."""
@@ -172,8 +173,6 @@ class Device(ABC):
     def policy(self, dtype: torch.dtype) -> ComputePolicy:
         """Return the default policy of training in ``dtype``: torch's own kernels if the device has them."""
         policy = ComputePolicy()
-        if self.static_shapes:
-            policy = replace(STATIC, mark_step=self.mark_step)
         if self.compile:
             policy = replace(policy, compiler="inductor")
         if dtype == torch.float32:
@@ -214,6 +213,16 @@ class Device(ABC):
         This is called after both are built and before a checkpoint is read.
         """
         return module, optimizer
+
+    def update(self, precision: Precision, clip: float) -> Update:
+        """Return how a run updates its weights. Gradients are clipped to the norm ``clip`` unless it is 0."""
+        return HostCheckedUpdate(precision, clip)
+
+    def warm_up(self, rehearse: Callable[[], None]) -> None:  # noqa: B027 - nothing is a sensible default
+        """Compile graphs before the first update. ``rehearse`` computes all shapes of a run, for minutes.
+
+        By default nothing is compiled in advance.
+        """
 
     def tensor(self, value: Tensor) -> Tensor:
         """Return the tensor ``value`` on the device."""

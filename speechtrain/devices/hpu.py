@@ -17,7 +17,8 @@ import torch
 
 from speechtrain.compute_policy import ComputePolicy
 from speechtrain.devices import host
-from speechtrain.devices.base import Device, DeviceFacts
+from speechtrain.devices.base import DeviceFacts
+from speechtrain.devices.static import StaticDevice
 from speechtrain.errors import MachineError, one_line, require_least
 from speechtrain.files import read_bytes
 
@@ -53,7 +54,7 @@ def has_card(folder: Path) -> bool:
 
 
 @dataclass(eq=False)
-class HPU(Device):
+class HPU(StaticDevice):
     """One Gaudi card for each process.
 
     ``mode`` is one of:
@@ -71,7 +72,6 @@ class HPU(Device):
     """
 
     name = "hpu"
-    static_shapes = True
     facts = DeviceFacts(
         collectives={"hpu": "hccl"},  # without cpu, as in all of the vendor's code
         # In lazy mode each bucket ends a graph. Therefore there are few large buckets, as in optimum-habana.

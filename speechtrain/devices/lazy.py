@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speechtrain import torch_private
-from speechtrain.devices.base import Device, DeviceFacts
+from speechtrain.devices.base import DeviceFacts
+from speechtrain.devices.static import StaticDevice
 from speechtrain.errors import MachineError, first_line
 
 
@@ -55,7 +56,7 @@ _LIBRARY: list[torch.library.Library] = []
 
 
 @dataclass(eq=False)
-class Lazy(Device):
+class Lazy(StaticDevice):
     """Records graphs of operations, ends them at ``mark_step``, and runs them on the CPU.
 
     Each distinct graph is compiled once. So this device shows on any machine whether a recipe suits a lazy
@@ -66,7 +67,6 @@ class Lazy(Device):
 
     name = "lazy"
     on_host = True
-    static_shapes = True
     facts = DeviceFacts(
         collectives={"cpu": "gloo", "lazy": "gloo"},
         sum_dtype=torch.float32,

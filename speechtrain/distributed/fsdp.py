@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from speechtrain.devices.base import DeviceFacts
-from speechtrain.distributed.group import HOST, Status, TorchGroup
+from speechtrain.distributed.group import HOST, GlobalStatus, TorchGroup
 from speechtrain.distributed.world import World
 from speechtrain.dtensor import is_sharded
 from speechtrain.errors import ConfigError, MachineError, one_line
@@ -81,7 +81,7 @@ class ShardedGroup(TorchGroup):
         assert isinstance(module, _FSDPWrapper)
         return module.no_sync()
 
-    def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> Status:
+    def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> GlobalStatus:
         if self._sharded_module is not None:
             # FSDP finds the end of backward by the tensors that forward returned, here in a dataclass. A
             # version of torch that does not look into dataclasses leaves the parameters gathered.

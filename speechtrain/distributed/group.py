@@ -30,7 +30,7 @@ HOST = DeviceFacts()
 """The facts of a host without an accelerator."""
 
 
-class Status(NamedTuple):
+class GlobalStatus(NamedTuple):
     """The state of an update over all ranks, after its backward."""
 
     weight: Tensor  # () fp32, the sum of the ranks' weights
@@ -82,7 +82,7 @@ class Group(ABC):
         self.any(False)  # The flag is reduced in host memory. NCCL's own barrier allocates device memory.
 
     @abstractmethod
-    def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> Status:
+    def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> GlobalStatus:
         """Return the sum of the ranks' weights, and for each flag whether any rank has set it.
 
         Every rank calls this once per update, after backward. ``weight`` is () fp32 and ``skip`` () bool.
@@ -117,8 +117,8 @@ class SingleProcess(Group):
     def sum(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> Status:
-        return Status(weight, stop, late, skip)
+    def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> GlobalStatus:
+        return GlobalStatus(weight, stop, late, skip)
 
 
 class TorchGroup(Group):
@@ -192,7 +192,7 @@ class TorchGroup(Group):
             dist.all_reduce(total, group=self._host_group)
         return total
 
-    def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> Status:
+    def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> GlobalStatus:
         # All values are concatenated into one vector, because each reduction costs a round trip.
         dtype = self.facts.sum_dtype
         flags = torch.tensor([stop, late], dtype=dtype)
@@ -210,7 +210,9 @@ class TorchGroup(Group):
             else:
                 dist.all_reduce(flags, group=self._host_group)
         self._average_buffers(sums[2:])
-        return Status(weight=sums[0].float(), stop=bool(flags[0]), late=bool(flags[1]), skip=sums[1] > 0)
+        return GlobalStatus(
+            weight=sums[0].float(), stop=bool(flags[0]), late=bool(flags[1]), skip=sums[1] > 0
+        )
 
     def _average_buffers(self, buffer_sums: Tensor) -> None:
         """Store the means over the ranks in the averaged buffers.

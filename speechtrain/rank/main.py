@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from speechtrain.batch import Footprint
 from speechtrain.compute_policy import apply_policy
 from speechtrain.devices.out_of_memory import out_of_memory_error
 from speechtrain.distributed.group import PeerLost
@@ -159,10 +158,9 @@ def train(
         with contextlib.closing(data):
             attempt.status = trainer.fit(module, data, optimizer, schedule=schedule, checkpoint=checkpoint)
     except (RuntimeError, MemoryError) as error:
-        batch, footprint = None, Footprint(0.0)
-        if trainer.parts is not None:
-            batch, footprint = trainer.parts.latest, trainer.parts.task.footprint()
-        memory_error = out_of_memory_error(device, error, batch, footprint, classes=tokenizer.size)
+        memory_error = out_of_memory_error(
+            device, error, trainer.latest_batch, task.footprint(), classes=tokenizer.size
+        )
         if memory_error is None:
             raise
         raise memory_error from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ from torch import Tensor, nn
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import map_tensors
 from speechtrain.devices.base import Device
-from speechtrain.errors import RunError
+from speechtrain.optim.optimizer_step import Trained
 from speechtrain.tracking.base import Tracker
-from speechtrain.training.optimizer_step import Trained
 from speechtrain.training.run_state import Parts
 
-Step = Callable[[Batch], None]
+Step = Callable[[Batch], object]
 """Runs a whole update on copies of a batch, without applying it."""
 
 Evaluate = Callable[[dict[str, Iterable[Batch]]], object]
@@ -87,73 +85,41 @@ def _counters(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     return counters
 
 
-@dataclass(eq=False)
-class Graphs:
-    """Counts the graphs that a device compiles. This class is for eager devices, which have no warm-up."""
+def compile_graphs(
+    parts: Parts, device: Device, tracker: Tracker, run_step: Step, evaluate: Evaluate
+) -> None:
+    """Run steps of all shapes, an evaluation and the reads of a checkpoint twice.
 
-    device: Device
-    tracker: Tracker
-    max_graphs: int | None  # the limit of a run, or None for no limit
-    _reported_graphs: int = field(init=False, default=0)  # compiled in the warm-up, or reported since then
-
-    def warm_up(self, parts: Parts, run_step: Step, evaluate: Evaluate) -> None:
-        """Compile the device's graphs for all fixed shapes, without a change of the run."""
-
-    def settle(self) -> None:
-        """Count all graphs that are compiled so far as graphs of the warm-up."""
-        self._reported_graphs = self.device.graphs()
-
-    def check(self, step: int) -> None:
-        """Warn of graphs that were compiled since the last call, up to ``step``.
-
-        Raises RunError if the run has more graphs than ``trainer.max_graphs``.
-        """
-        graphs = self.device.graphs()
-        if self.max_graphs is not None and graphs > self.max_graphs:
-            raise RunError(
-                f"{graphs} graphs compiled by step {step}, more than trainer.max_graphs={self.max_graphs}"
-            )
-        if graphs > self._reported_graphs:
-            message = f"{graphs - self._reported_graphs} more graphs compiled after the warm-up"
-            self.tracker.log("warning", {"step": step, "message": message})
-            self._reported_graphs = graphs
-
-
-class WarmedUpGraphs(Graphs):
-    """Graphs of a device with fixed shapes, which are compiled before the first update."""
-
-    def warm_up(self, parts: Parts, run_step: Step, evaluate: Evaluate) -> None:
-        """Run steps, an evaluation and the reads of a checkpoint twice.
-
-        The first round creates the optimizer's state. With that state, the graphs of the second round differ.
-        """
-        # Computing the divisor from a real batch would need a host read. Only fp16 needs that divisor, and
-        # devices with fixed shapes do not have fp16.
-        if not parts.progress.backward_divisor:
-            parts.progress.backward_divisor = 1.0
-        start = time.perf_counter()
-        graphs = {"steps": 0, "evaluation": 0, "checkpoint": 0}
-        for _ in range(2):
-            with self._count_graphs(graphs, "steps"), without_side_effects(parts.trained):
-                for shape in parts.data.shapes() * 2:
-                    run_step(padding_batch(*shape))
-            with self._count_graphs(graphs, "evaluation"):
-                batches = [padding_batch(*shape) for shape in parts.data.evaluation_shapes()]
-                evaluate({"warm-up": batches})
-            with self._count_graphs(graphs, "checkpoint"):
-                _read_states(parts)
-        self.settle()
-        counts = {"shapes": len(parts.data.shapes()), "graphs": self._reported_graphs}
-        counts |= {f"graphs_{name}": count for name, count in graphs.items()}
-        self.tracker.log("warm_up", {**counts, "seconds": time.perf_counter() - start})
+    The first round creates the optimizer's state. With that state, the graphs of the second round differ.
+    """
+    # Computing the divisor from a real batch would need a host read. Only fp16 needs that divisor, and
+    # devices with fixed shapes do not have fp16.
+    if not parts.progress.backward_divisor:
+        parts.progress.backward_divisor = 1.0
+    start = time.perf_counter()
+    graphs = {"steps": 0, "evaluation": 0, "checkpoint": 0}
 
     @contextmanager
-    def _count_graphs(self, graphs: dict[str, int], name: str) -> Iterator[None]:
+    def count_graphs(name: str) -> Iterator[None]:
         """Return a context that adds the number of graphs that are compiled in it to ``graphs[name]``."""
-        start = self.device.graphs()
+        graphs_before = device.graphs()
         yield
-        self.device.mark_step()  # compiles the last graph
-        graphs[name] += self.device.graphs() - start
+        device.mark_step()  # compiles the last graph
+        graphs[name] += device.graphs() - graphs_before
+
+    shapes = parts.data.shapes()
+    for _ in range(2):
+        with count_graphs("steps"), without_side_effects(parts.trained):
+            for shape in shapes * 2:
+                run_step(padding_batch(*shape))
+        with count_graphs("evaluation"):
+            batches = [padding_batch(*shape) for shape in parts.data.evaluation_shapes()]
+            evaluate({"warm-up": batches})
+        with count_graphs("checkpoint"):
+            _read_states(parts)
+    counts = {"shapes": len(shapes), "graphs": device.graphs()}
+    counts |= {f"graphs_{name}": count for name, count in graphs.items()}
+    tracker.log("warm_up", {**counts, "seconds": time.perf_counter() - start})
 
 
 def _read_states(parts: Parts) -> None:

@@ -1,13 +1,12 @@
-"""The state of a run: its progress, its parts, and the counts since the last log line."""
+"""The state of a run: its progress and its parts, and what an update did."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.fit import check_fit
@@ -15,10 +14,10 @@ from speechtrain.checkpoint.whole import Stateful
 from speechtrain.data.base import DataModule
 from speechtrain.metrics import MetricSums
 from speechtrain.optim.ema import Average
+from speechtrain.optim.optimizer_step import LossDetails, Trained
 from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import Precision
-from speechtrain.task import Loss, Sums, Task
-from speechtrain.training.optimizer_step import Trained
+from speechtrain.task import Task
 
 
 @dataclass
@@ -39,6 +38,7 @@ class Progress:
     utterances: int = 0  # the number of training utterances of all ranks
     audio_s: float = 0.0  # the seconds of training audio of all ranks
     train_s: float = 0.0  # the seconds of all updates, without validations and checkpoints
+    data_wait_s: float = 0.0  # the seconds of ``train_s`` in which this rank waited for data
     epoch_start_utterances: int = 0  # ``utterances`` when the epoch began
     epoch_start_s: float = 0.0  # ``train_s`` when the epoch began
     # Milliseconds of evaluation for each second of audio, in the first set of the latest validation.
@@ -72,7 +72,7 @@ class Progress:
                 setattr(self, name, stored_value)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Parts:
     """The objects of one call of ``Trainer.fit``."""
 
@@ -83,13 +83,7 @@ class Parts:
     average: Average
     precision: Precision
     progress: Progress
-    # The task in the wrapper of the group, such as DDP. The trainer sets it after the weights are restored.
-    wrapped: nn.Module = field(init=False)
-    latest: Batch | None = None  # the latest batch of training or evaluation, on the host
-    micro_batches: list[Batch] = field(default_factory=list)  # this rank's micro-batches of the current step
-    # the terms and the rows of the loss of each micro-batch, except on a device with static shapes
-    losses: list[tuple[Sums, Tensor | None]] = field(default_factory=list)
-    weight: Tensor = field(default_factory=lambda: torch.ones(()))  # (), the loss weight of the latest update
+    updates_per_epoch: float
 
     @property
     def trained(self) -> Trained:
@@ -103,35 +97,26 @@ class Parts:
         return {name: getattr(self, name) for name in names}
 
 
-@dataclass
-class Interval:
-    """The counts of this rank since the last log line.
+@dataclass(frozen=True, kw_only=True)
+class GlobalBatch:
+    """A global batch after backward. Tensors are on the device."""
 
-    The sums of losses and metrics stay on the device until the next line is due.
-    """
+    micro_batches: list[Batch]  # of this rank, on the host, as the task has prepared them
+    loss_details: list[LossDetails]  # of each micro-batch, or [] if the device cannot store them
+    sums: MetricSums  # the loss and the metrics of this rank
+    data_wait_s: float  # the seconds in which this rank waited for data
+    # All ranks agree on the fields below.
+    weight: Tensor  # (), the sum of the loss weights
+    scale: Tensor  # (), turns the accumulated gradients into the gradients of the mean loss
+    healthy: Tensor  # (), 1 if every loss is finite and any recording is usable, else 0
+    is_stop_requested: bool
+    is_late: bool  # whether the time limit of the run is over
 
-    sums: MetricSums = field(default_factory=MetricSums)
-    utterances: int = 0
-    audio_s: float = 0.0  # seconds of audio
-    data_wait_s: float = 0.0  # seconds of waiting for data
-    start_clock: float = field(default_factory=time.perf_counter)  # the clock at the start of the interval
 
-    def add(self, batch: Batch, loss: Loss) -> None:
-        """Add a micro-batch and its loss, without a read from the device."""
-        self.sums.add({"loss": (loss.total.detach(), loss.weight), **loss.metrics})
-        self.utterances += batch.utterances
-        self.audio_s += batch.seconds
+@dataclass(frozen=True)
+class UpdateRecord:
+    """What an update did."""
 
-    def speed(self, world_size: int) -> dict[str, float]:
-        """Return metrics of speed by their names in the log.
-
-        The throughput is this rank's times the number of ranks. ``data_wait`` is the fraction of the time
-        that this rank waited for data.
-        """
-        seconds = max(1e-9, time.perf_counter() - self.start_clock)
-        return {
-            "seconds": seconds,
-            "utterances_per_s": self.utterances * world_size / seconds,
-            "audio_s_per_s": self.audio_s * world_size / seconds,
-            "data_wait": self.data_wait_s / seconds,
-        }
+    batch: GlobalBatch
+    rate: float  # the learning rate
+    norm: Tensor  # (), the norm of the gradients before clipping

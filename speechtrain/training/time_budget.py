@@ -233,13 +233,13 @@ class Planning:
         self.validate_every = 1  # updates from one validation to the next
         self.plan = TimePlan(config.max_hours or 0.0)
 
-    def start(self, parts: Parts, updates_per_epoch: float) -> None:
+    def start(self, parts: Parts) -> None:
         """Plan the run before the first update of this start."""
-        self.updates = planned_steps(self.config, updates_per_epoch)
+        self.updates = planned_steps(self.config, parts.updates_per_epoch)
         if self.updates is not None and self.updates > parts.progress.step:
             # The restored schedule still has the plan of the earlier start.
             parts.schedule.plan(self.updates, parts.progress.step)
-        self.validate_every = self.config.validate_every or max(1, round(updates_per_epoch))
+        self.validate_every = self.config.validate_every or max(1, round(parts.updates_per_epoch))
 
     def expected_updates(self, step: int) -> float:
         """Return the updates of the whole run by its progress until ``step``, or 0 without a plan."""
@@ -288,7 +288,7 @@ class TimedPlanning(Planning):
     _revision: Revision | None = None  # the revision that the run applies at present
     _reported_updates = 0  # the planned updates in the latest log line of a plan, or 0
 
-    def start(self, parts: Parts, updates_per_epoch: float) -> None:
+    def start(self, parts: Parts) -> None:
         progress, hours = parts.progress, self.plan.hours
         # Updates are timed from ``_mark_step`` and ``_mark_s``, the step and the second of the last revision.
         self._start_s = self._mark_s = self.wall_seconds()

@@ -11,13 +11,14 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
@@ -26,39 +27,23 @@ from speechtrain.counter_rng import RunStream, seed_at
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group, SingleProcess
-from speechtrain.errors import Preempted
+from speechtrain.errors import Diverged, Preempted, RunError
+from speechtrain.metrics import MetricSums
 from speechtrain.optim.ema import Average, average_of
+from speechtrain.optim.optimizer_step import LossDetails, UpdateResult
 from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import FP32, Precision
 from speechtrain.run_directory import Status
-from speechtrain.task import Loss, Task, detached
+from speechtrain.task import Loss, Task
 from speechtrain.tracking.base import Tracker
-from speechtrain.trainer_config import TrainerConfig, is_planned_by_time
-from speechtrain.training.graph_warmup import Graphs, WarmedUpGraphs
-from speechtrain.training.optimizer_step import BranchFreeUpdate, HostCheckedUpdate, Update
-from speechtrain.training.profiling import StepProfiler
-from speechtrain.training.recovery import Recovery
-from speechtrain.training.run_state import Interval, Parts, Progress
+from speechtrain.trainer_config import TrainerConfig, is_planned_by_time, profile_steps
+from speechtrain.training.graph_warmup import compile_graphs
+from speechtrain.training.profiling import start_profile, write_profile
+from speechtrain.training.run_state import GlobalBatch, Parts, Progress, UpdateRecord
 from speechtrain.training.saving import Saving
+from speechtrain.training.skipped_updates import bad_updates_error, fault_of, refuse_untrained
 from speechtrain.training.time_budget import Planning, TimedPlanning
 from speechtrain.training.validation import Validation
-
-
-class GlobalBatch(NamedTuple):
-    """The state of a global batch after backward, on which all ranks agree."""
-
-    weight: Tensor  # (), the sum of the loss weights
-    is_finite: Tensor  # () bool, whether every loss is finite
-    is_stop_requested: bool  # on any rank
-    is_late: bool  # whether the time limit of the run is over on any rank
-
-
-class DueWork(NamedTuple):
-    """The work that must follow an update."""
-
-    log: bool
-    save: bool
-    validate: bool
 
 
 class Trainer:
@@ -100,14 +85,8 @@ class Trainer:
         self._applies_policy = policy is None
         self.stop_requested = stop_requested
         self.progress = Progress()
-        self.parts: Parts | None = None  # the arguments of ``fit``
-        update_class: type[Update] = HostCheckedUpdate
-        graphs_class = Graphs
-        if device.static_shapes:
-            update_class, graphs_class = BranchFreeUpdate, WarmedUpGraphs
-        self.update = update_class(self.precision, config.clip)
-        self.graphs = graphs_class(device, tracker, config.max_graphs)
-        self.recovery = Recovery(config, tracker, self.seed, run_dir=self.run_dir)
+        self.latest_batch: Batch | None = None  # of training or evaluation. Messages of errors describe it
+        self.update = device.update(self.precision, config.clip)
         self.validation = Validation(
             device,
             self.policy,
@@ -115,20 +94,24 @@ class Trainer:
             tracker=tracker,
             target=config.target,
             stop_requested=self.stop_requested,
+            noted=self._noted,
         )
         self.saving = Saving(self.group, self.checkpointer, tracker, config.on_save_error)
-        # Values of ``time.perf_counter``: the time at which a run without interruptions would have started,
-        # and the time from which the training time of the next update counts.
-        self._start_clock, self._update_clock = 0.0, 0.0
-        self._updates_per_epoch = 0.0
+        self._start_clock = 0.0  # ``time.perf_counter`` at the start of a run without interruptions
         planning_class = TimedPlanning if is_planned_by_time(config) else Planning
         self.planning = planning_class(
             config, device, self.group, tracker, self.run_dir, self._wall_seconds, self.validation.evaluate
         )
 
     def _wall_seconds(self) -> float:
-        """Return the seconds of the run, which are the sum over its starts."""
+        """Return the seconds of the run, the sum over its starts. The trainer has no other clock."""
         return time.perf_counter() - self._start_clock
+
+    def _noted(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield each of ``batches``, after it has become the latest batch."""
+        for batch in batches:
+            self.latest_batch = batch
+            yield batch
 
     def fit(
         self,
@@ -157,244 +140,196 @@ class Trainer:
         - ConfigError: ``config.profile`` is ill-formed, or nothing ends the run.
         - Preempted: a stop request came while one of several ranks waited for a data worker.
         """
-        self.config.require_end()
+        config, progress, world = self.config, self.progress, self.group.world
+        config.require_end()
+        first_profiled, last_profiled = profile_steps(config.profile)
         if self._applies_policy:
             apply_policy(task, self.policy)
             compile_module(task, self.policy, len(data.shapes()))
-        average = average or average_of(task, self.config.ema)
-        self.parts = self.collect(task, data, optimizer, schedule, average)
-        self.group.rank_status.begin_phase(0, "resume")
-        if checkpoint is not None:
-            self.saving.restore(self.parts, checkpoint)
-        self.parts.wrapped = self.group.wrap(task)
-        self._start_clock = time.perf_counter() - self.progress.wall_s
-        try:
-            with self.saving.save_after_error(self.parts):
-                return self._train(self.parts)
-        except Preempted:
-            # Other ranks may still wait for this one, so only a single rank may end without an error.
-            if self.group.world.size > 1:
-                raise
-            return Status.PREEMPTED
-
-    def collect(
-        self,
-        task: Task,
-        data: DataModule,
-        optimizer: torch.optim.Optimizer,
-        schedule: Schedule,
-        average: Average,
-    ) -> Parts:
-        """Return the parts of a training, for ``run_update``. ``wrapped`` is not set yet."""
-        micro_batches = self.group.world.size * self.config.accumulate
-        self._updates_per_epoch = data.micro_batches_per_epoch / micro_batches
-        return Parts(
+        parts = Parts(
             task=task,
             data=data,
             optimizer=optimizer,
             schedule=schedule,
-            average=average,
+            average=average or average_of(task, config.ema),
             precision=self.precision,
-            progress=self.progress,
+            progress=progress,
+            updates_per_epoch=data.micro_batches_per_epoch / (world.size * config.accumulate),
         )
 
-    def _train(self, parts: Parts) -> Status:
-        """Train from the step of ``progress`` on. Return the status at the end."""
-        progress = self.progress
-        profiler = StepProfiler(self.config.profile, self.run_dir)
-        batches, status = self._start(parts)
-        interval = Interval()
-        self._update_clock = time.perf_counter()
-        while status is None:
-            profiler.begin(progress.step + 1)
-            interval, due, status = self.run_update(parts, batches, interval)
-            profiler.end(progress.step, final=status is not None)
-            if due.save or due.validate:
-                status = self._save_and_validate(parts, status, due=due)
-                # The time of checkpoints and validations does not count as training time.
-                interval.start_clock = self._update_clock = time.perf_counter()
+        self.group.rank_status.begin_phase(0, "resume")
+        if checkpoint is not None:
+            self.saving.restore(parts, checkpoint)
+        wrapped = self.group.wrap(task)
+        self._start_clock = time.perf_counter() - progress.wall_s
+        try:
+            with self.saving.save_after_error(parts):
+                task.train()
+                self.group.rank_status.begin_phase(0, "warm-up")
+                self._warm_up(parts, wrapped)
+                graphs = self.device.graphs()
+                self.planning.start(parts)
+                batches = self._noted(data.train(world.rank, world.size, config.accumulate))
+                status = self._catch_up(parts)
+
+                update = None
+                profile = None
+                sums = MetricSums()  # the metrics since the last log line
+                since = replace(progress)  # the progress at the last log line
+                start_s = self._wall_seconds()
+                while status is None:
+                    if progress.step + 1 == first_profiled:
+                        profile = start_profile()
+                    update = self.run_update(parts, wrapped, batches)
+                    step = progress.step
+                    status = self.planning.status(step, update.batch.is_stop_requested, update.batch.is_late)
+
+                    # All work is due at the end of the run. The weights are saved before their validation, so
+                    # that an error in it loses no update.
+                    is_validation_step = self.planning.is_validation_step(step)
+                    validates = self.validation.is_due(parts, status, is_validation_step)
+                    is_save_step = config.save_every is not None and step % config.save_every == 0
+                    saves = validates or is_save_step or status is not None
+                    logs = saves or step % config.log_every == 0
+
+                    # On a device with static shapes, the results are read only with a log line.
+                    for result in self.update.results(logs):
+                        self._count_result(result, update.batch)
+                    if logs:
+                        self.group.rank_status.begin_phase(step, "log")
+                        self.device.synchronize()  # The time of an update includes all of its work.
+                    end_s = self._wall_seconds()
+                    self._count_update(parts, update.batch, end_s - start_s)
+                    start_s = end_s
+                    sums.merge(update.batch.sums)
+                    if logs:
+                        self.log(parts, update, sums, since)
+                        graphs = self._check_graphs(graphs)
+                        self._check_collapse(task, sums.means())
+                        sums = MetricSums()
+                        since = replace(progress)
+                    self._log_epoch(parts)
+                    if profile is not None and (step >= last_profiled or status is not None):
+                        name = f"profile-{first_profiled}-{last_profiled}.json"
+                        write_profile(profile, self.run_dir / name)
+                        profile = None
+
+                    if saves:
+                        self.saving.save(parts, is_last=status is not None)
+                        if validates:
+                            status = self._validate(parts, status)
+                        # The time of checkpoints and validations does not count as training time.
+                        start_s = self._wall_seconds()
+        except Preempted:
+            # Other ranks may still wait for this one, so only a single rank may end without an error.
+            if world.size > 1:
+                raise
+            return Status.PREEMPTED
         if status is not Status.PREEMPTED:
-            self.recovery.refuse_untrained(parts)
+            refuse_untrained(progress, update)
         return status
 
-    def _start(self, parts: Parts) -> tuple[Iterator[Batch], Status | None]:
-        """Do all work before the first update. Return the micro-batches of this rank, and the status."""
-        world = self.group.world
-        parts.task.train()
-        self.group.rank_status.begin_phase(0, "warm-up")
-        self._warm_up(parts)
-        self.planning.start(parts, self._updates_per_epoch)
-        batches = parts.data.train(world.rank, world.size, self.config.accumulate)
-        return batches, self._catch_up(parts)
+    def run_update(self, parts: Parts, wrapped: nn.Module, batches: Iterator[Batch]) -> UpdateRecord:
+        """Run the next update, and correct the plan of the run by its time.
 
-    def run_update(
-        self, parts: Parts, batches: Iterator[Batch], interval: Interval
-    ) -> tuple[Interval, DueWork, Status | None]:
-        """Run the next update, and log a line if that is due.
-
-        Return the interval of the next update, the work that is due, and the status.
-        """
-        rate, norm, status = self._apply_update(parts, batches, self.progress.step + 1, interval=interval)
-        due = self._due_work(parts, status)
-        # On a device with static shapes, the results are read only with a log line.
-        self.recovery.count(self.update.results(due.log), parts)
-        if due.log:
-            self._log(interval, rate, norm=norm)
-            self._check_interval(parts, interval)
-            interval = Interval()
-        self._count_update(parts)
-        return interval, due, status
-
-    def _apply_update(
-        self, parts: Parts, batches: Iterator[Batch], step: int, interval: Interval
-    ) -> tuple[float, Tensor, Status | None]:
-        """Run update number ``step``, which is the next one, and correct the plan by its time.
-
-        The losses of its micro-batches are added to ``interval``. Returns the learning rate, the norm () of
-        the gradients before clipping, and the status.
+        ``wrapped`` is the task in the wrapper of the group, such as DDP.
         """
         progress = self.progress
+        step = progress.step + 1
         parts.task.planned_updates = self.planning.expected_updates(progress.step)
         parts.task.advance(progress.step, seed_at(self.seed, RunStream.UPDATE_SEED, step))
-        batch = self._accumulate(parts, batches, step, interval=interval)
+        batch = self.accumulate(parts.task, wrapped, batches, step)
         self.group.rank_status.begin_phase(step, "update")
         rate = parts.schedule.rate(step)
         with self.saving.prevent_save_after_error(parts):
-            norm = self._step(parts, batch, rate)
-            parts.weight = batch.weight
+            norm = self.update(parts.trained, rate, batch.scale, batch.healthy)
+            self.device.mark_step()
             progress.step = step
             progress.wall_s = self._wall_seconds()
         self.planning.correct(parts)
-        status = self.planning.status(step, batch.is_stop_requested, batch.is_late)
-        return rate, norm, status
+        return UpdateRecord(batch, rate, norm)
 
-    def _due_work(self, parts: Parts, status: Status | None) -> DueWork:
-        """Return the work that is due after the latest update. If the run ends here, all of it is due."""
-        config, step = self.config, self.progress.step
-        validate = self.validation.is_due(parts, status, self.planning.is_validation_step(step))
-        is_save_step = config.save_every is not None and step % config.save_every == 0
-        save = status is not None or is_save_step
-        log = step % config.log_every == 0 or validate or save
-        return DueWork(log, save, validate)
-
-    def _accumulate(
-        self, parts: Parts, batches: Iterator[Batch], step: int, interval: Interval
-    ) -> GlobalBatch:
-        """Compute the gradients of this rank's micro-batches. Return the global batch that they belong to."""
-        world, accumulate = self.group.world, self.config.accumulate
+    def accumulate(self, task: Task, wrapped: nn.Module, batches: Iterator[Batch], step: int) -> GlobalBatch:
+        """Compute the gradients of this rank's micro-batches. Return the global batch of all ranks."""
+        progress, world = self.progress, self.group.world
+        begin_phase = self.group.rank_status.begin_phase
+        micro_batches: list[Batch] = []
+        loss_details: list[LossDetails] = []
         weights, finite_flags = [], []
-        parts.micro_batches, parts.losses = [], []
+        sums = MetricSums()
+        data_wait_s = 0.0
         self.saving.begin_update()
-        for index in range(accumulate):
+        for index in range(self.config.accumulate):
             # The number of the micro-batch in the global batch addresses its random numbers. It does not
             # depend on the number of ranks, so neither do they.
             address = (step, index * world.size + world.rank)
-            batch = self._next_batch(parts, batches, address, interval=interval)
+            begin_phase(step, "data")
+            wait_start_s = self._wall_seconds()
+            batch = next(batches)
+            data_wait_s += self._wall_seconds() - wait_start_s
+
+            begin_phase(step, "forward")
+            batch = task.prepare(batch, seed_at(self.seed, RunStream.HOST_SEED, *address))
+            micro_batches.append(batch)
             device_batch = self.device.move(batch)
             torch.manual_seed(seed_at(self.seed, RunStream.DEVICE_SEED, *address))
-            is_last = index + 1 == accumulate
-            loss = self._add_gradients(parts, device_batch, step, is_last=is_last)
+            # In the backward of the last micro-batch, the ranks also sum their gradients.
+            is_last = index + 1 == self.config.accumulate
+            with nullcontext() if is_last else self.group.no_sync(wrapped):
+                with self.policy.autocast(self.device.name):
+                    loss: Loss = wrapped(device_batch)
+                if not progress.backward_divisor:
+                    # The host reads the weight only once in a run, because checkpoints contain the divisor.
+                    first_weight = float(self.group.sum(loss.weight.detach().clone()))
+                    update_weight = max(1.0, first_weight * self.config.accumulate)
+                    # Division by a power of two is exact.
+                    progress.backward_divisor = 2.0 ** round(math.log2(update_weight))
+                begin_phase(step, "backward")
+                self.precision.backward(scale_scalar(loss.total, 1.0 / progress.backward_divisor))
+
             weights.append(loss.weight)
             finite_flags.append(torch.isfinite(loss.total.detach()).to(torch.float32))
-            interval.add(batch, loss)
-            if not self.device.static_shapes:  # There, each stored tensor would be an output of the graph.
-                parts.losses.append((detached(loss.metrics), loss.rows))
+            sums.add({"loss": (loss.total.detach(), loss.weight), **loss.metrics})
+            loss_details += self.update.loss_details(loss)
             self.device.mark_step()
-        self.group.rank_status.begin_phase(step, "all-reduce")
-        return self._reduce_status(weights, finite_flags)
 
-    def _next_batch(
-        self, parts: Parts, batches: Iterator[Batch], address: tuple[int, int], interval: Interval
-    ) -> Batch:
-        """Return the next micro-batch, on the host and prepared by the task.
-
-        ``address`` is the step and the number of the micro-batch in the global batch. It seeds the random
-        numbers of the task.
-        """
-        step = address[0]
-        self.group.rank_status.begin_phase(step, "data")
-        wait_start = time.perf_counter()
-        batch = next(batches)
-        interval.data_wait_s += time.perf_counter() - wait_start
-        self.group.rank_status.begin_phase(step, "forward")
-        batch = parts.task.prepare(batch, seed_at(self.seed, RunStream.HOST_SEED, *address))
-        parts.micro_batches.append(batch)
-        parts.latest = batch
-        return batch
-
-    def _add_gradients(self, parts: Parts, batch: Batch, step: int, is_last: bool) -> Loss:
-        """Run forward and backward of a micro-batch on the device, which adds to the gradients.
-
-        With ``is_last``, the ranks also sum their gradients.
-        """
-        progress = self.progress
-        synchronisation = nullcontext() if is_last else self.group.no_sync(parts.wrapped)
-        with synchronisation:
-            with self.policy.autocast(self.device.name):
-                loss: Loss = parts.wrapped(batch)
-            if not progress.backward_divisor:
-                # The host reads the weight only once in a run, because checkpoints contain the divisor.
-                weight = float(self.group.sum(loss.weight.detach().clone()))
-                update_weight = max(1.0, weight * self.config.accumulate)
-                # Division by a power of two is exact.
-                progress.backward_divisor = 2.0 ** round(math.log2(update_weight))
-            self.group.rank_status.begin_phase(step, "backward")
-            self.precision.backward(scale_scalar(loss.total, 1.0 / progress.backward_divisor))
-        return loss
-
-    def _reduce_status(self, weights: list[Tensor], finite_flags: list[Tensor]) -> GlobalBatch:
-        """Return the global batch from this rank's micro-batches, by a reduction over the ranks.
-
-        ``weights`` has the loss weight () of each micro-batch. ``finite_flags`` has 1 () for a finite loss,
-        else 0.
-        """
-        skip = torch.stack(finite_flags).sum() < self.config.accumulate
-        late = self.planning.is_late()
-        weight, stop, late, skip = self.group.all_reduce_status(
-            torch.stack(weights).sum(), stop=self.stop_requested(), late=late, skip=skip
+        begin_phase(step, "all-reduce")
+        weight, is_stop_requested, is_late, is_infinite = self.group.all_reduce_status(
+            torch.stack(weights).sum(),
+            stop=self.stop_requested(),
+            late=self.planning.is_late(),
+            skip=torch.stack(finite_flags).sum() < self.config.accumulate,
         )
-        return GlobalBatch(weight, ~skip, is_stop_requested=stop, is_late=late)
-
-    def _step(self, parts: Parts, batch: GlobalBatch, rate: float, is_applied: bool = True) -> Tensor:
-        """Update by a global batch if its losses are finite and it has a usable recording on any rank.
-
-        Return the norm () of its gradients.
-
-        With ``is_applied`` False, as in the warm-up, the update is computed but not applied.
-        """
-        weight = batch.weight
-        healthy = batch.is_finite.to(weight.dtype) * weight.bool().to(weight.dtype)
-        if self.device.static_shapes:
-            healthy = healthy * self._flag(is_applied)
+        # An update needs finite losses, and a usable recording on any rank.
+        healthy = (~is_infinite).to(weight.dtype) * weight.bool().to(weight.dtype)
         # ``full_like`` is needed, because a Python number would turn this lazy scalar into fp64.
-        scale = torch.full_like(weight, self.progress.backward_divisor) / weight.clamp(min=1.0)
-        norm = self.update(parts.trained, rate, scale, healthy=healthy)
-        self.device.mark_step()
-        return norm
+        scale = torch.full_like(weight, progress.backward_divisor) / weight.clamp(min=1.0)
+        return GlobalBatch(
+            micro_batches=micro_batches,
+            loss_details=loss_details,
+            sums=sums,
+            data_wait_s=data_wait_s,
+            weight=weight,
+            scale=scale,
+            healthy=healthy,
+            is_stop_requested=is_stop_requested,
+            is_late=is_late,
+        )
 
-    def _flag(self, flag: bool) -> Tensor:
-        """Return 1 or 0 () on the device.
-
-        It is an element of a tensor, because the lazy backend merges equal scalars, so that the warm-up and a
-        real step would have different graphs.
-        """
-        return self.device.tensor(torch.tensor([float(flag)]))[0]
-
-    def _warm_up(self, parts: Parts) -> None:
-        """Compile the graphs before the first update, on a device that compiles graphs."""
+    def _warm_up(self, parts: Parts, wrapped: nn.Module) -> None:
+        """Compile the graphs before the first update, on a device that compiles them in advance."""
         rate = parts.schedule.rate(self.progress.step + 1)
 
-        def run_step(padding: Batch) -> None:
+        def run_step(padding: Batch) -> object:
             parts.task.advance(self.progress.step, seed_at(self.seed, RunStream.UPDATE_SEED, 0))
-            batch = self._accumulate(parts, itertools.repeat(padding), 0, interval=Interval())
-            self._step(parts, batch, rate, is_applied=False)
+            batch = self.accumulate(parts.task, wrapped, itertools.repeat(padding), 0)
+            norm = self.update.rehearse(parts.trained, rate, batch.scale, batch.healthy)
+            self.device.mark_step()
+            return norm  # What is alive at ``mark_step`` is an output of the graph, as in an update.
 
-        def evaluate(sets: dict[str, Iterable[Batch]]) -> None:
-            self.validation.evaluate(parts, sets)
-
-        self.graphs.warm_up(parts, run_step, evaluate)
+        evaluate = partial(self.validation.evaluate, parts)
+        self.device.warm_up(lambda: compile_graphs(parts, self.device, self.tracker, run_step, evaluate))
         self.update.results(True)  # The results of the warm-up are discarded.
-        self.graphs.settle()
 
     def _catch_up(self, parts: Parts) -> Status | None:
         """Do the validation or the save that the previous start left undone. Return the status.
@@ -417,16 +352,6 @@ class Trainer:
             self.saving.save(parts, is_last=True)
         return status
 
-    def _save_and_validate(self, parts: Parts, status: Status | None, due: DueWork) -> Status | None:
-        """Save a checkpoint, and validate if that is due. Return the status.
-
-        A checkpoint is also saved if only a validation is due, so that an error in it loses no update.
-        """
-        self.saving.save(parts, is_last=status is not None)
-        if due.validate:
-            return self._validate(parts, status)
-        return status
-
     def _validate(self, parts: Parts, status: Status | None) -> Status | None:
         """Validate. Return the new status.
 
@@ -447,47 +372,90 @@ class Trainer:
         self.planning.correct(parts)
         return self.planning.status(self.progress.step, stop=False, late=False)
 
-    def _check_interval(self, parts: Parts, interval: Interval) -> None:
-        """Check the graph compilations, and the metrics since the last log line.
+    def _count_result(self, result: UpdateResult, batch: GlobalBatch) -> None:
+        """Count the result of an update. ``batch`` is the latest one. All ranks do this alike.
 
-        Raises RunError for too many graphs, and Diverged for a collapse.
+        Raises Diverged after ``max_bad_updates`` non-finite updates in a row, and DataError if the last one
+        had no usable recording.
         """
-        step = self.progress.step
-        self.graphs.check(step)
-        alarm = parts.task.watch(step, interval.sums.means())
-        self.recovery.handle_alarm(alarm, step)
+        progress = self.progress
+        if result is UpdateResult.APPLIED:
+            progress.bad_updates = 0
+        elif result is UpdateResult.SCALE_LOWERED:
+            progress.scale_skips += 1  # The recipe is not at fault, so this does not count as a bad update.
+        else:
+            progress.bad_updates += 1
+            progress.skipped_updates += 1
+            message = f"update {progress.step} skipped: {fault_of(batch)}"
+            self.tracker.log("warning", {"step": progress.step, "message": message})
+            if progress.bad_updates >= self.config.max_bad_updates:
+                raise bad_updates_error(self.config, progress, batch, self.run_dir, self.seed)
 
-    def _count_update(self, parts: Parts) -> None:
-        """Add the latest update to the progress. Log an event if the update is the last one of an epoch.
+    def _count_update(self, parts: Parts, batch: GlobalBatch, seconds: float) -> None:
+        """Add an update of ``seconds`` to the progress.
 
         Utterances and seconds of audio are estimates: this rank's counts times the number of ranks.
         """
         progress, ranks = self.progress, self.group.world.size
-        clock = time.perf_counter()
-        progress.train_s += clock - self._update_clock
-        self._update_clock = clock
-        progress.epochs += 1 / self._updates_per_epoch
-        for batch in parts.micro_batches:
-            progress.utterances += ranks * batch.utterances
-            progress.audio_s += ranks * batch.seconds
-        epoch, updates_in_epoch = divmod(progress.step, max(1, round(self._updates_per_epoch)))
-        if updates_in_epoch == 0:
-            seconds = progress.train_s - progress.epoch_start_s
-            speed = (progress.utterances - progress.epoch_start_utterances) / max(1e-9, seconds)
-            values = {"step": progress.step, "epoch": epoch, "seconds": seconds, "utterances_per_s": speed}
-            self.tracker.log("epoch", values)
-            progress.epoch_start_s = progress.train_s
-            progress.epoch_start_utterances = progress.utterances
+        progress.train_s += seconds
+        progress.data_wait_s += batch.data_wait_s
+        progress.epochs += 1 / parts.updates_per_epoch
+        for micro_batch in batch.micro_batches:
+            progress.utterances += ranks * micro_batch.utterances
+            progress.audio_s += ranks * micro_batch.seconds
 
-    def _log(self, interval: Interval, rate: float, norm: Tensor) -> None:
-        """Log the metrics of ``interval``, the learning rate and the norm () of the latest gradients."""
-        self.group.rank_status.begin_phase(self.progress.step, "log")
-        self.device.synchronize()  # The speed below counts finished work.
-        speed = interval.speed(self.group.world.size)
-        interval.sums.reduce(self.group.sum)
-        step = self.progress.step
-        values = {"step": step, "steps": self.planning.updates, "epoch": step / self._updates_per_epoch}
-        values |= {**interval.sums.means(), "lr": rate, "grad_norm": float(norm.cpu()), **speed}
+    def log(self, parts: Parts, update: UpdateRecord, sums: MetricSums, since: Progress) -> None:
+        """Log the metrics ``sums`` and the speed since the progress ``since``, after the latest update.
+
+        The throughput is this rank's times the number of ranks. ``data_wait`` is the fraction of the time
+        that this rank waited for data.
+        """
+        progress = self.progress
+        seconds = max(1e-9, progress.train_s - since.train_s)
+        sums.reduce(self.group.sum)
+        step = progress.step
+        values = {"step": step, "steps": self.planning.updates, "epoch": step / parts.updates_per_epoch}
+        values |= {**sums.means(), "lr": update.rate, "grad_norm": float(update.norm.cpu())}
+        values["seconds"] = seconds
+        values["utterances_per_s"] = (progress.utterances - since.utterances) / seconds
+        values["audio_s_per_s"] = (progress.audio_s - since.audio_s) / seconds
+        values["data_wait"] = (progress.data_wait_s - since.data_wait_s) / seconds
         values |= {"memory_mib": self.device.memory() / 2**20, **self.device.counts()}
-        values["eta_s"] = self.planning.eta_s(self.progress)
+        values["eta_s"] = self.planning.eta_s(progress)
         self.tracker.log("train", values)
+
+    def _log_epoch(self, parts: Parts) -> None:
+        """Log an event if the latest update is the last one of an epoch."""
+        progress = self.progress
+        epoch, updates_in_epoch = divmod(progress.step, max(1, round(parts.updates_per_epoch)))
+        if updates_in_epoch:
+            return
+        seconds = progress.train_s - progress.epoch_start_s
+        speed = (progress.utterances - progress.epoch_start_utterances) / max(1e-9, seconds)
+        values = {"step": progress.step, "epoch": epoch, "seconds": seconds, "utterances_per_s": speed}
+        self.tracker.log("epoch", values)
+        progress.epoch_start_s = progress.train_s
+        progress.epoch_start_utterances = progress.utterances
+
+    def _check_graphs(self, known_graphs: int) -> int:
+        """Return the number of compiled graphs, and warn if it is above ``known_graphs``.
+
+        Raises RunError if the run has more graphs than ``trainer.max_graphs``.
+        """
+        graphs, limit, step = self.device.graphs(), self.config.max_graphs, self.progress.step
+        if limit is not None and graphs > limit:
+            raise RunError(f"{graphs} graphs compiled by step {step}, more than trainer.max_graphs={limit}")
+        if graphs > known_graphs:
+            message = f"{graphs - known_graphs} more graphs compiled after the warm-up"
+            self.tracker.log("warning", {"step": step, "message": message})
+        return graphs
+
+    def _check_collapse(self, task: Task, means: Mapping[str, float]) -> None:
+        """Log an alarm of the task about ``means``. Raises Diverged if ``on_collapse`` is ``stop``."""
+        step = self.progress.step
+        alarm = task.watch(step, means)
+        if alarm is None:
+            return
+        self.tracker.log("warning", {"step": step, "message": alarm.message})
+        if self.config.on_collapse == "stop":
+            raise Diverged(f"{alarm.message} (seen since step {alarm.onset}, trainer.on_collapse=stop)")

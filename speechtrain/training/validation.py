@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ class Validation:
     tracker: Tracker
     target: float | None  # ``trainer.target``, a value of the task's best metric, or None
     stop_requested: Callable[[], bool]
+    noted: Callable[[Iterable[Batch]], Iterable[Batch]]  # yields the batches, and remembers the latest one
     _warned: set[tuple[str, str]] = field(default_factory=set)  # names of sets, and kinds of warnings
 
     def is_due(self, parts: Parts, status: Status | None, is_validation_step: bool) -> bool:
@@ -79,7 +80,7 @@ class Validation:
 
         sets: dict[str, Iterable[Batch]] = {}
         for name, batches in parts.data.valid(group.world.rank, group.world.size).items():
-            sets[name] = _record_latest(batches, parts)
+            sets[name] = self.noted(batches)
         return self.evaluate(parts, sets, is_stop_requested, decoder)
 
     def _evaluate_with_final_decoder(self, parts: Parts) -> dict[str, Outcome]:
@@ -146,10 +147,3 @@ def _record_metrics(outcomes: dict[str, Outcome], parts: Parts) -> None:
     progress.decode_ms_per_audio_s = 0.0
     if parts.task.writes_text and outcome.audio_seconds:
         progress.decode_ms_per_audio_s = 1000 * outcome.real_time_factor
-
-
-def _record_latest(batches: Iterable[Batch], parts: Parts) -> Iterator[Batch]:
-    """Yield each of ``batches``, and store it as the latest batch first."""
-    for batch in batches:
-        parts.latest = batch
-        yield batch

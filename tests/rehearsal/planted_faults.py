@@ -180,8 +180,8 @@ FAULTS = [
     Fault(
         "F17 a needless synchronize in the trainer",
         "training/trainer.py",
-        "            interval.add(batch, loss)\n",
-        "            interval.add(batch, loss)\n            self.device.synchronize()  # planted\n",
+        "            weights.append(loss.weight)\n",
+        "            weights.append(loss.weight)\n            self.device.synchronize()  # planted\n",
     ),
     Fault(
         "F18 a number that changes in each step",
@@ -194,16 +194,16 @@ FAULTS = [
     ),
     Fault(
         "F19 the host reads in the optimizer step",
-        "training/optimizer_step.py",
+        "optim/optimizer_step.py",
         "        if self.clip <= 0:\n",
         "        scale = scale * (0.0 if float(norm) < 0 else 1.0)  # planted\n        if self.clip <= 0:\n",
     ),
     Fault(
         "F20 the host reads the loss for the metrics",
-        "training/run_state.py",
-        "        self.utterances += batch.utterances\n",
-        "        self.data_wait_s += 0.0 * loss.total.item()  # planted\n"
-        "        self.utterances += batch.utterances\n",
+        "training/trainer.py",
+        "            weights.append(loss.weight)\n",
+        "            data_wait_s += 0.0 * loss.total.item()  # planted\n"
+        "            weights.append(loss.weight)\n",
     ),
     Fault(
         "F23 in place on a broadcast view",

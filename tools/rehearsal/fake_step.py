@@ -30,13 +30,13 @@ from speechtrain.compute_policy import apply_policy
 from speechtrain.devices.base import Device
 from speechtrain.errors import SpeechtrainError, first_line
 from speechtrain.optim.ema import EMA
+from speechtrain.optim.optimizer_step import BranchFreeUpdate, Trained
 from speechtrain.rank.build import build_task
 from speechtrain.start.build import build_optimizer, rank_bytes
 from speechtrain.start.resolved import load
 from speechtrain.start.run_config import part_of, run_config
 from speechtrain.task import Task
 from speechtrain.training.graph_warmup import padding_batch
-from speechtrain.training.optimizer_step import BranchFreeUpdate, Trained
 from tools.rehearsal.recorder import SourceLine, Unfit, is_of_torch
 
 NAME = "chip"

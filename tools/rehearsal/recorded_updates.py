@@ -22,23 +22,23 @@ from speechtrain.start.run_config import part_of, run_config
 from speechtrain.task import Task
 from speechtrain.tracking.group import Trackers
 from speechtrain.trainer_config import TrainerConfig
-from speechtrain.training.run_state import Interval
+from speechtrain.training.run_state import Parts, Progress
 from speechtrain.training.trainer import Trainer
 from tools.rehearsal.operations import operations_of
 from tools.rehearsal.recorder import RecordedDevice, Recorder
 
 CROSSINGS = {
-    "training/optimizer_step.py:HostCheckedUpdate._is_finite": "the host skips an update that is not finite",
+    "optim/optimizer_step.py:HostCheckedUpdate._is_finite": "the host skips an update that is not finite",
     # Python 3.11 runs a comprehension as a function, and later versions do not.
     "optim/adamw.py:AdamW._correct_settings": "the count of a fused kernel, with another form than torch",
     "optim/adamw.py:AdamW._correct_settings.<locals>.<listcomp>": "the same",
     "optim/adamw8bit.py:_maps": "the values of the codes, once",
     "dtensor.py:all_finite": "after an update that is not finite, in fp16",
-    "encoders/lstm.py:LSTMEncoder._pivot": "the median length, with split_segments",
-    "training/optimizer_step.py:BranchFreeUpdate.results": "with a log line",
-    "training/trainer.py:Trainer._log": "with a log line",
+    "compute_policy.py:ComputePolicy.lengths_on_host": "the lengths, with split_segments and joint_rows",
+    "optim/optimizer_step.py:BranchFreeUpdate.results": "with a log line",
+    "training/trainer.py:Trainer.log": "with a log line",
     "metrics.py:MetricSums._read_all": "with a log line",
-    "training/trainer.py:Trainer._flag": "the flag of an update, on devices with static shapes",
+    "optim/optimizer_step.py:_flag": "the flag of an update, on devices with static shapes",
     "optim/ema.py:EMA.update": "the decay, on devices with static shapes",
     # The cells of the ragged transducer loss depend on lengths and occupancies.
     "losses/transducer.py:_check_values": "lengths and labels out of range",
@@ -47,7 +47,6 @@ CROSSINGS = {
     "losses/transducer_ragged.py:RaggedJoint.add_gradients": "the cells with a gradient",
     "losses/transducer.py:_RaggedLoss.backward": "whether the gradients can be scaled",
     "losses/ctc.py:ctc_loss": "lengths that the device computes, with trim_silence_db",
-    "models/rnnt.py:RNNT._cut.<locals>.<genexpr>": "the longest row of a slice, with joint_rows",
 }
 """The functions that may read values of the device and copy to it in an update, with the reason."""
 
@@ -93,10 +92,17 @@ class RecordedUpdates:
         )
         self.recorder.allow_numbers(optimizer)
         schedule = part_of(config, "schedule").build(steps_per_epoch=_NEVER, planned_steps=_NEVER)
-        self.parts = self.trainer.collect(task, data, optimizer, schedule, EMA(task, 0.999))
-        self.parts.wrapped = task
+        self.parts = Parts(
+            task=task,
+            data=data,
+            optimizer=optimizer,
+            schedule=schedule,
+            average=EMA(task, 0.999),
+            precision=self.trainer.precision,
+            progress=self.trainer.progress,
+            updates_per_epoch=_NEVER,
+        )
         self.parts.progress.backward_divisor = 1.0  # A run reads a batch once to choose it.
-        self.interval = Interval()
 
     def run(self) -> str:
         """Run updates of the smallest shape, an evaluation of it, and an update of the longest recording.
@@ -108,7 +114,7 @@ class RecordedUpdates:
         graphs. Raises Unfit with the line of code if the device does not allow a part of an update.
         """
         recorder = self.recorder
-        self.trainer.planning.start(self.parts, 1.0)
+        self.trainer.planning.start(self.parts)
         batches = batches_by_size(self.data, lambda total: range(min(_BATCHES, total)))
         seconds_per_row = batches[0].audio.shape[1] / self.task.sample_rate
         rows = slice(max(2, int(_MAX_SECONDS / seconds_per_row)))
@@ -137,7 +143,11 @@ class RecordedUpdates:
         host_batches = (batch.to(self.recorder.keep_on_host) for batch in batches)
         with watch:
             for _ in range(count):
-                self.interval, _, _ = self.trainer.run_update(self.parts, host_batches, self.interval)
+                update = self.trainer.run_update(self.parts, self.task, host_batches)
+                has_line = self.trainer.progress.step % _LOG_EVERY == 0
+                self.trainer.update.results(has_line)
+                if has_line:
+                    self.trainer.log(self.parts, update, update.batch.sums, since=Progress())
 
     def _evaluate(self, batch: Batch) -> None:
         prepared = self.recorder.move(self.task.prepare(batch, seed=0))

@@ -27,6 +27,8 @@ import speechtrain
 from speechtrain.batch import Batch
 from speechtrain.devices.base import Device
 from speechtrain.errors import MachineError, SpeechtrainError
+from speechtrain.optim.optimizer_step import Update
+from speechtrain.precision import Precision
 from tools.rehearsal.operations import Operations
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -556,7 +558,9 @@ class RecordedDevice(Device):
 
     def __init__(self, device: Device, recorder: Recorder) -> None:
         self.device, self.recorder = device, recorder
-        self.static_shapes = device.static_shapes
+
+    def update(self, precision: Precision, clip: float) -> Update:
+        return self.device.update(precision, clip)
 
     def open(self, local_rank: int = 0) -> None:
         """Do nothing, because no chip is used."""

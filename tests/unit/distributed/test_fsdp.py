@@ -24,8 +24,8 @@ from speechtrain.optim.adamw import AdamW
 from speechtrain.optim.ema import EMA, Average
 from speechtrain.optim.lamb import LAMB
 from speechtrain.optim.novograd import NovoGrad
+from speechtrain.optim.optimizer_step import HostCheckedUpdate, Trained, UpdateResult
 from speechtrain.precision import FP16, FP32, Precision
-from speechtrain.training.optimizer_step import HostCheckedUpdate, Trained, UpdateResult
 from speechtrain.training.recompute import checkpoint_layers
 from tests.support.checkpoints import restore
 from tests.support.ranks import RANKS, accounts_of_ranks

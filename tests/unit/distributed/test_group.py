@@ -18,7 +18,7 @@ from speechtrain.devices.base import DeviceFacts
 from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
 from speechtrain.distributed import group as module
-from speechtrain.distributed.group import SingleProcess, Status, TorchGroup, open_group
+from speechtrain.distributed.group import GlobalStatus, SingleProcess, TorchGroup, open_group
 from speechtrain.distributed.loopback import store_of_one_host
 from speechtrain.distributed.world import World
 from speechtrain.errors import MachineError
@@ -137,7 +137,7 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Every rank's account; each is a process of its own that ends by itself, without a complaint."""
-    with torch.serialization.safe_globals([Status]):
+    with torch.serialization.safe_globals([GlobalStatus]):
         results, errors = accounts_of_ranks(__file__, tmp_path_factory.mktemp("group"))
     assert "terminate called" not in errors
     return results

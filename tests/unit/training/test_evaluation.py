@@ -243,8 +243,11 @@ def test_a_contradiction_is_logged_once_for_a_set() -> None:
         average=NoEMA(),
         precision=FP32(),
         progress=Progress(),
+        updates_per_epoch=1.0,
     )
-    validation = Validation(CPU(), PLAIN, SingleProcess(), Kept(), target=None, stop_requested=lambda: False)
+    validation = Validation(
+        CPU(), PLAIN, SingleProcess(), Kept(), target=None, stop_requested=lambda: False, noted=iter
+    )
     for parts.progress.step in (1, 2):
         assert validation.run(parts) is None
     assert [event for event, _ in logged] == ["warning"]

@@ -10,6 +10,10 @@ from torch import Tensor
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.distributed.world import World
 from speechtrain.errors import RunError
+from speechtrain.optim.ema import EMA
+from speechtrain.optim.schedules import Constant
+from speechtrain.precision import FP32
+from speechtrain.training.run_state import Parts, Progress
 from speechtrain.training.saving import Saving, choose_checkpoint
 from tests.support.small_trainer import Recorder, Rig
 
@@ -45,8 +49,11 @@ def test_a_rank_continues_from_the_checkpoint_of_rank_0(rig: Rig) -> None:
 
 @pytest.mark.parametrize("step", [6, 8])
 def test_a_rank_that_cannot_read_the_checkpoint_of_rank_0_ends(rig: Rig, step: int) -> None:
-    checkpointer, parts = rig.trainer.checkpointer, rig.trainer.parts
-    assert parts is not None
+    checkpointer = rig.trainer.checkpointer
+    parts = Parts(
+        task=rig.task, data=rig.data, optimizer=rig.optimizer, schedule=Constant(peak=0.05),
+        average=EMA(rig.task, 0.9), precision=FP32(), progress=Progress(), updates_per_epoch=7.0,
+    )  # fmt: skip
     checkpointer.folder(6).joinpath("state.safetensors").write_bytes(b"torn")
     saving = Saving(SecondRank(step), checkpointer, Recorder(), "stop")
     message = rf"rank 1 cannot continue from the checkpoint of rank 0: .*step-0000000{step}.* same run_dir"

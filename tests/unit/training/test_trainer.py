@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from dataclasses import replace
@@ -25,6 +26,22 @@ from speechtrain.training.trainer import Trainer
 from tests.support.small_trainer import Counted, Line, NormalisedLine, Recorder, Rig
 
 
+def test_a_reader_of_fit_is_soon_at_the_step_of_the_optimizer(tmp_path: Path) -> None:
+    """``fit``, the update of the trainer, the update of the device, the precision, and the step."""
+    functions: list[str] = []
+
+    class Noted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            frames = [frame for frame in inspect.stack() if "/torch/" not in frame.filename]
+            functions.extend(frame.function for frame in frames)
+
+    task = Line()
+    settings = TrainerConfig(max_steps=1, log_every=1, ema=0.0)
+    trainer = Trainer(settings, CPU(), tmp_path, Recorder())
+    trainer.fit(task, Counted(), Noted(task.parameters(), lr=0.0), Constant(peak=0.0), NoEMA())
+    assert functions.index("fit") + 1 <= 5
+
+
 def test_draws_on_the_host_have_an_address_of_their_own(tmp_path: Path) -> None:
     whole = Rig(tmp_path / "whole", max_steps=6, accumulate=2)
     Rig(tmp_path / "parted", max_steps=6, accumulate=2, stop_at=3)
@@ -41,9 +58,8 @@ def test_draws_on_the_host_have_an_address_of_their_own(tmp_path: Path) -> None:
 def test_latest_is_the_batch_of_an_evaluation(tmp_path: Path) -> None:
     """What a lack of memory is explained by."""
     rig = Rig(tmp_path, max_steps=2)
-    assert rig.trainer.parts is not None
-    assert rig.trainer.parts.latest is not None
-    assert rig.trainer.parts.latest.ids == rig.data.at(1001).ids
+    assert rig.trainer.latest_batch is not None
+    assert rig.trainer.latest_batch.ids == rig.data.at(1001).ids
 
 
 def test_each_epoch_logs_an_event(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from speechtrain.dtensor import local_shard, total_norm
 from speechtrain.optim.common import squared_norm
 from speechtrain.optim.ema import Average
 from speechtrain.precision import Precision, gradients_of
+from speechtrain.task import Loss, Sums, detached
 
 
 class UpdateResult(Enum):
@@ -36,6 +37,13 @@ class Trained(NamedTuple):
     average: Average
 
 
+class LossDetails(NamedTuple):
+    """The loss of a micro-batch without gradients, for messages."""
+
+    terms: Sums  # the metrics
+    rows: Tensor | None  # (B,) the loss of each row
+
+
 @dataclass(eq=False)
 class Update(ABC):
     """The way in which a run updates its weights. A skipped update changes neither weights nor average."""
@@ -52,6 +60,14 @@ class Update(ABC):
 
         The norm is the norm before clipping. Gradients are cleared afterwards.
         """
+
+    def rehearse(self, trained: Trained, rate: float, scale: Tensor, healthy: Tensor) -> object:
+        """Compute an update without applying it, to compile its graph. By default, an update has no graph."""
+        return None
+
+    def loss_details(self, loss: Loss) -> list[LossDetails]:
+        """Return the details of the loss of a micro-batch, or [] if the device cannot store them."""
+        return []
 
     @abstractmethod
     def results(self, due: bool) -> list[UpdateResult]:
@@ -98,6 +114,9 @@ class HostCheckedUpdate(Update):
         optimizer.zero_grad(set_to_none=True)
         return norm
 
+    def loss_details(self, loss: Loss) -> list[LossDetails]:
+        return [LossDetails(detached(loss.metrics), loss.rows)]
+
     def _is_finite(self, healthy: Tensor, norm: Tensor) -> bool:
         """Read from the device whether an update is finite. All ranks read the same value.
 
@@ -116,12 +135,20 @@ class BranchFreeUpdate(Update):
 
     The host reads nothing and the graph has no branch. Each step costs a copy of the weights and of the
     optimizer's state. Some optimizers count their updates on the host. They also count skipped updates.
+    No details of a loss are stored, because each stored tensor would be an output of the graph.
     """
 
     _flags: list[Tensor] = field(init=False, default_factory=list)  # for each update: () 1 if finite, else 0
 
-    @torch.no_grad()
     def __call__(self, trained: Trained, rate: float, scale: Tensor, healthy: Tensor) -> Tensor:
+        return self._select(trained, rate, scale, healthy * _flag(1.0, healthy))
+
+    def rehearse(self, trained: Trained, rate: float, scale: Tensor, healthy: Tensor) -> object:
+        return self._select(trained, rate, scale, healthy * _flag(0.0, healthy))
+
+    @torch.no_grad()
+    def _select(self, trained: Trained, rate: float, scale: Tensor, healthy: Tensor) -> Tensor:
+        """Compute an update, and undo it if ``healthy`` () is 0. Return the norm () of the gradients."""
         module, optimizer, average = trained
         gradients = gradients_of(optimizer)
         squared_norms = torch.stack([squared_norm(gradient) for gradient in gradients])
@@ -176,3 +203,12 @@ class BranchFreeUpdate(Update):
             results.append(result)
         self._flags = []
         return results
+
+
+def _flag(flag: float, like: Tensor) -> Tensor:
+    """Return a number () on the device of ``like``.
+
+    It is an element of a tensor, because the lazy backend merges equal scalars, so that a rehearsal and a
+    real update would have different graphs.
+    """
+    return torch.tensor([flag]).to(like.device, non_blocking=True)[0]

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from speechtrain.optim.adamw import AdamW
 from speechtrain.optim.ema import EMA
 from speechtrain.optim.lamb import LAMB
-from speechtrain.precision import FP32
-from speechtrain.training.graph_warmup import without_side_effects
-from speechtrain.training.optimizer_step import (
+from speechtrain.optim.optimizer_step import (
     BranchFreeUpdate,
     HostCheckedUpdate,
     Trained,
     Update,
     UpdateResult,
 )
+from speechtrain.precision import FP32
+from speechtrain.training.graph_warmup import without_side_effects
 from tools.rehearsal.operations import Operations
 from tools.rehearsal.recorder import Recorder
 
