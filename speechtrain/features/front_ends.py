@@ -33,12 +33,6 @@ def symmetric_phase(width: int) -> Tensor:
     return torch.arange(width, dtype=torch.float64) / max(width - 1, 1)
 
 
-def masked(audio: Tensor, lengths: Tensor) -> Tensor:
-    """Return audio (B, S) with zeros after the end of each row, which has ``lengths`` (B,) samples."""
-    is_valid = torch.arange(audio.shape[1], device=audio.device) < lengths[:, None]
-    return audio * is_valid
-
-
 def emphasised(audio: Tensor, factor: float, before_first: Tensor) -> Tensor:
     """Return each sample of (B, S) minus ``factor`` times the sample before. ``before_first`` is (B, 1)."""
     return audio - factor * torch.cat([before_first, audio[:, :-1]], dim=1)
@@ -111,14 +105,15 @@ class FrontEnd(ABC):
     def _extended(
         self, audio: Tensor, lengths: Tensor, sources: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return audio (B, S), 0 after the end of each row, extended at both ends of each row.
+        """Return audio (B, S), extended at both ends of each row, with zeros after that: (B, S + n_fft).
 
-        The result is (B, S + n_fft). ``sources`` is ``reflected`` or ``mirrored``.
+        ``sources`` is ``reflected`` or ``mirrored``.
         """
+        ends = lengths[:, None]
+        audio = audio * (torch.arange(audio.shape[1], device=audio.device) < ends)
         right = self.n_fft - self.left
         if self.padding == "constant":
             return F.pad(audio, (self.left, right))
-        ends = lengths[:, None]
         before = torch.arange(-self.left, 0, device=audio.device)
         after = ends + torch.arange(self.width - self.left, device=audio.device)
         row_lengths = ends.clamp(min=1)
@@ -151,7 +146,7 @@ class DaliFrontEnd(FrontEnd):
 
     def signal(self, audio: Tensor, lengths: Tensor) -> Tensor:
         audio = emphasised(audio, self.preemphasis, before_first=audio[:, :1])
-        return self._extended(masked(audio, lengths), lengths, reflected)
+        return self._extended(audio, lengths, reflected)
 
     def logarithm(self, mel: Tensor) -> Tensor:
         return mel.clamp(min=self.log_floor).log()
@@ -177,7 +172,7 @@ class _FilterbankFrontEnd(FrontEnd):
 
     def signal(self, audio: Tensor, lengths: Tensor) -> Tensor:
         audio = emphasised(audio, self.preemphasis, before_first=torch.zeros_like(audio[:, :1]))
-        return self._extended(masked(audio, lengths), lengths, reflected)
+        return self._extended(audio, lengths, reflected)
 
     def logarithm(self, mel: Tensor) -> Tensor:
         return (mel + self.log_floor).log()
@@ -226,7 +221,7 @@ class _KaldiFrontEnd(FrontEnd):
         return (samples + self.hop // 2) // self.hop
 
     def signal(self, audio: Tensor, lengths: Tensor) -> Tensor:
-        signal = self._extended(masked(audio, lengths), lengths, mirrored)
+        signal = self._extended(audio, lengths, mirrored)
         return emphasised(signal, self.preemphasis, before_first=torch.zeros_like(signal[:, :1]))
 
     def logarithm(self, mel: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware
 from speechtrain.counter_rng import DITHER_PERIOD, uniform_at
 from speechtrain.errors import ConfigError
 from speechtrain.features.front_ends import FRONT_ENDS
+from speechtrain.features.logmel_stream import LogMelStream
 from speechtrain.features.mel import mel_bank, slaney_hertz, slaney_mel, warp_frequencies
 from speechtrain.features.silence import trim_silence
 from speechtrain.features.statistics import NORMALISATIONS
@@ -159,8 +160,26 @@ class LogMel(MovedModule, PolicyAware):
             if self.trim_silence_db is not None:
                 audio, lengths = trim_silence(audio, lengths, self.trim_silence_db)
             signal = self.front_end.signal(self._dithered(audio, keys), lengths)
-            x = self._log_mel(signal, self._columns(audio.shape[1]), warp)
+            x = self.log_mel_columns(signal, self._columns(audio.shape[1]), warp)
             return self._finish(x, self.front_end.columns(lengths), mask)
+
+    def stream(self, rows: int = 1, keys: Tensor | None = None) -> LogMelStream:
+        """Return a stream of the features of ``rows`` recordings, B, which arrive in pieces.
+
+        Its frames are those of ``forward`` in evaluation with ``keys`` (B,), without warp and mask. Raises
+        ValueError for settings that need the whole recording.
+        """
+        if self.normalise != "none":
+            raise ValueError(
+                f"encoder.features.normalise={self.normalise} needs the whole recording. "
+                "A stream needs encoder.features.normalise=none"
+            )
+        if self.trim_silence_db is not None:
+            raise ValueError(
+                f"encoder.features.trim_silence_db={self.trim_silence_db} needs the whole recording. "
+                "A stream needs encoder.features.trim_silence_db=null"
+            )
+        return LogMelStream(self, rows, keys)
 
     def _columns(self, samples: int) -> int:
         """Return C for waveforms (B, S). It is at least 1, while a short row may have no column."""
@@ -168,20 +187,24 @@ class LogMel(MovedModule, PolicyAware):
 
     def _dithered(self, audio: Tensor, keys: Tensor | None) -> Tensor:
         """Return audio (B, S) with dither, as ``forward`` explains."""
-        if self.dither == 0.0:
-            return audio
-        if self.training:
+        if self.training and self.dither != 0.0:
             return audio + self.dither * torch.randn_like(audio)
-        if keys is None:
+        return self.with_fixed_dither(audio, keys)
+
+    def with_fixed_dither(self, audio: Tensor, keys: Tensor | None, start: int = 0) -> Tensor:
+        """Return audio (B, S) with the dither of evaluation, as ``forward`` explains.
+
+        The audio begins at sample ``start`` of its recordings. The dither of sample s is entry (key + s) of a
+        fixed table, which costs one read. A hash and Box-Muller on the device would cost twenty operations.
+        """
+        if keys is None or self.dither == 0.0:
             return audio
-        # The dither of sample s is entry (key + s) of a fixed table, which costs one read. A hash and
-        # Box-Muller on the device would cost twenty operations. The period is a power of 2.
-        entries = torch.arange(audio.shape[1], device=audio.device) + keys[:, None]
-        entries = entries & (DITHER_PERIOD - 1)
+        samples = torch.arange(start, start + audio.shape[1], device=audio.device)
+        entries = (samples + keys[:, None]) & (DITHER_PERIOD - 1)  # The period is a power of 2.
         noise = self.noise.gather(0, entries.flatten())
         return audio + self.dither * noise.view_as(audio)
 
-    def _log_mel(self, signal: Tensor, columns: int, warp: Tensor | None) -> Tensor:
+    def log_mel_columns(self, signal: Tensor, columns: int, warp: Tensor | None = None) -> Tensor:
         """Return the first ``columns`` log-mel columns (B, C, M) of a signal of ``FrontEnd.signal``.
 
         ``warp`` (B,) changes the mel filters.
@@ -192,7 +215,8 @@ class LogMel(MovedModule, PolicyAware):
             bank = mel_bank(warped_edges, self.frequencies)
         if self._policy.spectrum == "conv":  # A strided convolution needs neither windows nor blocks.
             spectrum = F.conv1d(signal[:, None], self.basis.t()[:, None], stride=self.hop)
-            return self._log_mel_of_power(self._power(spectrum.transpose(1, 2)[:, :columns]), bank)
+            power = self._power(spectrum.transpose(1, 2)[:, :columns])
+            return self.front_end.logarithm(torch.matmul(power, bank))
         windows = signal.unfold(1, self.n_fft, self.hop)
         return self._log_mel_by_blocks(windows[:, :columns], bank)
 
@@ -212,18 +236,17 @@ class LogMel(MovedModule, PolicyAware):
             row_bank = bank[row : row + block_rows]
             blocks = []
             for column in range(0, columns, block_columns):
-                block_windows = row_windows[:, column : column + block_columns]
-                blocks.append(self._log_mel_of_windows(block_windows, row_bank))
+                power = self._power_of_windows(row_windows[:, column : column + block_columns])
+                blocks.append(self.front_end.logarithm(torch.matmul(power, row_bank)))
             row_blocks.append(torch.cat(blocks, dim=1))
         return torch.cat(row_blocks)
 
-    def _log_mel_of_windows(self, windows: Tensor, bank: Tensor) -> Tensor:
-        """Return the log-mel columns (B, C, M) of windows (B, C, n_fft)."""
+    def _power_of_windows(self, windows: Tensor) -> Tensor:
+        """Return the power spectrum (B, C, K) of windows (B, C, n_fft)."""
         if self._policy.spectrum == "fft":
             squares = torch.view_as_real(torch.fft.rfft(windows * self.window)).square()
-            return self._log_mel_of_power(squares[..., 0] + squares[..., 1], bank)
-        spectrum = torch.matmul(windows[..., : self.width], self.basis)
-        return self._log_mel_of_power(self._power(spectrum), bank)
+            return squares[..., 0] + squares[..., 1]
+        return self._power(torch.matmul(windows[..., : self.width], self.basis))
 
     def _power(self, spectrum: Tensor) -> Tensor:
         """Return the power (B, C, K) of a spectrum (B, C, 2 · K): real parts, then imaginary parts."""
@@ -231,14 +254,10 @@ class LogMel(MovedModule, PolicyAware):
         bins = self.frequencies.numel()
         return squares[..., :bins] + squares[..., bins:]
 
-    def _log_mel_of_power(self, power: Tensor, bank: Tensor) -> Tensor:
-        """Return the log-mel columns (B, C, M) of a power spectrum (B, C, K)."""
-        return self.front_end.logarithm(torch.matmul(power, bank))
-
     def _finish(
         self, x: Tensor, counts: Tensor, mask: Callable[[Tensor, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Normalise, mask, splice and pad columns (B, C, M), of which the first ``counts`` (B,) are a row's.
+        """Normalise, mask and splice columns (B, C, M), of which the first ``counts`` (B,) are a row's.
 
         Returns the output frames (B, T, F) and their number (B,).
         """
@@ -246,16 +265,23 @@ class LogMel(MovedModule, PolicyAware):
         weight = is_valid[:, :, None].to(x.dtype)  # (B, C, 1): 1 or 0
         lengths = (counts + self.splice - 1) // self.splice
         if self.splice_first:
-            # The columns of a frame are normalised apart. Those beyond the row's end are 0, and do not count.
+            # Each column of a frame has its own mean and deviation.
             x = stack_time(x, self.splice)
             x = x.view(*x.shape[:2], self.splice, self.mels)
             weight = stack_time(weight, self.splice)[..., None]  # (B, T, splice, 1)
             x = self._normalised(x, weight, self.front_end.over_deviation)
             x = mask(x.flatten(2), lengths)
-        else:
-            x = self._normalised(x, weight, self.front_end.over_deviation)
-            x = stack_time(mask(x, counts), self.splice)
-        return F.pad(x, (0, self.features - x.shape[2])), lengths
+            return self._padded(x), lengths
+        x = self._normalised(x, weight, self.front_end.over_deviation)
+        return self.spliced(mask(x, counts)), lengths
+
+    def spliced(self, x: Tensor) -> Tensor:
+        """Return output frames (B, T, F) of normalised columns (B, C, M)."""
+        return self._padded(stack_time(x, self.splice))
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """Return ``x`` with F features, of which the last are 0."""
+        return F.pad(x, (0, self.features - x.shape[2]))
 
     def _constants(self) -> dict[str, Tensor]:
         """Return the buffers by their names. They are computed in float64 and returned in fp32."""
