@@ -3,6 +3,7 @@
     python benchmarks/transducer_loss.py                     # the table of docs/benchmarks/loss.md
     python benchmarks/transducer_loss.py --smoke             # a small lattice, seconds
     python benchmarks/transducer_loss.py --shape 16 300 80 512 640 --rounds 5 --threads 2
+    python benchmarks/transducer_loss.py --recursions   # only the recursions over frames and over diagonals
     make peers && .venv-peers/bin/python benchmarks/transducer_loss.py --against torchaudio
 
 The full lattice is the usual form, written as well as plain PyTorch allows: one (B, T, U + 1, V) tensor of
@@ -31,11 +32,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import in_turn, machine, peak_bytes, ratio, reset_peak, resident_bytes
+from measuring import in_turn, machine, peak_bytes, ratio, reset_peak, resident_bytes, time_cells
 from torch import Tensor
 
 from speechtrain.losses.transducer import transducer_loss
-from speechtrain.losses.transducer_posteriors import posteriors_by_frames
+from speechtrain.losses.transducer_diagonals import posteriors_by_diagonals
+from speechtrain.losses.transducer_frames import posteriors_by_frames
 
 MiB = 2**20
 TORCHAUDIO = "torchaudio's rnnt_loss, fp32"
@@ -269,6 +271,27 @@ def report(names: list[str], arguments: argparse.Namespace) -> None:
         print(f"| {name} | {wall} | {processor} | {share} | {gradient_error} |", flush=True)
 
 
+def report_recursions(arguments: argparse.Namespace) -> None:
+    """Print the times of both recursions of a lattice, and the error of their occupancies."""
+    shape = Shape(*arguments.shape)
+    problem = Problem.draw(shape, arguments.initialisation)
+    with torch.no_grad():
+        blank, label = arcs(problem, 0.0, torch.float32)
+    lengths = problem.frames, problem.symbols
+    exact = posteriors_by_frames(blank.double(), label.double(), *lengths).occupancy
+    recursions = {
+        "frames, float64": lambda _: posteriors_by_frames(blank, label, *lengths),
+        "diagonals, float64": lambda _: posteriors_by_diagonals(blank.double(), label.double(), *lengths),
+        "diagonals, fp32": lambda _: posteriors_by_diagonals(blank, label, *lengths),
+    }
+    times = in_turn(recursions, arguments.rounds)
+    print("| recursion | wall s | processor s | ratio | error of an occupancy |")
+    print("|---|---|---|---|---|")
+    for name, recursion in recursions.items():
+        cells = time_cells(times[name], times["frames, float64"])
+        print(f"| {name} | {cells} | {float((recursion(0).occupancy - exact).abs().max()):.1e} |")
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -280,6 +303,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--against", choices=[*FIRST], default="lattice")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="contenders beside the first")
     parser.add_argument("--smoke", action="store_true", help="a small lattice, one round")
+    parser.add_argument("--recursions", action="store_true", help="only the two recursions of a lattice")
     parser.add_argument("--memory-of", metavar="NAME", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.smoke:
@@ -315,6 +339,9 @@ def main() -> None:
         return
     has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     print_machine(arguments, has_bf16)
+    if arguments.recursions:
+        report_recursions(arguments)
+        return
     if arguments.against == "torchaudio":
         try:
             import torchaudio

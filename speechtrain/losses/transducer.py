@@ -6,7 +6,7 @@ part of the lattice.
 
 The forms: ``RaggedJoint`` computes the cells within the lengths of each utterance, and is the default.
 ``StaticJoint`` computes all cells of the padded lattice. Both compute the log-probabilities of the arcs, from
-which ``posteriors_of_arcs`` computes the loss and the occupancies, and then the gradients of the inputs.
+these the loss and the occupancies (``transducer_posteriors``), and then the gradients of the inputs.
 
 The lattice has a cell for each frame t and each position u, the number of labels before the cell. An arc
 leads from a cell to another: the blank from (t, u) to (t + 1, u), the next label from (t, u) to (t, u + 1). A
@@ -56,7 +56,6 @@ from torch.autograd.function import once_differentiable
 
 from speechtrain.losses.transducer_joint import ACTIVATIONS, gradient_factors
 from speechtrain.losses.transducer_lattice import Gradients, Inputs, Settings, indices, lattice_shape
-from speechtrain.losses.transducer_posteriors import posteriors_of_arcs
 from speechtrain.losses.transducer_ragged import RaggedJoint
 from speechtrain.losses.transducer_static import StaticJoint
 from speechtrain.nn.full_precision import full_precision
@@ -342,10 +341,9 @@ class _StaticLoss(torch.autograd.Function):
         *tensors, settings, _ = arguments
         inputs = Inputs(*tensors)
         with full_precision(inputs.encoder.device):
-            arcs = StaticJoint(settings, inputs).log_probabilities()
-            posteriors = posteriors_of_arcs(
-                settings, arcs, inputs.frame_counts, inputs.label_counts, is_static=True
-            )
+            joint = StaticJoint(settings, inputs)
+            arcs = joint.log_probabilities()
+            posteriors = joint.posteriors(arcs)
             factors = gradient_factors(settings, posteriors, arcs)
         ctx.settings = settings
         ctx.save_for_backward(*inputs, *factors)

@@ -1,4 +1,23 @@
-"""The posteriors of the transducer loss with durations (TDT)."""
+"""The posteriors of a lattice whose arcs have durations (TDT). ``transducer_posteriors`` has the other forms.
+
+A blank of duration d > 0 leads from cell (t, u) to (t + d, u), and a label of duration d to (t + d, u + 1).
+``p(d)`` is the log-probability of the duration in the cell:
+
+    beta(t, u) = logsumexp over d of blank(t, u) + p(d) + beta(t + d, u)
+                            and of label(t, u) + p(d) + beta(t + d, u + 1)
+
+Paths end in an additional frame after the last one, in position U, where beta is 0. The share of an arc is
+the softmax of these terms, which compares only near cells. The occupancies follow from the shares, from the
+first cell on: a cell gives each of its arcs a share of its occupancy. These are sums of products without
+cancellation, so fp32 is exact enough.
+
+Cells are ordered by diagonals, the cells with t + u = d. A blank leads 1 to R diagonals on, where R is the
+longest duration plus 1, and so does a label. So each cell has a table of 2R arcs: entry r < R is the blank
+that leads r + 1 diagonals on, and entry R + r is the label that leads r + 1 diagonals on. Arcs that do not
+exist have the log-probability ``NEVER`` and the share 0.
+
+Source: Xu et al., "Efficient sequence transduction by jointly predicting tokens and durations" (ICML 2023).
+"""
 
 from __future__ import annotations
 
@@ -8,152 +27,152 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speechtrain.losses.transducer_lattice import (
-    HIGHEST_LOSS,
-    NEVER,
-    Posteriors,
-    Settings,
-    indices,
-    inside_mask,
-    skewed,
-    straight,
-)
+from speechtrain.losses.transducer_lattice import NEVER, Settings, indices, inside_mask, skewed, straight
+from speechtrain.losses.transducer_posteriors import HIGHEST_LOSS, Posteriors, has_impossible_label
 
 
 def posteriors_of_durations(
     settings: Settings, arcs: Sequence[Tensor], frame_counts: Tensor, label_counts: Tensor
 ) -> Posteriors:
-    """Return the posteriors of utterances with ``frame_counts`` (B,) frames and ``label_counts`` (B,) labels.
+    """Return the posteriors in the type of ``arcs``.
 
-    ``arcs`` are the log-probabilities (B, T, P) of blank, next label and each duration.
-
-    A recursion over the diagonals d = t + u, from the last one back, computes the shares of arcs. From the
-    shares, a recursion over the diagonals from the first one on computes the occupancy.
-
-    The share of an arc is a softmax over the arcs of its cell, which compares only near cells. Occupancies
-    are sums of products of shares, without cancellation. So fp32 is exact enough.
-
-    A cell has 2R arcs: first the blanks that lead 1 to R diagonals on, then the labels that lead 1 to R
-    diagonals on. Arcs that do not exist have the share 0. A blank of duration d leads d diagonals on, and a
-    label of duration d leads d + 1 diagonals on.
+    ``arcs`` are the log-probabilities (B, T, P) of blank, next label and each duration. ``frame_counts`` and
+    ``label_counts`` (B,) are the lengths of the utterances. An utterance without a path has the loss 0.
     """
-    batch, frames, positions = arcs[0].shape
+    # An impossible class has the log-probability -inf, and inf - inf would be NaN.
+    blank, label, *durations = [log_p.clamp(min=NEVER) for log_p in arcs]
+    _, frames, positions = blank.shape
     reach = settings.reach
-    onward, continues = _arcs_of_durations(settings, arcs, frame_counts, label_counts)
-    loss, shares = _shares_backward(onward, continues, reach)
+    table = _table_of_arcs(settings, blank, label, durations, frame_counts, label_counts)
+    arcs_by_diagonal = _by_diagonals(table)
+    continues = 1 - _path_ends(blank, frame_counts, label_counts)
+    loss, shares = _shares(arcs_by_diagonal, continues, reach)
+
     has_no_path = (frame_counts == 0) | (loss > HIGHEST_LOSS)
     begins = (indices(positions, loss) == 0) & ~has_no_path[:, None]
-    diagonal_occupancy = _occupancy_forward(shares, begins.to(loss.dtype), reach)
+    occupancy_by_diagonal = _occupancy(shares, begins.to(loss.dtype), reach)
+    is_inside = inside_mask(blank.shape, frame_counts, label_counts)
+    label_shares = shares[:, :, reach:]
+    posteriors = Posteriors(
+        loss=loss.masked_fill(has_no_path, 0),
+        occupancy=_lattice_values(occupancy_by_diagonal, frames) * is_inside,
+        label_share=_lattice_values(label_shares.sum(2), frames),
+        duration_shares=_duration_shares(settings, shares, frames),
+    )
+    return posteriors.without_impossible(has_impossible_label(label, frame_counts, label_counts))
 
-    inside = inside_mask((batch, frames, positions), frame_counts, label_counts)
-    occupancy = _lattice_values(diagonal_occupancy, frames) * inside
-    label_share = _lattice_values(shares[:, :, reach:].sum(2), frames)
-    duration_shares = _duration_shares(settings, shares, frames)
-    return Posteriors(loss.masked_fill(has_no_path, 0), occupancy, label_share, duration_shares)
 
-
-def _arcs_of_durations(
-    settings: Settings, arcs: Sequence[Tensor], frame_counts: Tensor, label_counts: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities (T + P, B, 2R, P) of all arcs by diagonals, and which cells continue.
-
-    The second tensor (T + P, B, P) is 0 for the cells in which paths end, else 1. These cells are in an
-    additional frame of the lattice, after the last frame of the utterance.
-    """
-    batch, frames, positions = arcs[0].shape
+def _table_of_arcs(
+    settings: Settings,
+    blank: Tensor,
+    label: Tensor,
+    durations: Sequence[Tensor],
+    frame_counts: Tensor,
+    label_counts: Tensor,
+) -> Tensor:
+    """Return the log-probabilities (B, 2R, T, P) of the arcs of each cell."""
+    _, frames, positions = blank.shape
+    frames_left = (frame_counts[:, None] - indices(frames, frame_counts))[..., None]  # (B, T, 1)
+    position = indices(positions, label_counts)
     last_position = label_counts[:, None, None]
-    cell_arcs = torch.stack(_cell_arcs(settings, arcs, frame_counts, last_position), 1)  # (B, 2R, T, P)
-    padded = F.pad(cell_arcs, (0, 0, 0, 1), value=NEVER)  # the additional frame
-    diagonal_arcs = skewed(padded.flatten(0, 1), NEVER)  # (B · 2R, T + P, P)
-    onward = diagonal_arcs.view(batch, -1, frames + positions, positions).permute(2, 0, 1, 3)
-    is_end_frame = indices(frames + 1, frame_counts)[:, None] == frame_counts[:, None, None]
-    is_end = is_end_frame & (indices(positions, frame_counts) == last_position)
-    continues = 1 - skewed(is_end.to(arcs[0].dtype), 0)
-    return onward.contiguous(), continues.transpose(0, 1)
-
-
-def _cell_arcs(
-    settings: Settings, arcs: Sequence[Tensor], frame_counts: Tensor, last_position: Tensor
-) -> list[Tensor]:
-    """Return the log-probabilities (B, T, P) of each of a cell's 2R arcs: the blanks, then the labels.
-
-    ``last_position`` (B, 1, 1) is the position after all labels.
-    """
-    blank, label, *durations = arcs
-    frames_left = (frame_counts[:, None] - indices(blank.shape[1], frame_counts))[..., None]
-    position = indices(blank.shape[2], frame_counts)
-    no_label, is_after_labels = position >= last_position, position == last_position
+    is_before_last = position < last_position
+    is_last = position == last_position
     no_arc = torch.full_like(blank, NEVER)
-    blanks, labels = [no_arc] * settings.reach, [no_arc] * settings.reach
+    blanks = [no_arc] * settings.reach
+    labels = [no_arc] * settings.reach
     for d, log_p in zip(settings.durations, durations, strict=True):
         log_p = log_p - settings.sigma
-        labels[d] = (label + log_p).masked_fill((frames_left <= d) | no_label, NEVER)
+        has_label = (frames_left > d) & is_before_last
+        labels[d] = (label + log_p).masked_fill(~has_label, NEVER)
         if d:  # A blank without duration does not exist.
-            ends_path = (frames_left == d) & is_after_labels
-            is_arc = (frames_left > d) | ends_path
-            blanks[d - 1] = (blank + log_p).masked_fill(~is_arc, NEVER)
-    return blanks + labels
+            ends_path = (frames_left == d) & is_last
+            has_blank = (frames_left > d) | ends_path
+            blanks[d - 1] = (blank + log_p).masked_fill(~has_blank, NEVER)
+    return torch.stack([*blanks, *labels], 1)
 
 
-def _shares_backward(onward: Tensor, continues: Tensor, reach: int) -> tuple[Tensor, Tensor]:
-    """Return the loss (B,) and the shares (T + P, B, 2R, P) from the results of ``_arcs_of_durations``."""
-    batch, _, positions = onward.shape[1:]
-    # The backward variables (B, R, P) of the R diagonals after the present one, less ``subtracted`` (B,).
-    window = onward.new_full((batch, reach, positions), NEVER)
-    subtracted, log_shares = torch.zeros_like(window[:, 0, 0]), list[Tensor]()
-    for d in reversed(range(len(onward))):
-        log_share, beta = _diagonal_shares(onward[d], window)
+def _by_diagonals(table: Tensor) -> Tensor:
+    """Return the table (B, 2R, T, P) of arcs by diagonals, (T + P, B, 2R, P), with the additional frame."""
+    batch, arcs, frames, positions = table.shape
+    with_end_frame = F.pad(table, (0, 0, 0, 1), value=NEVER)
+    by_diagonal = skewed(with_end_frame.flatten(0, 1), NEVER)  # (B · 2R, T + P, P)
+    by_utterance = by_diagonal.view(batch, arcs, frames + positions, positions)
+    return by_utterance.permute(2, 0, 1, 3).contiguous()
+
+
+def _path_ends(cells: Tensor, frame_counts: Tensor, label_counts: Tensor) -> Tensor:
+    """Return by diagonals (T + P, B, P) a 1 for the cells in which paths end, else 0."""
+    _, frames, positions = cells.shape
+    is_end_frame = indices(frames + 1, frame_counts) == frame_counts[:, None]
+    is_last_position = indices(positions, label_counts) == label_counts[:, None]
+    is_end = is_end_frame[:, :, None] & is_last_position[:, None, :]
+    return skewed(is_end.to(cells.dtype), 0).transpose(0, 1)
+
+
+def _shares(arcs_by_diagonal: Tensor, continues: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+    """Return the loss (B,) and the shares (T + P, B, 2R, P) of all arcs, from the last diagonal back.
+
+    ``continues`` (T + P, B, P) is 0 for the cells in which paths end, else 1.
+    """
+    batch, _, positions = arcs_by_diagonal.shape[1:]
+    # The backward variables (B, R, P) of the next R diagonals, less ``subtracted`` (B,).
+    next_betas = arcs_by_diagonal.new_full((batch, reach, positions), NEVER)
+    subtracted = torch.zeros_like(next_betas[:, 0, 0])
+    log_shares = []
+    for d in reversed(range(len(arcs_by_diagonal))):
+        log_share, beta = _diagonal_shares(arcs_by_diagonal[d], next_betas)
         log_shares.append(log_share)
         beta = beta * continues[d]  # A path that has ended has the log-probability 0.
-        window = torch.cat((beta[:, None], window[:, :-1]), 1)
-        # For each diagonal, this would be a fifth of all operations. Within 4 diagonals, the numbers stay
-        # small.
+        next_betas = torch.cat((beta[:, None], next_betas[:, :-1]), 1)
+        # The variables stay small within 4 diagonals. Shifting each diagonal would be a fifth of all
+        # operations.
         if d % 4 == 0:
-            window, subtracted = _shifted_to_zero(window, subtracted)
-    log_likelihood = window[:, 0, 0] + subtracted
+            next_betas, subtracted = _shifted_to_zero(next_betas, subtracted)
+    log_likelihood = next_betas[:, 0, 0] + subtracted
     return -log_likelihood, torch.stack(log_shares[::-1]).exp()
 
 
-def _diagonal_shares(onward: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
+def _diagonal_shares(arcs: Tensor, next_betas: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-shares (B, 2R, P) of the arcs of a diagonal, and its backward variables (B, P).
 
-    ``onward`` (B, 2R, P) are the log-probabilities of the arcs. ``window`` (B, R, P) are the backward
-    variables of the diagonals that the arcs lead to. A label leads to the next position.
+    ``arcs`` (B, 2R, P) are their log-probabilities. ``next_betas`` (B, R, P) are the backward variables of
+    the diagonals to which they lead.
     """
-    after_label = F.pad(window, (-1, 1), value=NEVER)
-    paths = onward + torch.cat((window, after_label), 1)
+    betas_of_next_position = F.pad(next_betas, (-1, 1), value=NEVER)
+    paths = arcs + torch.cat((next_betas, betas_of_next_position), 1)
     log_share = paths.log_softmax(1)
-    # Gaudi lacks logsumexp. log_softmax subtracts it from all paths, also from the most likely path.
-    logsumexp = paths.amax(1) - log_share.amax(1)
-    return log_share, logsumexp
+    # Gaudi lacks logsumexp. log_softmax subtracts it from each path, so also from the highest one.
+    beta = paths.amax(1) - log_share.amax(1)
+    return log_share, beta
 
 
-def _shifted_to_zero(window: Tensor, subtracted: Tensor) -> tuple[Tensor, Tensor]:
-    """Subtract the highest number of each utterance from ``window`` (B, R, P). Add it to ``subtracted`` (B,).
+def _shifted_to_zero(betas: Tensor, subtracted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``betas`` (B, R, P) less the highest one of each utterance, and ``subtracted`` (B,) plus this.
 
-    The highest number is then 0. An utterance without a path keeps its numbers.
+    An utterance without a path keeps its variables.
     """
-    highest = window.amax((1, 2))
+    highest = betas.amax((1, 2))
     highest = highest * (highest > -HIGHEST_LOSS)
-    return window - highest[:, None, None], subtracted + highest
+    return betas - highest[:, None, None], subtracted + highest
 
 
-def _occupancy_forward(shares: Tensor, begins: Tensor, reach: int) -> Tensor:
-    """Return the occupancy (T + P, B, P) of the cells by diagonals.
+def _occupancy(shares: Tensor, begins: Tensor, reach: int) -> Tensor:
+    """Return the occupancy (T + P, B, P) of the cells by diagonals, from the first diagonal on.
 
     ``begins`` (B, P) is the probability that a path begins in a cell of the first diagonal.
     """
-    # The occupancy (B, R, P) of the present diagonal and of the R − 1 diagonals after it, as far as arcs from
-    # earlier diagonals lead there.
-    window = F.pad(begins[:, None], (0, 0, 0, reach - 1))
+    # The occupancy (B, R, P) of this diagonal and of the R − 1 diagonals after it, as far as arcs of earlier
+    # diagonals lead there.
+    next_occupancies = F.pad(begins[:, None], (0, 0, 0, reach - 1))
     diagonals = []
     for share in shares.unbind():
-        diagonal = window[:, 0]
-        diagonals.append(diagonal)
-        flow = diagonal[:, None] * share  # (B, 2R, P) the probability that a path continues by the arc
-        next_window = F.pad(window[:, 1:], (0, 0, 0, 1))
-        by_blank, by_label = flow[:, :reach], F.pad(flow[:, reach:], (1, -1))
-        window = next_window + by_blank + by_label
+        occupancy = next_occupancies[:, 0]
+        diagonals.append(occupancy)
+        flow = occupancy[:, None] * share  # (B, 2R, P)
+        by_blank = flow[:, :reach]
+        by_label = F.pad(flow[:, reach:], (1, -1))  # A label leads to the next position.
+        later_occupancies = F.pad(next_occupancies[:, 1:], (0, 0, 0, 1))
+        next_occupancies = later_occupancies + by_blank + by_label
     return torch.stack(diagonals)
 
 
@@ -161,9 +180,9 @@ def _duration_shares(settings: Settings, shares: Tensor, frames: int) -> tuple[T
     """Return for each duration the sum (B, T, P) of the shares of the blank and the label that have it."""
     duration_shares = []
     for d in settings.durations:
-        share = shares[:, :, settings.reach + d]  # of the label
+        share = shares[:, :, settings.reach + d]  # of the label, which leads d + 1 diagonals on
         if d:
-            share = share + shares[:, :, d - 1]  # of the blank
+            share = share + shares[:, :, d - 1]  # of the blank, which leads d diagonals on
         duration_shares.append(_lattice_values(share, frames))
     return tuple(duration_shares)
 

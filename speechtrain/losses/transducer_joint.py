@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from speechtrain.losses.transducer_dropout import Dropout, NoDropout
-from speechtrain.losses.transducer_lattice import Inputs, Posteriors, Settings, lattice_shape
+from speechtrain.losses.transducer_lattice import Inputs, Settings, lattice_shape
+from speechtrain.losses.transducer_posteriors import Posteriors
 
 ACTIVATIONS = {"relu": torch.relu_, "tanh": torch.tanh_}
 

@@ -1,10 +1,11 @@
-"""Settings, inputs, cells and results of the transducer loss, which its modules share.
+"""Settings, inputs, cells and gradients of the transducer loss, which its modules share.
 
 The legend of axes is in ``speechtrain.losses.transducer``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NEVER = -1e30  # Log-probability of an arc that does not exist. It is finite because inf - inf is NaN.
-HIGHEST_LOSS = 5e29  # A higher loss is the sum of at least one NEVER: the utterance has no possible path.
 
 
 @dataclass(frozen=True)
@@ -90,18 +90,6 @@ class Gradients(NamedTuple):
         return (*gradients, None, None, None, None, None, None)
 
 
-class Posteriors(NamedTuple):
-    """The loss, and the posterior probabilities of cells and arcs if the labels are known.
-
-    The share of an arc is the fraction of the paths through its cell that continue by the arc, from 0 to 1.
-    """
-
-    loss: Tensor  # (B,)
-    occupancy: Tensor  # (B, T, P) probability that a path passes through the cell, 0 outside the lattice
-    label_share: Tensor  # (B, T, P) the share of the next label
-    duration_shares: tuple[Tensor, ...] = ()  # for each duration: (B, T, P) the share of arcs that have it
-
-
 class Cells(NamedTuple):
     """The indices of N cells. All entries are (N,)."""
 
@@ -133,7 +121,7 @@ def indices(size: int, like: Tensor) -> Tensor:
     return torch.arange(size, device=like.device)
 
 
-def inside_mask(shape: tuple[int, int, int], frame_counts: Tensor, label_counts: Tensor) -> Tensor:
+def inside_mask(shape: Sequence[int], frame_counts: Tensor, label_counts: Tensor) -> Tensor:
     """Return a mask of ``shape`` (B, T, P), True for the cells in the lattice of their utterance."""
     is_frame_inside = indices(shape[1], frame_counts) < frame_counts[:, None]
     is_position_inside = indices(shape[2], label_counts) <= label_counts[:, None]

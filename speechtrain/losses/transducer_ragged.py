@@ -7,17 +7,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from speechtrain.losses.transducer_durations import posteriors_of_durations
+from speechtrain.losses.transducer_frames import posteriors_by_frames
 from speechtrain.losses.transducer_joint import ACTIVATIONS, JointNetwork, gradient_factors
 from speechtrain.losses.transducer_lattice import (
     Cells,
     Gradients,
     Inputs,
-    Posteriors,
     Settings,
     inside_mask,
     next_labels,
 )
-from speechtrain.losses.transducer_posteriors import posteriors_of_arcs
+from speechtrain.losses.transducer_posteriors import Posteriors
 
 
 class RaggedJoint(JointNetwork):
@@ -65,11 +66,12 @@ class RaggedJoint(JointNetwork):
 
     def posteriors(self, group: slice) -> Posteriors:
         """Return the posteriors of the utterances ``group``, whose arcs must be computed."""
-        label_counts = self.label_counts[group]
+        lengths = self.frame_counts[group], self.label_counts[group]
         arcs = [log_p[group] for log_p in self.arcs]
-        return posteriors_of_arcs(
-            self.settings, arcs, self.frame_counts[group], label_counts, is_static=False
-        )
+        if self.settings.durations:
+            return posteriors_of_durations(self.settings, [log_p.double() for log_p in arcs], *lengths)
+        blank, label = arcs
+        return posteriors_by_frames(blank, label, *lengths)
 
     def add_gradients(self, group: slice, posteriors: Posteriors, upstream: Tensor) -> None:
         """Add the gradients of the utterances ``group`` for the upstream gradients (B,)."""
@@ -199,7 +201,7 @@ class RaggedJoint(JointNetwork):
         unit_gradient = torch.mm(gradient, self.weight, out=self.buffers.unit_gradients[: len(hidden)])
         slope = self.slope_(hidden)
         if self.settings.activation != "relu":  # Dropped units of relu have the slope 0 already.
-            self.dropout.apply_(slope, cells)
+            self.dropout.drop_in_place(slope, cells)
         unit_gradient *= slope
         unit_gradient = unit_gradient.to(wide)
         self.sums.encoder.index_add_(0, cells.encoder_row, unit_gradient)
@@ -243,7 +245,7 @@ class RaggedJoint(JointNetwork):
             hidden = torch.add(hidden, position_units, out=buffers.units[:count])
         else:
             hidden += position_units
-        self.dropout.apply_(ACTIVATIONS[self.settings.activation](hidden), cells)
+        self.dropout.drop_in_place(ACTIVATIONS[self.settings.activation](hidden), cells)
         return hidden.to(self.settings.dtype)
 
 

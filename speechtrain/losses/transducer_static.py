@@ -9,8 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speechtrain.compute_policy import GraphFunction
+from speechtrain.losses.transducer_diagonals import posteriors_by_diagonals
+from speechtrain.losses.transducer_durations import posteriors_of_durations
 from speechtrain.losses.transducer_joint import ACTIVATIONS, JointNetwork
 from speechtrain.losses.transducer_lattice import Gradients, Inputs, Settings, indices, next_labels
+from speechtrain.losses.transducer_posteriors import Posteriors
 
 
 class StaticJoint(JointNetwork):
@@ -38,6 +41,14 @@ class StaticJoint(JointNetwork):
         """
         spans = [_span_arcs(self, self.encoder[:, span], self.frame[span]) for span in self._spans()]
         return [torch.cat(log_probabilities, 1) for log_probabilities in zip(*spans, strict=True)]
+
+    def posteriors(self, arcs: Sequence[Tensor]) -> Posteriors:
+        """Return the posteriors of ``arcs``, the results of ``log_probabilities``."""
+        lengths = self.frame_counts, self.label_counts
+        if self.settings.durations:
+            return posteriors_of_durations(self.settings, arcs, *lengths)
+        blank, label = arcs
+        return posteriors_by_diagonals(blank, label, *lengths)
 
     def arcs(self, hidden: Tensor) -> list[Tensor]:
         """Return the log-probabilities (B, t, P) of the arcs of t frames with the ``hidden`` units."""
@@ -83,7 +94,7 @@ class StaticJoint(JointNetwork):
         weight = gradient.flatten(0, 2).t() @ hidden.flatten(0, 2)
         slope = self.slope_(hidden)
         if self.settings.activation != "relu":  # Dropped units of relu have the slope 0 already.
-            slope = self.dropout.applied(slope, frame)
+            slope = self.dropout.with_dropped(slope, frame)
         unit_gradient = (gradient @ self.weight).to(wide) * slope
         return Gradients(unit_gradient.sum(2), unit_gradient.sum(1), weight.to(wide), bias=bias)
 
@@ -121,7 +132,7 @@ class StaticJoint(JointNetwork):
         """
         sums = encoder[:, :, None] + self.prediction[:, None]
         hidden = ACTIVATIONS[self.settings.activation](sums)
-        return self.dropout.applied(hidden, frame).to(self.settings.dtype)
+        return self.dropout.with_dropped(hidden, frame).to(self.settings.dtype)
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits of symbols (…, V) and of durations (…, K) for hidden units (…, H)."""
