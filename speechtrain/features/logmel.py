@@ -25,7 +25,6 @@ from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware
 from speechtrain.counter_rng import DITHER_PERIOD, uniform_at
 from speechtrain.errors import ConfigError
 from speechtrain.features.front_ends import FRONT_ENDS
-from speechtrain.features.logmel_stream import LogMelStream
 from speechtrain.features.mel import mel_bank, slaney_hertz, slaney_mel, warp_frequencies
 from speechtrain.features.silence import trim_silence
 from speechtrain.features.statistics import NORMALISATIONS
@@ -162,24 +161,6 @@ class LogMel(MovedModule, PolicyAware):
             signal = self.front_end.signal(self._dithered(audio, keys), lengths)
             x = self.log_mel_columns(signal, self._columns(audio.shape[1]), warp)
             return self._finish(x, self.front_end.columns(lengths), mask)
-
-    def stream(self, rows: int = 1, keys: Tensor | None = None) -> LogMelStream:
-        """Return a stream of the features of ``rows`` recordings, B, which arrive in pieces.
-
-        Its frames are those of ``forward`` in evaluation with ``keys`` (B,), without warp and mask. Raises
-        ValueError for settings that need the whole recording.
-        """
-        if self.normalise != "none":
-            raise ValueError(
-                f"encoder.features.normalise={self.normalise} needs the whole recording. "
-                "A stream needs encoder.features.normalise=none"
-            )
-        if self.trim_silence_db is not None:
-            raise ValueError(
-                f"encoder.features.trim_silence_db={self.trim_silence_db} needs the whole recording. "
-                "A stream needs encoder.features.trim_silence_db=null"
-            )
-        return LogMelStream(self, rows, keys)
 
     def _columns(self, samples: int) -> int:
         """Return C for waveforms (B, S). It is at least 1, while a short row may have no column."""

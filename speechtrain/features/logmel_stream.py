@@ -5,25 +5,34 @@ Legend: B rows, S samples, C columns, M mel bins, T output frames, F features of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from speechtrain.features.logmel import LogMel
 from speechtrain.nn.full_precision import full_precision
-
-if TYPE_CHECKING:
-    from speechtrain.features.logmel import LogMel
 
 
 class LogMelStream:
-    """The state of ``LogMel`` between the pieces of B recordings of the same length.
+    """Computes the frames of ``rows`` recordings of the same length, which arrive in pieces.
 
-    The frames of all pieces are those of one pass in evaluation. The state is about two windows and a hop of
-    samples, and the columns of an incomplete frame. ``LogMel.stream`` explains the arguments.
+    The frames of all pieces are those of one pass of ``log_mel`` in evaluation with ``keys`` (B,), without
+    warp and mask. Between the pieces, the stream stores about two windows and a hop of samples, and the
+    columns of an incomplete frame.
+
+    Raises ValueError for settings of ``log_mel`` that need the whole recording.
     """
 
-    def __init__(self, log_mel: LogMel, rows: int, keys: Tensor | None) -> None:
+    def __init__(self, log_mel: LogMel, rows: int = 1, keys: Tensor | None = None) -> None:
+        if log_mel.normalise != "none":
+            raise ValueError(
+                f"encoder.features.normalise={log_mel.normalise} needs the whole recording. "
+                "A stream needs encoder.features.normalise=none"
+            )
+        if log_mel.trim_silence_db is not None:
+            raise ValueError(
+                f"encoder.features.trim_silence_db={log_mel.trim_silence_db} needs the whole recording. "
+                "A stream needs encoder.features.trim_silence_db=null"
+            )
         self.log_mel = log_mel
         self.keys = keys
         self.samples = 0  # received samples of a row
