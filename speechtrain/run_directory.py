@@ -21,7 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
@@ -39,7 +39,6 @@ from speechtrain.files import (
     json_lines,
     log_lines,
     open_append,
-    open_regular,
     parse_json,
     print_line,
     read_text,
@@ -368,32 +367,20 @@ def read_metrics(run_dir: Path) -> Log:
     return Log(events[::-1], log.omitted)
 
 
-class Validations:
-    """A metric of the validations in the growing ``metrics.jsonl``, on the first evaluation set."""
+def read_validations(run_dir: Path, metric: str) -> list[float]:
+    """Return ``metric`` of each validation so far, on the first evaluation set.
 
-    def __init__(self, run_dir: Path, metric: str) -> None:
-        self._path = run_dir / METRICS
-        self._metric = metric
-        self._offset = 0  # the bytes that have been read
-        self._values: dict[tuple[Any, Any], float] = {}  # by the evaluation set and the step
-
-    def read(self) -> list[float]:
-        """Return the metric of each validation so far. Only the lines since the last call are read."""
-        for row in json_lines(self._new_lines()):
-            if row.get("event") == "valid" and self._metric in row:
-                value = row[self._metric]
-                # A validation that a resume repeats replaces the earlier one. null is NaN.
-                self._values[row.get("set"), row.get("step")] = math.nan if value is None else float(value)
-        sets = [name for name, _ in self._values]
-        return [value for (name, _), value in self._values.items() if name == sets[0]]
-
-    def _new_lines(self) -> Iterator[bytes]:
-        with contextlib.suppress(FileNotFoundError), open_regular(self._path, follow=False) as file:
-            file.seek(self._offset)
-            for line in file:
-                if line.endswith(b"\n"):  # The last line may be incomplete.
-                    self._offset += len(line)
-                    yield line
+    A validation that a resume repeats replaces the earlier one. Raises OSError as ``read_metrics`` does.
+    """
+    values: dict[str, dict[Any, float]] = {}  # by the evaluation set and the step
+    # The run is still training, so this is called often. Most lines are no validations and are not parsed.
+    lines = (line for line in log_lines(run_dir / METRICS) if b'"valid"' in line)
+    for row in json_lines(lines):
+        if row.get("event") == "valid" and metric in row:
+            value = row[metric]
+            number = math.nan if value is None else float(value)  # null is NaN.
+            values.setdefault(str(row.get("set")), {})[row.get("step")] = number
+    return list(next(iter(values.values()), {}).values())
 
 
 def timing_start(run_dir: Path) -> datetime | None:

@@ -18,7 +18,7 @@ from typing import IO, Any
 from speechtrain.compute_policy import usable_cpus
 from speechtrain.errors import MachineError, Preempted, SpeechtrainError
 from speechtrain.files import open_append, print_line
-from speechtrain.run_directory import RunLock, RunResult, Validations
+from speechtrain.run_directory import RunLock, RunResult, read_validations
 from speechtrain.study.store import Study
 
 PRUNED = "pruned"
@@ -58,9 +58,9 @@ def _with_median_rule(start: Callable[[], RunResult], study: Study, run_dir: Pat
     earlier_handler = signal.getsignal(signal.SIGTERM)
 
     def report_validations() -> None:
-        validations = Validations(run_dir, study.spec.objectives[0].name)
+        metric = study.spec.objectives[0].name
         while not has_ended.wait(_POLL_SECONDS):
-            if study.report(trial, validations.read()):
+            if study.report(trial, read_validations(run_dir, metric)):
                 is_pruned.set()
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
