@@ -28,6 +28,7 @@ import socket
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ def measure(group: Group, task: Task, batch: Batch, rounds: int, folder: Path) -
     """Return the seconds of steps alone and together, of an agreement and of a log line, and the bytes."""
     alone = Steps(SingleProcess(), task, task, batch, folder)
     together = Steps(group, task, group.wrap(task), batch, folder)
-    together.parts.optimizer = alone.parts.optimizer
+    together.parts = replace(together.parts, optimizer=alone.parts.optimizer)
     times: dict[str, list[float]] = {"alone": [], "together": []}
     for turn in range(rounds + 1):
         group.barrier()
