@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -66,8 +66,7 @@ class SpeechBatches(DataModule):
         seconds = float(loader.index.seconds[self.training_set.rows].sum())
         processes = max(1, self.workers.count)  # Each process keeps the recordings.
         needed_bytes = processes * seconds * loader.sample_rate * _BYTES_OF_SAMPLE
-        loader.keeps_decoded = needed_bytes <= self.decoded_bytes
-        return loader
+        return replace(loader, keeps_decoded=needed_bytes <= self.decoded_bytes)
 
     @cached_property
     def sampler(self) -> Sampler:

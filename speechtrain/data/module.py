@@ -13,6 +13,7 @@ from speechtrain.data.acoustics import Acoustics
 from speechtrain.data.audio import DECODED_SECONDS
 from speechtrain.data.batches import SpeechBatches
 from speechtrain.data.evaluation_sets import EvaluationSet, evaluated_recordings
+from speechtrain.data.filters import Filters
 from speechtrain.data.loader import BatchLoader, check_audio
 from speechtrain.data.report import report
 from speechtrain.data.sampler import BatchLimits, BatchSize
@@ -128,9 +129,7 @@ class SpeechData(SpeechBatches):
         training_set = TrainingSet(
             train,
             cache or "",
-            min_seconds,
-            max_seconds,
-            skip_empty,
+            Filters(min_seconds, max_seconds, skip_empty),
             0.0 if valid else hold_out,
             needs_text=tokenizer.reads_text and not allow_empty,
             run_dir=run_dir or "",
@@ -180,7 +179,7 @@ class SpeechData(SpeechBatches):
         return report(self)
 
     def set_stop_check(self, stop_requested: Callable[[], bool]) -> None:
-        self.workers.stop_requested = stop_requested
+        self.workers.set_stop_check(stop_requested)
 
     def close(self) -> None:
         self.skips.warn()

@@ -145,9 +145,10 @@ def _is_too_many(data: SpeechBatches, bad: int, total: int) -> bool:
 def warnings(data: SpeechBatches) -> Iterator[str]:
     """Yield a line for each problem of the recordings that the user may not expect."""
     training_set = data.training_set
+    filters = training_set.filters
     yield from training_set.source.warnings()
-    too_long = f"are longer than data.max_seconds={training_set.max_seconds:g}"
-    too_short = f"are shorter than data.min_seconds={training_set.min_seconds:g}"
+    too_long = f"are longer than data.max_seconds={filters.max_seconds:g}"
+    too_short = f"are shorter than data.min_seconds={filters.min_seconds:g}"
     problems = {"too_long": too_long, "too_short": too_short, "untranscribed": "have no transcript"}
     for reason, problem in problems.items():
         rows = training_set.filtered[reason]
@@ -158,7 +159,7 @@ def warnings(data: SpeechBatches) -> Iterator[str]:
             continue
         yield from evaluation_set.recordings.source.warnings()
         index = evaluation_set.recordings.index
-        rows = np.flatnonzero(index.seconds > np.float32(training_set.max_seconds))
+        rows = np.flatnonzero(filters.is_too_long(index))
         yield from _describe_rows(f"valid.{name}", index, rows, f"{too_long}, as no training recording is")
         yield from _symbols_warning(evaluation_set)
         yield from _name_warnings(f"valid.{name}", index, np.sort(evaluation_set.epoch_batches.rows))

@@ -11,6 +11,7 @@ import numpy as np
 
 from speechtrain.batch import Skip
 from speechtrain.counter_rng import RunStream, uniform_at
+from speechtrain.data.filters import Filters
 from speechtrain.data.formats.manifests import digest
 from speechtrain.data.hold_out import NO_SIDES, Sides, held_out, read_sides
 from speechtrain.data.index import Index, hash_of, open_index
@@ -51,19 +52,15 @@ class RecordingSet:
 class TrainingSet(RecordingSet):
     """The recordings of ``data.train``.
 
-    A recording is filtered, so it is not used at all, if it is shorter than ``min_seconds`` or longer than
-    ``max_seconds`` (before the speed change). It is also filtered if ``skip_empty`` is true and it has no
-    transcript. The share ``hold_out`` of the other recordings is held out. If ``needs_text`` is true, only
-    recordings with a transcript can be held out. Recordings stay on the side on which ``run_dir`` or
-    ``initial_run`` had them. Raises ValueError for invalid arguments.
+    A recording that ``filters`` exclude is not used at all. The share ``hold_out`` of the other recordings is
+    held out. If ``needs_text`` is true, only recordings with a transcript can be held out. Recordings stay on
+    the side on which ``run_dir`` or ``initial_run`` had them. Raises ValueError for invalid arguments.
 
     ``usable`` are all rows that are not filtered. ``held_out`` are the usable rows for evaluation, and
     ``rows`` are the usable rows for training.
     """
 
-    min_seconds: float
-    max_seconds: float
-    skip_empty: bool
+    filters: Filters
     hold_out: float
     needs_text: bool
     run_dir: str = ""
@@ -71,22 +68,13 @@ class TrainingSet(RecordingSet):
 
     def __post_init__(self) -> None:
         check_source("train", self.spec)
-        low, high = self.min_seconds, self.max_seconds
-        if not 0 <= low < high:
-            raise ValueError(f"min_seconds={low}, max_seconds={high}: need 0 <= min < max")
         if not 0 <= self.hold_out < 1:
             raise ValueError(f"hold_out={self.hold_out}: it must be a share of at least 0 and below 1")
 
     @cached_property
     def filtered(self) -> dict[str, Integers]:
         """The rows of the index that are filtered, ascending, by the reason."""
-        index = self.index
-        # Durations in the index are float32, so the limits are compared as float32.
-        is_long = index.seconds > np.float32(self.max_seconds)
-        is_short = index.seconds < np.float32(self.min_seconds)
-        is_empty = (index.characters == 0) & ~is_long & ~is_short & self.skip_empty
-        masks = {"too_long": is_long, "too_short": is_short, "untranscribed": is_empty}
-        return {reason: np.flatnonzero(mask) for reason, mask in masks.items()}
+        return self.filters.filtered_rows(self.index)
 
     @cached_property
     def usable(self) -> Integers:
@@ -97,15 +85,14 @@ class TrainingSet(RecordingSet):
         rows = np.flatnonzero(is_usable).astype(np.int32)
         if len(rows):
             return rows
-        has_no_text = (self.skip_empty or self.needs_text) and not self.index.characters.any()
+        has_no_text = (self.filters.skip_empty or self.needs_text) and not self.index.characters.any()
         if has_no_text or len(self.filtered["untranscribed"]):
             raise DataError(
                 f"data.train: no recording has a transcript: {where_transcripts_are(self.source)}"
             )
         raise DataError(
-            f"data.train: none of {len(self.index)} recordings is between {self.min_seconds:g} and "
-            f"{self.max_seconds:g} s long. Change data.min_seconds or data.max_seconds, or check the "
-            "manifest's durations"
+            f"data.train: none of {len(self.index)} recordings is {self.filters}. Change data.min_seconds or "
+            "data.max_seconds, or check the manifest's durations"
         )
 
     @cached_property

@@ -147,8 +147,7 @@ class Workers:
     def __init__(self, count: int = 0, timeout_seconds: float = math.inf) -> None:
         self.count = count
         self.timeout_seconds = timeout_seconds
-        self.stop_requested: Callable[[], bool] = lambda: False
-        """Returns whether the run should stop. A run sets its own function."""
+        self._stop_requested: Callable[[], bool] = lambda: False
         self._workers: list[_Worker] = []
         self._loaders: list[Loader] = []  # all loaders so far. Workers know a loader by its position.
         self._results: dict[int, Batch | Exception] = {}  # results by ticket, until a stream yields them
@@ -157,6 +156,10 @@ class Workers:
         self._is_closed = False
         self._starter = threading.Thread(target=self._start_workers, daemon=True)
         self._is_started = False
+
+    def set_stop_check(self, stop_requested: Callable[[], bool]) -> None:
+        """From now on, a long wait for a worker raises Preempted if ``stop_requested`` returns true."""
+        self._stop_requested = stop_requested
 
     @property
     def pids(self) -> list[int]:
@@ -259,7 +262,7 @@ class Workers:
             with suppress(Empty):
                 return request.worker.answers.get(timeout=poll_seconds)
             current_time = time.monotonic()
-            if not self.stop_requested():
+            if not self._stop_requested():
                 stop_time = None
             elif stop_time is None:
                 stop_time = current_time

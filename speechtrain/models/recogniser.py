@@ -70,6 +70,8 @@ class Recogniser(Task, PolicyAware):
         """Return the loss (B,) of each row in fp32, and the metrics of the terms of the loss.
 
         ``encoded`` (B, T, W) are the encoder's frames, and ``lengths`` (B,) are the frames of each row.
+        Frames beyond them are arbitrary. The caller multiplies the losses by ``batch.weight``, which is 0 for
+        padding rows. A metric is a pair of sums over the rows, which are weighted here.
         """
 
     @abstractmethod

@@ -200,7 +200,7 @@ def test_a_worker_that_stops_in_the_middle_of_an_answer_is_an_error(
 ) -> None:
     """An answer below 1 MiB is longer than the link's buffer, so half of it waits there."""
     pool = Workers(1, timeout_seconds=60 if is_stopping else 2)
-    pool.stop_requested = lambda: is_stopping
+    pool.set_stop_check(lambda: is_stopping)
     monkeypatch.setattr("speechtrain.data.workers._STOP_SECONDS", 1.0)
     expected, after = (Preempted, "1 s after a stop request") if is_stopping else (MachineError, "2 s")
     try:
