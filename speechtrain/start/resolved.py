@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,44 +62,52 @@ def dump(config: DictConfig) -> str:
     # Without the types of the schema, the text of a reference may replace a value of any type.
     untyped = OmegaConf.create(typing.cast("dict[str, Any]", content))
     values = resolve(untyped)
-    # A second resolution returns references for all values that read the environment, directly or through
-    # another key.
-    OmegaConf.register_new_resolver("oc.env", _reference, replace=True)
+    with _references_to_environment():
+        stored_values = resolve(untyped)
+    _check_storable("", values, stored_values)
+    return with_digest(OmegaConf.to_yaml(OmegaConf.create({"format": _FORMAT, **stored_values})))
+
+
+@contextlib.contextmanager
+def _references_to_environment() -> Iterator[None]:
+    """Return a context in which ``${oc.env:NAME,default}`` resolves to its own text, in the form to store.
+
+    So all values that read the environment become references, also those that read it through another key.
+    """
+
+    def reference(name: Any, *default: Any) -> str:
+        if not default:
+            return f"${{oc.env:{name}}}"
+        value = "null" if default[0] is None else f"'{default[0]}'"
+        return f"${{oc.env:{name},{value}}}"
+
+    OmegaConf.register_new_resolver("oc.env", reference, replace=True)
     try:
-        values_with_references = resolve(untyped)
+        yield
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-    checked = _check_storable(values, values_with_references, "")
-    return with_digest(OmegaConf.to_yaml(OmegaConf.create({"format": _FORMAT, **checked})))
 
 
-def _reference(name: Any, *default: Any) -> str:
-    """Return the text of a reference to the environment, in the form that is stored.
+def _check_storable(key: str, value: Any, stored: Any) -> None:
+    """Raise ConfigError for a value that a run cannot store.
 
-    This replaces the resolver ``oc.env``. ``default`` has at most one value.
-    """
-    values = ["null" if value is None else f"'{value}'" for value in default]
-    return f"${{{','.join([f'oc.env:{name}', *values])}}}"
-
-
-def _check_storable(value: Any, stored: Any, key: str) -> Any:
-    """Return ``stored``, the value of ``key`` with references to the environment.
-
-    ``value`` is the same value with the references resolved. Raises ConfigError if they differ by more than
-    one reference in the place of a text or null.
+    ``stored`` is the ``value`` of ``key`` with references to the environment. A reference may stand in the
+    place of a text or of null.
     """
     if isinstance(value, dict) and isinstance(stored, dict) and value.keys() == stored.keys():
-        return {name: _check_storable(value[name], stored[name], f"{key}.{name}") for name in value}
+        for name in value:
+            _check_storable(f"{key}.{name}".lstrip("."), value[name], stored[name])
+        return
     if isinstance(value, list) and isinstance(stored, list) and len(value) == len(stored):
-        return [_check_storable(*pair, key) for pair in zip(value, stored, strict=True)]
+        for index, item in enumerate(value):
+            _check_storable(key, item, stored[index])
+        return
     if isinstance(value, float) and math.isnan(value):
-        raise ConfigError(f"{key[1:]}: nan is no value that a run stores. As a text, write \"'nan'\"")
-    is_reference = value != stored and isinstance(stored, str) and isinstance(value, str | None)
-    if not is_storable(str(stored)) or (value != stored and not is_reference):
-        raise ConfigError(
-            f"{key[1:]}: a run stores values and ${{oc.env:NAME,default}} only. Write one of them"
-        )
-    return stored
+        raise ConfigError(f"{key}: nan is no value that a run stores. As a text, write \"'nan'\"")
+    is_text = isinstance(stored, str) and isinstance(value, str | None)
+    is_value_or_reference = value == stored or is_text
+    if not is_value_or_reference or not is_storable(str(stored)):
+        raise ConfigError(f"{key}: a run stores values and ${{oc.env:NAME,default}} only. Write one of them")
 
 
 def resolve(config: DictConfig) -> dict[str, Any]:
@@ -127,34 +137,49 @@ def with_absolute_paths(config: DictConfig, path: str = "") -> DictConfig:
     for key, value in values.items():
         if OmegaConf.is_missing(config, key):
             continue
-        if str(FilePath) in str(annotations.get(key)):
+        if _has_paths(annotations.get(key)):
             config[key] = with_absolute_path(value)
-        if not OmegaConf.is_interpolation(config, key) and isinstance(config[key], DictConfig):
+        is_value = not OmegaConf.is_interpolation(config, key)
+        if is_value and isinstance(config[key], DictConfig):
             with_absolute_paths(config[key], f"{path}.{key}".lstrip("."))
     return config
 
 
-def with_absolute_path(value: Any) -> Any:
-    """Return ``value`` with absolute paths.
+def _has_paths(annotation: Any) -> bool:
+    """Return whether a type is ``FilePath``, or contains it, as in ``list[FilePath] | None``."""
+    return annotation == FilePath or any(map(_has_paths, typing.get_args(annotation)))
 
-    ``value`` is a path, several paths in a list or with commas between them, or a mapping with the path of a
-    source or the paths of several sources. In a reference to the environment, the default becomes absolute
-    unless it is null. Other values are returned unchanged.
+
+def with_absolute_path(value: Any) -> Any:
+    """Return the value of a key for paths with absolute paths.
+
+    ``value`` is a path or several paths with commas between them, a list of these, the mapping of a source
+    with the key ``path``, or a mapping of sources by name. A corpus, which is a class, stays.
     """
-    if isinstance(value, dict):
-        if "_target_" in value:
-            return value
-        # One source has its path as ``path``, and several sources have their paths by name.
-        keys = ["path"] if "path" in value else [*value]
-        return value | {key: with_absolute_path(value[key]) for key in keys}
+    if isinstance(value, str):
+        return _absolute_text(value)
     if isinstance(value, list):
         return [with_absolute_path(item) for item in value]
-    reference = re.fullmatch(r"(\$\{oc\.env:\w+,)(?!null)([^'\"{}]+)\}", str(value))
-    if reference:
-        return f"{reference[1]}'{absolute_path(reference[2])}'}}"
-    if not isinstance(value, str) or not value or "${" in value or "://" in value or value.startswith("hf:"):
+    if not isinstance(value, dict) or "_target_" in value:
         return value
+    if "path" in value:
+        return value | {"path": with_absolute_path(value["path"])}
+    return {name: with_absolute_path(source) for name, source in value.items()}
+
+
+def _absolute_text(text: str) -> str:
+    """Return a text with absolute paths.
+
+    In a reference to the environment, the default becomes absolute unless it is null. Other references, and
+    addresses such as ``hf:NAME``, are returned unchanged.
+    """
+    reference = re.fullmatch(r"(?P<name>\$\{oc\.env:\w+),(?P<default>[^'\"{}]+)\}", text)
+    if reference and not reference["default"].startswith("null"):
+        return f"{reference['name']},'{absolute_path(reference['default'])}'}}"
+    if not text or "${" in text or "://" in text or text.startswith("hf:"):
+        return text
     # A comma separates paths unless it belongs to the name of an existing file.
-    if os.path.exists(os.path.expanduser(value)):
-        return str(absolute_path(value))
-    return ",".join(str(absolute_path(path.strip())) for path in value.split(","))
+    if os.path.exists(os.path.expanduser(text)):
+        return str(absolute_path(text))
+    paths = [str(absolute_path(path.strip())) for path in text.split(",")]
+    return ",".join(paths)
