@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from speechtrain.errors import ConfigError, nearest
 from speechtrain.overrides import PLAIN, key_of_override, quoted, shell_word, unquoted
@@ -16,16 +15,21 @@ from speechtrain.run_directory import ABOUT
 from speechtrain.start.choices import config_dir
 from speechtrain.start.external_launch import ExternalLaunch, find_external_launch
 
-# Hydra's options with the values that each accepts. An empty tuple means any value, None means no value.
-_FLAGS: dict[str, tuple[str, ...] | None] = {
-    **dict.fromkeys(("--multirun", "-m", "--resolve", "--run", "-r", "--shell-completion", "-sc"), None),
-    **dict.fromkeys(("--config-dir", "-cd", "--package", "-p"), ()),
-    **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
-    **dict.fromkeys(
-        ("--info", "-i"), ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-    ),
+_SWITCHES = ("--multirun", "-m", "--resolve", "--run", "-r", "--shell-completion", "-sc")
+"""Hydra's options without a value."""
+_CONFIGS = ("job", "hydra", "all")
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+_VALUES: dict[str, tuple[str, ...]] = {
+    "--config-dir": (),
+    "-cd": (),
+    "--package": (),
+    "-p": (),
+    "--cfg": _CONFIGS,
+    "-c": _CONFIGS,
+    "--info": _INFO,
+    "-i": _INFO,
 }
-
+"""Hydra's options with a value, and the values that each accepts. An empty tuple means any value."""
 _PRINTING_FLAGS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 """Options of Hydra with which a command prints something and starts no run."""
 _RECIPE = "write a recipe, DIR/recipe/NAME.yaml: --config-dir DIR recipe=NAME"
@@ -65,18 +69,6 @@ class Command:
         """Whether an option of the command prints something, and no run starts."""
         return any(flag.partition("=")[0] in _PRINTING_FLAGS for flag in self.flags)
 
-    def identity(self, user_files: Mapping[str, str]) -> dict[str, Any]:
-        """Return the fields of ``run.json`` by which the same command finds its run.
-
-        ``user_files`` are the texts of the user's YAML files by ``group/choice``. ``run_directory.About``
-        describes the fields.
-        """
-        return {
-            "overrides": self.overrides,
-            "folder": os.getcwd(),
-            "written": dict(user_files),
-        }
-
 
 def read_command(argv: Sequence[str]) -> Command:
     """Return the command of the arguments ``argv``.
@@ -87,7 +79,7 @@ def read_command(argv: Sequence[str]) -> Command:
     argv = without_local_rank(argv)
     flags, texts = split_options(argv)
     overrides = translate_arguments([_with_run_dir(text) for text in texts])
-    is_sweep = bool({"-m", "--multirun"} & {*flags})
+    is_sweep = "-m" in flags or "--multirun" in flags
     run_dir = None if is_sweep else _explicit_run_dir(overrides)
     return Command(
         argv=list(argv),
@@ -239,8 +231,7 @@ def split_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             overrides.append(argument)
             continue
         options.append(argument)
-        takes_value = _FLAGS.get(argument) is not None
-        if takes_value:
+        if argument in _VALUES:
             options.extend(islice(arguments, 1))  # the value, if the argument is not the last one
     return options, overrides
 
@@ -270,15 +261,15 @@ def check_flags(flags: Sequence[str]) -> None:
         name, equals, value = flag.partition("=")
         if name in _SUBSTITUTES:
             raise ConfigError(f"{name}: {_SUBSTITUTES[name]}")
-        if name not in _FLAGS:
-            raise _unknown_option(name, value)
-        allowed_values = _FLAGS[name]
-        if allowed_values is None:
+        if name in _SWITCHES:
             if equals:
                 raise ConfigError(f"{flag}: {name} takes no value. Write {name}")
             continue
+        if name not in _VALUES:
+            raise _unknown_option(name, value)
         if not equals:
             value = next(remaining, "")
+        allowed_values = _VALUES[name]
         hint = f". It takes {', '.join(allowed_values)}" if allowed_values else ""
         if not value:
             raise ConfigError(f"{name} needs a value{hint}")
@@ -293,5 +284,5 @@ def _unknown_option(name: str, value: str) -> ConfigError:
     key = key_for_option(name)
     if key:
         return ConfigError(f"unknown option {name}: write {key}={value or 'VALUE'}")
-    hint = nearest(name, [*_FLAGS, "--help", "--version"])
+    hint = nearest(name, [*_SWITCHES, *_VALUES, "--help", "--version"])
     return ConfigError(f"unknown option {name}{hint}; speechtrain train --help shows the usage")

@@ -317,7 +317,7 @@ def _about(config: DictConfig, device: Device, command: Command, user_files: Map
         if not config.accept_code:
             refuse_changes(about.parts, parts, run_dir)
     else:
-        about = About(**start, **command.identity(user_files))
+        about = About(**start, overrides=command.overrides, folder=os.getcwd(), written=dict(user_files))
     return replace(about, parts=parts)
 
 
