@@ -33,7 +33,7 @@ from typing import Any
 from recipes import TRAIN
 
 from speechtrain.batch import Batch
-from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.checkpoint.checkpointer import Checkpointer
 from speechtrain.data.module import SpeechData
 from speechtrain.errors import RunError
 from speechtrain.launch.process_tree import children_of

@@ -46,8 +46,8 @@ MAY_IMPORT = {
     "checkpoint": "distributed",
     # It knows interfaces only.
     "training": (
-        "checkpoint.best_metric checkpoint.fit checkpoint.state_file checkpoint.whole data.base devices.base "
-        "distributed.group optim.ema optim.optimizer_step optim.schedules tracking.base"
+        "checkpoint.best_metric checkpoint.checkpointer checkpoint.fit checkpoint.state_file data.base "
+        "devices.base distributed.group optim.ema optim.optimizer_step optim.schedules tracking.base"
     ),
     "interop": "checkpoint encoders features models nn text",
     "export": "data decoding encoders inference models nn start text",

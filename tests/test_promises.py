@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from speechtrain.errors import SpeechtrainError
-from speechtrain.start.check import check
+from speechtrain.start.check_keys import check
 from speechtrain.start.command_line import read_command
 from speechtrain.start.compose import compose_with_choices
 from tests.support.documented_commands import (

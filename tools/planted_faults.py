@@ -50,8 +50,8 @@ FAULTS = (
     Fault("speeds", "data/sampler.py", "(fastest - slowest + 1)", "(fastest - slowest)"),
     Fault("pieces", "data/pieces.py", "start += end / self.sample_rate", "start += max_seconds"),
     Fault("noise", "data/acoustics.py", "snr=decibels", "snr=-decibels"),
-    Fault("digest", "checkpoint/whole.py", "if digest != stored_digest:", "if not digest:"),
-    Fault("best", "checkpoint/whole.py", "if folder != best and", "if"),
+    Fault("digest", "checkpoint/checkpointer.py", "if digest != stored_digest:", "if not digest:"),
+    Fault("best", "checkpoint/checkpointer.py", "if folder != best and", "if"),
     Fault("selection", "checkpoint/best_metric.py", "value, -math.inf, loss", "loss, -math.inf, loss"),
     Fault(
         "state-on-blank",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from speechtrain.checkpoint.whole import SHARDS, UNWRITABLE, Checkpointer, Stateful, sharded_tensors
+from speechtrain.checkpoint.checkpointer import SHARDS, UNWRITABLE, Checkpointer, Stateful, sharded_tensors
 from speechtrain.distributed.group import Group
 from speechtrain.dtensor import full_tensor, save_shares
 

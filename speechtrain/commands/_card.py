@@ -58,7 +58,7 @@ def card_options(arguments: argparse.Namespace) -> CardOptions | None:
             names = "--licence, --language, --evaluation, --push and --dry-run"
             raise ConfigError(f"{names} need a run as SOURCE and --to huggingface, onnx or sherpa")
         return None
-    from speechtrain.checkpoint.whole import Checkpointer
+    from speechtrain.checkpoint.checkpointer import Checkpointer
     from speechtrain.interop.hub import check_upload
     from speechtrain.report.card import UNKNOWN_LICENCE, CardOptions, read_evaluation
 

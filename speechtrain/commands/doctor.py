@@ -269,7 +269,7 @@ class Recipe:
 
     def _config_findings(self) -> Iterator[Finding]:
         from speechtrain.start.auto_device import check_launcher
-        from speechtrain.start.check import check
+        from speechtrain.start.check_keys import check
         from speechtrain.start.command_line import translate_arguments
         from speechtrain.start.compose import compose_with_choices
         from speechtrain.start.from_data import explicit_keys, follow_data

@@ -217,7 +217,7 @@ def _warnings(
             problem = f"{counts} cannot be spelled by the run's labels ({shown_symbols})"
             yield f"{name}: {problem}. They count as errors, and have no loss"
     if not arguments.set and any(text.startswith("decoder") for text in arguments.overrides):
-        from speechtrain.checkpoint.whole import validation_metrics
+        from speechtrain.checkpoint.checkpointer import validation_metrics
         from speechtrain.report.advice import worse_searches
 
         rates = {f"{name}/wer": outcome.metrics.get("wer") for name, outcome in outcomes.items()}

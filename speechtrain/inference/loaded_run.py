@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speechtrain.checkpoint.whole import read_state
+from speechtrain.checkpoint.checkpointer import read_state
 from speechtrain.compute_policy import TorchSettings, unchanged_torch
 from speechtrain.counter_rng import seed_at
 from speechtrain.data.audio import check_and_resample, check_seconds

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.checkpoint.checkpointer import Checkpointer
 from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.devices.base import Device
 from speechtrain.errors import RunError, nearest, one_line

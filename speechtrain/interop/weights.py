@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from speechtrain.checkpoint.whole import WEIGHTS, Checkpointer
+from speechtrain.checkpoint.checkpointer import WEIGHTS, Checkpointer
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError, SpeechtrainError
 from speechtrain.files import absolute_path

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from speechtrain.checkpoint.whole import Checkpointer, validation_metrics
+from speechtrain.checkpoint.checkpointer import Checkpointer, validation_metrics
 from speechtrain.distributed.group import Group, SingleProcess
 from speechtrain.files import with_finite_numbers
 from speechtrain.tracking.base import Tracker

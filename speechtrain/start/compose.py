@@ -175,7 +175,7 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | None =
 def _explain_value(error: OmegaConfBaseException) -> str:
     """Return the explanation of OmegaConf's error about the type of a value.
 
-    A number is explained in the same words as in ``start.check``.
+    A number is explained in the same words as in ``start.check_keys``.
     """
     line = first_line(error)
     if line == "Cannot merge DictConfig with ListConfig":

@@ -18,7 +18,7 @@ from speechtrain.errors import ConfigError, MissingPackage
 from speechtrain.files import absolute_path, yaml_text
 from speechtrain.overrides import key_of_override
 from speechtrain.run_directory import CONFIG, run_of
-from speechtrain.start.check import part_class
+from speechtrain.start.check_keys import part_class
 
 _DEFAULTS = {"model": "ctc", "encoder": "wav2vec2", "tokenizer": "auto"}
 """Choices of the groups that ``init_from`` does not decide."""

@@ -32,7 +32,7 @@ from speechtrain.files import print_line, writing
 from speechtrain.launch.launcher import Job
 from speechtrain.overrides import key_of_override
 from speechtrain.start.build import network_without_values
-from speechtrain.start.check import check
+from speechtrain.start.check_keys import check
 from speechtrain.start.resume import BATCH_KEYS, drop_recipe_hours
 from speechtrain.start.run_config import part_of, run_config
 from speechtrain.start.sizing import TABLES, Speech, pieces

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from speechtrain.errors import ConfigError
-from speechtrain.start.check import check
+from speechtrain.start.check_keys import check
 from speechtrain.start.command_line import translate_arguments
 from speechtrain.start.compose import compose_with_choices
 from speechtrain.start.resolved import with_absolute_paths

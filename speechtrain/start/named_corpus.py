@@ -12,7 +12,7 @@ import yaml
 from speechtrain.data.corpora.recipes import recipe_names
 from speechtrain.errors import ConfigError, nearest, one_line
 from speechtrain.files import small_yaml, yaml_text
-from speechtrain.start.check import check_node
+from speechtrain.start.check_keys import check_node
 from speechtrain.start.choices import corpora
 
 Node = TypeVar("Node")

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.checkpoint.checkpointer import Checkpointer
 from speechtrain.devices import host
 from speechtrain.devices.base import Device
 from speechtrain.distributed.world import World

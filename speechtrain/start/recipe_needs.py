@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from speechtrain.data.corpora.recipes import fill_names
 from speechtrain.errors import MALFORMED, DataError, print_notice
 from speechtrain.files import absolute_path
-from speechtrain.start.check import part_class
+from speechtrain.start.check_keys import part_class
 from speechtrain.start.choices import corpora
 from speechtrain.start.named_corpus import MANIFESTS, Corpus, corpus_by_name
 from speechtrain.start.run_config import part_of

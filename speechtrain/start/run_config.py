@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from speechtrain.errors import ConfigError, SpeechtrainError, first_line
-from speechtrain.start.check import check_part, part_class
+from speechtrain.start.check_keys import check_part, part_class
 from speechtrain.start.schema import INTERFACES
 from speechtrain.start.targets import parameters_of, place_of_error, target_class
 from speechtrain.trainer_config import TrainerConfig

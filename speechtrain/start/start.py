@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain import errors, run_directory
-from speechtrain.checkpoint.whole import Checkpointer, read_state
+from speechtrain.checkpoint.checkpointer import Checkpointer, read_state
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.errors import (
@@ -47,7 +47,7 @@ from speechtrain.run_directory import (
     RunResult,
 )
 from speechtrain.start.build import StartParts, dry_build
-from speechtrain.start.check import check
+from speechtrain.start.check_keys import check
 from speechtrain.start.command_line import Command
 from speechtrain.start.on_host import host_environment, raise_or_warn
 from speechtrain.start.own_code import copy_modules, own_code, refuse_changes

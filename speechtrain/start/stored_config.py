@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from speechtrain.data.sources import with_former_paths
 from speechtrain.errors import ConfigError, first_line, nearest
 from speechtrain.run_directory import flat
-from speechtrain.start.check import mismatch
+from speechtrain.start.check_keys import mismatch
 from speechtrain.start.command_line import translate_arguments
 from speechtrain.start.compose import compose, override_value
 from speechtrain.start.resolved import with_absolute_path

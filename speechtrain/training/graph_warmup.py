@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch
-from speechtrain.checkpoint.whole import map_tensors
+from speechtrain.checkpoint.checkpointer import map_tensors
 from speechtrain.devices.base import Device
 from speechtrain.optim.optimizer_step import Trained
 from speechtrain.tracking.base import Tracker

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch
+from speechtrain.checkpoint.checkpointer import Stateful
 from speechtrain.checkpoint.fit import check_fit
-from speechtrain.checkpoint.whole import Stateful
 from speechtrain.data.base import DataModule
 from speechtrain.metrics import MetricSums
 from speechtrain.optim.ema import Average

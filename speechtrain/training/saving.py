@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.checkpoint.best_metric import metric_value
-from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.checkpoint.checkpointer import Checkpointer
 from speechtrain.distributed.group import Group
 from speechtrain.errors import Diverged, MachineError, RunError
 from speechtrain.tracking.base import Tracker

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from speechtrain.checkpoint.checkpointer import UNWRITABLE
 from speechtrain.checkpoint.state_file import write_state
-from speechtrain.checkpoint.whole import UNWRITABLE
 from speechtrain.errors import ConfigError, DataError, Diverged, SpeechtrainError
 from speechtrain.files import atomic
 from speechtrain.trainer_config import TrainerConfig

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from speechtrain.batch import Batch
-from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.checkpoint.checkpointer import Checkpointer
 from speechtrain.compute_policy import ComputePolicy, apply_policy, compile_module, scale_scalar
 from speechtrain.counter_rng import RunStream, seed_at
 from speechtrain.data.base import DataModule

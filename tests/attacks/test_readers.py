@@ -23,7 +23,7 @@ from speechtrain.launchers.mpi import Mpi
 from speechtrain.launchers.ssh import Ssh
 
 from speechtrain.batch import Skip
-from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.checkpoint.checkpointer import Checkpointer
 from speechtrain.commands.report import run as report
 from speechtrain.data.audio import read_cut, read_file
 from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, UnknownField, known_cut

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
-from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.checkpoint.checkpointer import Checkpointer
 from speechtrain.compute_policy import PLAIN, ComputePolicy, GraphFunction, compile_module
 from speechtrain.counter_rng import DITHER_PERIOD
 from speechtrain.data.base import DataModule

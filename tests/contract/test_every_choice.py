@@ -31,7 +31,7 @@ from speechtrain.encoders.base import Encoder
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.launch.launcher import Job
 from speechtrain.start.build import dry_build
-from speechtrain.start.check import check
+from speechtrain.start.check_keys import check
 from speechtrain.start.choices import corpora
 from speechtrain.start.named_corpus import corpus_by_name
 from speechtrain.start.resolved import dump

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.checkpoint.checkpointer import Checkpointer
 from speechtrain.commands import evaluate, prepare, report, train
 from speechtrain.commands._cli import exit_code_of
 

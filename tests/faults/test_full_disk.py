@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.checkpoint.checkpointer import Checkpointer
 
 from ..conftest import Disk
 from .conftest import Run

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.checkpoint.checkpointer import Checkpointer
 
 from .forked import Forks, Pretraining
 

@@ -7,7 +7,7 @@ import re
 import signal
 from collections.abc import Callable
 
-from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.checkpoint.checkpointer import Checkpointer
 from speechtrain.launch.process_tree import children_of
 from tests.support.processes import state_of
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from speechtrain.checkpoint.whole import read_state
+from speechtrain.checkpoint.checkpointer import read_state
 
 from .forked import Forks, Pretraining
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from speechtrain.checkpoint.whole import Checkpointer, Stateful
+from speechtrain.checkpoint.checkpointer import Checkpointer, Stateful
 
 
 def restore(checkpointer: Checkpointer, states: Mapping[str, Stateful]) -> int | None:

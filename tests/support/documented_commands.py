@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from speechtrain.commands import doctor, evaluate, export, prepare, report, study, transcribe
 from speechtrain.data.corpora.huggingface import HuggingFace
 from speechtrain.start.auto_device import VARIABLE, check_launcher
-from speechtrain.start.check import check
+from speechtrain.start.check_keys import check
 from speechtrain.start.choices import choices, corpora
 from speechtrain.start.command_line import translate_arguments
 from speechtrain.start.compose import compose

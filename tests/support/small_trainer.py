@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch
-from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.checkpoint.checkpointer import Checkpointer
 from speechtrain.data.base import DataModule
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from speechtrain.batch import Batch
-from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.checkpoint.checkpointer import Checkpointer
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.optim.ema import NoEMA

@@ -54,7 +54,7 @@ def end_of_program(path: Path, *arguments: str) -> int | str | None:
 
 def untrained(folder: Path, *overrides: str) -> Path:
     """A run that has saved its initial weights and has not trained."""
-    from speechtrain.checkpoint.whole import Checkpointer
+    from speechtrain.checkpoint.checkpointer import Checkpointer
     from speechtrain.rank.build import build_task
     from speechtrain.start.compose import compose
     from speechtrain.start.resolved import dump

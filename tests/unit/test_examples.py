@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.checkpoint.checkpointer import Checkpointer
 from speechtrain.data.corpora.digits import Digits
 from speechtrain.data.module import SpeechData
 from speechtrain.data.sampler import BatchLimits

@@ -31,7 +31,7 @@ from speechtrain.files import write_text
 from speechtrain.rank.build import build_task
 from speechtrain.rank.trial_steps import batches_by_size
 from speechtrain.start.build import build_data
-from speechtrain.start.check import check
+from speechtrain.start.check_keys import check
 from speechtrain.start.command_line import translate_arguments
 from speechtrain.start.compose import compose
 from speechtrain.start.from_data import explicit_keys, follow_data

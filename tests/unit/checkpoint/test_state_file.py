@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from speechtrain.checkpoint import state_file
+from speechtrain.checkpoint.checkpointer import Checkpointer
 from speechtrain.checkpoint.state_file import read_state, write_state, write_tensors
-from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.errors import ConfigError
 from tests.support.checkpoints import restore
 

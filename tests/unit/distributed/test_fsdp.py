@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from speechtrain.checkpoint.whole import FORMAT, Checkpointer
+from speechtrain.checkpoint.checkpointer import FORMAT, Checkpointer
 from speechtrain.distributed.group import Group, SingleProcess, TorchGroup
 from speechtrain.distributed.world import World
 from speechtrain.dtensor import full_tensor, local_shard

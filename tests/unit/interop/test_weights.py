@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.checkpoint.checkpointer import Checkpointer
 from speechtrain.commands import export
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError, SpeechtrainError
 from speechtrain.interop import wav2vec2_fairseq, wav2vec2_hf

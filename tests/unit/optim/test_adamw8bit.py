@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.checkpoint.checkpointer import Checkpointer
 from speechtrain.errors import MachineError, RunError
 from speechtrain.optim import adamw8bit
 from speechtrain.optim.adamw import AdamW

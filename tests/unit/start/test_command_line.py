@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from speechtrain.errors import ConfigError, SpeechtrainError, one_line
 from speechtrain.start import compose as composition
-from speechtrain.start.check import check
+from speechtrain.start.check_keys import check
 from speechtrain.start.command_line import check_flags, read_command, translate_arguments
 from speechtrain.start.compose import override_value
 from speechtrain.start.resolved import with_absolute_path
@@ -146,7 +146,7 @@ def test_compose_and_check_do_not_hide_programming_errors(monkeypatch: pytest.Mo
     def broken(config: DictConfig) -> None:
         raise KeyError("seed")
 
-    monkeypatch.setattr("speechtrain.start.check.resolve", broken)
+    monkeypatch.setattr("speechtrain.start.check_keys.resolve", broken)
     with pytest.raises(KeyError):
         _compose_and_check(["seed=1"])
     with pytest.raises(ConfigError):

@@ -16,7 +16,7 @@ from speechtrain.devices.cpu import CPU
 from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.rank.build import build_task, load_initial_weights
 from speechtrain.start import sizing
-from speechtrain.start.check import check
+from speechtrain.start.check_keys import check
 from speechtrain.start.compose import compose
 from speechtrain.start.from_data import explicit_keys, follow_data, rare_characters
 from speechtrain.start.run_config import part_of, run_config

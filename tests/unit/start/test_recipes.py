@@ -16,7 +16,7 @@ from speechtrain.errors import ConfigError
 from speechtrain.rank.build import trainer_config_for
 from speechtrain.run_directory import flat
 from speechtrain.start.build import build_encoder, build_model
-from speechtrain.start.check import check
+from speechtrain.start.check_keys import check
 from speechtrain.start.compose import compose
 from speechtrain.start.run_config import part_of, run_config
 from speechtrain.text.vocabulary import Characters, NoText, Tokenizer

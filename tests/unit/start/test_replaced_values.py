@@ -9,7 +9,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.errors import ConfigError
-from speechtrain.start.check import check
+from speechtrain.start.check_keys import check
 from speechtrain.start.command_line import translate_arguments
 from speechtrain.start.compose import Composed, compose, compose_with_choices
 from speechtrain.start.recipe_needs import needs_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.start.check import check
+from speechtrain.start.check_keys import check
 from speechtrain.start.compose import compose
 from speechtrain.start.run_config import part_of
 from speechtrain.start.targets import ALLOW_TARGETS

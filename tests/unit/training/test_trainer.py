@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from speechtrain.batch import Batch, Skip
+from speechtrain.checkpoint.checkpointer import Checkpointer
 from speechtrain.checkpoint.state_file import read_state
-from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.devices.cpu import CPU
 from speechtrain.errors import ConfigError, DataError, Diverged, MachineError, Preempted
 from speechtrain.optim.ema import NoEMA

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from speechtrain.checkpoint.whole import FORMAT, Checkpointer, read_state, validation_metrics
+from speechtrain.checkpoint.checkpointer import FORMAT, Checkpointer, read_state, validation_metrics
 from speechtrain.errors import RunError
 from speechtrain.files import read_json
 from speechtrain.run_directory import read_manifest, write_manifest

@@ -16,7 +16,7 @@ from speechtrain.errors import ConfigError, RunError, nearest
 from speechtrain.run_directory import flat
 from speechtrain.start.build import build_data, build_encoder
 from speechtrain.start.changeable_keys import may_change
-from speechtrain.start.check import check, mismatch
+from speechtrain.start.check_keys import check, mismatch
 from speechtrain.start.compose import compose
 from speechtrain.start.resolved import dump, load, resolve, with_absolute_paths
 from speechtrain.start.run_config import part_of, run_config
