@@ -18,6 +18,7 @@ from speechtrain.distributed.world import is_number
 from speechtrain.errors import ConfigError, MachineError, print_notice
 from speechtrain.files import write_text
 from speechtrain.launch.launcher import (
+    SHUTDOWN_SECONDS,
     Job,
     Launcher,
     LaunchResult,
@@ -119,7 +120,7 @@ class Ssh(Launcher):
         """
         options = [*_SSH_OPTIONS, f"-oConnectTimeout={self.login_seconds}", *(self.options or ())]
         assignments = [f"{name}={value}" for name, value in forwarded_environment(job, self.forward).items()]
-        assignments.append(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={self.shutdown_seconds}")
+        assignments.append(f"{SHUTDOWN_SECONDS}={self.shutdown_seconds}")
         folder = shlex.quote(str(Path.cwd()))
         shell_code = f"cd {folder} && exec {shlex.join(['env', *assignments, *command])}"
         return ["ssh", *options, "--", host, shell_code]

@@ -29,6 +29,9 @@ RANK_MEMORY = "SPEECHTRAIN_RANK_MEMORY"
 """Environment variable with the bytes of a rank's weights, gradients, optimizer state and weight average.
 0 means unknown."""
 
+SHUTDOWN_SECONDS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Environment variable with the seconds after which torchrun kills a rank that must end."""
+
 NETWORK_VARIABLES = "SPEECHTRAIN_NETWORK_VARIABLES"
 """Environment variable with the names of variables that choose a network interface for the collectives."""
 

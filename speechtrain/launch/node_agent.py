@@ -37,8 +37,6 @@ STOP, KILL, ALIVE = b"s", b"k", b"."
 """The bytes that the launcher sends to a node's standard input. The end of the input is a lost connection."""
 SILENCE_SECONDS = 60.0
 """The connection also counts as lost after this time without a byte."""
-CLOSING_SECONDS = 10.0
-"""The time in which ranks must end by themselves after another rank has failed."""
 
 MODULE = "speechtrain.launch.node_agent"
 # A network file system may show a new file late, so a file is read up to _POLLS times.
@@ -126,7 +124,7 @@ def run(command: list[str], log: Path, node: int, *, address: str, input_grace: 
     if node:
         log = log.with_stem(f"{log.stem}-{node}")
     try:
-        return supervise(command, environment, agent_log=log, grace=CLOSING_SECONDS)
+        return supervise(command, environment, agent_log=log)
     except KeyboardInterrupt:
         return EXIT_KILLED
 

@@ -34,9 +34,7 @@ def agent_command(python: str, ranks: int, nodes: int, *rendezvous: str, restart
     each other. A single host does not use them. The number of a host is in the environment. If ranks fail,
     the agent starts all of them again, up to ``restarts`` times.
     """
-    module = "torch.distributed.run"
     if nodes == 1:
-        module = "speechtrain.launch.local_agent"
-        rendezvous = ()
+        rendezvous = ("--rdzv-backend=loopback",)
     counts = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-    return [python, "-P", "-m", module, *counts, *rendezvous, _NO_LOGS, "--no-python"]
+    return [python, "-P", "-m", "speechtrain.launch.agent", *counts, *rendezvous, _NO_LOGS, "--no-python"]

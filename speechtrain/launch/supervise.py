@@ -35,8 +35,6 @@ _OWN_LINES = ("speechtrain: ", "warning  ")  # the beginnings of lines that rank
 _RECORD = re.compile(r"(\[\w+\]:)?\[?[A-Z]\d{4} \d\d:\d\d:\d\d")
 # The further lines of a log record of torch's C++ code. Its last line is empty.
 _RECORD_STACK = re.compile(r"Exception raised from |frame #\d+: |<omitting python frames>|$")
-# Torchrun writes this when it ends a rank after the failure of another rank.
-_CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal")
 
 
 @contextmanager
@@ -94,7 +92,6 @@ def supervise(
     environment: Mapping[str, str],
     agent_log: Path | None = None,
     has_indirect_ranks: bool = False,
-    grace: float | None = None,
 ) -> int:
     """Run ``command`` in a new session and return its exit code.
 
@@ -113,8 +110,6 @@ def supervise(
     - An agent without ranks is killed after the first signal, and the code is ``EXIT_PREEMPTED``.
     - ``has_indirect_ranks`` says that there are further processes between the agent and the ranks (MPI). Then
       an agent without ranks is not killed.
-    - After the failure of a rank, torchrun sends a signal to the other ranks. A rank that is inside a library
-      does not handle this signal, so it is killed ``grace`` seconds later. None means never.
     """
     environment = {**environment, PARENT: str(os.getpid())}
     child = _Child(is_agent=agent_log is not None, has_indirect_ranks=has_indirect_ranks)
@@ -137,10 +132,7 @@ def supervise(
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         child.handle_signals()  # Another thread may have got a signal before the child had a pid.
-        if agent_log is None:
-            code = process.wait()
-        else:
-            code = _wait_for_agent(process, child, _AgentLog(agent_log, process.pid, grace))
+        code = _wait_for_agent(process, child, _AgentLog(agent_log)) if agent_log else process.wait()
     if child.signals > 1:
         raise KeyboardInterrupt
     return code
@@ -256,14 +248,9 @@ def _wait_for_agent(process: subprocess.Popen[str], child: _Child, log: _AgentLo
 
 @dataclass(eq=False)
 class _AgentLog:
-    """Copies the stderr of an agent and its ranks to a log, and the lines of the ranks to this stderr.
-
-    A rank to which torchrun has sent a closing signal is killed ``grace`` seconds later.
-    """
+    """Copies the stderr of an agent and its ranks to a log, and the lines of the ranks to this stderr."""
 
     path: Path
-    agent: int  # the agent's pid
-    grace: float | None  # None: such ranks are not killed
     last_line: str = ""  # the latest line that is not empty
     is_in_trace: bool = False  # whether the latest line belongs to a Python traceback
     is_in_record: bool = False  # whether the latest line belongs to a log record of torch
@@ -280,8 +267,6 @@ class _AgentLog:
         if line.strip():
             self.last_line = line.strip()
         is_record_start = _RECORD.match(line) is not None
-        if is_record_start:
-            self._limit_closing(line)
         # A traceback has no clear end. The next line that speechtrain itself has written ends it.
         if _TRACE in line:
             self.is_in_trace = True
@@ -292,17 +277,3 @@ class _AgentLog:
         if not self.is_in_trace and not self.is_in_record:
             sys.stderr.write(line)
             sys.stderr.flush()
-
-    def _limit_closing(self, record: str) -> None:
-        """If ``record`` says that torchrun ends a rank, start a timer that kills the rank."""
-        closing = _CLOSING.search(record)
-        if closing and self.grace is not None:
-            timer = threading.Timer(self.grace, _kill_child, (self.agent, int(closing["pid"])))
-            timer.daemon = True
-            timer.start()
-
-
-def _kill_child(agent: int, pid: int) -> None:
-    """Kill ``pid`` if it is still a child of ``agent``. Another process may have got the same pid since."""
-    if pid in children_of(agent):
-        kill(pid)

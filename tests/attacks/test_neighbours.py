@@ -53,7 +53,7 @@ def listening(pid: int) -> dict[tuple[str, int], bool]:
     found = {}
     for one in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
-            is_store = "speechtrain.launch.local_agent" in one.cmdline()
+            is_store = "speechtrain.launch.agent" in one.cmdline()
             sockets = [s for s in one.net_connections("inet") if s.status == psutil.CONN_LISTEN]
             found |= {(s.laddr.ip.removeprefix("::ffff:"), s.laddr.port): is_store for s in sockets}
     return found

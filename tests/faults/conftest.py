@@ -63,7 +63,7 @@ class Run(Command):
         return self.running(WORKER)
 
     def agents(self) -> list[psutil.Process]:
-        return self.running("torch.distributed.run")
+        return self.running("speechtrain.launch.agent")
 
     def fork_servers(self) -> list[psutil.Process]:
         """The parents of the ready data workers."""

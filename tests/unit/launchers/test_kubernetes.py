@@ -121,8 +121,8 @@ def test_values_arrive_as_they_are_and_secrets_do_not(monkeypatch: pytest.Monkey
 def test_the_ranks_of_a_single_pod_meet_on_its_loopback_address() -> None:
     (*_, document) = documents(launcher(nodes=1).manifest(job(Path("/shared/run"))))
     words = pod_of(document)["containers"][0]["command"]
-    assert "speechtrain.launch.local_agent" in words
-    assert not [w for w in words if w.startswith(("--address", "--master", "--rdzv", "--node-rank"))]
+    assert "--rdzv-backend=loopback" in words
+    assert not [w for w in words if w.startswith(("--address", "--master"))]
 
 
 def test_every_text_that_some_reader_takes_for_something_else_is_quoted() -> None:

@@ -102,9 +102,8 @@ def test_a_variable_that_the_config_reads_goes_to_each_host(
 def test_the_ranks_of_a_single_host_meet_on_its_loopback_address(tmp_path: Path) -> None:
     text = launcher(tmp_path, "a\n").render(job(tmp_path))
     remote = shlex.split(shlex.split(text.splitlines()[1])[-1])
-    assert "speechtrain.launch.local_agent" in remote
-    names = ("--address", "--master", "--rdzv", "--node-rank")
-    assert not [word for word in remote if word.startswith(names)]
+    assert "--rdzv-backend=loopback" in remote
+    assert not [word for word in remote if word.startswith(("--address", "--master"))]
 
 
 def test_no_process_of_a_host_imports_from_its_folder(tmp_path: Path) -> None:

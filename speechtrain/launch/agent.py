@@ -1,14 +1,20 @@
-"""Torchrun for the ranks of one host: ``python -m speechtrain.launch.local_agent OPTIONS … COMMAND …``.
+"""Torchrun for the ranks of one host: ``python -m speechtrain.launch.agent OPTIONS … COMMAND …``.
 
-This program is torchrun with a rendezvous that listens on the loopback address only. Torchrun's own
-rendezvous listens on all addresses and unpickles the messages of any client.
+This program is torchrun with two differences:
+
+- The rendezvous ``loopback`` listens on the loopback address only. Torchrun's own rendezvous for one host
+  listens on all addresses and unpickles the messages of any client.
+- ``SHUTDOWN_SECONDS`` limits the time of a rank that must end. After a failure, torchrun itself always waits
+  for 30 s, and so do its older releases after a signal.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 from torch.distributed import run
+from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousStoreInfo,
@@ -17,6 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from speechtrain.distributed.loopback import ADDRESS, loopback_store
+from speechtrain.launch.launcher import SHUTDOWN_SECONDS
 
 
 class _LoopbackRendezvous(StaticTCPRendezvous):
@@ -40,4 +47,7 @@ if __name__ == "__main__":
         ADDRESS, master_port=0, rank=0, world_size=1, run_id="loopback", timeout=60
     )
     rendezvous_handler_registry.register("loopback", lambda _: rendezvous)
-    run.main(["--rdzv-backend=loopback", *sys.argv[1:]])
+    close = PContext.close
+    seconds = int(os.environ[SHUTDOWN_SECONDS])
+    PContext.close = lambda self, death_sig=None, timeout=0: close(self, death_sig, seconds)  # type: ignore[method-assign]
+    run.main(sys.argv[1:])
