@@ -116,7 +116,14 @@ class LogMel(MovedModule, PolicyAware):
         self.trim_silence_db = trim_silence_db
         self._policy = PLAIN
         self._check()
-        self.front_end = FRONT_ENDS[form](self.width, self.hop, n_fft, preemphasis, padding, log_floor)
+        self.front_end = FRONT_ENDS[form](
+            width=self.width,
+            hop=self.hop,
+            n_fft=n_fft,
+            preemphasis=preemphasis,
+            padding=padding,
+            log_floor=log_floor,
+        )
         if self.front_end.left < 0:
             raise ConfigError(f"window_seconds is below hop_seconds, and form={form} cannot skip samples")
         self._normalised = NORMALISATIONS[normalise]
