@@ -278,7 +278,7 @@ def write_split(arguments: argparse.Namespace) -> int:
 
     All cuts of a speaker, or of a recording, are in the same file.
     """
-    from speechtrain.data.hold_out import held_out  # imports torch
+    from speechtrain.data.hold_out import held_out, held_out_recordings, held_out_speakers  # imports torch
     from speechtrain.data.index import open_index
 
     if not 0 < arguments.share < 1:
@@ -290,13 +290,9 @@ def write_split(arguments: argparse.Namespace) -> int:
         counts = f"{without_speaker} of {len(index)} cuts"
         raise DataError(f"--by speaker: {counts} name no speaker. Use --by recording")
     groups = index.groups(np.arange(len(index)))
-    is_held_out, unit = held_out(
-        groups,
-        index.seconds,
-        arguments.share,
-        by=arguments.by or "",
-        former=_former_sides(arguments.out),
-    )
+    rules = {None: held_out, "speaker": held_out_speakers, "recording": held_out_recordings}
+    rule = rules[arguments.by]
+    is_held_out, unit = rule(groups, index.seconds, arguments.share, _former_sides(arguments.out))
     if is_held_out.all():
         raise DataError(f"the sources have only one {unit}, which cannot be split. Give more")
     _write_both(arguments.out, source, is_held_out.tolist())

@@ -1,7 +1,20 @@
 """Decides which cuts of a set are held out for validation.
 
-Cuts are held out in groups, such as all cuts of a speaker. Groups are sampled at random until they contain
-about the requested share of the audio.
+The rule, in the order in which it is decided:
+
+1. A recording that an earlier run or split has held out stays held out, and one that it has trained on stays
+   trained on. If all recordings were trained on, nothing would be left to hold out, so nothing is decided.
+2. Cuts are held out in groups. The groups are speakers, if each cut names one. Speakers who are in the same
+   recording are one group, so that the recording is on one side.
+3. The groups are recordings instead, with a warning, if such a group of several speakers has more than twice
+   the requested seconds.
+4. The groups are recordings instead, if there are fewer than ten groups of speakers, or if the held-out
+   speakers have less than 1 / 1.5 or more than 1.5 times the requested seconds.
+5. The groups are single cuts instead, if there is only one recording. Rule 1 says nothing about cuts.
+6. A random number of each group's key decides whether the group is held out (see ``_sample``). Its other cuts
+   follow the recordings that rule 1 has decided.
+
+A user may ask for speakers (then rule 4 does not apply) or for recordings (then rules 2 to 5 do not apply).
 """
 
 from __future__ import annotations
@@ -22,17 +35,14 @@ from speechtrain.data.formats.manifests import Record, speaker_of
 from speechtrain.files import MOST_LOG_BYTES, atomic, open_regular
 from speechtrain.run_directory import SIDES
 
-_FEWEST_SPEAKERS = 10  # With fewer speakers, training would lack too many of the voices.
-_TOLERANCE = 1.5  # The seconds of held-out speakers may differ from the requested seconds by this factor.
-_TOO_LARGE = 2.0  # Speakers who are connected by recordings may have this multiple of the requested seconds.
-# Independent sampling needs this expected number of held-out groups, and seconds within this factor of the
-# requested seconds. Otherwise groups are held out one after the other.
-_INDEPENDENT_GROUPS, _INDEPENDENT_FACTOR = 5, 2.0
-_KEPT, _TRAINED = -1.0, 2.0  # in place of the random number of a group that stays held out, or trained on
+_TOO_MANY_SHARED = 2.0  # rule 3: the most seconds of a group of several speakers, per requested second
+_FEWEST_SPEAKERS = 10  # rule 4: With fewer groups, training would lack too many of the voices.
+_TOLERANCE = 1.5  # rule 4: the factor by which held-out seconds may differ from the requested seconds
 _LOG = logging.getLogger(__name__)
 
 _Keys = NDArray[np.int64]
 _Seconds = NDArray[np.float32]
+_Mask = NDArray[np.bool_]
 
 
 class Sides(NamedTuple):
@@ -88,127 +98,155 @@ def groups_of(cut: Record, former: Callable[[str], str] = str) -> tuple[int, int
     return speaker_key, key_of(recording_of(cut, former)), key_of(str(cut["id"]))
 
 
+class _Decided(NamedTuple):
+    """Masks (N,) of the cuts whose side an earlier run or split has decided."""
+
+    trained: _Mask
+    held_out: _Mask
+
+
 def held_out(
-    groups: Mapping[str, _Keys],
-    seconds: _Seconds,
-    share: float,
-    by: str = "",
-    former: Sides = NO_SIDES,
-) -> tuple[NDArray[np.bool_], str]:
-    """Return a mask (N,) of the held-out cuts, and the kind of the groups that were sampled.
+    groups: Mapping[str, _Keys], seconds: _Seconds, share: float, former: Sides = NO_SIDES
+) -> tuple[_Mask, str]:
+    """Return a mask (N,) of the held-out cuts, and the kind of their groups, by the rule of this module.
 
-    ``groups`` maps each kind (speaker, recording and cut) to the key of each cut's group (N,). All cuts of a
-    group are either held out or trained on. ``share`` is the requested share of the ``seconds`` (N,) of all
-    cuts. ``by`` is the kind. If it is empty, the kind is
-
-    - speaker, if each cut names a speaker, there are ten groups of speakers or more, and the sampled speakers
-      have about the requested seconds,
-    - otherwise recording, if there are several recordings,
-    - otherwise cut.
-
-    If there is only one group, all cuts are held out. Speakers who are in the same recording are one group,
-    so that a recording is either held out or trained on. If such a group has more than twice the requested
-    seconds, recordings are the groups instead, and a warning is logged.
-
-    A recording of ``former`` stays on its side, unless all were trained on. Others of its group follow it.
+    ``groups`` maps each kind (speaker, recording and cut) to the key of each cut's group (N,). The key of a
+    missing speaker is -1. ``share`` is the requested share of the ``seconds`` (N,) of all cuts. If there is
+    only one group, all cuts are held out.
     """
-    decided = np.isin(groups["recording"], former.held_out).astype(np.int8)
-    decided[np.isin(groups["recording"], former.trained)] = -1
-    if decided.max(initial=-1) < 0:  # Nothing is left to hold out, so all are sampled again.
-        decided[:] = 0
-    all_have_speakers = groups["speaker"].min(initial=0) >= 0  # The key of a missing speaker is -1.
-    if by == "speaker" or (not by and all_have_speakers):
-        speakers = _connected_speakers(groups)
-        group_keys, group_numbers = np.unique(speakers, return_inverse=True)
-        # A group of several speakers has the key of one of them. So another speaker's key differs from it.
-        of_several = np.isin(group_numbers, group_numbers[speakers != groups["speaker"]])
-        group_seconds = np.bincount(group_numbers[of_several], seconds[of_several])
-        if group_seconds.max(initial=0.0) > _TOO_LARGE * share * seconds.sum():
-            _LOG.warning("whole speakers cannot be held out, because too many of them share recordings")
-            by = "recording"
-        else:
-            is_sampled = _sample_groups(speakers, seconds, share, decided)
-            fraction = seconds[is_sampled].sum() / max(seconds.sum(), 1e-9)
-            is_near_share = share / _TOLERANCE <= fraction <= share * _TOLERANCE
-            if by or (is_near_share and len(group_keys) >= _FEWEST_SPEAKERS):
-                return is_sampled, "speaker"
-    if not by:
-        has_several_recordings = len(np.unique(groups["recording"])) > 1
-        by = "recording" if has_several_recordings else "cut"
-    if by == "cut":
-        decided[:] = 0
-    return _sample_groups(groups[by], seconds, share, decided), by
+    all_have_speakers = groups["speaker"].min(initial=0) >= 0
+    if all_have_speakers:
+        speakers = _groups_of_speakers(groups, seconds, share)
+        if speakers is None:
+            return held_out_recordings(groups, seconds, share, former)
+        is_held_out = _sample(speakers, seconds, share, _decided(groups, former))
+        fraction = seconds[is_held_out].sum() / max(seconds.sum(), 1e-9)
+        is_near_share = share / _TOLERANCE <= fraction <= share * _TOLERANCE
+        has_many_groups = len(np.unique(speakers)) >= _FEWEST_SPEAKERS
+        if is_near_share and has_many_groups:
+            return is_held_out, "speaker"
+    has_several_recordings = len(np.unique(groups["recording"])) > 1
+    if has_several_recordings:
+        return held_out_recordings(groups, seconds, share, former)
+    is_undecided = np.zeros(len(seconds), bool)
+    return _sample(groups["cut"], seconds, share, _Decided(is_undecided, is_undecided)), "cut"
 
 
-def _connected_speakers(groups: Mapping[str, _Keys]) -> _Keys:
-    """Return the key (N,) of each cut's group of speakers: the smallest key among these speakers.
+def held_out_speakers(
+    groups: Mapping[str, _Keys], seconds: _Seconds, share: float, former: Sides = NO_SIDES
+) -> tuple[_Mask, str]:
+    """Return the same as ``held_out``, where the groups are speakers, or recordings by rule 3."""
+    speakers = _groups_of_speakers(groups, seconds, share)
+    if speakers is None:
+        return held_out_recordings(groups, seconds, share, former)
+    return _sample(speakers, seconds, share, _decided(groups, former)), "speaker"
 
-    Recordings connect the speakers of a group. The key of a group with one speaker is the speaker's key.
+
+def held_out_recordings(
+    groups: Mapping[str, _Keys], seconds: _Seconds, share: float, former: Sides = NO_SIDES
+) -> tuple[_Mask, str]:
+    """Return the same as ``held_out``, where the groups are recordings."""
+    return _sample(groups["recording"], seconds, share, _decided(groups, former)), "recording"
+
+
+def _decided(groups: Mapping[str, _Keys], former: Sides) -> _Decided:
+    """Return the cuts whose side ``former`` decides by their recording (rule 1)."""
+    is_trained = np.isin(groups["recording"], former.trained)
+    is_held_out = np.isin(groups["recording"], former.held_out) & ~is_trained
+    if is_trained.all():
+        is_trained = np.zeros_like(is_trained)
+    return _Decided(is_trained, is_held_out)
+
+
+def _groups_of_speakers(groups: Mapping[str, _Keys], seconds: _Seconds, share: float) -> _Keys | None:
+    """Return the key (N,) of each cut's group of speakers (rule 2), or None by rule 3.
+
+    A recording, or a chain of them, connects the speakers of a group. The key of the group is the smallest
+    key of its speakers. So a speaker who is alone has the same random number in each set.
     """
-    speakers, speaker_numbers = np.unique(groups["speaker"], return_inverse=True)
-    recordings, recording_numbers = np.unique(groups["recording"], return_inverse=True)
-    # The nodes of the graph are all speakers, then all recordings. Each cut connects two nodes.
-    nodes = len(speakers) + len(recordings)
-    edges = (speaker_numbers, len(speakers) + recording_numbers)
-    graph = coo_array((np.ones(len(speaker_numbers), bool), edges), shape=(nodes, nodes))
-    count, components = connected_components(graph, directed=False)
-    component_keys = np.full(count, np.iinfo(np.int64).max)
-    np.minimum.at(component_keys, components[: len(speakers)], speakers)
-    group_keys: _Keys = component_keys[components[speaker_numbers]]
-    return group_keys
+    speaker_keys, speaker_of_cut = np.unique(groups["speaker"], return_inverse=True)
+    recording_keys, recording_of_cut = np.unique(groups["recording"], return_inverse=True)
+    # The nodes of a graph are all speakers, then all recordings. Each cut connects its two.
+    first_recording = len(speaker_keys)
+    node_count = first_recording + len(recording_keys)
+    edges = (speaker_of_cut, first_recording + recording_of_cut)
+    is_edge = np.ones(len(speaker_of_cut), bool)
+    graph = coo_array((is_edge, edges), shape=(node_count, node_count))
+    _, group_of_node = connected_components(graph, directed=False)
+    group_of_speaker = group_of_node[:first_recording]
+    group_of_cut = group_of_speaker[speaker_of_cut]
+
+    # Each group has a speaker, so ``group_numbers`` are 0, 1, 2 and so on. The keys of speakers ascend.
+    group_numbers, smallest_speaker, speaker_counts = np.unique(
+        group_of_speaker, return_index=True, return_counts=True
+    )
+    group_seconds = np.bincount(group_of_cut, seconds, minlength=len(group_numbers))
+    shared_seconds = group_seconds[speaker_counts > 1]
+    if shared_seconds.max(initial=0.0) > _TOO_MANY_SHARED * share * seconds.sum():
+        _LOG.warning("whole speakers cannot be held out, because too many of them share recordings")
+        return None
+    group_keys = speaker_keys[smallest_speaker]
+    key_of_cut: _Keys = group_keys[group_of_cut]
+    return key_of_cut
 
 
-def _sample_groups(
-    groups: _Keys, seconds: _Seconds, share: float, decided: NDArray[np.int8]
-) -> NDArray[np.bool_]:
+def _sample(groups: _Keys, seconds: _Seconds, share: float, decided: _Decided) -> _Mask:
     """Return a mask (N,) of the cuts whose groups are sampled. ``groups`` (N,) are the keys of the groups.
 
-    ``decided`` (N,) is 1 for a cut that stays held out, -1 for one that stays trained on, and otherwise 0.
-
     The sample depends on the keys of the groups and on the share, but not on the run's seed. Each group is
-    sampled independently, so that new recordings do not change which of the others are held out. If there are
-    few groups, or if the sampled seconds are far from the share, groups are added until they fill the share.
+    sampled independently, so that new recordings do not change which of the others are held out. If fewer
+    than five groups are expected, or if the sampled seconds are less than half or more than twice the
+    requested seconds, groups are added one after the other (see ``_fill_share``).
     """
     keys, group_numbers = np.unique(groups, return_inverse=True)
     if len(keys) < 2:
         return np.ones(len(groups), bool)
     group_seconds = np.bincount(group_numbers, seconds)
-    numbers = uniform_at(0, RunStream.HOLD_OUT, keys)
-    numbers[group_numbers[decided > 0]] = _KEPT
-    numbers[group_numbers[decided < 0]] = _TRAINED
-    is_sampled = numbers < share  # for each group
     target_seconds = share * group_seconds.sum()
+    is_trained = np.zeros(len(keys), bool)
+    is_trained[group_numbers[decided.trained]] = True
+    is_kept = np.zeros(len(keys), bool)
+    is_kept[group_numbers[decided.held_out]] = True
+    is_kept &= ~is_trained
+    numbers = uniform_at(0, RunStream.HOLD_OUT, keys)
+    numbers[is_trained] = 2.0  # above each random number, so that any other group is sampled before these
+
+    is_sampled: _Mask = is_kept | (numbers < share)
     sampled_seconds = group_seconds[is_sampled].sum()
-    lowest, highest = target_seconds / _INDEPENDENT_FACTOR, target_seconds * _INDEPENDENT_FACTOR
-    if share * len(keys) < _INDEPENDENT_GROUPS or not lowest <= sampled_seconds <= highest:
-        is_sampled = _fill_share(numbers, group_seconds, target_seconds)
+    is_far = not target_seconds / 2 <= sampled_seconds <= target_seconds * 2
+    if share * len(keys) < 5 or is_far:
+        is_free = ~(is_kept | is_trained)
+        order = [group for group in np.argsort(numbers).tolist() if is_free[group]]
+        is_sampled = _fill_share(is_kept, order, group_seconds, target_seconds)
+
     # Both training and validation need a group.
     if not is_sampled.any():
         is_sampled[np.argmin(numbers)] = True
+    is_held_out: _Mask
     if is_sampled.all():
         is_sampled[np.argmax(group_seconds)] = False
-        decided = np.zeros_like(decided)
+        is_held_out = is_sampled[group_numbers]
+        return is_held_out
     # A group may have recordings of both sides, such as a speaker whom another rule has divided.
-    is_held_out: NDArray[np.bool_] = np.where(decided, decided > 0, is_sampled[group_numbers])
-    return is_held_out
+    is_held_out = is_sampled[group_numbers] | decided.held_out
+    return is_held_out & ~decided.trained
 
 
 def _fill_share(
-    numbers: NDArray[np.float64], group_seconds: NDArray[Any], target_seconds: float
-) -> NDArray[np.bool_]:
-    """Return a mask of the groups that are added, in the order of their numbers, up to ``target_seconds``.
+    is_kept: _Mask, order: list[int], group_seconds: NDArray[Any], target_seconds: float
+) -> _Mask:
+    """Return a mask of the kept groups and of those that are added in ``order``, up to ``target_seconds``.
 
     A group that would exceed the target by more than the tolerance is left out, unless the groups are then
     still shorter than the median group. So the shortest of long recordings, which may be new and incomplete,
     is not preferred.
     """
-    is_sampled: NDArray[np.bool_] = numbers == _KEPT
+    is_sampled = is_kept.copy()
     total = float(group_seconds[is_sampled].sum())
     most_seconds = max(_TOLERANCE * target_seconds, float(np.median(group_seconds)))
-    for group in np.argsort(numbers).tolist():
+    for group in order:
         total_with_group = total + group_seconds[group]
-        is_free = _KEPT < numbers[group] < _TRAINED
-        if is_free and total < target_seconds and total_with_group <= most_seconds:
+        if total < target_seconds and total_with_group <= most_seconds:
             is_sampled[group] = True
             total = total_with_group
     return is_sampled

@@ -118,9 +118,8 @@ class TrainingSet(RecordingSet):
             return rows[:0]
         if self.needs_text:
             rows = rows[index.characters[rows] > 0]
-        is_held_out, _ = held_out(
-            index.groups(rows), index.seconds[rows], self.hold_out, former=self.former_sides
-        )
+        groups, seconds = index.groups(rows), index.seconds[rows]
+        is_held_out, _ = held_out(groups, seconds, self.hold_out, self.former_sides)
         return rows[is_held_out]
 
     @property

@@ -13,7 +13,7 @@ import soundfile
 from speechtrain.commands import prepare
 from speechtrain.counter_rng import key_of
 from speechtrain.data.equal_content import equal_files
-from speechtrain.data.hold_out import NO_SIDES, Sides, held_out
+from speechtrain.data.hold_out import NO_SIDES, Sides, held_out, held_out_recordings
 from speechtrain.data.index import Index, open_index
 from speechtrain.data.module import SpeechData
 from speechtrain.data.sampler import BatchLimits
@@ -203,10 +203,10 @@ def test_held_out_passes_over_a_recording_far_longer_than_the_share(ratio: float
     recordings, keys = [f"recording-{i}" for i in range(10)], dict[str, np.ndarray[Any, Any]]()
     for by in ("speaker", "recording", "cut"):
         keys[by] = np.array([key_of(name) for name in recordings])
-    is_first, _ = held_out(keys, np.ones(10, np.float32), 0.1, by="recording")
+    is_first, _ = held_out_recordings(keys, np.ones(10, np.float32), 0.1)
     assert np.count_nonzero(is_first) == 1
     seconds = longer(is_first, ratio * 0.1).astype(np.float32)
-    is_held_out, _ = held_out(keys, seconds, 0.1, by="recording")
+    is_held_out, _ = held_out_recordings(keys, seconds, 0.1)
     assert is_held_out.any()
     assert bool(is_held_out[is_first].all()) is expected
 
