@@ -84,20 +84,14 @@ def _word_spans(tokenizer: Tokenizer, labels: Sequence[int]) -> list[tuple[int, 
         begin = position
         if spans:
             last_begin, last_end = spans[-1]
-            if not _has_space(tokenizer, labels[last_end - 1 : position + 1]):
+            # A tokenizer leaves out the space at the beginning of a text. So the labels are decoded together.
+            text = tokenizer.decode(labels[last_end - 1 : position + 1])
+            has_space = len(text.split()) > 1
+            if not has_space:
                 begin = last_begin  # The label continues the last word.
                 spans.pop()
         spans.append((begin, position + 1))
     return spans
-
-
-def _has_space(tokenizer: Tokenizer, labels: Sequence[int]) -> bool:
-    """Return whether there is a space between the letters of the first and of the last label.
-
-    The labels are decoded together, because a tokenizer leaves out the space at the beginning of a text.
-    """
-    words = tokenizer.decode(labels).split()
-    return len(words) > 1
 
 
 @dataclass

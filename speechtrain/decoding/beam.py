@@ -227,7 +227,17 @@ class BeamSearch(Decoder):
     def _decode(self, scorer: Any, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
         """Return the best hypothesis of each row, with scores that are exact."""
         self.fusion.start_search(scorer.tokenizer)
-        texts = self._texts(scorer, frames, lengths)
+        # Each row has greedy's text, then the ``nbest`` texts of the search that differ from it.
+        greedy_hypotheses = Greedy().decode(scorer, frames, lengths)
+        row_texts, _ = self.search(scorer, frames, lengths)
+        frame_seconds = scorer.frame_seconds
+        texts = []
+        for row, greedy in enumerate(greedy_hypotheses):
+            begins = [round(seconds / frame_seconds) for seconds in greedy.times]
+            ends = [round(seconds / frame_seconds) for seconds in greedy.ends]
+            texts.append(TimedLabels(row, greedy.labels, tuple(begins), tuple(ends), greedy.confidences))
+            best_texts = row_texts[row][: self.nbest]
+            texts += [text for text in best_texts if text.labels != greedy.labels]
         texts = self._align(scorer, frames, lengths, texts)
         scores = _log_likelihoods(scorer, frames, lengths, texts)
         row_hypotheses = [list[Hypothesis]() for _ in frames]
@@ -236,17 +246,6 @@ class BeamSearch(Decoder):
             spans = (text.begins, text.ends, text.confidences)
             row_hypotheses[text.row].append(scorer.hypothesis(text.labels, *spans, score))
         return [self._best_first(hypotheses) for hypotheses in row_hypotheses]
-
-    def _texts(self, scorer: Any, frames: Tensor, lengths: Tensor) -> list[TimedLabels]:
-        """Return for each row greedy's text, then the ``nbest`` texts of the search that differ from it."""
-        greedy_hypotheses = Greedy().decode(scorer, frames, lengths)
-        row_texts, _ = self.search(scorer, frames, lengths)
-        texts = []
-        for row, greedy in enumerate(greedy_hypotheses):
-            texts.append(_timed_labels(row, greedy, scorer.frame_seconds))
-            best_texts = row_texts[row][: self.nbest]
-            texts += [text for text in best_texts if text.labels != greedy.labels]
-        return texts
 
     def _align(
         self, scorer: Any, frames: Tensor, lengths: Tensor, texts: list[TimedLabels]
@@ -283,13 +282,6 @@ class BeamSearch(Decoder):
         if hypothesis.score < greedy_score:
             return min(hypothesis.score, 0.0)
         return hypothesis.score / (len(hypothesis.labels) + 1)
-
-
-def _timed_labels(row: int, hypothesis: Hypothesis, frame_seconds: float) -> TimedLabels:
-    """Return the labels of a hypothesis with their frames instead of seconds."""
-    begins = [round(seconds / frame_seconds) for seconds in hypothesis.times]
-    ends = [round(seconds / frame_seconds) for seconds in hypothesis.ends]
-    return TimedLabels(row, hypothesis.labels, tuple(begins), tuple(ends), hypothesis.confidences)
 
 
 def _log_likelihoods(scorer: Any, frames: Tensor, lengths: Tensor, texts: list[TimedLabels]) -> list[float]:
@@ -466,13 +458,18 @@ class _TransducerSearch:
         self, source: _Level, label_scores: Tensor, scores: Tensor, floor: Tensor, frame: int
     ) -> _Level | None:
         """Return the W best extensions of ``source`` by one label, or None if none exceeds ``floor``."""
-        candidate, score, fusion_score = self._choose(source.beam, label_scores, floor)
+        # Each candidate (B, W) is the index of an element in a row of ``label_scores``.
+        fusion_scores = self.fusion.label_scores(source.beam.fusion_score, source.beam.fusion_state)
+        totals, candidate = (label_scores + fusion_scores).flatten(1).topk(self.width)
+        score = label_scores.flatten(1).gather(1, candidate).masked_fill(totals <= floor, IMPOSSIBLE)
+        fusion_scores = fusion_scores.expand_as(label_scores).flatten(1)
         is_alive = score > IMPOSSIBLE
         alive = is_alive.flatten().nonzero()[:, 0]
         if not len(alive):
             return None
         labels = label_scores.shape[2]
-        parent, label = candidate.div(labels, rounding_mode="floor"), candidate % labels
+        label = candidate % labels
+        parent = candidate.div(labels, rounding_mode="floor")
         parents = source.beam.take(parent)
         confidences = _confidences(scores, parent, label)
         beam = Beam(
@@ -481,32 +478,12 @@ class _TransducerSearch:
             parent_key=parents.key,
             label=label,
             node=self.label_tree.add(parents.node, label, frame, confidences),
-            fusion_score=fusion_score,
+            fusion_score=fusion_scores.gather(1, candidate),
             fusion_state=self.fusion.advance(parents.fusion_state, label, is_alive),
         )
-        return self._predict(source, beam, parent, alive)
-
-    def _choose(self, beam: Beam, label_scores: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the W best extensions of each row: their indices, scores and fusion scores, each (B, W).
-
-        The indices count the elements of a row of ``label_scores`` (B, W, V − 1). The score of an extension
-        that does not exceed ``floor`` is −inf.
-        """
-        fusion_scores = self.fusion.label_scores(beam.fusion_score, beam.fusion_state)
-        totals, candidate = (label_scores + fusion_scores).flatten(1).topk(self.width)
-        score = label_scores.flatten(1).gather(1, candidate).masked_fill(totals <= floor, IMPOSSIBLE)
-        fusion_scores = fusion_scores.expand_as(label_scores).flatten(1)
-        return candidate, score, fusion_scores.gather(1, candidate)
-
-    def _predict(self, source: _Level, beam: Beam, parent: Tensor, alive: Tensor) -> _Level:
-        """Run the prediction network for ``beam``, whose hypotheses have one label more than in ``source``.
-
-        ``parent`` (B, W) has the slots of the extended hypotheses. ``alive`` (N,) has the indices of the
-        hypotheses of ``beam`` that are alive.
-        """
         parent_indices = (self.row_starts + parent).flatten()[alive]
         state = self.network.take(source.network_rows[parent_indices], source.state)
-        prediction, state = self.scorer.step(beam.label.flatten()[alive], state)
+        prediction, state = self.scorer.step(label.flatten()[alive], state)
         network_rows = torch.zeros_like(self.level.network_rows)
         network_rows[alive] = torch.arange(len(alive), device=alive.device)
         return _Level(beam, alive, network_rows, prediction, state)

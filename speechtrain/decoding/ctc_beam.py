@@ -99,49 +99,39 @@ class _PrefixSearch:
 
         ``extension_scores`` (B, W, V − 1) has the score of each prefix with each new label.
         """
-        candidate, score, fusion_score = self._best_candidates(extension_scores)
-        labels = extension_scores.shape[2]
-        is_extension, extension = candidate >= self.width, (candidate - self.width).clamp(min=0)
-        extended_prefix, label = extension.div(labels, rounding_mode="floor"), extension % labels
-        parent = torch.where(is_extension, extended_prefix, candidate)
-        self.blank_score = self.blank_score.gather(1, parent).masked_fill(is_extension, IMPOSSIBLE)
-        self.label_score = torch.where(is_extension, score, self.label_score.gather(1, parent))
-        parents = replace(self.beam.take(parent), score=score, fusion_score=fusion_score)
-        self.beam = self._add_labels(parents, label, is_extension, frame)
-
-    def _best_candidates(self, extension_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the W best candidates of each row: their indices, scores and fusion scores, each (B, W).
-
-        The indices 0 to W − 1 are the prefixes of the beam. The later ones are their extensions in the order
-        of ``extension_scores`` (B, W, V − 1). Model score and fusion score together decide the choice.
-        """
-        beam = self.beam
-        fusion_scores = self.fusion.label_scores(beam.fusion_score, beam.fusion_state)
+        # A row's candidates are its W prefixes, then their extensions in the order of ``extension_scores``.
+        fusion_scores = self.fusion.label_scores(self.beam.fusion_score, self.beam.fusion_state)
         fusion_scores = fusion_scores.expand_as(extension_scores)
         prefix_score = torch.logaddexp(self.blank_score, self.label_score)
         all_scores = torch.cat((prefix_score, extension_scores.flatten(1)), 1)
-        all_fusion_scores = torch.cat((beam.fusion_score, fusion_scores.flatten(1)), 1)
-        candidate = (all_scores + all_fusion_scores).topk(self.width).indices
-        return candidate, all_scores.gather(1, candidate), all_fusion_scores.gather(1, candidate)
+        all_fusion_scores = torch.cat((self.beam.fusion_score, fusion_scores.flatten(1)), 1)
+        candidate = (all_scores + all_fusion_scores).topk(self.width).indices  # (B, W)
+        score = all_scores.gather(1, candidate)
 
-    def _add_labels(self, parents: Beam, label: Tensor, is_extension: Tensor, frame: int) -> Beam:
-        """Return ``parents`` with ``label`` (B, W) added to the hypotheses where ``is_extension`` (B, W).
+        labels = extension_scores.shape[2]
+        is_extension = candidate >= self.width
+        extension = (candidate - self.width).clamp(min=0)
+        label = extension % labels
+        extended_prefix = extension.div(labels, rounding_mode="floor")
+        parent = torch.where(is_extension, extended_prefix, candidate)
+        self.blank_score = self.blank_score.gather(1, parent).masked_fill(is_extension, IMPOSSIBLE)
+        self.label_score = torch.where(is_extension, score, self.label_score.gather(1, parent))
 
-        ``parents`` has the scores of the result already.
-        """
+        parents = self.beam.take(parent)
         node, state = parents.node, parents.fusion_state
         if bool(is_extension.any()):
             # ``_align`` replaces this frame and this confidence, because only the end of the search shows the
             # likeliest path.
-            new_node = self.label_tree.add(node, label, frame, confidences=parents.score)
+            new_node = self.label_tree.add(node, label, frame, confidences=score)
             node = torch.where(is_extension, new_node, node)
         new_state = self.fusion.advance(state, label, is_extension)
-        return replace(
-            parents,
+        self.beam = Beam(
+            score=score,
             key=torch.where(is_extension, extended_key(parents.key, label), parents.key),
             parent_key=torch.where(is_extension, parents.key, parents.parent_key),
             label=torch.where(is_extension, label, parents.label),
             node=node,
+            fusion_score=all_fusion_scores.gather(1, candidate),
             fusion_state=torch.where(is_extension, new_state, state),
         )
 
@@ -153,48 +143,26 @@ def _likeliest_paths(frames: Tensor, lengths: Tensor, texts: list[TimedLabels], 
     between two different labels.
     """
     rows = torch.tensor([text.row for text in texts], device=frames.device)
-    symbols = _state_symbols(texts, blank).to(frames.device)
+    text_labels = [torch.tensor(text.labels, dtype=torch.int64) for text in texts]
+    labels = pad_sequence(text_labels, batch_first=True, padding_value=blank)
+    symbols = torch.full((len(texts), 2 * labels.shape[1] + 1), blank)  # (N, S), padded with blanks
+    symbols[:, 1::2] = labels
+    symbols = symbols.to(frames.device)
     may_skip = (symbols != blank) & (symbols != symbols.roll(2, 1))
     scores = frames.new_full(symbols.shape, IMPOSSIBLE)  # (N, S) of the best path that ends in each state
     scores[:, 0] = 0.0
+    # For each frame, the number of states (N, S) that the best path to a state moves: 0, 1 or 2.
     all_steps = []
     for frame in range(int(lengths.max())):
-        best_scores, steps = _likeliest_steps(scores, may_skip)
+        padded = F.pad(scores, (2, 0), value=IMPOSSIBLE)
+        skip_scores = padded[:, :-2].masked_fill(~may_skip, IMPOSSIBLE)
+        best_scores, steps = torch.stack((scores, padded[:, 1:-1], skip_scores)).max(0)
         is_live = (frame < lengths[rows])[:, None]
         symbol_scores = frames[rows, frame].gather(1, symbols)
         scores = torch.where(is_live, best_scores + symbol_scores, scores)
         all_steps.append(torch.where(is_live, steps, 0).to(torch.int8))
-    return _trace_back(all_steps, scores, texts)
 
-
-def _state_symbols(texts: list[TimedLabels], blank: int) -> Tensor:
-    """Return the symbol (N, S) of each alignment state of each text, padded with blanks."""
-    rows = [torch.tensor(text.labels, dtype=torch.int64) for text in texts]
-    labels = pad_sequence(rows, batch_first=True, padding_value=blank)
-    symbols = torch.full((len(texts), 2 * labels.shape[1] + 1), blank)
-    symbols[:, 1::2] = labels
-    return symbols
-
-
-def _likeliest_steps(scores: Tensor, may_skip: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the best way to each state from ``scores`` (N, S) of the frame before.
-
-    The results are the score (N, S) before the state's own symbol, and the number of states (N, S) that the
-    path moves: 0, 1 or 2.
-    """
-    padded = F.pad(scores, (2, 0), value=IMPOSSIBLE)
-    skip_scores = padded[:, :-2].masked_fill(~may_skip, IMPOSSIBLE)
-    best_scores, steps = torch.stack((scores, padded[:, 1:-1], skip_scores)).max(0)
-    return best_scores, steps
-
-
-def _trace_back(all_steps: list[Tensor], scores: Tensor, texts: list[TimedLabels]) -> np.ndarray:
-    """Return the state indices (N, T) of each text's likeliest path, from its end to its beginning.
-
-    ``all_steps`` has a tensor (N, S) for each frame: the number of states that the best path to a state moved
-    in this frame. ``scores`` (N, S) belongs to the last frame. A path ends in the last label or in the blank
-    after it.
-    """
+    # A path ends in the last label or in the blank after it. It is traced back to its beginning.
     last_blanks = torch.tensor([2 * len(text.labels) for text in texts], device=scores.device)
     last_labels = (last_blanks - 1).clamp(min=0)  # A text without labels has only the state of a blank.
     ends = torch.stack((last_blanks, last_labels), 1)

@@ -103,9 +103,22 @@ class _TransducerSearch:
     def _step(self) -> None:
         """Emit the first label in each row's window, or pass the window if all its symbols are blanks."""
         frames = self.frame[:, None] + self.offsets  # (B, N)
-        logits, duration_logits = self._logits(frames)
-        symbols, scores, confidences = _best_symbols(logits)
-        may_visit = self._may_visit(frames)
+        last_frame = self.frames.shape[1] - 1
+        encoded = self.frames[self.row[:, None], frames.clamp(max=last_frame)].flatten(0, 1)
+        predictions = self.prediction.repeat_interleave(self.window, 0)
+        logits = self.scorer.joint(encoded, predictions).float().view(*frames.shape, -1)
+        classes = logits.shape[2] - len(self.durations)
+        symbol_logits, duration_logits = logits.tensor_split([classes], 2)  # (B, N, V) and (B, N, ·)
+
+        symbols = symbol_logits.max(-1).indices  # (B, N), as scores and confidences
+        log_probabilities = symbol_logits.log_softmax(-1)  # takes a third of logsumexp's time on a CPU
+        scores = log_probabilities.gather(2, symbols[..., None])[..., 0]
+        label_probability = -log_probabilities[..., -1].expm1()  # 1 minus the probability of the blank
+        confidences = (scores.exp() / label_probability).clamp(max=1.0)
+
+        # The row is already in the first frame. The other frames begin only if the row is within its limit.
+        may_begin = (self.offsets == 0) | (self.label_counts <= self.row_limits)[:, None]
+        may_visit = self.is_active[:, None] & (frames < self.lengths[:, None]) & may_begin
         is_label = may_visit & (symbols != self.scorer.blank)
         emits = is_label.any(1)  # (B,) whether the row emits a label
         first_label = is_label.int().argmax(1)
@@ -115,32 +128,12 @@ class _TransducerSearch:
         last_visit = (self.row, blanks.clamp(max=self.window - 1))  # the index of (B, N) tensors
         symbol = torch.where(emits, symbols[last_visit], self.scorer.blank)
         self.steps.append((symbol, self.frame + blanks, confidences[last_visit]))
-        self._predict(symbol, emits)
-        self._move(emits, blanks, duration_logits[:, 0])
 
-    def _logits(self, frames: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits of the symbols (B, N, V) and of the durations (B, N, ·) in ``frames`` (B, N)."""
-        last_frame = self.frames.shape[1] - 1
-        encoded = self.frames[self.row[:, None], frames.clamp(max=last_frame)].flatten(0, 1)
-        prediction = self.prediction.repeat_interleave(self.window, 0)
-        logits = self.scorer.joint(encoded, prediction).float().view(*frames.shape, -1)
-        classes = logits.shape[2] - len(self.durations)
-        symbol_logits, duration_logits = logits.tensor_split([classes], 2)
-        return symbol_logits, duration_logits
-
-    def _may_visit(self, frames: Tensor) -> Tensor:
-        """Return whether the row may visit each of ``frames`` (B, N) of its window.
-
-        The row is already in the first frame. The other frames begin only if the row is within its limit.
-        """
-        may_begin = (self.offsets == 0) | (self.label_counts <= self.row_limits)[:, None]
-        return self.is_active[:, None] & (frames < self.lengths[:, None]) & may_begin
-
-    def _predict(self, symbol: Tensor, emits: Tensor) -> None:
-        """Advance the prediction network of the rows that emit a label."""
+        # Only a label advances the prediction network.
         prediction, state = self.scorer.step(symbol.masked_fill(~emits, 0), self.state)
         self.prediction = torch.where(emits[:, None], prediction, self.prediction)
         self.state = self.scorer.prediction.select(emits, state, self.state)
+        self._move(emits, blanks, duration_logits[:, 0])
 
     def _move(self, emits: Tensor, blanks: Tensor, duration_logits: Tensor) -> None:
         """Advance each row by ``blanks`` (B,) frames, and by another one if it reaches the frame's limit.
@@ -163,18 +156,6 @@ class _TransducerSearch:
         # The limit of a row is checked at the start of a frame, so a row within a frame continues.
         may_continue = (self.labels_in_frame > 0) | (self.label_counts <= self.row_limits)
         self.is_active = self.is_active & (self.frame < self.lengths) & may_continue
-
-
-def _best_symbols(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the likeliest symbol of each frame, its log-probability and its confidence, each (B, N).
-
-    The confidence is the probability among all labels, without the blank. ``logits`` is (B, N, V).
-    """
-    symbols = logits.max(-1).indices
-    log_probabilities = logits.log_softmax(-1)  # takes a third of logsumexp's time on a CPU
-    scores = log_probabilities.gather(2, symbols[..., None])[..., 0]
-    label_probability = -log_probabilities[..., -1].expm1()  # 1 minus the probability of the blank
-    return symbols, scores, (scores.exp() / label_probability).clamp(max=1.0)
 
 
 def _best_paths(scorer: CTCScorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
