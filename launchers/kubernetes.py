@@ -68,8 +68,7 @@ class Kubernetes(Launcher):
     def __post_init__(self) -> None:
         self.check_minimum(1, "nodes", "grace_seconds", "shutdown_seconds")
         self.check_minimum(0, "restarts")
-        if self.poll_seconds <= 0:
-            raise ValueError(f"poll_seconds={self.poll_seconds}: it must be above 0")
+        self.check_minimum(0.01, "poll_seconds")
         self._mount_paths: dict[str, str] = self.volumes or {}
         self._kubectl = ["kubectl", *(self.options or [])]
 

@@ -70,8 +70,7 @@ class Slurm(Launcher):
 
     def __post_init__(self) -> None:
         self.check_minimum(1, "nodes", "segments", "warn_seconds")
-        if self.poll_seconds <= 0:
-            raise ValueError(f"poll_seconds={self.poll_seconds}: it must be above 0")
+        self.check_minimum(0.01, "poll_seconds")
         if self.time is not None and not _TIME.fullmatch(self.time):
             raise ValueError(f"time={self.time}: write it as minutes, HH:MM:SS or D-HH:MM:SS")
         for parameter in _PARAMETERS.values():

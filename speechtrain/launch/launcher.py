@@ -106,7 +106,7 @@ class Launcher(ABC):
         """Return the choice of the config group ``launcher`` that builds this class, for messages."""
         return type(self).__name__.lower()
 
-    def check_minimum(self, lowest: int, *names: str) -> None:
+    def check_minimum(self, lowest: float, *names: str) -> None:
         """Raise ValueError if an attribute in ``names`` is below ``lowest``. None is accepted."""
         for name in names:
             value = getattr(self, name)

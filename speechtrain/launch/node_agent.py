@@ -145,44 +145,29 @@ def _handle_input(grace: float) -> None:
 
     ``supervise`` handles these signals: the first SIGTERM stops the ranks, and the second kills them.
     """
-    has_sent_stop = False
-
-    def stop_once() -> None:
-        nonlocal has_sent_stop
-        if not has_sent_stop:
-            has_sent_stop = True
-            os.kill(os.getpid(), signal.SIGTERM)
-
     stdin = 0
-    while True:
+    is_stopped = False
+    request = ALIVE
+    while request in (ALIVE, STOP):
+        if request == STOP and not is_stopped:
+            is_stopped = True
+            os.kill(os.getpid(), signal.SIGTERM)
         readable, _, _ = select.select([stdin], [], [], SILENCE_SECONDS)
-        request = b""  # after a silence
-        if readable:
-            request = os.read(stdin, 1)  # empty at the end of the input
-        if request == STOP:
-            stop_once()
-        elif request == KILL:
-            break
-        elif request != ALIVE:  # The connection is lost.
-            stop_once()
-            time.sleep(grace)
-            break
-    stop_once()
-    time.sleep(_SIGNAL_SECONDS)
+        request = os.read(stdin, 1) if readable else b""  # empty at the end of the input
+    if not is_stopped:
+        os.kill(os.getpid(), signal.SIGTERM)
+    # Without a request KILL, the connection is lost.
+    time.sleep(_SIGNAL_SECONDS if request == KILL else grace)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def exit_code_of_run(run_dir: Path) -> int:
     """Return the exit code of speechtrain-train for the run in ``run_dir``, or 1 without a result."""
     result = read_result(run_dir)
-    if result is None or result.status == "failed":
-        failure = read_failure(run_dir)
-        if failure is None or not failure.exit_code:
-            return 1
-        return failure.exit_code
-    if result.status == "preempted":
-        return EXIT_PREEMPTED
-    return 0
+    if result and result.status != "failed":
+        return EXIT_PREEMPTED if result.status == "preempted" else 0
+    failure = read_failure(run_dir)
+    return (failure and failure.exit_code) or 1
 
 
 def wait_for_outcome(run_dir: Path) -> int:

@@ -13,10 +13,6 @@ from speechtrain.tracking.base import Tracker
 from speechtrain.training.run_state import Progress
 
 
-def _do_nothing() -> None:
-    """Stand in for ``Watch.close`` in a rank without a watchdog."""
-
-
 @dataclass
 class Attempt:
     """One process of one rank, from its start to its end.
@@ -32,7 +28,7 @@ class Attempt:
     checkpointer: Checkpointer | None = None
     tracker: Tracker | None = None
     group: Group = field(default_factory=SingleProcess)
-    unwatch: Callable[[], None] = _do_nothing
+    unwatch: Callable[[], None] = lambda: None
     """Stops the watchdog. If the watchdog has begun to end the process, this call does not return."""
     peak_memory: Callable[[], int] | None = None  # returns the highest memory of the device in bytes
     content: Mapping[str, str | float] = field(default_factory=dict)  # DataModule.content of the training set

@@ -16,7 +16,6 @@ from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed.world import World
 from speechtrain.launch.launcher import Job, forwarded_environment
-from speechtrain.optim.schedules import Schedule
 from speechtrain.run_directory import CONFIG, note_environment, rank_folder
 from speechtrain.start.run_config import RunConfig
 from speechtrain.task import Task
@@ -24,7 +23,6 @@ from speechtrain.tracking.base import Tracker
 from speechtrain.tracking.console import TextLog
 from speechtrain.tracking.group import Trackers
 
-_LOG = logging.getLogger(__name__)
 _MAX_EARLY_LINES = 1000  # log lines that are stored until the trackers exist
 _LOGGED_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "LD_PRELOAD", "OMP_*", "KMP_*", "CCL_*", "I_MPI_PIN*")
 """Patterns of environment variables that are logged, in addition to the device's variables."""
@@ -82,15 +80,6 @@ def buffer_log_lines() -> MemoryHandler:
     return buffer
 
 
-def new_run_entries(run: RunConfig, schedule: Schedule) -> dict[str, Any]:
-    """Return the entries of the event ``start`` that only a new run has, without empty ones.
-
-    ``from data`` is ``scratch`` or ``finetune`` if keys of the config follow from the data.
-    """
-    entries: dict[str, Any] = {"warm-up steps": schedule.warmup, "from data": run.from_data}
-    return {name: value for name, value in entries.items() if value}
-
-
 def open_tracker(run: RunConfig, world: World, early_lines: MemoryHandler) -> Tracker:
     """Return the tracker of this rank, and send all warnings to it, including ``early_lines``.
 
@@ -105,11 +94,3 @@ def open_tracker(run: RunConfig, world: World, early_lines: MemoryHandler) -> Tr
     early_lines.setTarget(_TrackerHandler(tracker))
     early_lines.close()  # This sends the lines to the target.
     return tracker
-
-
-def warn_of_crowded_labels(data: DataModule, task: Task) -> None:
-    """Log a warning if many transcripts have more labels than the encoder has frames for them."""
-    encoder = getattr(task, "encoder", None)
-    line = data.crowded_transcripts(encoder.frames) if encoder else ""
-    if line:
-        _LOG.warning(line)

@@ -7,6 +7,7 @@ command that started the rank, so a rank does not use Hydra.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import sys
@@ -49,9 +50,7 @@ from speechtrain.rank.logs import (
     buffer_log_lines,
     log_environment,
     log_start,
-    new_run_entries,
     open_tracker,
-    warn_of_crowded_labels,
 )
 from speechtrain.rank.stop import StopRequest
 from speechtrain.run_directory import ERROR, RESULT, RunLock, rank_folder, write_result
@@ -115,7 +114,10 @@ def train(
     )
 
     schedule, planned_updates = plan_updates(run, settings, data)
-    warn_of_crowded_labels(data, task)
+    encoder = getattr(task, "encoder", None)
+    crowded = data.crowded_transcripts(encoder.frames) if encoder else ""
+    if crowded:
+        logging.getLogger(__name__).warning(crowded)
     optimizer = build_optimizer(run, task.parameter_groups(), **device.facts.optimizer_flags)
     # The device may replace modules, and the group replicates (DDP) or shards (FSDP) the parameters.
     module, optimizer = device.prepare(task, optimizer)
@@ -134,7 +136,8 @@ def train(
     log_environment(run.run_dir, world, device, tracker)
     tracker.log("device", policy_record)
     if checkpoint is None:
-        entries |= new_run_entries(run, schedule)
+        new_entries = {"warm-up steps": schedule.warmup, "from data": run.from_data}
+        entries |= {name: value for name, value in new_entries.items() if value}
     entries |= {"ranks": world.size, "accumulate": settings.accumulate, "steps": planned_updates}
     if settings.max_hours:
         entries["hours"] = settings.max_hours

@@ -26,11 +26,7 @@ _TIMED_BATCHES = 8  # micro-batches whose steps are timed, to predict the time o
 def _spread_positions(total: int) -> list[int]:
     """Return ``_TIMED_BATCHES`` positions below ``total``, each in the middle of one of as many intervals."""
     count = min(_TIMED_BATCHES, total)
-    positions = []
-    for interval in range(count):
-        half_intervals = 2 * interval + 1
-        positions.append(total * half_intervals // (2 * count))
-    return positions
+    return [total * (2 * interval + 1) // (2 * count) for interval in range(count)]
 
 
 def batches_by_size(data: DataModule, positions_of: Callable[[int], Sequence[int]]) -> list[Batch]:
