@@ -6,6 +6,7 @@ The command is one rank, or an agent (torchrun, mpirun) whose children are the r
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 import signal
@@ -148,10 +149,8 @@ class _Child:
     signals: int = 0  # the number of stop signals so far
     signalled_pids: set[int] = field(default_factory=set)  # the processes that have got SIGTERM
     warning_time: float = field(default_factory=lambda: time.monotonic() + _QUIET_SECONDS)
-    has_warned: bool = False
     has_ranks: bool = False
     """Whether a rank has been seen. From then on the agent ends, or starts the ranks again, by itself."""
-    is_killed_without_ranks: bool = False
 
     def receive(self) -> None:
         """Count a stop signal, and handle it."""
@@ -175,15 +174,13 @@ class _Child:
         """
         if not self.has_ranks:  # Ranks below further processes count as seen, because nobody looks for them.
             self.has_ranks = self.has_indirect_ranks or bool(children_of(self.pid))
-        if not self.has_ranks:
-            if self.signals == 1:
-                self.is_killed_without_ranks = True
-                self.kill()
-            elif last_line and not self.has_warned and time.monotonic() > self.warning_time:
-                self.has_warned = True
-                print_notice(f"warning: no rank runs yet; {last_line}")
-        if self.signals == 1:
+        if self.signals == 1 and self.has_ranks:
             self.pass_on()
+        elif self.signals == 1:
+            self.kill()
+        elif last_line and not self.has_ranks and time.monotonic() > self.warning_time:
+            self.warning_time = math.inf
+            print_notice(f"warning: no rank runs yet; {last_line}")
 
     def kill(self) -> None:
         """Kill the child's session and all descendants, some of which may have sessions of their own."""
@@ -234,16 +231,13 @@ def _wait_for_agent(process: subprocess.Popen[str], child: _Child, log: _AgentLo
     """
     thread = threading.Thread(target=log.copy, args=(process.stderr,), daemon=True)
     thread.start()
-    try:
-        while True:
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(_POLL_SECONDS)
-                if child.is_killed_without_ranks:
-                    return EXIT_PREEMPTED
-                return code
-            child.check_agent(log.last_line)
-    finally:
-        thread.join(_LAST_LINES_SECONDS)  # A process that outlives the agent may keep the pipe open.
+    code = None
+    while code is None:
+        child.check_agent(log.last_line)
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(_POLL_SECONDS)
+    thread.join(_LAST_LINES_SECONDS)  # A process that outlives the agent may keep the pipe open.
+    return EXIT_PREEMPTED if child.signals == 1 and not child.has_ranks else code
 
 
 @dataclass(eq=False)
