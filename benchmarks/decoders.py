@@ -166,10 +166,10 @@ def measure(run: Path, options: Options, only: str = "") -> list[str]:
             data.close()
         beam = opened.task.beam
         decoders = {
-            "greedy": loaded._build_decoder("greedy", {}),
-            f"{beam} {options.width}": loaded._build_decoder(beam, {"width": options.width}),
+            "greedy": loaded.opened.used.decoder("greedy", {}),
+            f"{beam} {options.width}": loaded.opened.used.decoder(beam, {"width": options.width}),
         }
-        fused = loaded._build_decoder(beam, {"width": options.width, "lm": lm})
+        fused = loaded.opened.used.decoder(beam, {"width": options.width, "lm": lm})
     names = [only] if only else list(sets)
     return [
         compare(Bench(loaded, sets[name]), f"{run.name}, {name}", decoders, fused, options) for name in names

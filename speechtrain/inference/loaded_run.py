@@ -161,7 +161,8 @@ class LoadedRun:
         Raises TranscriptionError, a DataError, if a recording cannot be read. All other recordings are
         transcribed first, and the error contains their transcripts.
         """
-        call_decoder = self._build_decoder(decoder, options)
+        opened = self.opened
+        call_decoder = opened.used.decoder(decoder, options) if decoder or options else opened.task.decoder
         results = list(self.transcripts(self.recordings(audio), batch, piece_seconds, call_decoder))
         if timestamps:
             _check_times(results, call_decoder)
@@ -249,12 +250,6 @@ class LoadedRun:
             if item is None:
                 return
             yield item
-
-    def _build_decoder(self, choice: str, options: Mapping[str, Any]) -> Any:
-        """Return the decoder ``choice`` with ``options``, or the run's decoder if both are empty."""
-        if not choice and not options:
-            return self.opened.task.decoder
-        return self.opened.used.decoder(choice, options)
 
     def recordings(
         self, audio: Audio | Iterable[Audio], channel: int | None = None

@@ -86,7 +86,14 @@ class Transcript:
         A word ends at the latest when the next word starts. If a decoder reports the same start for several
         words, they divide the time until the next word in proportion to their characters.
         """
-        groups = self._words_by_start()
+        groups: list[list[Word]] = []  # of words with equal starts, with times in the recording
+        for segment in self.segments:
+            for word in [word for part in segment.parts for word in part.words]:
+                start = min(segment.start + word.start, self.seconds)
+                end = min(segment.start + word.end, self.seconds)
+                if not groups or start != groups[-1][0].start:
+                    groups.append([])
+                groups[-1].append(replace(word, start=start, end=end))
         words: list[Word] = []
         for index, group in enumerate(groups):
             latest_end = self.seconds
@@ -98,18 +105,6 @@ class Transcript:
             for word, part in zip(group, parts, strict=True):
                 words.append(replace(word, start=part.start, end=part.end))
         return tuple(words)
-
-    def _words_by_start(self) -> list[list[Word]]:
-        """Return the words with times in seconds of the recording, grouped by equal starts."""
-        groups: list[list[Word]] = []
-        for segment in self.segments:
-            for word in [word for part in segment.parts for word in part.words]:
-                start = min(segment.start + word.start, self.seconds)
-                end = min(segment.start + word.end, self.seconds)
-                if not groups or start != groups[-1][0].start:
-                    groups.append([])
-                groups[-1].append(replace(word, start=start, end=end))
-        return groups
 
     def captions(self) -> Iterator[tuple[float, float, str]]:
         """Yield start, end (seconds of the recording) and text of each caption.
@@ -156,7 +151,10 @@ class Transcript:
         content["text"] = self.text
         content["seconds"] = round(self.seconds, 3)
         content["score"] = round(self.score, 4)
-        content["words"] = [_word_content(word) for word in self.words]
+        content["words"] = []
+        for word in self.words:
+            times = {"start": round(word.start, 3), "end": round(word.end, 3)}
+            content["words"].append({"word": word.text, **times, "confidence": round(word.confidence, 3)})
         if len(self.segments) == 1:
             hypothesis = self.segments[0].hypothesis
             if hypothesis.alternatives:
@@ -171,16 +169,6 @@ class Transcript:
 def utf8(path: str) -> str:
     """Return a path for JSON. Python reads paths as ASCII with escaped bytes if the locale is C."""
     return os.fsencode(path).decode("utf-8", "surrogateescape")
-
-
-def _word_content(word: Word) -> dict[str, str | float]:
-    """Return a word with its times and confidence, for JSON."""
-    return {
-        "word": word.text,
-        "start": round(word.start, 3),
-        "end": round(word.end, 3),
-        "confidence": round(word.confidence, 3),
-    }
 
 
 def _scores(hypothesis: Hypothesis) -> dict[str, float]:

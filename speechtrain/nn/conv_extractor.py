@@ -257,7 +257,14 @@ class ConvExtractor(nn.Module):
         gradient_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        _check_settings(conv_layers, conv_norm, gradient_scale)
+        sizes = {len(layer) for layer in conv_layers}
+        if sizes != {3} or min(map(min, conv_layers)) < 1:
+            needed = "It must list [channels, kernel, stride], all above 0"
+            raise ConfigError(f"conv_layers is {conv_layers}. {needed}")
+        if conv_norm not in ("group", "layer"):
+            raise ConfigError(f"conv_norm is {conv_norm!r}. It must be group or layer")
+        if gradient_scale < 0:
+            raise ConfigError(f"gradient_scale is {gradient_scale}. It must be 0 or more")
         self.spans = [(int(kernel), int(stride)) for _, kernel, stride in conv_layers]  # of each layer
         self.widths = [int(channels) for channels, _, _ in conv_layers]  # of each layer
         self.channels = self.widths[-1]
@@ -298,14 +305,3 @@ class ConvExtractor(nn.Module):
         for kernel, stride in self.spans:
             samples = (torch.div(samples - kernel, stride, rounding_mode="floor") + 1).clamp(min=0)
         return samples
-
-
-def _check_settings(conv_layers: list[list[int]], conv_norm: str, gradient_scale: float) -> None:
-    sizes = {len(layer) for layer in conv_layers}
-    if sizes != {3} or min(map(min, conv_layers)) < 1:
-        needed = "It must list [channels, kernel, stride], all above 0"
-        raise ConfigError(f"conv_layers is {conv_layers}. {needed}")
-    if conv_norm not in ("group", "layer"):
-        raise ConfigError(f"conv_norm is {conv_norm!r}. It must be group or layer")
-    if gradient_scale < 0:
-        raise ConfigError(f"gradient_scale is {gradient_scale}. It must be 0 or more")

@@ -72,26 +72,25 @@ class LSTM(nn.Module, PolicyAware):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Map (B, T, inputs) to (B, T, hidden) and the state (layers, B, hidden) × 2 after the last frame."""
+        policy = self._policy
+        loop_serves = policy.static_shapes or torch.is_grad_enabled()
+        draws_dropout = self.training and self.lstm.dropout > 0
+        run: Callable[[Tensor, State | None], tuple[Tensor, State]] = self.lstm
+        if policy.lstm == "loop" and loop_serves:
+            run = self._run_loop
+        elif policy.lstm == "layers" and draws_dropout:
+            run = self._run_layers
         # The stack runs without autocast. oneDNN's LSTM backward is slower in bf16 than in fp32 (1.4 to 2.1
         # times on an AVX512-BF16 machine), and the loop casts by itself.
         with full_precision(x.device):
             x = at_least_fp32(x).transpose(0, 1)  # time-major, so that no implementation copies it
-            y, state = self._implementation()(x, state)
+            y, state = run(x, state)
             return self.norm(self.dropout(y.transpose(0, 1))), state
 
     def zeros(self, like: Tensor, rows: int) -> State:
         """Return the state before the first frame."""
         shape = self.lstm.num_layers, rows, self.lstm.hidden_size
         return like.new_zeros(shape), like.new_zeros(shape)
-
-    def _implementation(self) -> Callable[[Tensor, State | None], tuple[Tensor, State]]:
-        policy = self._policy
-        if policy.lstm == "loop" and (policy.static_shapes or torch.is_grad_enabled()):
-            return self._run_loop
-        draws_dropout = self.training and self.lstm.dropout > 0
-        if policy.lstm == "layers" and draws_dropout:
-            return self._run_layers
-        return self.lstm
 
     def _run_layers(self, x: Tensor, state: State | None) -> tuple[Tensor, State]:
         """Compute the same as ``self.lstm`` from (T, B, inputs), with dropout of torch between the layers."""
@@ -244,28 +243,26 @@ def _forward(
     # Each frame's matmul reads the weight in this order. A contiguous one is 1.5 times faster at B=4 in fp32.
     recurrent = weight.t() if is_narrow else weight.t().contiguous()
     matmul = _frame_matmul(weight, len(cell))
+    width = cell.shape[1]
     for t, frame_sums in enumerate(sums):
         if is_narrow:
             frame_sums += matmul(hiddens[t])
         else:
             frame_sums.addmm_(hiddens[t], recurrent)
-        _write_frame(frame_sums, cells[t], next_cell=cells[t + 1], output=outputs[t])
+        # The sums (B, 4H) of the frame become its gates in place.
+        enter_and_forget, candidate, output_gate = torch.split(frame_sums, [2 * width, width, width], 1)
+        enter_and_forget.sigmoid_()
+        candidate.tanh_()
+        output_gate.sigmoid_()
+        enter, forget = torch.split(enter_and_forget, width, 1)
+        next_cell, output = cells[t + 1], outputs[t]
+        torch.mul(forget, cells[t], out=next_cell)
+        next_cell.addcmul_(enter, candidate)
+        torch.tanh(next_cell, out=output)
+        output.mul_(output_gate)
         if is_narrow:
             hiddens[t + 1] = outputs[t]
     return sums, cells, hiddens, outputs
-
-
-def _write_frame(sums: Tensor, cell: Tensor, next_cell: Tensor, output: Tensor) -> None:
-    """Turn the sums (B, 4H) of a frame into its gates in place, and write its cell and output (B, H)."""
-    width = cell.shape[1]
-    enter_and_forget, candidate, output_gate = torch.split(sums, [2 * width, width, width], 1)
-    enter_and_forget.sigmoid_()
-    candidate.tanh_()
-    output_gate.sigmoid_()
-    torch.mul(sums[:, width : 2 * width], cell, out=next_cell)
-    next_cell.addcmul_(sums[:, :width], candidate)
-    torch.tanh(next_cell, out=output)
-    output.mul_(output_gate)
 
 
 def _forward_static(
@@ -297,16 +294,23 @@ def _forward_part(
 
     The hiddens are the outputs in the dtype of ``recurrent`` (H, 4H).
     """
+    width = cell.shape[1]
     sigmoids, candidates, cells, hiddens, outputs = [], [], [], [], []
     for t in range(len(sums)):
-        sigmoid, candidate, cell, output = _static_frame(sums[t], hidden, cell, recurrent)
+        if recurrent.dtype == sums.dtype:
+            frame_sums = torch.addmm(sums[t], hidden, recurrent)
+        else:
+            frame_sums = sums[t] + torch.mm(hidden, recurrent).to(sums.dtype)
+        sigmoid = torch.sigmoid(frame_sums)
+        candidate = torch.tanh(frame_sums[:, 2 * width : 3 * width])
+        cell = torch.addcmul(sigmoid[:, width : 2 * width] * cell, sigmoid[:, :width], candidate)
+        output = sigmoid[:, 3 * width :] * torch.tanh(cell)
         hidden = output.to(recurrent.dtype)
         sigmoids.append(sigmoid)
         candidates.append(candidate)
         cells.append(cell)
         hiddens.append(hidden)
         outputs.append(output)
-    width = cell.shape[1]
     stacked = torch.stack(sigmoids)
     gates = stacked[..., : 2 * width], torch.stack(candidates), stacked[..., 3 * width :]
     return torch.cat(gates, 2), torch.stack(cells), torch.stack(hiddens), torch.stack(outputs)
@@ -321,21 +325,6 @@ def _split(field: Tensor, size: int, padding: tuple[int, int], value: float = 0.
 
 def _concatenate(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _static_frame(
-    sums: Tensor, hidden: Tensor, cell: Tensor, recurrent: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the sigmoids (B, 4H) of a frame's sums, and the candidate, cell and output (B, H)."""
-    width = cell.shape[1]
-    if recurrent.dtype == sums.dtype:
-        sums = torch.addmm(sums, hidden, recurrent)
-    else:
-        sums = sums + torch.mm(hidden, recurrent).to(sums.dtype)
-    sigmoid = torch.sigmoid(sums)
-    candidate = torch.tanh(sums[:, 2 * width : 3 * width])
-    cell = torch.addcmul(sigmoid[:, width : 2 * width] * cell, sigmoid[:, :width], candidate)
-    return sigmoid, candidate, cell, sigmoid[:, 3 * width :] * torch.tanh(cell)
 
 
 def _backward(

@@ -42,20 +42,14 @@ class MaskedBatchNorm(nn.Module):
         variance = self.running_var
         if uses_batch:
             variance = (centred.square() * mask).sum((0, 1)) / count
-            self._update_running(mean, variance, count)
+            with torch.no_grad():
+                # The trainer skips the update of a batch whose statistics are not finite. So they are not
+                # added here either.
+                unbiased = variance * count / (count - 1).clamp(min=1.0)
+                is_finite = mean.isfinite() & unbiased.isfinite()
+                self.running_mean.lerp_(torch.where(is_finite, mean, self.running_mean), self.momentum)
+                self.running_var.lerp_(torch.where(is_finite, unbiased, self.running_var), self.momentum)
+                self.num_batches_tracked += 1
         scale = torch.rsqrt(variance + self.eps) * self.weight
         y = (centred * scale + self.bias) * mask
         return y.to(x.dtype)
-
-    @torch.no_grad()
-    def _update_running(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Update the running statistics by the statistics (F,) of ``count`` () frames.
-
-        A feature whose statistics are not finite keeps its running statistics, because the trainer skips the
-        update of such a batch.
-        """
-        unbiased = variance * count / (count - 1).clamp(min=1.0)
-        is_finite = mean.isfinite() & unbiased.isfinite()
-        self.running_mean.lerp_(torch.where(is_finite, mean, self.running_mean), self.momentum)
-        self.running_var.lerp_(torch.where(is_finite, unbiased, self.running_var), self.momentum)
-        self.num_batches_tracked += 1

@@ -108,7 +108,14 @@ class GumbelQuantizer(nn.Module):
             probabilities = logits.softmax(-1)
             ids, selection = likeliest_ids, likeliest
             if self.training:
-                ids, selection = self._select(logits, noise, temperature)
+                if noise is None:
+                    noise = gumbel(torch.rand_like(logits))
+                noisy_logits = logits + noise
+                ids = noisy_logits.argmax(-1)
+                # The selection is the one-hot vector of the argmax, and has the gradient of the softmax. The
+                # difference is computed first, because it is exactly 0. So equal ids have bit-equal codes.
+                noisy = (noisy_logits / temperature).softmax(-1)
+                selection = self._one_hot(ids, logits) + (noisy - noisy.detach())
             # ``flatten(0, -3)`` joins the axes of the n frames to (n, G, V). The einsum is one matmul for
             # each group. A broadcast multiplication would allocate (n, G V, width).
             codes = torch.einsum("ngv,gvd->ngd", selection.flatten(0, -3), self.codebook)
@@ -117,21 +124,6 @@ class GumbelQuantizer(nn.Module):
             soft = torch.einsum("n,ngv->gv", weight, probabilities.flatten(0, -3))
             frame_axes = x.shape[:-1]
             return Quantized(codes.reshape(*frame_axes, -1), ids, hard, soft, frames=weight.sum())
-
-    def _select(
-        self, logits: Tensor, noise: Tensor | None, temperature: Tensor | float
-    ) -> tuple[Tensor, Tensor]:
-        """Return the argmax (..., G) of logits and noise, and its one-hot vector (..., G, V).
-
-        The vector has the gradient of the softmax.
-        """
-        if noise is None:
-            noise = gumbel(torch.rand_like(logits))
-        noisy_logits = logits + noise
-        ids = noisy_logits.argmax(-1)
-        probabilities = (noisy_logits / temperature).softmax(-1)
-        # The difference is computed first, because it is exactly 0. So equal ids have bit-equal codes.
-        return ids, self._one_hot(ids, logits) + (probabilities - probabilities.detach())
 
     def _one_hot(self, ids: Tensor, like: Tensor) -> Tensor:
         """Return one-hot vectors (..., G, V) of ``ids`` (..., G), in the type of ``like``."""

@@ -67,7 +67,9 @@ def run_stacks(
     segment_frames = max(1, policy.lstm_segment // stack.factor) * stack.factor
     stacked_frames = -(-x.shape[1] // stack.factor)
     stacked_lengths = stack.lengths(lengths)
-    segments = _split_frames(x, segment_frames)
+    x = F.pad(x, (0, 0, 0, -x.shape[1] % segment_frames))
+    # The addition makes a copy, because a view would belong to the graph of the whole tensor.
+    segments = [x[:, start : start + segment_frames] + 0 for start in range(0, x.shape[1], segment_frames)]
     frames_left, position = lengths + 0, torch.arange(segment_frames, device=x.device)
     first_state = first.zeros(x, len(x))
     second_state = second.zeros(x, len(x))
@@ -85,10 +87,3 @@ def run_stacks(
     # The gradient of the concatenation is split into views. The backward of the product by 1 copies all of
     # them before the backward of the last segment, which would otherwise have another graph.
     return torch.cat([y * 1.0 for y in outputs], 1)[:, :stacked_frames], stacked_lengths
-
-
-def _split_frames(x: Tensor, size: int) -> list[Tensor]:
-    """Return copies of the segments of frames (B, T, ·). The last one is padded to ``size`` frames."""
-    x = F.pad(x, (0, 0, 0, -x.shape[1] % size))
-    # The addition makes a copy, because a view would belong to the graph of the whole tensor.
-    return [x[:, start : start + size] + 0 for start in range(0, x.shape[1], size)]

@@ -76,19 +76,16 @@ class Attention(nn.Module, PolicyAware):
         q, k, v = (projection.view(shape).transpose(1, 2) for projection in projections)
         # On a CPU, torch's operation with dropout is not fused, and draws a mask slowly.
         draws_words = self.training and self.dropout.p > 0 and self.dropout.uses_words
-        attend = self._attend_fused if self.fused and not draws_words else self._attend_by_matmuls
-        context = attend(q, k, v, is_key[:, None, None, :])
+        is_key = is_key[:, None, None, :]
+        if self.fused and not draws_words:
+            dropout = self.dropout.p if self.training else 0.0
+            context = F.scaled_dot_product_attention(q, k, v, attn_mask=is_key, dropout_p=dropout)
+        else:
+            scores = at_least_fp32(torch.matmul(q * self.scale, k.transpose(2, 3)))
+            weights = scores.masked_fill(~is_key, FORBIDDEN).softmax(-1)
+            context = torch.matmul(self.dropout(weights).to(v.dtype), v)
         y: Tensor = self.output(context.transpose(1, 2).reshape(rows, frames, width))
         return y
-
-    def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, is_key: Tensor) -> Tensor:
-        dropout = self.dropout.p if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=is_key, dropout_p=dropout)
-
-    def _attend_by_matmuls(self, q: Tensor, k: Tensor, v: Tensor, is_key: Tensor) -> Tensor:
-        scores = at_least_fp32(torch.matmul(q * self.scale, k.transpose(2, 3)))
-        weights = scores.masked_fill(~is_key, FORBIDDEN).softmax(-1)
-        return torch.matmul(self.dropout(weights).to(v.dtype), v)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -185,7 +182,9 @@ class Transformer(nn.Module):
         require_least(1, width=width, layers=layers, feed_forward=feed_forward)
         require_least(1, heads=heads, position_groups=position_groups)
         require_least(1, position_kernel=position_kernel, length_multiple=length_multiple)
-        _require_divisors(width, heads=heads, position_groups=position_groups)
+        for name, divisor in {"heads": heads, "position_groups": position_groups}.items():
+            if width % divisor:
+                raise ConfigError(f"{name} is {divisor}. It must divide width, {width}")
         self.position = PositionalConv(width, position_kernel, position_groups)
         self.norm = nn.LayerNorm(width)
         self.dropout = Dropout(dropout)
@@ -196,7 +195,10 @@ class Transformer(nn.Module):
             self.layers.append(TransformerLayer(width, feed_forward, heads, pre_norm, **dropouts))
         self.pre_norm = pre_norm
         self.length_multiple = length_multiple
-        self.apply(_initialise_linear)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor, lengths: Tensor, keep: Tensor | None = None) -> Tensor:
         """Encode frames (B, T, D) of ``lengths`` (B,). ``keep`` (L,) are layer-drop factors, None for 1."""
@@ -205,7 +207,12 @@ class Transformer(nn.Module):
         position = torch.arange(frames + padding, device=x.device)
         # A row without any valid frame attends to its first frame, because softmax over no key is NaN.
         is_key = position < lengths.clamp(min=1)[:, None]
-        x = self._add_positions(x, is_valid=position[:frames] < lengths[:, None])
+        is_valid = position[:frames] < lengths[:, None]
+        x = x * is_valid.to(x.dtype)[:, :, None]
+        x = x + self.position(x)
+        if not self.pre_norm:
+            x = self.norm(x)
+        x = self.dropout(x)
         if padding:
             x = F.pad(x, (0, 0, 0, padding))
         for index, layer in enumerate(self.layers):
@@ -216,25 +223,3 @@ class Transformer(nn.Module):
             x = y
         x = x[:, :frames]
         return self.norm(x) if self.pre_norm else x
-
-    def _add_positions(self, x: Tensor, is_valid: Tensor) -> Tensor:
-        """Return the input of the first layer for frames (B, T, D), which are valid where ``is_valid``."""
-        x = x * is_valid.to(x.dtype)[:, :, None]
-        x = x + self.position(x)
-        if not self.pre_norm:
-            x = self.norm(x)
-        y: Tensor = self.dropout(x)
-        return y
-
-
-def _require_divisors(width: int, **divisors: int) -> None:
-    """Raise ConfigError for the first of ``divisors`` that does not divide ``width``."""
-    for name, divisor in divisors.items():
-        if width % divisor:
-            raise ConfigError(f"{name} is {divisor}. It must divide width, {width}")
-
-
-def _initialise_linear(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
-        nn.init.normal_(module.weight, std=0.02)
-        nn.init.zeros_(module.bias)

@@ -43,18 +43,12 @@ class NGram:
         except OSError as error:
             raise DataError(f"decoder.lm: {path}: {error.strerror}. Correct the path") from None
         if UNKNOWN not in self._log_probabilities:
-            self._add_unknown()
-
-    def _add_unknown(self) -> None:
-        """Give ``<unk>`` the probability of the rarest word."""
-        lowest = 0.0
-        for gram, log_probability in self._log_probabilities.items():
-            if " " not in gram and gram != BEGIN:
-                lowest = min(lowest, log_probability)
-        self._log_probabilities[UNKNOWN] = lowest
-        _LOG.warning(
-            f"decoder.lm: {self.path} has no {UNKNOWN}: its rarest word stands for words that it lacks"
-        )
+            words = [gram for gram in self._log_probabilities if " " not in gram and gram != BEGIN]
+            lowest = min([self._log_probabilities[word] for word in words], default=0.0)
+            self._log_probabilities[UNKNOWN] = lowest
+            _LOG.warning(
+                f"decoder.lm: {path} has no {UNKNOWN}: its rarest word stands for words that it lacks"
+            )
 
     def _read(self) -> None:
         """Read the file up to its line ``\\end\\``. Raises DataError with the line of an error."""
@@ -78,17 +72,19 @@ class NGram:
         return DataError(f"decoder.lm: {self.path}{problem}. {advice}")
 
     def _read_line(self, line: str) -> None:
-        """Read a line: a heading such as ``\\2-grams:``, or an n-gram below it. Raises ValueError."""
+        """Read a line: a heading such as ``\\2-grams:``, or an n-gram below it. Raises ValueError.
+
+        An n-gram is its log probability, its words and an optional log backoff. The logarithms are to base
+        10.
+        """
         if line.startswith("\\") and line.endswith("-grams:"):
             if line != f"\\{self.order + 1}-grams:" or self.order == _MOST_ORDER:
                 raise ValueError(f"orders must be 1 to at most {_MOST_ORDER}, one after the other")
             self.order += 1
-        elif line and self.order:
-            self._read_gram(line)
-
-    def _read_gram(self, line: str) -> None:
-        """Read a line of log probability, words and optional log backoff. The logarithms are to base 10."""
+            return
         order = self.order
+        if not line or not order:
+            return
         # Other white space, such as a no-break space, can be a part of a word.
         fields = [field for field in line.replace("\t", " ").split(" ") if field]
         if len(fields) not in (order + 1, order + 2):

@@ -210,16 +210,6 @@ _QUOTES = re.compile(r"''+|(?<!\S)'(?!\S)")  # apostrophes outside words
 _CURRENCY = "£€"  # Folding keeps these signs, because a later step spells them.
 
 
-def _fold(text: str) -> str:
-    """Return text with the ASCII base of each letter. For example, ``"Øé"`` becomes ``"Oe"``.
-
-    Other characters that are not ASCII are removed, except spaces and the signs £ and €.
-    """
-    # NFKD produces some of the signs in the table, so the table is applied twice.
-    text = _unicode_form("NFKD", text.translate(_FOLD)).translate(_FOLD)
-    return "".join(c for c in text if c.isascii() or c in _CURRENCY or c.isspace())
-
-
 def english(text: str) -> str:
     """Return English text with 28 symbols: space, a to z and the apostrophe.
 
@@ -229,7 +219,11 @@ def english(text: str) -> str:
     apostrophes outside words, and leaves single spaces. Unlike in the reference, decimals are read
     digit by digit, "%" is "percent" and "mrs." is "missus".
     """
-    text = expand_numbers(_squeeze(_fold(text)).lower())
+    # Each letter becomes its ASCII base, such as "Oe" for "Øé". NFKD produces some of the signs in the table,
+    # so the table is applied twice. Other characters that are not ASCII are removed.
+    text = _unicode_form("NFKD", text.translate(_FOLD)).translate(_FOLD)
+    text = "".join(c for c in text if c.isascii() or c in _CURRENCY or c.isspace())
+    text = expand_numbers(_squeeze(text).lower())
     text = _ABBREVIATION.sub(lambda match: _ABBREVIATIONS[match[1]], text)
     text = _PUNCTUATION.sub(" ", text.translate(_SPOKEN_SIGNS))
     return _squeeze(_QUOTES.sub(" ", _FOREIGN.sub("", text)))

@@ -272,7 +272,13 @@ def train_sentencepiece(
     transcripts = [text for text in texts if text.strip()]
     if not transcripts:
         raise DataError("tokenizer: every transcript is empty. Use sources with transcripts")
-    lines, buffer = _lines(transcripts), io.BytesIO()
+    lines: list[str] = []
+    for text in transcripts:
+        if len(text) > _LONGEST_LINE:
+            lines += _LINE.findall(text)
+        else:
+            lines.append(text)
+    buffer = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.Train(
             sentence_iterator=iter(lines),
@@ -295,17 +301,6 @@ def train_sentencepiece(
         raise _training_error(str(error), size, len(transcripts)) from None
     with atomic(Path(path)) as temporary:
         temporary.write_bytes(buffer.getvalue())
-
-
-def _lines(texts: Iterable[str]) -> list[str]:
-    """Return the texts. A text that is longer than a line is divided."""
-    lines: list[str] = []
-    for text in texts:
-        if len(text) > _LONGEST_LINE:
-            lines += _LINE.findall(text)
-        else:
-            lines.append(text)
-    return lines
 
 
 def _training_error(message: str, size: int, transcripts: int) -> DataError:
