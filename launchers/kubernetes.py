@@ -105,7 +105,7 @@ class Kubernetes(Launcher):
         return LaunchResult(code)
 
     def render(self, job: Job) -> str:
-        return here_document([*self._kubectl, "apply", "--filename=-"], self.manifest(job))
+        return here_document(shlex.join([*self._kubectl, "apply", "--filename=-"]), self.manifest(job))
 
     def manifest(self, job: Job) -> str:
         """Return the objects to submit: the Service that gives the pods host names, and the Indexed Job.

@@ -101,7 +101,7 @@ class Slurm(Launcher):
         return LaunchResult(code, log=LOG)
 
     def render(self, job: Job) -> str:
-        return here_document(self._submission(job), self.script(job))
+        return here_document(shlex.join(self._submission(job)), self.script(job))
 
     def script(self, job: Job) -> str:
         """Return the batch script."""

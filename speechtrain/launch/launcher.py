@@ -177,12 +177,12 @@ def shell_line(command: list[str], environment: Mapping[str, str]) -> str:
     return " ".join([*words, shlex.join(command)])
 
 
-def here_document(command: list[str], text: str) -> str:
-    """Return shell code that runs ``command`` with ``text`` as its standard input."""
+def here_document(command: str, text: str) -> str:
+    """Return shell code that runs the shell ``command`` with ``text`` as its standard input."""
     delimiter = "END_OF_TEXT"
     while delimiter in text:
         delimiter += "_"
-    return f"{shlex.join(command)} <<'{delimiter}'\n{text}{delimiter}\n"
+    return f"{command} <<'{delimiter}'\n{text}{delimiter}\n"
 
 
 def escape_for_torchrun(words: Iterable[str]) -> list[str]:

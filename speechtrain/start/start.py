@@ -31,7 +31,15 @@ from speechtrain.errors import (
     SpeechtrainError,
 )
 from speechtrain.files import atomic, holds_secret, print_line, read_text, write_json, write_text
-from speechtrain.launch.launcher import AGENT, NETWORK_VARIABLES, RANK_MEMORY, Job, Launcher, LaunchResult
+from speechtrain.launch.launcher import (
+    AGENT,
+    NETWORK_VARIABLES,
+    RANK_MEMORY,
+    Job,
+    Launcher,
+    LaunchResult,
+    here_document,
+)
 from speechtrain.overrides import key_of_override
 from speechtrain.report.advice import advice
 from speechtrain.run_directory import (
@@ -151,18 +159,33 @@ def _checked_job(config: DictConfig, device: Device, launcher: Launcher, rank_by
         # An empty list says that the shapes of the batches vary. A device that compiles a graph for each
         # shape refuses them.
         device.validate_shapes([])
-    job = _job(config, device, rank_bytes)
+    run_dir = Path(config.run_dir)
+    environment = {
+        NETWORK_VARIABLES: " ".join(device.facts.network_variables),
+        RANK_MEMORY: str(rank_bytes),
+    }
+    if ALLOW_TARGETS in os.environ:
+        environment[ALLOW_TARGETS] = os.environ[ALLOW_TARGETS]
+    # config.yaml keeps references to the environment, such as ``${oc.env:NUM_STEPS,null}``. On a host without
+    # the variable, a rank would use the default.
+    references = re.findall(r"\$\{oc\.env:(\w+)", OmegaConf.to_yaml(config))
+    job = Job(
+        run_dir / CONFIG,
+        run_dir,
+        world_size=int(config.world_size),
+        environment=environment,
+        forwarded_variables=(*device.facts.forwarded_variables, *references),
+    )
     launcher.check(job)
-    _check_run_dir(job.run_dir, launcher.files)
+    _check_run_dir(run_dir, launcher.files)
     is_dry_run = config.dry_run
     if launcher.is_here:
         raise_or_warn(device.absence(job.world_size), is_warning=is_dry_run)
-        variables = host_environment(
-            device, job.world_size, rank_bytes, run_dir=job.run_dir, is_dry=is_dry_run
+        environment |= host_environment(
+            device, job.world_size, rank_bytes, run_dir=run_dir, is_dry=is_dry_run
         )
-        job = replace(job, environment={**job.environment, **variables})
     raise_or_warn(launcher.missing_program(), is_warning=is_dry_run)
-    return job
+    return replace(job, environment=environment)
 
 
 def _launch(job: Job, launcher: Launcher, *, is_new: bool) -> RunResult:
@@ -194,7 +217,9 @@ def _launch(job: Job, launcher: Launcher, *, is_new: bool) -> RunResult:
 
 
 def _print_start(config: DictConfig, job: Job, launcher: Launcher, parts: StartParts | None) -> None:
-    """Print the shell lines that start a run, and the number of accumulated micro-batches on stderr.
+    """Print the shell lines that write the config and start the ranks.
+
+    The number of accumulated micro-batches is printed on stderr.
 
     If the data can be read on this host, also print a warning about recordings that have fewer encoder frames
     than their labels need.
@@ -206,7 +231,13 @@ def _print_start(config: DictConfig, job: Job, launcher: Launcher, parts: StartP
     if parts and parts.encoder and isinstance(parts.tokenizer, tokenizer_class):
         with contextlib.suppress(SpeechtrainError, RuntimeError):
             raise_or_warn(parts.data.crowded_transcripts(parts.encoder.frames), is_warning=True)
-    lines = f"{_config_lines(config, job)}{launcher.render(job)}\n"
+    lines = f"{launcher.render(job)}\n"
+    stored = copy.deepcopy(config)
+    stored.dry_run = False
+    text = dump(stored)
+    if not job.config.is_file() or text != read_text(job.config):
+        write = f"cat > {shlex.quote(str(job.config))}"
+        lines = f"mkdir -p {shlex.quote(str(job.run_dir))} && {here_document(write, text)}{lines}"
     print(errors.escape_controls(lines, keep=f"\n\t{errors.FORMAT_CHARACTERS}"), end="", flush=True)
 
 
@@ -251,12 +282,16 @@ def _check_moved_data(config: DictConfig, data: DataModule) -> None:
 def _earlier_result(config: DictConfig, command: Command, data: DataModule) -> RunResult | None:
     """Return the stored result of a complete run, and print it.
 
-    It is None if the run is not complete, or if its limits have changed so that more updates follow. Raises
-    DataError if the training set has changed since the run ended, unless it cannot be read on this host.
+    A run is complete if it ended normally, with metrics and with a checkpoint of its last step. The result is
+    None if the run is not complete, or if its limits have changed so that more updates follow. Raises
+    DataError if the training set has changed since the run ended.
     """
     run_dir = Path(config.run_dir)
     result = run_directory.read_result(run_dir)
-    if result is None or not _is_complete(result, run_dir):
+    if result is None or result.metrics is None or result.status not in _COMPLETE_STATUSES:
+        return None
+    saved_steps = {folder.name for folder in Checkpointer(run_dir).folders()}
+    if f"step-{str(result.steps).zfill(8)}" not in saved_steps:
         return None
     reason = ""
     max_steps = config.trainer.max_steps
@@ -264,43 +299,14 @@ def _earlier_result(config: DictConfig, command: Command, data: DataModule) -> R
         reason = f" with {result.steps} updates, so trainer.max_steps={max_steps} adds none"
     elif result.limits != resolve(config)["trainer"]:
         return None
-    if result.data:
-        _check_content(config, command, data, result.data)
-    print_line(f"{run_dir} is done{reason}: {_describe(result)}")
-    return result
-
-
-def _check_content(
-    config: DictConfig, command: Command, data: DataModule, former_content: Mapping[str, Any]
-) -> None:
-    """Raise DataError if the training set differs from ``former_content``.
-
-    ``former_content`` is the value of ``DataModule.content`` when the run ended.
-    """
-    content = data.content()
-    if content.get("digest") != former_content.get("digest"):
-        run_dir = Path(config.run_dir)
+    content = data.content() if result.data else {}
+    if result.data and content.get("digest") != result.data.get("digest"):
         new_command = new_run_line(run_directory.read_about(run_dir), command)
-        counts = f"{former_content['recordings']} recordings then, {content['recordings']} now"
+        counts = f"{result.data['recordings']} recordings then, {content['recordings']} now"
         cause = f"data.train has changed since {run_dir} ended ({counts})"
         raise DataError(f"{cause}. This command starts a new run: {new_command}")
-
-
-def _config_lines(config: DictConfig, job: Job) -> str:
-    """Return shell lines that write the config file of the ranks.
-
-    The text is empty if the file exists with the same content.
-    """
-    config = copy.deepcopy(config)
-    config.dry_run = False
-    text = dump(config)
-    if job.config.is_file() and text == read_text(job.config):
-        return ""
-    delimiter = "END_OF_CONFIG"
-    while delimiter in text:
-        delimiter += "_"
-    folder, path = shlex.quote(str(job.run_dir)), shlex.quote(str(job.config))
-    return f"mkdir -p {folder} && cat > {path} <<'{delimiter}'\n{text}{delimiter}\n"
+    print_line(f"{run_dir} is done{reason}: {_describe(result)}")
+    return result
 
 
 def _about(config: DictConfig, device: Device, command: Command, user_files: Mapping[str, str]) -> About:
@@ -321,27 +327,6 @@ def _about(config: DictConfig, device: Device, command: Command, user_files: Map
     return replace(about, parts=parts)
 
 
-def _job(config: DictConfig, device: Device, rank_bytes: int) -> Job:
-    """Return the job for the launcher. Each rank needs ``rank_bytes`` of memory for its model."""
-    run_dir = Path(config.run_dir)
-    environment = {
-        NETWORK_VARIABLES: " ".join(device.facts.network_variables),
-        RANK_MEMORY: str(rank_bytes),
-    }
-    if ALLOW_TARGETS in os.environ:
-        environment[ALLOW_TARGETS] = os.environ[ALLOW_TARGETS]
-    # config.yaml keeps references to the environment, such as ``${oc.env:NUM_STEPS,null}``. On a host without
-    # the variable, a rank would use the default.
-    references = re.findall(r"\$\{oc\.env:(\w+)", OmegaConf.to_yaml(config))
-    return Job(
-        run_dir / CONFIG,
-        run_dir,
-        world_size=int(config.world_size),
-        environment=environment,
-        forwarded_variables=(*device.facts.forwarded_variables, *references),
-    )
-
-
 def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
     """Print advice on a complete run, and write its report if the console is one of its trackers.
 
@@ -358,7 +343,11 @@ def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
             print_line(line)
     if "console" in (config.tracking.get("trackers") or {}):
         _write_report(run_dir)
-    if _is_example(config.data.get("train")) and not command.is_sweep:
+    train = config.data.get("train")
+    is_example = False
+    if OmegaConf.is_dict(train) and "_target_" in train:
+        is_example = getattr(target_class(train._target_, "data.train"), "is_example", False)
+    if is_example and not command.is_sweep:
         next_command = ["speechtrain", "train", "recipe=scratch", "data.train=FOLDER_OR_MANIFEST"]
         next_command.append("trainer.max_hours=0.5")
         for override in command.overrides:
@@ -382,20 +371,6 @@ def _write_report(run_dir: Path) -> None:
         print(errors.escape_controls(f"report: {path}"))
     except Exception as error:
         print(f"no report: {type(error).__name__}: {errors.one_line(str(error))}")
-
-
-def _is_example(train: Any) -> bool:
-    """Return whether ``train``, the value of ``data.train``, is a corpus that only demonstrates training."""
-    if not OmegaConf.is_dict(train) or "_target_" not in train:
-        return False
-    return bool(getattr(target_class(train._target_, "data.train"), "is_example", False))
-
-
-def _is_complete(result: RunResult, run_dir: Path) -> bool:
-    """Return whether a run ended normally, with metrics and with a checkpoint of its last step."""
-    checkpoints = {folder.name for folder in Checkpointer(run_dir).folders()}
-    is_last_step_saved = f"step-{str(result.steps).zfill(8)}" in checkpoints
-    return result.metrics is not None and is_last_step_saved and result.status in _COMPLETE_STATUSES
 
 
 def _write_files(

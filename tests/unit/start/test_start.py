@@ -95,7 +95,7 @@ def test_a_dry_run_needs_no_program_and_no_cores_of_this_host(
     line = [*DRY, f"launcher={launcher}", "world_size=64", "device.comm_cores=1", *LAUNCHER_KEYS[launcher]]
     assert train.run(line) == 0
     printed, warned = capsys.readouterr()
-    shown = printed.partition("END_OF_CONFIG\n")[2]
+    shown = printed.partition("END_OF_TEXT\n")[2]
     assert "speechtrain.start.on_host" in shown
     assert not re.search("OMP_|LD_PRELOAD|MALLOC|KMP_|I_MPI_PIN_DOMAIN|CCL_|ONEDNN", shown)
     assert warned.startswith(
@@ -104,7 +104,7 @@ def test_a_dry_run_needs_no_program_and_no_cores_of_this_host(
     assert warned.count("\n") == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert train.run(line) == 0
-    shown = capsys.readouterr().out.partition("END_OF_CONFIG\n")[2]
+    shown = capsys.readouterr().out.partition("END_OF_TEXT\n")[2]
     assert ("OMP_NUM_THREADS" in shown) == (launcher != "slurm")  # which passes it by itself
 
 
