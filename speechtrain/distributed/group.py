@@ -7,6 +7,7 @@ collectives return their input.
 from __future__ import annotations
 
 import gc
+import json
 import re
 import warnings
 from abc import ABC, abstractmethod
@@ -94,6 +95,15 @@ class Group(ABC):
         """Return whether any process passes True. Every process must call this."""
         count = self.sum(torch.tensor([float(flag)]))
         return bool(count[0] > 0)
+
+    def from_rank_0(self, value: Any) -> Any:
+        """Return the ``value`` of rank 0, which JSON can hold. Every process must call this."""
+        content = json.dumps(value).encode() if self.world.rank == 0 else b""
+        # Groups can sum tensors only. The other ranks add zeros, so each sum is the number of rank 0.
+        length = int(self.sum(torch.tensor(len(content))))
+        numbers = torch.zeros(length)
+        numbers[: len(content)] = torch.tensor(list(content))
+        return json.loads(bytes(self.sum(numbers).int().tolist()))
 
     def explain_error(self, error: Exception) -> Exception:
         """Return ``error``, or a PeerLost if a lost peer is the cause of ``error``."""

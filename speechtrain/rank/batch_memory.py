@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
-
 from speechtrain.devices import host
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
@@ -68,11 +66,10 @@ def choose_batch_memory(
     """
     if not is_batch_memory_open(run):
         return run, {}
-    # The other ranks add zeros, so the sum is the value of rank 0.
-    memory = torch.zeros(1, dtype=torch.float64)
+    memory_gib = 0.0
     if group.world.rank == 0:
-        memory[0] = free_batch_memory(run, device, task)
-    memory_gib = float(group.sum(memory)[0])
+        memory_gib = free_batch_memory(run, device, task)
+    memory_gib = group.from_rank_0(memory_gib)
     if group.world.rank == 0:
         store_batch_memory(run.run_dir, memory_gib)
     return with_batch_memory(run, memory_gib), {"memory of a batch": f"{memory_gib} GiB"}

@@ -24,8 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
 from speechtrain.distributed.rank_status import RankStatus
 from speechtrain.errors import MachineError
 from speechtrain.files import read_json, write_json, write_text
@@ -286,13 +284,8 @@ def watch(attempt: Attempt, run_dir: Path, seconds: float) -> Watch:
     whose name is the start time of rank 0.
     """
     group, world = attempt.group, attempt.group.world
-    # All ranks need the start time of rank 0. The other ranks add zeros, so the sum is this time.
-    start_seconds = torch.zeros(1, dtype=torch.float64)
-    if world.rank == 0:
-        start_seconds[0] = int(time.time())
-    start_time = time.gmtime(float(group.sum(start_seconds)[0]))
-    folder = run_dir / STUCK / time.strftime("%Y%m%dT%H%M%SZ", start_time)
-
+    start_time = group.from_rank_0(time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()))
+    folder = run_dir / STUCK / start_time
     leave = partial(_exit_stuck, attempt, rank_folder(run_dir, world.rank))
     watchdog = Watch(group.rank_status, world.rank, world.size, folder=folder, seconds=seconds, leave=leave)
     return watchdog.start()

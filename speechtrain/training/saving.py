@@ -25,14 +25,13 @@ def choose_checkpoint(group: Group, checkpointer: Checkpointer, resume: str = "a
     checkpoints are set aside. ``resume`` is ``auto`` (continue if a usable checkpoint exists), ``never`` or
     ``must``. Raises RunError if it is ``must`` and no usable checkpoint exists.
     """
-    step = 0  # The other ranks add zeros, so the sum is the step of rank 0, or -1 without a checkpoint.
+    step = None
     if group.world.rank == 0:
-        newest = None if resume == "never" else checkpointer.newest()
-        if newest is None and resume == "must":
+        step = None if resume == "never" else checkpointer.newest()
+        if step is None and resume == "must":
             raise RunError(f"resume=must, but {checkpointer.root} holds no usable checkpoint")
-        step = -1 if newest is None else newest
-    step = int(group.sum(torch.tensor(step)))
-    return None if step < 0 else step
+    shared_step: int | None = group.from_rank_0(step)
+    return shared_step
 
 
 @dataclass

@@ -9,15 +9,12 @@ validation of a step. Names that end in ``_s`` are seconds. ``share`` is a fract
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from speechtrain.batch import Batch
 from speechtrain.devices.base import Device
@@ -166,16 +163,8 @@ class TimePlan:
 
 def shared_plan(plan: TimePlan | None, group: Group) -> TimePlan | None:
     """Return the ``plan`` of rank 0 on every rank, or None if rank 0 has none."""
-    json_bytes = b""
-    if plan is not None and group.world.rank == 0:
-        json_bytes = json.dumps(plan.content()).encode()
-    # Groups can sum tensors only. The other ranks add zeros, so each sum is the number of rank 0.
-    length = torch.tensor([float(len(json_bytes))])
-    shared_length = int(group.sum(length)[0])
-    numbers = torch.zeros(shared_length)
-    numbers[: len(json_bytes)] = torch.tensor(list(json_bytes))
-    shared_bytes = bytes(group.sum(numbers).int().tolist())
-    return _plan_from(json.loads(shared_bytes)) if shared_bytes else None
+    content = group.from_rank_0(plan and plan.content())
+    return _plan_from(content) if content else None
 
 
 def _plan_from(content: dict[str, Any]) -> TimePlan:

@@ -80,6 +80,7 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
         group.sum(torch.tensor([rank + 1.0, 2.0**-40], dtype=torch.float64)),
         group.sum(torch.tensor(rank + 3)),
     ]
+    told["of rank 0"] = [group.from_rank_0(value) for value in ({"rank": rank, "text": "ä"}, None)]
     told["any"] = [group.any(rank == 1), group.any(False), group.any(True)]
     nothing = torch.tensor(False)
     told["agree"] = [
@@ -156,6 +157,7 @@ def test_sums_and_flags(told: list[dict[str, Any]], rank: int) -> None:
     assert mine["sum"][0].tolist() == [3.0, 2.0**-39]
     assert mine["sum"][0].dtype == torch.float64
     assert mine["sum"][1].item() == 7
+    assert mine["of rank 0"] == [{"rank": 0, "text": "ä"}, None]
     assert mine["any"] == [True, False, True]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from torch import Tensor
 
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.distributed.world import World
@@ -19,15 +19,15 @@ from tests.support.small_trainer import Recorder, Rig
 
 
 class SecondRank(SingleProcess):
-    """Rank 1 of two ranks, whose rank 0 adds ``number`` to each sum."""
+    """Rank 1 of two ranks, whose rank 0 has the value ``step``."""
 
     world = World(1, 2, 1, 2)
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, step: int | None) -> None:
+        self.step = step
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        return tensor + self.number
+    def from_rank_0(self, value: Any) -> Any:
+        return self.step
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_a_rank_continues_from_the_checkpoint_of_rank_0(rig: Rig) -> None:
     checkpointer = rig.trainer.checkpointer
     checkpointer.folder(6).joinpath("state.safetensors").write_bytes(b"torn")
     assert choose_checkpoint(SecondRank(4), checkpointer) == 4
-    assert choose_checkpoint(SecondRank(-1), checkpointer) is None
+    assert choose_checkpoint(SecondRank(None), checkpointer) is None
     assert [folder.name[-1] for folder in checkpointer.folders()] == ["2", "4", "6"], "only rank 0 renames"
     assert choose_checkpoint(SingleProcess(), checkpointer) == 4
     assert choose_checkpoint(SingleProcess(), checkpointer, "never") is None
