@@ -93,16 +93,11 @@ def write_card(arguments: argparse.Namespace, options: CardOptions) -> None:
         print("the card states no licence. --licence NAME states it")
     if not arguments.push and not arguments.dry_run:
         return
-    names = _files(folder)
-    print("files: " + ", ".join(names))
+    paths = [path for path in sorted(folder.rglob("[!.]*")) if path.is_file() and not path.is_symlink()]
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    visible_names = [name for name in names if "/." not in f"/{name}"]
+    print("files: " + ", ".join(visible_names))
     if arguments.dry_run:
         print(text)
         return
-    print(f"uploaded to {upload(folder, names, arguments.push)}")
-
-
-def _files(folder: Path) -> list[str]:
-    """Return the names of the files in a folder and below it, without hidden files and links."""
-    paths = [path for path in sorted(folder.rglob("[!.]*")) if path.is_file() and not path.is_symlink()]
-    names = [path.relative_to(folder).as_posix() for path in paths]
-    return [name for name in names if "/." not in f"/{name}"]
+    print(f"uploaded to {upload(folder, visible_names, arguments.push)}")

@@ -106,7 +106,10 @@ def console(run: Callable[[list[str]], int]) -> Callable[[], NoReturn]:
     def command() -> int:
         _open_standard_streams()
         escape_output()
-        _check_working_folder()
+        try:
+            os.getcwd()
+        except FileNotFoundError:  # torch's libraries would abort the process
+            raise MachineError("the working folder was deleted. Change to a folder that exists") from None
         return run(sys.argv[1:])
 
     return lambda: sys.exit(exit_code_of(command))
@@ -124,14 +127,6 @@ def _open_standard_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             mode = "r" if name == "stdin" else "w"
             setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
-
-
-def _check_working_folder() -> None:
-    """Raise MachineError if the working folder was deleted, in which torch's libraries would abort."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise MachineError("the working folder was deleted. Change to a folder that exists") from None
 
 
 def exit_code_of(command: Callable[[], int]) -> int:

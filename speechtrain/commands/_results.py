@@ -74,6 +74,11 @@ def format_outcome(outcome: Outcome, form: str) -> str:
     return json_text(content) + "\n"
 
 
+def print_outcome(outcome: Outcome, form: str) -> None:
+    """Print a transcript or an error in the format ``form``."""
+    print(format_outcome(outcome, form), end="", flush=True)
+
+
 class ResultFolder:
     """A folder of results. A result is complete if it is newer than its recording and than the command.
 
@@ -86,20 +91,16 @@ class ResultFolder:
         self._sources = {recording.key: recording.source for recording in inputs}
         paths = result_paths(inputs, _SUFFIXES.get(form, f".{form}"))
         self._paths = {key: folder / path for key, path in paths.items()}
-        self._check_folder()
+        is_new = not self._command_file.exists()
+        if is_new:
+            for path in self._paths.values():
+                if os.path.lexists(path):
+                    raise ConfigError(f"--out: {escape_controls(str(path))} exists. Name another folder")
         text = json_text([form, command])
         with writing(f"--out {folder}", OUT_FIX):
-            if not self._command_file.exists() or read_text(self._command_file) != text:
+            if is_new or read_text(self._command_file) != text:
                 with atomic(self._command_file) as temporary:
                     temporary.write_text(text)
-
-    def _check_folder(self) -> None:
-        """Raise ConfigError if the folder has a file of another origin where a result would be written."""
-        if self._command_file.exists():
-            return
-        for path in self._paths.values():
-            if os.path.lexists(path):
-                raise ConfigError(f"--out: {escape_controls(str(path))} exists. Name another folder")
 
     def lacks(self, recording: Recording | DataError) -> bool:
         """Return whether the result of ``recording`` has yet to be written."""
@@ -113,7 +114,7 @@ class ResultFolder:
         """Write a transcript. Instead of an error, an earlier transcript of the recording is removed."""
         path = self._paths.get((outcome.name, outcome.audio))
         if isinstance(outcome, RecordingError):
-            print(format_outcome(outcome, form), end="", flush=True)
+            print_outcome(outcome, form)
             if path is not None:  # Otherwise the error is of a whole folder.
                 path.unlink(missing_ok=True)
             return

@@ -10,14 +10,14 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console
-from speechtrain.errors import ConfigError, DataError, MachineError, SpeechtrainError, one_line
+from speechtrain.errors import ConfigError, DataError, MachineError, SpeechtrainError, Terminal, one_line
 from speechtrain.files import absolute_path
 from speechtrain.overrides import key_of_override
 from speechtrain.start.choices import choices
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from speechtrain.precision import Precision
     from speechtrain.start.run_config import RunConfig
     from speechtrain.task import Task
-    from speechtrain.text.vocabulary import Tokenizer
 
 GREEN, AMBER, RED = "green", "amber", "red"
 """States of a finding: fine, works with a drawback, does not work."""
@@ -73,9 +72,9 @@ def run(argv: list[str]) -> int:
     folder = arguments.config_dir
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"--config-dir {folder}: it is not a folder")
-    keys = {key_of_override(text) for text in arguments.overrides if "=" in text or "~" in text}
-    if arguments.overrides and keys <= {"run_dir"}:
+    if arguments.overrides and all(map(_names_run, arguments.overrides)):
         raise ConfigError("the doctor checks a recipe and no run. Name its keys, such as recipe=demo")
+    _restart_for_device(arguments.overrides, folder)
     code = 0
     for finding in findings(arguments.overrides, folder):
         _print_finding(finding)
@@ -84,36 +83,48 @@ def run(argv: list[str]) -> int:
     return code
 
 
+def _names_run(argument: str) -> bool:
+    """Return whether an argument names a run: it is ``run_dir=RUN``, or a word that is no override."""
+    is_override = "=" in argument or "~" in argument
+    return not is_override or key_of_override(argument) == "run_dir"
+
+
+def _restart_for_device(overrides: list[str], config_dir: str | None) -> None:
+    """Replace this process if the device's libraries need environment variables that are not set.
+
+    An error of the config or the device is ignored here, because a later check reports it.
+    """
+    from speechtrain.start.on_host import restart_for
+
+    with contextlib.suppress(SpeechtrainError):
+        restart_for(_device_of(overrides, config_dir), is_training=True)
+
+
+def _device_of(overrides: list[str], config_dir: str | None) -> Device:
+    from speechtrain.start.compose import compose
+    from speechtrain.start.run_config import part_of
+
+    device: Device = part_of(compose(overrides, config_dir), "device").build()
+    return device
+
+
 def _print_finding(finding: Finding) -> None:
     state = f"{finding.state:<5}"
-    if sys.stdout.isatty():
+    stream = sys.stdout
+    if stream.isatty():
         state = f"{_COLOURS[finding.state]}{state}{_END_OF_COLOUR}"
-    # sys.stdout is a Terminal, which would escape the colours. Its ``rich_proxied_file`` does not.
-    print(state, end="", file=getattr(sys.stdout, "rich_proxied_file", sys.stdout))
+    if isinstance(stream, Terminal):  # It would escape the colours.
+        stream = stream.rich_proxied_file
+    print(state, end="", file=stream)
     print(f"  {finding.subject:<13} {finding.text}", flush=True)
 
 
 def findings(overrides: list[str], config_dir: str | None) -> Iterator[Finding]:
     """Yield the findings of all checks, the cheapest check first."""
-    _restart(overrides, config_dir)
+    yield from machine_findings()
+    yield from package_findings()
     with tempfile.TemporaryDirectory(prefix="speechtrain-doctor-") as run_dir:
-        yield from machine_findings()
-        yield from package_findings()
-        yield try_check("audio", lambda: f"libsndfile {import_module('soundfile').__libsndfile_version__}")
-        yield from Recipe(overrides, config_dir, run_dir).findings()
-
-
-def _restart(overrides: list[str], config_dir: str | None) -> None:
-    """Restart this command if the device's libraries need environment variables that are not set.
-
-    An error of the config or the device is ignored here, because a later check reports it.
-    """
-    from speechtrain.start.compose import compose
-    from speechtrain.start.on_host import restart_for
-    from speechtrain.start.run_config import part_of
-
-    with contextlib.suppress(SpeechtrainError):
-        restart_for(part_of(compose(overrides, config_dir), "device").build(), is_training=True)
+        yield from recipe_findings(overrides, config_dir, run_dir)
 
 
 def try_check(subject: str, check: Callable[[], str]) -> Finding:
@@ -174,12 +185,17 @@ def _space_finding(subject: str, path: Path, variable: str) -> Finding:
 
 
 def installation_finding() -> Finding:
-    """Return the finding on whether the package and its YAML files belong to the same installation."""
-    program, configs = (Path(import_module(name).__path__[0]) for name in ("speechtrain", "speechtrain.conf"))
-    line = f"{program}, choices in {configs}"
-    if configs.parent in (program, program.parent):
-        return Finding(GREEN, "speechtrain", line)
-    return Finding(AMBER, "speechtrain", f"{line}, remove one installation or PYTHONPATH")
+    """Return the finding on whether the package and its YAML files belong to the same installation.
+
+    Both are found by ``sys.path``. An installed copy and a checkout may each provide one of them.
+    """
+    package = Path(import_module("speechtrain").__path__[0])
+    choices_folder = Path(import_module("speechtrain.conf").__path__[0])
+    text = f"{package}, choices in {choices_folder}"
+    # The folder is in an installed package, and beside the package of a checkout.
+    if choices_folder.parent in (package, package.parent):
+        return Finding(GREEN, "speechtrain", text)
+    return Finding(AMBER, "speechtrain", f"{text}, remove one installation or PYTHONPATH")
 
 
 def package_findings() -> Iterator[Finding]:
@@ -204,20 +220,20 @@ def package_findings() -> Iterator[Finding]:
     yield Finding(GREEN, "device=auto", str(auto_device()))
     if not has_bf16():
         yield Finding(AMBER, "bf16", "this chip has no bf16 instructions, so precision=bf16 trains in fp32")
+    yield try_check("audio", _audio_library)
 
 
 def devices_finding() -> Finding:
     """Return the finding on devices: the usable ones with their precisions, and why others are not usable."""
     from speechtrain.precision import NAMES
-    from speechtrain.start.compose import compose
-    from speechtrain.start.run_config import part_of
 
     usable, absent = [], []
     for choice in choices(None)["device"]:
-        device = part_of(compose([f"device={choice}"], None), "device").build()
+        device = _device_of([f"device={choice}"], None)
         absence = device.absence(1)
         if absence:
-            cause = re.split("[;.] ", one_line(absence))[0]  # without the fix
+            # A message is a cause and a fix. This line has no room for the fixes of all absent devices.
+            cause = re.split("[;.] ", one_line(absence))[0]
             absent.append(cause.removeprefix("device="))
         else:
             precisions = [name for dtype, name in NAMES.items() if device.supports(dtype)]
@@ -228,186 +244,195 @@ def devices_finding() -> Finding:
     return Finding(GREEN, "devices", text)
 
 
-class Recipe:
-    """The checks of a recipe. Each check builds a part of the recipe, which later checks use."""
+def _audio_library() -> str:
+    import soundfile
 
-    run: RunConfig
-    device: Device
-    task: Task
-    tokenizer: Tokenizer
-    data: DataModule
+    return f"libsndfile {soundfile.__libsndfile_version__}"
 
-    def __init__(self, overrides: list[str], config_dir: str | None, run_dir: str) -> None:
-        self.overrides = overrides
-        self.config_dir = config_dir
-        self.run_dir = run_dir
-        self.precision: Precision | None = None  # None if the device cannot be opened
-        self._resources = contextlib.ExitStack()
 
-    def findings(self) -> Iterator[Finding]:
-        """Yield findings on the config, device, model, data, transcripts and one training step.
+def recipe_findings(overrides: list[str], config_dir: str | None, run_dir: str) -> Iterator[Finding]:
+    """Yield findings on a recipe's config, launcher, device, model, data, and one training step.
 
-        If a part cannot be built, its finding is the last. The exception is a device that cannot be opened,
-        after which all checks that do not need it follow.
-        """
-        checks = {
-            "recipe": self._config_findings,
-            "device": self._device_findings,
-            "model": self._model_findings,
-            "data": self._data_findings,
-        }
-        with self._resources:
-            for subject, check in checks.items():
-                try:
-                    yield from check()
-                except Exception as error:  # The doctor reports every error as a finding.
-                    yield failure(subject, error)
-                    return
-            yield try_check("parts", self._check_parts)
-            if self.precision is not None:
-                yield from self._step_findings(self.precision)
+    If a part cannot be built, its finding is the last. The exception is a device that cannot be opened: all
+    findings follow except those on the training step, which alone needs it.
+    """
+    from speechtrain.rank.build import build_task
+    from speechtrain.start.build import build_data
 
-    def _config_findings(self) -> Iterator[Finding]:
-        from speechtrain.start.auto_device import check_launcher
-        from speechtrain.start.check_keys import check
-        from speechtrain.start.command_line import translate_arguments
-        from speechtrain.start.compose import compose_with_choices
-        from speechtrain.start.from_data import explicit_keys, follow_data
-        from speechtrain.start.recipe_needs import needs_of
-        from speechtrain.start.run_config import run_config
+    subject = "recipe"  # of the finding on an error
+    try:
+        run, notices = _checked_run(overrides, config_dir, run_dir)
+        facts = [f"{' '.join(overrides) or 'the defaults'}: every key is valid", *notices]
+        yield Finding(GREEN, subject, ". ".join(facts))
+        yield _launcher_finding(run)
 
-        overrides = translate_arguments(self.overrides)
-        config, group_choices, notices = compose_with_choices(overrides, self.config_dir)
-        check_launcher(group_choices, config)
-        config.run_dir = self.run_dir
-        needs = needs_of(config)
-        if needs:
-            raise DataError(". ".join(map(str, needs)))
-        check(config)
-        follow_data(config, explicit_keys(self.overrides, {}))
-        self.run = run_config(config)
-        lines = [f"{' '.join(self.overrides) or 'the defaults'}: every key is valid", *notices]
-        yield Finding(GREEN, "recipe", ". ".join(lines))
-        yield self._launcher_finding()
+        subject = "device"
+        device = run.device.build()
+        yield from _vendor_findings(run, device)
+        precision, device_finding = _open(run, device)
+        yield device_finding
 
-    def _launcher_finding(self) -> Finding:
-        """Return the finding on the launcher, its hosts and the programs that it needs on this machine."""
-        launcher = self.run.launcher.build()
-        ranks, hosts = self.run.world_size, launcher.host_count()
-        text = f"{launcher.choice}, ranks: {ranks}, hosts: {hosts}"
-        fault = launcher.missing_program()
-        return Finding(AMBER, "launcher", fault) if fault else Finding(GREEN, "launcher", text)
+        subject = "model"
+        task, tokenizer = build_task(run)
+        parameters = sum(parameter.numel() for parameter in task.parameters())
+        yield Finding(GREEN, subject, f"{parameters:,} parameters, {tokenizer.size} classes with the blank")
+        yield try_check("optimizer", lambda: _describe_optimizer(run, task, parameters))
 
-    def _device_findings(self) -> Iterator[Finding]:
-        from speechtrain.rank.build import open_device
+        subject = "data"
+        run = _with_batch_memory(run, device, task)
+        with contextlib.closing(build_data(run, tokenizer, task)) as data:
+            yield from _data_findings(data, device, task)
+            yield try_check("parts", lambda: _check_contracts(run, data, task))
+            if precision is not None:
+                yield from _step_findings(run, device, precision, task, data)
+    except Exception as error:  # The doctor reports every error as a finding.
+        yield failure(subject, error)
 
-        self.device = self.run.device.build()
-        yield from _vendor_findings(self.run, self.device)
-        try:
-            self.device.check(1)
-            self.precision = open_device(self.device, self.run.precision.build())
-        except Exception as error:  # The doctor reports every error as a finding.
-            finding = failure("device", error)
-            is_absent = self.device.absence(1) and not self.device.library_fault()
-            if not self.device.on_host and is_absent:
-                # The recipe is for an accelerator that this machine does not have. The other lines are about
-                # what a run on a machine with it needs, too.
-                finding = replace(finding, state=AMBER)
-            yield finding
-        else:
-            text = f"{type(self.device).__name__}, precision={self.precision.name}"
-            yield Finding(GREEN, "device", text)
 
-    def _model_findings(self) -> Iterator[Finding]:
-        from speechtrain.rank.build import build_task
+def _checked_run(
+    overrides: list[str], config_dir: str | None, run_dir: str
+) -> tuple[RunConfig, Sequence[str]]:
+    """Return the config of a run in ``run_dir`` after the checks before a training, and its notices.
 
-        self.task, self.tokenizer = build_task(self.run)
-        parameters = sum(parameter.numel() for parameter in self.task.parameters())
-        text = f"{parameters:,} parameters, {self.tokenizer.size} classes with the blank"
-        yield Finding(GREEN, "model", text)
-        yield try_check("optimizer", lambda: self._optimizer_text(parameters))
+    Raises SpeechtrainError.
+    """
+    from speechtrain.start.auto_device import check_launcher
+    from speechtrain.start.check_keys import check
+    from speechtrain.start.command_line import translate_arguments
+    from speechtrain.start.compose import compose_with_choices
+    from speechtrain.start.from_data import explicit_keys, follow_data
+    from speechtrain.start.recipe_needs import needs_of
+    from speechtrain.start.run_config import run_config
 
-    def _optimizer_text(self, parameters: int) -> str:
-        """Return the optimizer's class, and the memory of a rank that does not depend on the batch."""
-        from speechtrain.start.build import build_optimizer, rank_bytes
+    config, group_choices, notices = compose_with_choices(translate_arguments(overrides), config_dir)
+    check_launcher(group_choices, config)
+    config.run_dir = run_dir
+    needs = needs_of(config)
+    if needs:
+        raise DataError(". ".join(map(str, needs)))
+    check(config)
+    follow_data(config, explicit_keys(overrides, {}))
+    return run_config(config), notices
 
-        optimizer = build_optimizer(self.run, self.task.parameter_groups())
-        gib = rank_bytes(self.run, parameters) / 2**30
-        memory = f"weights, gradients, state and average take {gib:.2f} GiB of each rank"
-        return f"{type(optimizer).__name__}, {memory}"
 
-    def _data_findings(self) -> Iterator[Finding]:
-        """Yield findings on recordings, shapes, transcripts, and labels per encoder frame."""
-        from speechtrain.rank.batch_memory import free_batch_memory
-        from speechtrain.start.auto_memory import is_batch_memory_open, with_batch_memory
-        from speechtrain.start.build import build_data
+def _launcher_finding(run: RunConfig) -> Finding:
+    """Return the finding on the launcher, its hosts and the programs that it needs on this machine."""
+    launcher = run.launcher.build()
+    text = f"{launcher.choice}, ranks: {run.world_size}, hosts: {launcher.host_count()}"
+    fault = launcher.missing_program()
+    return Finding(AMBER, "launcher", fault) if fault else Finding(GREEN, "launcher", text)
 
-        if is_batch_memory_open(self.run):
-            gib = free_batch_memory(self.run, self.device, self.task)
-            self.run = with_batch_memory(self.run, gib)
-        data = self.data = build_data(self.run, self.tokenizer, self.task)
-        self._resources.callback(data.close)
-        data.check()
-        text = f"{data.micro_batches_per_epoch} micro-batches an epoch"
-        shapes = data.shapes()
-        if shapes:
-            text += f", {len(shapes)} fixed shapes"
-        text += ", recordings are in place"
-        if data.valid():
-            yield Finding(GREEN, "data", text)
-        else:
-            yield Finding(AMBER, "data", f"{text}, no evaluation set")
-        for warning in data.warnings():
-            yield Finding(AMBER, "data", warning)
-        yield try_check("shapes", self._shapes_text)
-        encoder = getattr(self.task, "encoder", None)
-        line = data.crowded_transcripts(encoder.frames) if encoder else ""
-        if line:
-            yield Finding(AMBER, "data", line)
 
-    def _shapes_text(self) -> str:
-        """Return the fixed shapes of training batches and their predicted memory, or that shapes vary.
+def _open(run: RunConfig, device: Device) -> tuple[Precision | None, Finding]:
+    """Open the device. Return the precision, or None if the device cannot be opened, and the finding.
 
-        Raises ConfigError if the device needs fixed shapes and the shapes of the data vary.
-        """
-        self.device.validate_shapes(self.data.shapes())
-        footprint = self.task.footprint()
-        texts = []
-        for rows, samples, labels in self.data.shapes():
-            seconds = samples / self.task.sample_rate
-            text = f"{rows} × {seconds:.1f} s × {labels}"
-            size = footprint.bytes(rows, seconds, labels)
-            if size:
-                text += f" {size / 2**20:,.0f} MiB"
-            texts.append(text)
-        if not texts:
-            return "vary with the recordings (data.shapes=N fixes them)"
-        line = f"rows × length × labels, with memory: {', '.join(texts[:_MAX_SHAPES])}"
-        if len(texts) > _MAX_SHAPES:
-            line += f" and {len(texts) - _MAX_SHAPES} more"
-        return line
+    An accelerator that this machine does not have is amber, because the recipe may be for another machine.
+    An accelerator whose library cannot work here is red, as every other fault.
+    """
+    from speechtrain.rank.build import open_device
 
-    def _check_parts(self) -> str:
-        """Return a line. Raises ConfigError with the class of a part that breaks its contract."""
-        from speechtrain.rank.contract import check_contract
+    try:
+        device.check(1)
+        precision = open_device(device, run.precision.build())
+    except Exception as error:  # The doctor reports every error as a finding.
+        finding = failure("device", error)
+        is_absent = device.absence(1) and not device.library_fault()
+        if is_absent and not device.on_host:
+            finding = replace(finding, state=AMBER)
+        return None, finding
+    return precision, Finding(GREEN, "device", f"{type(device).__name__}, precision={precision.name}")
 
-        check_contract(self.task, self.data, lambda batch: batch, self.run.world_size)
-        return "lengths, losses and metrics of two recordings keep their contracts"
 
-    def _step_findings(self, precision: Precision) -> Iterator[Finding]:
-        """Yield findings on a training step of the largest batch, and on the time of an epoch."""
-        import torch
+def _describe_optimizer(run: RunConfig, task: Task, parameters: int) -> str:
+    """Return the optimizer's class, and the memory of a rank that does not depend on the batch."""
+    from speechtrain.start.build import build_optimizer, rank_bytes
 
-        from speechtrain.rank.trial_steps import TrialSteps
+    optimizer = build_optimizer(run, task.parameter_groups())
+    gib = rank_bytes(run, parameters) / 2**30
+    return (
+        f"{type(optimizer).__name__}, weights, gradients, state and average take {gib:.2f} GiB of each rank"
+    )
 
-        try:
-            self.task.to(self.device.tensor(torch.zeros(())).device)
-            steps = TrialSteps(self.run, self.data, self.task, self.device, precision)
-            yield Finding(GREEN, "one step", steps.describe_largest_step(self.data, self.task.sample_rate))
-        except Exception as error:  # The doctor reports every error as a finding.
-            yield failure("one step", error)
-            return
-        yield try_check("epoch", lambda: steps.predict_epoch(self.data, self.run.world_size))
+
+def _with_batch_memory(run: RunConfig, device: Device, task: Task) -> RunConfig:
+    """Return the config with the memory of a batch, which follows from the device if the user names none."""
+    from speechtrain.rank.batch_memory import free_batch_memory
+    from speechtrain.start.auto_memory import is_batch_memory_open, with_batch_memory
+
+    if not is_batch_memory_open(run):
+        return run
+    return with_batch_memory(run, free_batch_memory(run, device, task))
+
+
+def _data_findings(data: DataModule, device: Device, task: Task) -> Iterator[Finding]:
+    """Yield findings on recordings, shapes, transcripts, and labels per encoder frame."""
+    data.check()
+    text = f"{data.micro_batches_per_epoch} micro-batches an epoch"
+    shapes = data.shapes()
+    if shapes:
+        text += f", {len(shapes)} fixed shapes"
+    text += ", recordings are in place"
+    if data.valid():
+        yield Finding(GREEN, "data", text)
+    else:
+        yield Finding(AMBER, "data", f"{text}, no evaluation set")
+    for warning in data.warnings():
+        yield Finding(AMBER, "data", warning)
+    yield try_check("shapes", lambda: _describe_shapes(data, device, task))
+    encoder = getattr(task, "encoder", None)
+    crowded_transcripts = data.crowded_transcripts(encoder.frames) if encoder else ""
+    if crowded_transcripts:
+        yield Finding(AMBER, "data", crowded_transcripts)
+
+
+def _describe_shapes(data: DataModule, device: Device, task: Task) -> str:
+    """Return the fixed shapes of training batches and their predicted memory, or that shapes vary.
+
+    Raises ConfigError if the device needs fixed shapes and the shapes of the data vary.
+    """
+    shapes = data.shapes()
+    device.validate_shapes(shapes)
+    if not shapes:
+        return "vary with the recordings (data.shapes=N fixes them)"
+    footprint = task.footprint()
+    texts = []
+    for rows, samples, labels in shapes[:_MAX_SHAPES]:
+        seconds = samples / task.sample_rate
+        text = f"{rows} × {seconds:.1f} s × {labels}"
+        size = footprint.bytes(rows, seconds, labels)
+        if size:
+            text += f" {size / 2**20:,.0f} MiB"
+        texts.append(text)
+    line = f"rows × length × labels, with memory: {', '.join(texts)}"
+    if len(shapes) > _MAX_SHAPES:
+        line += f" and {len(shapes) - _MAX_SHAPES} more"
+    return line
+
+
+def _check_contracts(run: RunConfig, data: DataModule, task: Task) -> str:
+    """Return a line. Raises ConfigError with the class of a part that breaks its contract."""
+    from speechtrain.rank.contract import check_contract
+
+    check_contract(task, data, lambda batch: batch, run.world_size)
+    return "lengths, losses and metrics of two recordings keep their contracts"
+
+
+def _step_findings(
+    run: RunConfig, device: Device, precision: Precision, task: Task, data: DataModule
+) -> Iterator[Finding]:
+    """Yield findings on a training step of the largest batch, and on the time of an epoch."""
+    import torch
+
+    from speechtrain.rank.trial_steps import TrialSteps
+
+    try:
+        task.to(device.tensor(torch.zeros(())).device)
+        steps = TrialSteps(run, data, task, device, precision)
+        yield Finding(GREEN, "one step", steps.describe_largest_step(data, task.sample_rate))
+    except Exception as error:  # The doctor reports every error as a finding.
+        yield failure("one step", error)
+        return
+    yield try_check("epoch", lambda: steps.predict_epoch(data, run.world_size))
 
 
 def _vendor_findings(run: RunConfig, device: Device) -> Iterator[Finding]:

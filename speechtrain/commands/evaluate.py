@@ -16,7 +16,6 @@ from speechtrain.run_directory import is_error_rate, metric_text
 
 if TYPE_CHECKING:
     from speechtrain.inference.loaded_run import LoadedRun
-    from speechtrain.text.normalise import Normaliser
     from speechtrain.training.evaluation import Outcome
 
 _OUT_FIX = "name a file in a writable folder"
@@ -73,10 +72,15 @@ def run(argv: list[str]) -> int:
     """Evaluate a run, print the metrics and return the exit code. Raises a SpeechtrainError."""
     arguments = parser().parse_with_run(argv)
     overrides, normaliser_name = split_overrides(arguments.overrides)
-    normalise = _normaliser(normaliser_name)
+    normalise = None
+    if normaliser_name is not None:
+        from speechtrain.text.normalise import scoring_normaliser
+
+        normalise = scoring_normaliser(normaliser_name)
     sets = _files_by_set(arguments.set)
     _check_arguments(arguments)
     from speechtrain.inference.loaded_run import load
+    from speechtrain.report.mistakes import mistakes
 
     loaded = load(
         arguments.run,
@@ -92,42 +96,36 @@ def run(argv: list[str]) -> int:
     if normalise:
         outcomes = {name: outcome.with_normaliser(normalise) for name, outcome in outcomes.items()}
     if arguments.out:
-        _write_rows(outcomes, arguments.out)
-    mistakes_by_set = _mistakes(outcomes, arguments.worst)
+        rows = ""
+        for name, outcome in outcomes.items():
+            for example in outcome.examples:
+                rows += json_text({"set": name, **example.row()}) + "\n"
+        with writing(f"--out {arguments.out}", _OUT_FIX), atomic(arguments.out) as temporary:
+            temporary.write_text(rows, encoding="utf-8")
+    mistakes_by_set = {}
+    for name, outcome in outcomes.items():
+        if outcome.examples:
+            mistakes_by_set[name] = mistakes(outcome.examples, arguments.worst)
     checkpoint = str(loaded.checkpoint)
     if arguments.json:
-        _print_json(loaded, arguments.overrides, outcomes, mistakes_by_set)
-    else:
-        _print_lines(checkpoint, normaliser_name, outcomes, mistakes_by_set)
-    return 0
-
-
-def _print_json(
-    loaded: LoadedRun, overrides: list[str], outcomes: Mapping[str, Outcome], mistakes: Mapping[str, Any]
-) -> None:
-    """Print the outcomes as one JSON object. The keys of ``outcomes`` and ``mistakes`` are names of sets."""
-    summary = {
-        "checkpoint": str(loaded.checkpoint),
-        "decoder": type(loaded.opened.task.decoder).__name__,
-        "overrides": overrides,
-        "normaliser": split_overrides(overrides)[1],
-        "metrics": {name: outcome.metrics for name, outcome in outcomes.items()},
-        "real_time_factor": {name: outcome.real_time_factor for name, outcome in outcomes.items()},
-        "mistakes": mistakes,
-        "warnings": {name: list(outcome.warnings.values()) for name, outcome in outcomes.items()},
-    }
-    print(json_text(with_finite_numbers(summary)))
-
-
-def _print_lines(
-    checkpoint: str, normaliser: str | None, outcomes: Mapping[str, Outcome], mistakes: Mapping[str, Any]
-) -> None:
-    """Print the outcomes as lines for people. The keys are names of sets, as in ``_print_json``."""
+        summary = {
+            "checkpoint": checkpoint,
+            "decoder": type(loaded.opened.task.decoder).__name__,
+            "overrides": arguments.overrides,
+            "normaliser": normaliser_name,
+            "metrics": {name: outcome.metrics for name, outcome in outcomes.items()},
+            "real_time_factor": {name: outcome.real_time_factor for name, outcome in outcomes.items()},
+            "mistakes": mistakes_by_set,
+            "warnings": {name: list(outcome.warnings.values()) for name, outcome in outcomes.items()},
+        }
+        print(json_text(with_finite_numbers(summary)))
+        return 0
     print(escape_controls(f"checkpoint {checkpoint}"))
-    if normaliser:
-        print(f"normaliser {normaliser}")
+    if normaliser_name:
+        print(f"normaliser {normaliser_name}")
     for name, outcome in outcomes.items():
-        _print_outcome(name, outcome, mistakes.get(name))
+        _print_outcome(name, outcome, mistakes_by_set.get(name))
+    return 0
 
 
 def split_overrides(overrides: list[str]) -> tuple[list[str], str | None]:
@@ -140,29 +138,6 @@ def split_overrides(overrides: list[str]) -> tuple[list[str], str | None]:
         else:
             config_overrides.append(override)
     return config_overrides, name
-
-
-def _normaliser(name: str | None) -> Normaliser | None:
-    """Return the normaliser called ``name``, or None without a name. Raises a SpeechtrainError."""
-    if name is None:
-        return None
-    from speechtrain.text.normalise import scoring_normaliser
-
-    return scoring_normaliser(name)
-
-
-def _mistakes(outcomes: Mapping[str, Outcome], worst: int) -> dict[str, dict[str, Any]]:
-    """Return the summary of the mistakes in each set that has transcripts, with the ``worst`` utterances.
-
-    ``worst`` is a number.
-    """
-    from speechtrain.report.mistakes import mistakes
-
-    mistakes_by_set = {}
-    for name, outcome in outcomes.items():
-        if outcome.examples:
-            mistakes_by_set[name] = mistakes(outcome.examples, worst)
-    return mistakes_by_set
 
 
 def _print_outcome(name: str, outcome: Outcome, mistakes: dict[str, Any] | None) -> None:
@@ -180,16 +155,6 @@ def _print_outcome(name: str, outcome: Outcome, mistakes: dict[str, Any] | None)
     print(escape_controls(f"{name}: {', '.join(texts)}"))
     if mistakes is not None:
         print("\n".join(lines_of(mistakes)))
-
-
-def _write_rows(outcomes: Mapping[str, Outcome], path: Path) -> None:
-    """Write a line of JSON for each utterance of each set."""
-    lines = ""
-    for name, outcome in outcomes.items():
-        for example in outcome.examples:
-            lines += json_text({"set": name, **example.row()}) + "\n"
-    with writing(f"--out {path}", _OUT_FIX), atomic(path) as temporary:
-        temporary.write_text(lines, encoding="utf-8")
 
 
 def _warnings(

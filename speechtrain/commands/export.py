@@ -81,32 +81,36 @@ def run(argv: list[str]) -> int:
     """Convert a model and write its card. Return the exit code. Raises a SpeechtrainError."""
     arguments = parser().parse_with_run(argv)
     options = card_options(arguments)
-    _convert(arguments)
+    form = arguments.form
+    if arguments.source_form == form:
+        raise ConfigError(f"--from and --to are both {form}. Name another format, such as --to huggingface")
+    _check_free(arguments.out, form, arguments.force)
+    if form in _RUNTIMES:
+        _export_runtime(arguments)
+    elif (arguments.source_form, form) != (_OURS, "huggingface") or not _export_parakeet(arguments):
+        _convert(arguments)
     if options:
         write_card(arguments, options)
     return 0
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    """Convert a model and print how it was checked. If it raises a SpeechtrainError, no file is written."""
+    """Convert a wav2vec 2.0 model and print how it was checked.
+
+    If it raises a SpeechtrainError, no file is written.
+    """
     form, out = arguments.form, arguments.out
-    if arguments.source_form == form:
-        raise ConfigError(f"--from and --to are both {form}. Name another format, such as --to huggingface")
-    _check_free(out, form, arguments.force)
-    if form in _RUNTIMES:
-        _export_runtime(arguments)
-        return
-    if (arguments.source_form, form) == (_OURS, "huggingface"):
-        line = _export_parakeet(arguments)
-        if line:
-            print(line)
-            return
     pretrained, updates, differences = _read(arguments)
     if arguments.encoder:
         pretrained = pretrained.encoder_only()
     with writing(f"--out {out}", _FIX):
         differences.append(_write(pretrained, form, out, updates=updates))
-    print(f"{out}: {_kind(pretrained)}, {len(pretrained.weights)} tensors, {pretrained.values:,} values")
+    kind = "encoder"
+    if pretrained.model:
+        kind = "pretraining model"
+    elif pretrained.labels:
+        kind = "CTC model"
+    print(f"{out}: {kind}, {len(pretrained.weights)} tensors, {pretrained.values:,} values")
     measured_differences = [difference for difference in differences if difference is not None]
     if measured_differences:
         largest = max(measured_differences)
@@ -154,29 +158,24 @@ def _export_runtime(arguments: argparse.Namespace) -> None:
         print(line)
 
 
-def _kind(pretrained: Pretrained) -> str:
-    if pretrained.model:
-        return "pretraining model"
-    return "CTC model" if pretrained.labels else "encoder"
+def _export_parakeet(arguments: argparse.Namespace) -> bool:
+    """Write a run's FastConformer recogniser as Parakeet, and print how it was checked.
 
-
-def _export_parakeet(arguments: argparse.Namespace) -> str:
-    """Write a run's FastConformer recogniser as Parakeet. Return a report on it.
-
-    If the run has another encoder, nothing is written and the report is empty.
+    Return False if the run has another encoder. Then nothing is written.
     """
     from speechtrain.interop import parakeet_hf
 
     opened = _open_run(arguments)
     if not parakeet_hf.has_encoder(opened.task):
-        return ""
+        return False
     with writing(f"--out {arguments.out}", _FIX):
         task, part = parakeet_hf.exportable_part(opened.task)
         difference = parakeet_hf.write(task, task.state_dict(), arguments.out)
-    return (
+    print(
         f"{arguments.out}: Parakeet, {part}, checked against Hugging Face's model on the same audio: largest "
         f"difference {difference:.1e}"
     )
+    return True
 
 
 def _open_run(arguments: argparse.Namespace) -> OpenedRun:

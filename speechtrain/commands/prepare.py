@@ -12,14 +12,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import cast
 
 import numpy as np
 import soundfile
 from numpy.typing import NDArray
 
 from speechtrain.commands._cli import Parser, add_command, console
-from speechtrain.commands.prepare_lm import add_lm
 from speechtrain.counter_rng import key_of
 from speechtrain.data.corpora.digits import Digits
 from speechtrain.data.formats.folder import files_below
@@ -42,12 +41,11 @@ from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
 from speechtrain.data.tar_members import file_of
 from speechtrain.errors import ConfigError, DataError, escape_controls, print_notice
-from speechtrain.files import absolute_path, atomic
-
-if TYPE_CHECKING:
-    from speechtrain.data.hold_out import Sides
+from speechtrain.files import absolute_path, atomic, writing
+from speechtrain.text.ngram import write_ngram
 
 _FLAC_RATIO = 0.7  # largest size of FLAC, as a fraction of the size of PCM. Speech has about half the size.
+_MAX_ORDER = 6  # words of an n-gram
 _EXAMPLES = (
     "speechtrain prepare stats FOLDER",
     "speechtrain prepare tokenizer FOLDER --size 500 --out pieces.model",
@@ -67,21 +65,7 @@ def parser() -> Parser:
         exit_codes="0 done, 2 usage, 3 data (also: done, but some recordings are bad), 4 disk",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    _add_tokenizer(commands)
-    _add_manifest(commands)
-    _add_convert(commands)
-    _add_split(commands)
-    _add_stats(commands)
-    add_lm(commands, _add_sources, _normalised_texts)
-    _add_tsv(commands)
-    return parser
 
-
-def _normalised_texts(arguments: argparse.Namespace) -> Iterable[str]:
-    return normalised_texts(cuts_of(named_source(arguments)), arguments.normaliser)
-
-
-def _add_tokenizer(commands: Any) -> None:
     tokenizer = add_command(
         commands,
         "tokenizer",
@@ -96,8 +80,6 @@ def _add_tokenizer(commands: Any) -> None:
     tokenizer.add_argument("--normaliser", default="lower", help="equal to tokenizer.normaliser (lower)")
     tokenizer.set_defaults(function=train_tokenizer)
 
-
-def _add_manifest(commands: Any) -> None:
     manifest = add_command(
         commands,
         "manifest",
@@ -111,38 +93,6 @@ def _add_manifest(commands: Any) -> None:
     _add_jobs(manifest)
     manifest.set_defaults(function=write_manifest)
 
-
-def _add_stats(commands: Any) -> None:
-    stats = add_command(
-        commands, "stats", "print the sizes of any source, with its likely errors", "FOLDER_OR_MANIFEST"
-    )
-    _add_sources(stats)
-    stats.add_argument("--json", action="store_true", help="print JSON, with the id of each likely error")
-    stats.add_argument(
-        "--no-audio",
-        action="store_true",
-        help="decode nothing, so report no silent, clipped or bad recordings",
-    )
-    _add_jobs(stats)
-    stats.set_defaults(function=write_stats)
-
-
-def _add_split(commands: Any) -> None:
-    split = add_command(
-        commands,
-        "split",
-        "write any source as two manifests, one of them held out",
-        "FOLDER_OR_MANIFEST --out DIR --share 0.1",
-    )
-    _add_sources(split)
-    split.add_argument("--out", type=Path, required=True, metavar="DIR", help="for train.jsonl, valid.jsonl")
-    split.add_argument("--share", type=float, default=0.05, metavar="X", help="held out, 0 to 1 (0.05)")
-    unit = "the unit that is held out (speaker, if each recording names one of ten or more)"
-    split.add_argument("--by", choices=("speaker", "recording"), help=unit)
-    split.set_defaults(function=write_split)
-
-
-def _add_convert(commands: Any) -> None:
     convert = add_command(
         commands,
         "convert",
@@ -161,16 +111,44 @@ def _add_convert(commands: Any) -> None:
     perturb.add_argument("--speeds", default="0.9,1.1", metavar="X,Y", help="factors, 0.5 to 2 (0.9,1.1)")
     perturb.set_defaults(function=perturb_speed)
 
+    split = add_command(
+        commands,
+        "split",
+        "write any source as two manifests, one of them held out",
+        "FOLDER_OR_MANIFEST --out DIR --share 0.1",
+    )
+    _add_sources(split)
+    split.add_argument("--out", type=Path, required=True, metavar="DIR", help="for train.jsonl, valid.jsonl")
+    split.add_argument("--share", type=float, default=0.05, metavar="X", help="held out, 0 to 1 (0.05)")
+    unit = "the unit that is held out (speaker, if each recording names one of ten or more)"
+    split.add_argument("--by", choices=("speaker", "recording"), help=unit)
+    split.set_defaults(function=write_split)
 
-def _add_files(parser: argparse.ArgumentParser) -> None:
-    _add_sources(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--format", choices=("wav", "flac"), default="wav", help="16 bits per sample (wav)")
-    parser.add_argument("--rate", type=int, default=16_000, metavar="HZ", help="sample rate (16000)")
-    _add_jobs(parser)
+    stats = add_command(
+        commands, "stats", "print the sizes of any source, with its likely errors", "FOLDER_OR_MANIFEST"
+    )
+    _add_sources(stats)
+    stats.add_argument("--json", action="store_true", help="print JSON, with the id of each likely error")
+    stats.add_argument(
+        "--no-audio",
+        action="store_true",
+        help="decode nothing, so report no silent, clipped or bad recordings",
+    )
+    _add_jobs(stats)
+    stats.set_defaults(function=write_stats)
 
+    lm = add_command(
+        commands,
+        "lm",
+        "make a language model of transcripts, for decoder.lm",
+        "FOLDER_OR_MANIFEST --out lm.arpa",
+    )
+    _add_sources(lm)
+    lm.add_argument("--out", type=Path, required=True, metavar="FILE.arpa")
+    lm.add_argument("--order", type=int, default=3, metavar="N", help="words of an n-gram, 1 to 6 (3)")
+    lm.add_argument("--normaliser", default="lower", help="equal to tokenizer.normaliser (lower)")
+    lm.set_defaults(function=train_lm)
 
-def _add_tsv(commands: Any) -> None:
     tsv = add_command(
         commands,
         "tsv",
@@ -184,6 +162,16 @@ def _add_tsv(commands: Any) -> None:
     tsv.add_argument("--ext", default="flac", help="suffix of the recordings (flac)")
     _add_jobs(tsv)
     tsv.set_defaults(function=write_tsv)
+
+    return parser
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    _add_sources(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--format", choices=("wav", "flac"), default="wav", help="16 bits per sample (wav)")
+    parser.add_argument("--rate", type=int, default=16_000, metavar="HZ", help="sample rate (16000)")
+    _add_jobs(parser)
 
 
 def _add_sources(parser: argparse.ArgumentParser) -> None:
@@ -215,6 +203,19 @@ def train_tokenizer(arguments: argparse.Namespace) -> int:
     names = ("kind", "size", "normaliser", "character_coverage")
     subwords = Subwords(**{name: getattr(arguments, name) for name in names})
     subwords.train(cuts_of(named_source(arguments)), arguments.out)
+    return 0
+
+
+def train_lm(arguments: argparse.Namespace) -> int:
+    """Train an n-gram language model on the normalised transcripts, and return the exit code."""
+    out, order = arguments.out, arguments.order
+    if not 1 <= order <= _MAX_ORDER:
+        raise ConfigError(f"--order {order}: it must be 1 to {_MAX_ORDER}")
+    texts = normalised_texts(cuts_of(named_source(arguments)), arguments.normaliser)
+    with writing(out, "use another --out"):
+        count, sizes = write_ngram(texts, out, order)
+    print(f"{out}: {count} transcripts, n-grams of 1 to {len(sizes)} words: {', '.join(map(str, sizes))}")
+    print(f"use it with: decoder=beam (ctc_beam for CTC) decoder.lm={out.absolute()}")
     return 0
 
 
@@ -278,7 +279,12 @@ def write_split(arguments: argparse.Namespace) -> int:
 
     All cuts of a speaker, or of a recording, are in the same file.
     """
-    from speechtrain.data.hold_out import held_out, held_out_recordings, held_out_speakers  # imports torch
+    from speechtrain.data.hold_out import (  # imports torch
+        NO_SIDES,
+        held_out,
+        held_out_recordings,
+        held_out_speakers,
+    )
     from speechtrain.data.index import open_index
 
     if not 0 < arguments.share < 1:
@@ -289,28 +295,30 @@ def write_split(arguments: argparse.Namespace) -> int:
     if without_speaker and arguments.by == "speaker":
         counts = f"{without_speaker} of {len(index)} cuts"
         raise DataError(f"--by speaker: {counts} name no speaker. Use --by recording")
+    paths = {split: arguments.out / f"{split}.jsonl" for split in ("train", "valid")}
+    former_trained, former_held_out = _recordings(paths["train"]), _recordings(paths["valid"])
+    former = NO_SIDES.with_more(former_trained, former_held_out)
+    if len(former_trained):
+        counts = f"{len(former.trained)} recordings for training and {len(former.held_out)} held out"
+        print(f"{arguments.out} has an earlier split, which stays: {counts}")
     groups = index.groups(np.arange(len(index)))
     rules = {None: held_out, "speaker": held_out_speakers, "recording": held_out_recordings}
     rule = rules[arguments.by]
-    is_held_out, unit = rule(groups, index.seconds, arguments.share, _former_sides(arguments.out))
+    is_held_out, unit = rule(groups, index.seconds, arguments.share, former)
     if is_held_out.all():
         raise DataError(f"the sources have only one {unit}, which cannot be split. Give more")
-    _write_both(arguments.out, source, is_held_out.tolist())
+    totals = {split: Totals() for split in paths}
+    with contextlib.ExitStack() as stack:
+        files = {split: stack.enter_context(open_output(path)) for split, path in paths.items()}
+        for cut, is_valid in zip(cuts_of(source), is_held_out.tolist(), strict=True):
+            split = "valid" if is_valid else "train"
+            totals[split].add(cut)
+            files[split].write(line_of(cut))
+    for split, path in paths.items():
+        print(f"{path}: {totals[split].describe()}")
     keys = groups[unit]
     print(f"held out: {len(np.unique(keys[is_held_out]))} of {len(np.unique(keys))} {unit}s")
     return 0
-
-
-def _former_sides(out: Path) -> Sides:
-    """Return the sides of the recordings in an earlier split in ``out``, and print their numbers."""
-    from speechtrain.data.hold_out import NO_SIDES
-
-    trained, held_out = _recordings(out / "train.jsonl"), _recordings(out / "valid.jsonl")
-    sides = NO_SIDES.with_more(trained, held_out)
-    if len(trained):
-        counts = f"{len(sides.trained)} recordings for training and {len(sides.held_out)} held out"
-        print(f"{out} has an earlier split, which stays: {counts}")
-    return sides
 
 
 def _recordings(path: Path) -> NDArray[np.int64]:
@@ -318,23 +326,6 @@ def _recordings(path: Path) -> NDArray[np.int64]:
     from speechtrain.data.index import open_index
 
     return open_index(open_source(str(path))).recordings if path.exists() else np.zeros(0, np.int64)
-
-
-def _write_both(out: Path, source: Source, is_held_out: list[bool]) -> None:
-    """Write the cuts of ``source`` to ``train.jsonl``, or to ``valid.jsonl`` if they are held out.
-
-    ``is_held_out`` has one entry per cut.
-    """
-    splits = ("train", "valid")
-    totals = {split: Totals() for split in splits}
-    with contextlib.ExitStack() as stack:
-        files = {split: stack.enter_context(open_output(out / f"{split}.jsonl")) for split in splits}
-        for cut, is_valid in zip(cuts_of(source), is_held_out, strict=True):
-            split = "valid" if is_valid else "train"
-            totals[split].add(cut)
-            files[split].write(line_of(cut))
-    for split in splits:
-        print(f"{out / split}.jsonl: {totals[split].describe()}")
 
 
 def write_tsv(arguments: argparse.Namespace) -> int:
@@ -354,8 +345,23 @@ def write_tsv(arguments: argparse.Namespace) -> int:
     names = files_below(folder, (suffix.lower(),))
     if not names:
         raise DataError(f"{folder} contains no *{suffix} file. Set another suffix with --ext")
+
+    def header_of(name: str) -> Header:
+        if not _fits_tsv(name):
+            raise Unusable("unreadable", "a TSV cannot contain its name. Rename it")
+        return read_header(str(folder / name))
+
+    draw_uniform = random.Random(arguments.seed).random
+    headers: dict[str, dict[str, Header]] = {"train": {}, "valid": {}}
     totals = Totals()
-    headers = _read_headers(folder, names, arguments, totals)
+    for name, header_or_problem in map_in_threads(header_of, names, arguments.jobs):
+        split = "train" if draw_uniform() > share else "valid"
+        if isinstance(header_or_problem, Unusable):
+            printed_name = name if _fits_tsv(name) else ascii(name)
+            totals.refuse(printed_name, header_or_problem)
+        else:
+            headers[split][name] = header_or_problem
+            totals.utterances += 1
     refuse_empty(totals, arguments.out)
     for split, headers_by_name in headers.items():
         if split == "train" or share > 0:
@@ -363,25 +369,6 @@ def write_tsv(arguments: argparse.Namespace) -> int:
     if totals.bad:
         print(f"{totals.bad.total()} of {len(names)} recordings are bad and are in neither file")
     return DataError.exit_code if totals.bad else 0
-
-
-def _read_headers(
-    folder: Path, names: list[str], arguments: argparse.Namespace, totals: Totals
-) -> dict[str, dict[str, Header]]:
-    """Return the headers of each split's recordings by file name. Recordings are counted in ``totals``."""
-    draw_uniform = random.Random(arguments.seed).random
-    headers: dict[str, dict[str, Header]] = {"train": {}, "valid": {}}
-    for name, header_or_problem in map_in_threads(
-        lambda name: _header_of(folder, name), names, arguments.jobs
-    ):
-        split = "train" if draw_uniform() > arguments.valid_percent else "valid"
-        if isinstance(header_or_problem, Unusable):
-            printed_name = name if _fits_tsv(name) else ascii(name)
-            totals.refuse(printed_name, header_or_problem)
-        else:
-            headers[split][name] = header_or_problem
-            totals.utterances += 1
-    return headers
 
 
 def _write_tsv_file(path: Path, folder: Path, headers: dict[str, Header]) -> None:
@@ -407,13 +394,6 @@ def _fits_tsv(name: str) -> bool:
         return not any(byte in b"\t\r\n" for byte in name.encode())
     except UnicodeEncodeError:
         return False
-
-
-def _header_of(folder: Path, name: str) -> Header:
-    """Return the header of the recording ``name`` in ``folder``. Raises Unusable if it cannot be in a TSV."""
-    if not _fits_tsv(name):
-        raise Unusable("unreadable", "a TSV cannot contain its name. Rename it")
-    return read_header(str(folder / name))
 
 
 @dataclass(frozen=True)
@@ -524,20 +504,12 @@ def convert_to_files(source: Source, arguments: argparse.Namespace, percents: Se
     """Write the recordings of a source at each speed, and ``cuts.jsonl`` with all copies.
 
     ``percents`` are the speeds in percent. The source is read twice, first to predict the size of the files.
-    Return 3 if a recording is bad, otherwise 0.
+    Return 3 if a recording is bad, otherwise 0. Raises MachineError if the disk has too little space.
     """
     if not 1_000 <= arguments.rate <= 768_000:
         raise ConfigError(f"--rate {arguments.rate}: it must be 1000 to 768000 Hz, such as 16000")
     original = Converter(arguments.out, arguments.format, arguments.rate)
     converters = [replace(original, percent=percent) for percent in percents]
-    _check_room(converters, source)
-    copies = (map_in_threads(converter, cuts_of(source), arguments.jobs) for converter in converters)
-    bad_count = write_cuts(arguments.out / "cuts.jsonl", itertools.chain.from_iterable(copies))
-    return DataError.exit_code if bad_count else 0
-
-
-def _check_room(converters: Sequence[Converter], source: Source) -> None:
-    """Print the disk space that the missing files need. Raises MachineError if less is free."""
     needed_bytes = 0.0
     for cut in cuts_of(source):
         seconds = seconds_of(cut)
@@ -545,7 +517,10 @@ def _check_room(converters: Sequence[Converter], source: Source) -> None:
             if not converter.path(cut).exists():
                 needed_bytes += converter.bytes(seconds)
     fix = "use another --out, or use --format flac"
-    print(check_room(converters[0].folder, needed_bytes, "up to ", fix), flush=True)
+    print(check_room(arguments.out, needed_bytes, "up to ", fix), flush=True)
+    copies = (map_in_threads(converter, cuts_of(source), arguments.jobs) for converter in converters)
+    bad_count = write_cuts(arguments.out / "cuts.jsonl", itertools.chain.from_iterable(copies))
+    return DataError.exit_code if bad_count else 0
 
 
 main = console(run)

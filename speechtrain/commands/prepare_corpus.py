@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 from speechtrain.commands._cli import Parser
 from speechtrain.data.corpora.downloads import Archive, fetch
 from speechtrain.data.corpora.huggingface import HuggingFace
 from speechtrain.data.corpora.recipes import Set, cuts_by_part, fill_names
-from speechtrain.data.formats.manifests import Record
 from speechtrain.data.prepare.cut_files import cuts_of, write_cuts
 from speechtrain.data.prepare.subwords import Subwords
 from speechtrain.data.sources import open_source
@@ -29,12 +27,18 @@ _OUT_FIX = "use another out="
 
 
 def prepare_corpus(argv: list[str]) -> int:
-    """Write a manifest for each part of a corpus and return the exit code. Raises a SpeechtrainError.
+    """Write the missing manifests and tokenizers of a corpus, and print the command that uses them.
 
-    With ``download=true``, the archives of the corpus are downloaded first.
+    With ``download=true``, the archives of the corpus are downloaded first. Return the exit code. Raises a
+    SpeechtrainError. If it is about a part without cuts, that part has no file.
     """
     arguments = _parser().parse_intermixed_args(argv)
-    pairs = dict(_pair(text) for text in arguments.pairs)
+    pairs = {}
+    for text in arguments.pairs:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{text!r} is not KEY=VALUE, as in root=DIR")
+        pairs[key] = value
     name = pairs["corpus"]
     if name == "huggingface":
         return build_part(HuggingFace, with_pairs({}, pairs, HuggingFace)).write()
@@ -52,21 +56,20 @@ def prepare_corpus(argv: list[str]) -> int:
         folder = root
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder. Set root=DIR, or download=true")
-    _write_manifests(corpus, {"root": str(root), "folder": str(folder), "language": corpus.language})
-    return 0
-
-
-def _write_manifests(corpus: Corpus, names: Mapping[str, str]) -> None:
-    """Write the missing manifests and tokenizers of a corpus, and print the command that uses them.
-
-    ``names`` has root, folder and language, whose values replace the placeholders in the corpus's YAML file.
-    """
-    parent = f"{os.environ.get('DATASET_DIR') or names['root']}/{MANIFESTS}"
-    out = absolute_path(corpus.out or f"{parent}/{corpus.corpus}")
-    origin = {"corpus": corpus.corpus, **names, "arguments": corpus.arguments}
+    # Their values replace the placeholders in the corpus's YAML file.
+    names = {"root": str(root), "folder": str(folder), "language": corpus.language}
     sets = _sets_to_write(corpus, names)
     has_named_parts = "" not in sets  # Otherwise the recipe names the parts when it runs.
-    _check_origin(out, origin)
+
+    parent = f"{os.environ.get('DATASET_DIR') or root}/{MANIFESTS}"
+    out = absolute_path(corpus.out or f"{parent}/{corpus.corpus}")
+    origin = {"corpus": corpus.corpus, **names, "arguments": corpus.arguments}
+    stored_origin = read_json(out / _ORIGIN) or origin
+    for key in {**stored_origin, **origin}:
+        stored_value = stored_origin.get(key)
+        if stored_value != origin.get(key):
+            raise ConfigError(f"out={out}: it holds manifests with {key}={stored_value}; {_OUT_FIX}")
+
     missing_sets = {}
     for part, part_set in sets.items():
         path = _manifest_path(out, part)
@@ -75,9 +78,18 @@ def _write_manifests(corpus: Corpus, names: Mapping[str, str]) -> None:
         else:
             missing_sets[part] = part_set
     for part, cuts in cuts_by_part(missing_sets, names, corpus.jobs):
-        _write_part(_manifest_path(out, part), iter(cuts), origin, is_optional=not has_named_parts)
+        path = _manifest_path(out, part)
+        remaining_cuts = iter(cuts)
+        first_cuts = list(islice(remaining_cuts, 1))
+        if not first_cuts and not has_named_parts:
+            continue  # A recipe may name parts that the folder does not have.
+        all_cuts = chain(first_cuts, remaining_cuts)
+        write_cuts(path, ((cut, cut) for cut in all_cuts))
+        with writing(out, _OUT_FIX):
+            write_json(out / _ORIGIN, origin)
     _train_tokenizers(corpus, out)
     print_line(_next_command(corpus, out, has_named_parts=has_named_parts))
+    return 0
 
 
 def _parser() -> Parser:
@@ -96,14 +108,6 @@ def _parser() -> Parser:
     parser.add_argument("pairs", nargs="*", metavar="KEY=VALUE", help="as in conf/corpus/NAME.yaml")
     parser.add_argument("--config-dir", metavar="DIR", help="a folder with your own corpus/NAME.yaml")
     return parser
-
-
-def _pair(text: str) -> tuple[str, str]:
-    """Return the key and the value of ``KEY=VALUE``. Raises ConfigError for another text."""
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"{text!r} is not KEY=VALUE, as in root=DIR")
-    return key, value
 
 
 def _download(corpus: Corpus, root: Path) -> None:
@@ -164,21 +168,6 @@ def _sets_to_write(corpus: Corpus, names: Mapping[str, str]) -> dict[str, Set]:
     return sets
 
 
-def _write_part(path: Path, cuts: Iterator[Record], origin: dict[str, Any], *, is_optional: bool) -> None:
-    """Write the manifest of a part to ``path``, and then ``corpus.json`` with the corpus's ``origin``.
-
-    If ``write_cuts`` raises an error, no file is written. A part without cuts is skipped if ``is_optional``,
-    otherwise ``write_cuts`` raises DataError.
-    """
-    first_cuts = list(islice(cuts, 1))
-    if not first_cuts and is_optional:
-        return
-    all_cuts = chain(first_cuts, cuts)
-    write_cuts(path, ((cut, cut) for cut in all_cuts))
-    with writing(path.parent, _OUT_FIX):
-        write_json(path.parent / _ORIGIN, origin)
-
-
 def _train_tokenizers(corpus: Corpus, out: Path) -> None:
     """Train the missing tokenizers of the corpus on the training parts in ``out``."""
     manifests = [_manifest_path(out, part) for part in corpus.train]
@@ -193,16 +182,6 @@ def _train_tokenizers(corpus: Corpus, out: Path) -> None:
                 subwords.train(cuts_of(open_source(sources)), path)
             except DataError as error:  # The manifests of a small corpus are useful without a tokenizer.
                 print_line(f"{path} is not written: {error}")
-
-
-def _check_origin(out: Path, origin: dict[str, Any]) -> None:
-    """Raise ConfigError if the manifests in ``out`` are from another corpus, or from other arguments."""
-    stored_origin = read_json(out / _ORIGIN)
-    if stored_origin and stored_origin != origin:
-        all_keys = {**stored_origin, **origin}
-        different_keys = [key for key in all_keys if stored_origin.get(key) != origin.get(key)]
-        key = different_keys[0]
-        raise ConfigError(f"out={out}: it holds manifests with {key}={stored_origin.get(key)}; {_OUT_FIX}")
 
 
 def _manifest_path(out: Path, part: str) -> Path:

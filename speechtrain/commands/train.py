@@ -71,7 +71,10 @@ def run(argv: list[str]) -> int:
     A command is one job. With ``-m`` it is a sweep, whose jobs Hydra starts one by one or side by side.
     """
     if "--help" in argv or "-h" in argv:  # Hydra's own help would need a composed config.
-        print(_help(argv), end="")
+        lines = []
+        for group, names in choices(config_dir(argv)).items():
+            lines.append(f"  {group:<12} {' | '.join(names)}")
+        print(HELP.replace("{groups}", "\n".join(lines)), end="")
         return 0
     if "--version" in argv:
         print(f"speechtrain {__version__}")
@@ -93,14 +96,6 @@ def run(argv: list[str]) -> int:
         else:
             start_job(command)
     return 0
-
-
-def _help(argv: list[str]) -> str:
-    """Return the help with the choices of each group, including the user's config folder in ``argv``."""
-    lines = []
-    for group, names in choices(config_dir(argv)).items():
-        lines.append(f"  {group:<12} {' | '.join(names)}")
-    return HELP.replace("{groups}", "\n".join(lines))
 
 
 main = console(run)

@@ -210,7 +210,7 @@ def test_write_with_features_outside(run_directory: Path, outside: Path, tmp_pat
     assert (outside / "features.fp32.onnx").is_file()
     arguments = export.parser().parse_with_run([str(run_directory), "--to", "onnx", "--out", str(tmp_path)])
     with copied_graphs(outside):
-        export._convert(arguments)
+        export._export_runtime(arguments)
     # The model card has the error rates of this checkpoint.
     assert (run_directory / "checkpoints" / arguments.checkpoint).is_dir()
 
