@@ -229,23 +229,16 @@ def write(task: Any, weights: Mapping[str, Tensor], folder: Path) -> float:
         positions_class = type(model.encoder.encode_positions)
         model.encoder.encode_positions = positions_class(config.encoder_config)
         if kind != "CTC":
-            _set_generation(model.generation_config, task)
+            # The first input of the prediction network is the blank.
+            model.generation_config.decoder_start_token_id = task.tokenizer.blank
+        if kind == "TDT":
+            # The outputs of the joint after the labels are durations, which the search must not choose.
+            outputs = range(task.joint.output.out_features)
+            model.generation_config.suppress_tokens = list(outputs[task.tokenizer.size :])
         model.save_pretrained(temporary)
         _processor(task, kind, transformers).save_pretrained(temporary)
         loaded = model_class.from_pretrained(temporary, local_files_only=True).float().eval()
         return wav2vec2_hf.check_difference(_difference(task, loaded), str(folder))
-
-
-def _set_generation(config: Any, task: Any) -> None:
-    """Set the settings of Hugging Face's search.
-
-    The first input of the prediction network is the blank. The outputs of a TDT's joint after the labels are
-    durations, so the search must not choose them as labels.
-    """
-    config.decoder_start_token_id = task.tokenizer.blank
-    if getattr(task.joint, "durations", None):
-        label_count = task.tokenizer.size
-        config.suppress_tokens = list(range(label_count, task.joint.output.out_features))
 
 
 def _state_of(task: Any, weights: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
@@ -256,16 +249,9 @@ def _state_of(task: Any, weights: Mapping[str, Tensor], kind: str) -> dict[str, 
             state[huggingface_name(name)] = tensor.detach().float().clone()
     if kind == "CTC":
         state["ctc_head.weight"] = state["ctc_head.weight"][:, :, None]  # a convolution of width 1
-    else:
-        _fit_embedding(state, task)
-    return state
-
-
-def _fit_embedding(state: dict[str, Tensor], task: Any) -> None:
-    """Widen the embedding (labels, width) to the width of the LSTM, and add a row for the blank if needed.
-
-    The new values are zeros, so the outputs of the prediction network stay the same.
-    """
+        return state
+    # The embedding (labels, width) is widened to the width of the LSTM, and gets a row for the blank if it
+    # has none. The new values are zeros, so the outputs of the prediction network stay the same.
     embedding = state["decoder.embedding.weight"]
     input_weights = state["decoder.lstm.weight_ih_l0"]
     if not task.prediction.starts_with_blank:
@@ -275,6 +261,7 @@ def _fit_embedding(state: dict[str, Tensor], task: Any) -> None:
     new_columns = task.prediction.width - embedding.shape[1]
     state["decoder.embedding.weight"] = nn.functional.pad(embedding, (0, new_columns))
     state["decoder.lstm.weight_ih_l0"] = nn.functional.pad(input_weights, (0, new_columns))
+    return state
 
 
 def _config_of(task: Any) -> tuple[dict[str, Any], str]:
@@ -417,28 +404,21 @@ def _difference(task: Any, model: Any) -> float:
     task.eval()
     frames, _ = encoder.contextualise(features, lengths)
     reference_frames = model.encoder(features, attention_mask=mask).last_hidden_state
-    labels = torch.randint(task.tokenizer.blank, (1, 7), generator=generator)
-    logits = _logits(task, model, frames, reference_frames, labels)
-    task.train(is_training)
-    return wav2vec2_hf.largest_difference([(frames, reference_frames), logits])
-
-
-def _logits(
-    task: Any, model: Any, frames: Tensor, reference_frames: Tensor, labels: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the logits of our task and of Hugging Face's ``model``, each from its own frames.
-
-    The ``labels`` (1, U) are the inputs of the prediction networks. A CTC ignores them.
-    """
     if type(task) is CTC:
-        return task.output(frames).log_softmax(-1), model.ctc_head(reference_frames).log_softmax(-1)
-    # ``joint.encoder`` and ``joint.prediction`` are the projections to the width of the joint.
-    # The outputs have the shapes (1, T, 1, H) and (1, 1, U + 1, H), so the joint combines all pairs.
-    encoded = task.joint.encoder(frames)[:, :, None]
-    predicted = task.joint.prediction(task.prediction(labels))[:, None]
-    # Our prediction network adds its first input to the labels. Hugging Face's does not.
-    reference_labels = nn.functional.pad(labels, (1, 0), value=task.tokenizer.blank)
-    reference_encoded = model.encoder_projector(reference_frames)[:, :, None]
-    reference_predicted = model.decoder(reference_labels)[:, None]
-    # The arguments of the two joints have opposite orders.
-    return task.joint(encoded, predicted), model.joint(reference_predicted, reference_encoded)
+        logits = task.output(frames).log_softmax(-1)
+        reference_logits = model.ctc_head(reference_frames).log_softmax(-1)
+    else:
+        labels = torch.randint(task.tokenizer.blank, (1, 7), generator=generator)
+        # ``joint.encoder`` and ``joint.prediction`` are the projections to the width of the joint.
+        # The outputs have the shapes (1, T, 1, H) and (1, 1, U + 1, H), so the joint combines all pairs.
+        encoded = task.joint.encoder(frames)[:, :, None]
+        predicted = task.joint.prediction(task.prediction(labels))[:, None]
+        logits = task.joint(encoded, predicted)
+        # Our prediction network adds its first input to the labels. Hugging Face's does not.
+        reference_labels = nn.functional.pad(labels, (1, 0), value=task.tokenizer.blank)
+        reference_encoded = model.encoder_projector(reference_frames)[:, :, None]
+        reference_predicted = model.decoder(reference_labels)[:, None]
+        # The arguments of the two joints have opposite orders.
+        reference_logits = model.joint(reference_predicted, reference_encoded)
+    task.train(is_training)
+    return wav2vec2_hf.largest_difference([(frames, reference_frames), (logits, reference_logits)])

@@ -18,7 +18,7 @@ from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.models.ctc import CTC
 from speechtrain.models.wav2vec2 import Wav2Vec2
-from speechtrain.nn.conv_extractor import ConvBlock, ConvExtractor
+from speechtrain.nn.conv_extractor import ConvBlock
 from speechtrain.nn.masking import SpanMask
 from speechtrain.nn.transformer import TransformerLayer
 
@@ -147,8 +147,17 @@ def _encoder_arguments(encoder: Wav2Vec2Encoder) -> dict[str, Any]:
     transformer = encoder.transformer
     layer = transformer.layers[0]
     assert isinstance(layer, TransformerLayer)
+    extractor = encoder.extractor
+    block = extractor.layers[0]
+    assert isinstance(block, ConvBlock)
+    conv_layers = []
+    for width, (kernel, stride) in zip(extractor.widths, extractor.spans, strict=True):
+        conv_layers.append([width, kernel, stride])
     return {
-        **_extractor_arguments(encoder.extractor),
+        "conv_layers": conv_layers,
+        "conv_bias": block.conv.bias is not None,
+        "conv_norm": "group" if isinstance(block.norm, nn.GroupNorm) else "layer",
+        "gradient_scale": extractor.gradient_scale,
         "width": encoder.width,
         "layers": len(transformer.layers),
         "feed_forward": layer.feed_forward_in.out_features,
@@ -165,20 +174,6 @@ def _encoder_arguments(encoder: Wav2Vec2Encoder) -> dict[str, Any]:
         "sample_rate": encoder.sample_rate,
         "mask": encoder.mask and asdict(encoder.mask),
         "channel_mask": encoder.channel_mask and asdict(encoder.channel_mask),
-    }
-
-
-def _extractor_arguments(extractor: ConvExtractor) -> dict[str, Any]:
-    block = extractor.layers[0]
-    assert isinstance(block, ConvBlock)
-    conv_layers = []
-    for width, (kernel, stride) in zip(extractor.widths, extractor.spans, strict=True):
-        conv_layers.append([width, kernel, stride])
-    return {
-        "conv_layers": conv_layers,
-        "conv_bias": block.conv.bias is not None,
-        "conv_norm": "group" if isinstance(block.norm, nn.GroupNorm) else "layer",
-        "gradient_scale": extractor.gradient_scale,
     }
 
 

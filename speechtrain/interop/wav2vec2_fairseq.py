@@ -159,7 +159,10 @@ def read(path: str | Path) -> Pretrained:
     # projection, because fairseq removes both together.
     has_quantizer = not is_finetuned or "final_proj.weight" in tensors
     fixed = _FIXED | _FIXED_OBJECTIVE if has_quantizer else _FIXED
-    _refuse_unsupported_values({**settings, **criterion}, fixed, path)
+    all_settings = {**settings, **criterion}
+    for key, supported in fixed.items():
+        if all_settings.get(key, supported) not in (supported, None):
+            raise DataError(f"{path}: {key} is {all_settings[key]!r}, and only {supported!r} is supported")
     try:
         encoder = _encoder_arguments(settings, task, tensors, path=path)
         model = _model_arguments(settings, criterion, encoder) if has_quantizer else {}
@@ -225,7 +228,10 @@ def _tensors(stored: Mapping[str, Any], prefix: str, path: Path) -> dict[str, Te
     for name, tensor in tensors.items():
         if name.startswith("feature_extractor.") and tensor.dim() == 4:
             tensors[name] = tensor.squeeze(2)
-    _check_dimensions(tensors, path)
+    for name, tensor in tensors.items():
+        for pattern, dimensions in _DIMENSIONS.items():
+            if re.fullmatch(pattern, name) and tensor.dim() != dimensions:
+                raise DataError(f"{path}: the tensor {name} has {tensor.dim()} dimensions, not {dimensions}")
     # Old files have one tensor for query, key and value.
     for name in list(tensors):
         if name.endswith(("in_proj_weight", "in_proj_bias")):
@@ -234,20 +240,6 @@ def _tensors(stored: Mapping[str, Any], prefix: str, path: Path) -> dict[str, Te
             for letter, part in zip("qkv", parts, strict=True):
                 tensors[f"{base}{letter}_proj.{kind}"] = part
     return tensors
-
-
-def _check_dimensions(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise DataError for a tensor whose number of dimensions differs from ``_DIMENSIONS``."""
-    for name, tensor in tensors.items():
-        for pattern, dimensions in _DIMENSIONS.items():
-            if re.fullmatch(pattern, name) and tensor.dim() != dimensions:
-                raise DataError(f"{path}: the tensor {name} has {tensor.dim()} dimensions, not {dimensions}")
-
-
-def _refuse_unsupported_values(settings: Mapping[str, Any], fixed: Mapping[str, Any], path: Path) -> None:
-    for key, supported in fixed.items():
-        if settings.get(key, supported) not in (supported, None):
-            raise DataError(f"{path}: {key} is {settings[key]!r}, and only {supported!r} is supported")
 
 
 def _encoder_arguments(

@@ -38,7 +38,6 @@ from speechtrain.interop.pretrained import (
     import_tensors,
     rename,
 )
-from speechtrain.models.wav2vec2 import Wav2Vec2
 from speechtrain.nn.masking import SpanMask
 
 LIMIT = 1e-4
@@ -194,7 +193,11 @@ def _build_model(pretrained: Pretrained) -> Any:
 def _difference_between(pretrained: Pretrained, model: Any) -> float:
     """Return the largest difference between the outputs of ``pretrained`` and of Hugging Face's ``model``."""
     encoder, task = pretrained.build()
-    audio = _test_audio()
+    # A second of chirp and noise, (1, 16000), which is the same on every machine.
+    time = torch.arange(16000) / 16000
+    noise = torch.randn(16000, generator=torch.Generator().manual_seed(0))
+    chirp = torch.sin(2 * math.pi * (200 + 1500 * time) * time)
+    audio = (0.3 * chirp + 0.1 * noise)[None]
     reference_encoder = getattr(model, "wav2vec2", model)  # ``Wav2Vec2Model`` itself, or inside another class
     reference = reference_encoder(audio)
     features, lengths, _ = encoder.extract(audio, torch.tensor([audio.shape[1]]))
@@ -210,30 +213,15 @@ def _difference_between(pretrained: Pretrained, model: Any) -> float:
         pairs.append((F.linear(hidden, weight, bias), model.lm_head(reference.last_hidden_state)))
     if task is not None:
         pairs.append((task.final_proj(hidden), model.project_hid(reference.last_hidden_state)))
-        pairs += _quantizer_pairs(task, model, reference.extract_features)
+        # Both quantisers get the same features. Otherwise a rounding difference could make them choose
+        # different codes.
+        same_features = reference.extract_features
+        quantized = task.quantizer(same_features, 1.0, torch.ones(same_features.shape[:2]))
+        reference_codes, _ = model.quantizer(same_features)
+        pairs.append((task.project_q(quantized.codes), model.project_q(reference_codes)))
+        # A second of audio does not use every code, so the codebooks are compared, too.
+        pairs.append((task.quantizer.codebook.flatten(), model.quantizer.codevectors.flatten()))
     return largest_difference(pairs)
-
-
-def _quantizer_pairs(task: Wav2Vec2, model: Any, features: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return two pairs: the projected codes that both quantisers choose for ``features``, and the codebooks.
-
-    Both get the same features. Otherwise a rounding difference could make them choose different codes. The
-    codebooks are compared because a second of audio does not use every code.
-    """
-    quantized = task.quantizer(features, 1.0, torch.ones(features.shape[:2]))
-    reference, _ = model.quantizer(features)
-    return [
-        (task.project_q(quantized.codes), model.project_q(reference)),
-        (task.quantizer.codebook.flatten(), model.quantizer.codevectors.flatten()),
-    ]
-
-
-def _test_audio() -> Tensor:
-    """Return a second of chirp and noise, (1, 16000). It is the same on every machine."""
-    time = torch.arange(16000) / 16000
-    noise = torch.randn(16000, generator=torch.Generator().manual_seed(0))
-    chirp = torch.sin(2 * math.pi * (200 + 1500 * time) * time)
-    return (0.3 * chirp + 0.1 * noise)[None]
 
 
 def largest_difference(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
@@ -294,17 +282,12 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
         tensors.setdefault(_PREFIX + _MASK_EMBEDDING, torch.zeros(pretrained.encoder["width"]))
     weights = import_tensors(tensors, shapes, huggingface_name, where=str(folder))
     pretrained = Pretrained(pretrained.encoder, pretrained.model, weights)
-    model = _load_model(model_class, folder)
-    return pretrained, check_difference(_difference_between(pretrained, model), str(folder))
-
-
-def _load_model(model_class: Any, folder: Path) -> Any:
-    """Return Hugging Face's model in ``folder``, in fp32 and evaluation mode. Raises DataError."""
     try:
-        return model_class.from_pretrained(folder, local_files_only=True).float().eval()
+        model = model_class.from_pretrained(folder, local_files_only=True).float().eval()
     except Exception as error:  # transformers raises errors of many types for a file that we can read.
         reason = f"{type(error).__name__}: {one_line(str(error), 120)}"
         raise DataError(f"{folder}: transformers cannot load it ({reason})") from None
+    return pretrained, check_difference(_difference_between(pretrained, model), str(folder))
 
 
 def read_arguments(folder: Path) -> Pretrained:

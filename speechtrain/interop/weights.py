@@ -207,9 +207,8 @@ def _encoder_choices() -> dict[str, Shapes]:
     choices = {}
     for choice, content in files.items():
         arguments: dict[str, Any] = {}
-        for base in content.pop(
-            "defaults", ()
-        ):  # As in Hydra, the file's own keys replace those in its bases.
+        # As in Hydra, the file's own keys replace those in its bases.
+        for base in content.pop("defaults", ()):
             arguments.update(files.get(str(base), {}))
         arguments.update(content)
         is_base_file = choice.startswith("_")
@@ -237,8 +236,15 @@ def write_imported(pretrained: Pretrained, folder: Path) -> None:
         save_file(pretrained.weights, temporary / "model.safetensors")
         (temporary / "encoder" / f"{NAME}.yaml").write_text(_yaml_text(_encoder_node(pretrained)))
         if not pretrained.is_encoder:
+            # The choice of ``model`` continues the pretraining.
+            groups = {"encoder": NAME, "tokenizer": "none", "optimizer": "wav2vec2", "schedule": "wav2vec2"}
+            node = {
+                "defaults": [{f"override /{group}": choice} for group, choice in groups.items()],
+                "model": {"_target_": _MODEL, **pretrained.model},
+                "trainer": {"clip": 0.0, "ema": 0.0},
+            }
             (temporary / "model").mkdir()
-            (temporary / "model" / f"{NAME}.yaml").write_text(_model_yaml(pretrained))
+            (temporary / "model" / f"{NAME}.yaml").write_text(f"# @package _global_\n{_yaml_text(node)}")
 
 
 def _encoder_node(pretrained: Pretrained) -> dict[str, Any]:
@@ -247,17 +253,6 @@ def _encoder_node(pretrained: Pretrained) -> dict[str, Any]:
         if node[name]:
             node[name] = {"_target_": _SPAN_MASK, **node[name]}
     return node
-
-
-def _model_yaml(pretrained: Pretrained) -> str:
-    """Return a choice of the group ``model`` that continues the pretraining of the model."""
-    groups = {"encoder": NAME, "tokenizer": "none", "optimizer": "wav2vec2", "schedule": "wav2vec2"}
-    node = {
-        "defaults": [{f"override /{group}": choice} for group, choice in groups.items()],
-        "model": {"_target_": _MODEL, **pretrained.model},
-        "trainer": {"clip": 0.0, "ema": 0.0},
-    }
-    return "# @package _global_\n" + _yaml_text(node)
 
 
 def _yaml_text(node: dict[str, Any]) -> str:
