@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, PackageLoader, Template
+from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from speechtrain.errors import MALFORMED, ConfigError, DataError, escape_controls, one_line, shorten
@@ -86,27 +86,20 @@ class CardOptions:
 
 def card(run: Run, checkpoint: Path, folder: Path, options: CardOptions) -> str:
     """Return the card of the export in ``folder``, which has the weights of ``checkpoint``."""
-    architecture = _architecture(folder)
+    # The class of transformers that loads the folder, if one does.
+    architectures = read_json(folder / "config.json").get("architectures")
+    architecture = str(architectures[0]) if architectures else ""
     # A folder of another architecture has only a part of the model, such as its encoder.
     is_whole_model = not architecture or _RECOGNISERS.get(architecture) == _class_name(run, "model")
     rates = _rates(run, checkpoint, options.evaluated_rates) if is_whole_model else []
     title = one_line(options.name.rpartition("/")[2] or folder.resolve().name, _MOST_CHARACTERS)
     metadata = _metadata(run, options, architecture) | _model_index(title, rates)
     front_matter = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=10**6)
-    return _template(run).render(
-        run=run,
-        device=read_device(run.folder),
-        title=title,
-        metadata=metadata,
-        front_matter=Markup(front_matter.strip()),
-        rates=rates,
-        location=Markup(options.name or "."),
-        command=_command(run),
-        is_whole_model=is_whole_model,
-    )
-
-
-def _template(run: Run) -> Template:
+    command = Markup()
+    argv = run.about.argv
+    if argv is not None and not holds_secret(shlex.join(argv)):
+        line = shorten(escape_controls(shlex.join(argv)), _MOST_COMMAND)
+        command = Markup(f"    speechtrain train {line}")  # The indentation makes it a line of code.
     environment = Environment(
         loader=PackageLoader("speechtrain.report", ""),
         trim_blocks=True,
@@ -115,13 +108,17 @@ def _template(run: Run) -> Template:
     )
     filters = {"part": partial(_class_name, run), "duration": duration, "number": finite_number}
     environment.filters.update(filters)
-    return environment.get_template("card.md")
-
-
-def _architecture(folder: Path) -> str:
-    """Return the class of transformers that loads the folder, or an empty text."""
-    architectures = read_json(folder / "config.json").get("architectures")
-    return str(architectures[0]) if architectures else ""
+    return environment.get_template("card.md").render(
+        run=run,
+        device=read_device(run.folder),
+        title=title,
+        metadata=metadata,
+        front_matter=Markup(front_matter.strip()),
+        rates=rates,
+        location=Markup(options.name or "."),
+        command=command,
+        is_whole_model=is_whole_model,
+    )
 
 
 def _markdown(value: Any) -> Markup:
@@ -215,11 +212,3 @@ def _rates_in(content: Mapping[str, Any]) -> Iterator[Rate]:
                 interval = " to ".join(f"{100 * float(bound):.2f}" for bound in bounds)
                 utterances = int(mistakes.get("utterances", 0))
                 yield Rate(set_name, decoder, metric, float(value), interval, utterances)
-
-
-def _command(run: Run) -> Markup:
-    """Return the command as an indented line of code, or an empty text if it has a secret."""
-    text = shlex.join(run.about.argv or [])
-    if run.about.argv is None or holds_secret(text):
-        return Markup()
-    return Markup(f"    speechtrain train {shorten(escape_controls(text), _MOST_COMMAND)}")

@@ -118,25 +118,23 @@ class Chart:
         text = io.StringIO()
         with matplotlib.style.context(["default", _STYLE]):
             figure = Figure(_INCHES, layout="constrained")
-            self._draw(figure.add_subplot())
+            axes = figure.add_subplot()
+            # Faint lines are drawn first, behind the others.
+            for line, y in sorted(self.visible, key=lambda visible_line: not visible_line[0].is_faint):
+                _draw_line(axes, line, y)
+            for step in self.marks:
+                axes.axvline(step, color=_GREY, linewidth=1, dashes=(2, 4))
+            axes.set(xlabel="step", xlim=(0, min(self.last_step, _LARGEST)))
+            axes.xaxis.set_major_locator(MaxNLocator(5, steps=_TICK_STEPS, integer=True))
+            axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
+            if self._is_log:
+                self._set_log_axis(axes)
+            else:
+                self._set_linear_axis(axes)
+            axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
             no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
             figure.savefig(text, format="svg", transparent=True, metadata=no_metadata)
         return _NEEDLESS_PARTS.sub("", text.getvalue())
-
-    def _draw(self, axes: Axes) -> None:
-        # Faint lines are drawn first, behind the others.
-        for line, y in sorted(self.visible, key=lambda visible_line: not visible_line[0].is_faint):
-            _draw_line(axes, line, y)
-        for step in self.marks:
-            axes.axvline(step, color=_GREY, linewidth=1, dashes=(2, 4))
-        axes.set(xlabel="step", xlim=(0, min(self.last_step, _LARGEST)))
-        axes.xaxis.set_major_locator(MaxNLocator(5, steps=_TICK_STEPS, integer=True))
-        axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
-        if self._is_log:
-            self._set_log_axis(axes)
-        else:
-            self._set_linear_axis(axes)
-        axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
 
     def _set_log_axis(self, axes: Axes) -> None:
         low, high = self._limits

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from speechtrain.errors import FORMAT_CHARACTERS, escape_controls
 from speechtrain.metrics import character_errors, rate_interval
@@ -27,27 +26,9 @@ def mistakes(examples: Sequence[Example], worst_count: int) -> dict[str, Any]:
     """
     # The order of the examples depends on the batches, and the result must not depend on it.
     examples = sorted(examples, key=lambda example: example.id)
-    kinds, confusions, counts = _count_errors(examples)
-    rows = [example.row() for example in worst_examples(examples, worst_count)]
-    return {
-        **{name: kinds[kind] for kind, name in KINDS.items()},
-        "words": int(counts[:, 1].sum()),
-        "utterances": len(examples),
-        "wer_interval": rate_interval(counts[:, :2]),
-        "cer_interval": rate_interval(counts[:, 2:]),
-        "worst": [row for row in rows if row["errors"]],
-        "confusions": [[*words, count] for words, count in confusions.most_common(_MAX_CONFUSIONS)],
-    }
-
-
-def _count_errors(
-    examples: Sequence[Example],
-) -> tuple[Counter[str], Counter[tuple[str, str]], NDArray[np.float64]]:
-    """Return the number of errors of each kind and of each confusion, and a row of counts for each example.
-
-    A row has word errors, words, character errors and characters.
-    """
-    kinds, confusions = Counter[str](), Counter[tuple[str, str]]()
+    kinds = Counter[str]()
+    confusions = Counter[tuple[str, str]]()
+    # A row for each example: word errors, words, character errors and characters.
     counts = np.zeros((len(examples), 4))
     for number, example in enumerate(examples):
         errors = words = 0
@@ -59,7 +40,16 @@ def _count_errors(
                 kinds[kind] += 1
                 confusions[reference_word, hypothesis_word] += 1
         counts[number] = errors, words, *character_errors(example.reference, example.hypothesis)
-    return kinds, confusions, counts
+    rows = [example.row() for example in worst_examples(examples, worst_count)]
+    return {
+        **{name: kinds[kind] for kind, name in KINDS.items()},
+        "words": int(counts[:, 1].sum()),
+        "utterances": len(examples),
+        "wer_interval": rate_interval(counts[:, :2]),
+        "cer_interval": rate_interval(counts[:, 2:]),
+        "worst": [row for row in rows if row["errors"]],
+        "confusions": [[*words, count] for words, count in confusions.most_common(_MAX_CONFUSIONS)],
+    }
 
 
 def lines_of(summary: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ import shlex
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import Any
@@ -103,7 +103,13 @@ def _charts(runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
 def _all_charts(runs: Sequence[Run], names: Sequence[str]) -> Iterable[Chart]:
     losses = _train_lines(runs, names, "loss", smooth=True) + _valid_lines(runs, names, "loss")
     yield Chart("Loss", losses, maybe_log=True)
-    yield from _valid_charts(runs, names)
+    # WER, then other error rates, then the other metrics of validation
+    valid_metrics = _union(run.valid for run in runs)
+    for metric in sorted(valid_metrics, key=lambda metric: (not is_error_rate(metric), metric != "wer")):
+        if metric != "loss":
+            is_rate = is_error_rate(metric)
+            lines = _valid_lines(runs, names, metric)
+            yield Chart(_heading(metric), lines, _unit(metric), from_zero=is_rate, maybe_log=is_rate)
     for metric, (title, unit) in _TRAIN_CHARTS.items():
         is_noisy = metric == "grad_norm"
         lines = _train_lines(runs, names, metric, smooth=is_noisy)
@@ -112,16 +118,6 @@ def _all_charts(runs: Sequence[Run], names: Sequence[str]) -> Iterable[Chart]:
         if metric != "loss" and metric not in _TRAIN_CHARTS:
             lines = _train_lines(runs, names, metric, smooth=True)
             yield Chart(f"{_heading(metric)} in training", lines, _unit(metric))
-
-
-def _valid_charts(runs: Sequence[Run], names: Sequence[str]) -> Iterable[Chart]:
-    """Yield the charts of validation except the loss: WER, then other error rates, then the rest."""
-    metrics = _union(run.valid for run in runs)
-    for metric in sorted(metrics, key=lambda metric: (not is_error_rate(metric), metric != "wer")):
-        if metric != "loss":
-            is_rate = is_error_rate(metric)
-            lines = _valid_lines(runs, names, metric)
-            yield Chart(_heading(metric), lines, _unit(metric), from_zero=is_rate, maybe_log=is_rate)
 
 
 def _unit(metric: str) -> str:
@@ -207,14 +203,12 @@ def _origin(run: Run) -> dict[str, str]:
     entries["versions"] = ", ".join(versions)
     entries["platform"] = about.platform
     if run.result and run.result.metrics:
-        entries["result"] = _metrics(run.result.metrics)
+        figures = []
+        for name, value in run.result.metrics.items():
+            figures.append(Markup("{} <b>{}</b>").format(name, _figure(value, name)))
+        entries["result"] = Markup(", ").join(figures)
     entries["directory"] = _CODE.format(run.folder)
     return entries
-
-
-def _metrics(metrics: Mapping[str, Any]) -> Markup:
-    texts = [Markup("{} <b>{}</b>").format(name, _figure(value, name)) for name, value in metrics.items()]
-    return Markup(", ").join(texts)
 
 
 def _heading(metric: str) -> str:

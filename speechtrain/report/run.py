@@ -201,16 +201,13 @@ class Run:
     def device(self) -> str:
         """The device, the computed precision and the number of processes as text, as far as known."""
         precision, _, _ = self.computes.partition(" ")
-        texts = [self.about.device or self._class_name("device"), precision]
+        target = str(self.config.get("device._target_", ""))
+        class_name = target.rpartition(".")[2].lower()
+        texts = [self.about.device or class_name, precision]
         world_size = self.config.get("world_size")
         if isinstance(world_size, int) and world_size > 1:
             texts.append(f"× {world_size}")
         return " ".join(filter(None, texts))
-
-    def _class_name(self, key: str) -> str:
-        """Return the name of the class at a key of the config in lower case, or ""."""
-        target = str(self.config.get(f"{key}._target_", ""))
-        return target.rpartition(".")[2].lower()
 
     @property
     def status(self) -> str:
@@ -267,9 +264,14 @@ def read_run(folder: str | Path) -> Run:
     except OSError as error:
         cause = error.strerror or error
         raise RunError(f"{error.filename or folder}: {cause}. It must be readable") from error
-    events, omitted_sets = _events_of_first_sets(metrics.rows)
+    set_names = dict.fromkeys(str(values["set"]) for values in metrics.rows if "set" in values)
+    omitted_sets = set(list(set_names)[_MAX_SETS:])
+    events = []
+    for values in metrics.rows:
+        if "set" not in values or str(values["set"]) not in omitted_sets:
+            events.append(values)
     notes = []
-    for count, name in ((metrics.omitted + skipped.omitted, "lines of logs"), (omitted_sets, "sets")):
+    for count, name in ((metrics.omitted + skipped.omitted, "lines of logs"), (len(omitted_sets), "sets")):
         if count:
             notes.append(f"{count:,} {name} are left out")
     stored = StoredConfig()
@@ -279,20 +281,6 @@ def read_run(folder: str | Path) -> Run:
         notes.append(str(error))
     reasons = _by_reason(skipped.rows)
     return Run(folder, events, read_result(folder), read_about(folder), stored, reasons, tuple(notes))
-
-
-def _events_of_first_sets(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """Return the events that a page shows, and the number of sets that are left out.
-
-    The events of a set are left out unless it is among the first ``_MAX_SETS`` sets.
-    """
-    set_names = dict.fromkeys(str(values["set"]) for values in events if "set" in values)
-    omitted_sets = set(list(set_names)[_MAX_SETS:])
-    shown_events = []
-    for values in events:
-        if "set" not in values or str(values["set"]) not in omitted_sets:
-            shown_events.append(values)
-    return shown_events, len(omitted_sets)
 
 
 def hold_secrets(runs: Sequence[Run]) -> bool:
@@ -308,24 +296,18 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
     If such names are empty, equal or too long, the names are the runs' paths below their common folder.
     """
-    names = _distinct_overrides(runs)
-    are_distinct = len(names) > 1 and len(set(names)) == len(names)
-    if are_distinct and all(0 < len(name) <= _LONGEST_NAME for name in names):
-        return names
-    folders = [run.folder.resolve() for run in runs]
-    common_folder = os.path.commonpath([folder.parent for folder in folders])
-    return [os.path.relpath(folder, common_folder) for folder in folders]
-
-
-def _distinct_overrides(runs: Sequence[Run]) -> list[str]:
-    """Return the overrides of each run that not all runs have, without the run directory."""
     all_overrides = [run.about.overrides or [] for run in runs]
     shared = set(all_overrides[0]).intersection(*all_overrides)
     names = []
     for overrides in all_overrides:
         distinct = [text for text in overrides if text not in shared and not text.startswith("run_dir=")]
         names.append(" ".join(distinct))
-    return names
+    are_distinct = len(names) > 1 and len(set(names)) == len(names)
+    if are_distinct and all(0 < len(name) <= _LONGEST_NAME for name in names):
+        return names
+    folders = [run.folder.resolve() for run in runs]
+    common_folder = os.path.commonpath([folder.parent for folder in folders])
+    return [os.path.relpath(folder, common_folder) for folder in folders]
 
 
 def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:

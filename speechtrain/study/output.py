@@ -22,33 +22,24 @@ def table(study: Study) -> list[str]:
     names = [objective.name for objective in study.spec.objectives]
     rows = [["trial", "status", *names, "assignments"]]
     for trial in study.trials():
+        result = result_of(trial)
+        status = result.status
+        beyond_threshold = [name for name, excess in trial.constraints.items() if excess > 0]
+        if beyond_threshold:
+            status += f", beyond {', '.join(beyond_threshold)}"
         values = ["-"] * len(names)
         if trial.values:
             values = [f"{value:.5g}" for value in trial.values]
-        assignments = _assignments(trial)
+        assignments = []
+        for key, value in trial.params.items():
+            if isinstance(value, float):
+                value = f"{value:.5g}"
+            assignments.append(f"{key}={value}")
+        last_column = " ".join([*assignments, result.error]).rstrip()
         if best is not None and trial.number == best.number:
-            assignments += "  (best)"
-        rows.append([str(trial.number), _status(trial), *values, assignments])
+            last_column += "  (best)"
+        rows.append([str(trial.number), status, *values, last_column])
     return table_lines(rows)
-
-
-def _status(trial: FrozenTrial) -> str:
-    """Return the status of a trial, with the objectives whose values are beyond their thresholds."""
-    status = result_of(trial).status
-    beyond = [name for name, excess in trial.constraints.items() if excess > 0]
-    if beyond:
-        status += f", beyond {', '.join(beyond)}"
-    return status
-
-
-def _assignments(trial: FrozenTrial) -> str:
-    """Return the assignments of a trial, and its error if there is one, as one text."""
-    texts = []
-    for key, value in trial.params.items():
-        if isinstance(value, float):
-            value = f"{value:.5g}"
-        texts.append(f"{key}={value}")
-    return " ".join([*texts, result_of(trial).error]).rstrip()
 
 
 def best_command(study: Study) -> str:

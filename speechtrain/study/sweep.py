@@ -46,7 +46,16 @@ def run_study(config: DictConfig, parser: OverridesParser, arguments: Sequence[s
     Raises ConfigError for a wrong definition, and RunError if no trial is complete.
     """
     settings: Any = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
-    spec = _spec(settings, parser, arguments)
+    fixed, space = split_overrides(parser.parse_overrides(list(arguments)))
+    spec = StudySpec(
+        space=space,
+        objectives=read_objectives(settings["objectives"]),
+        n_trials=int(settings["n_trials"]),
+        sampler=settings["sampler"],
+        seed=int(settings["seed"]),
+        first=first_assignments(space, settings["first"], parser),
+        fixed=fixed,
+    )
     _check_settings(settings, spec)
     folder = Path(config.hydra.sweep.dir).resolve()
     if config.dry_run:
@@ -60,11 +69,21 @@ def run_study(config: DictConfig, parser: OverridesParser, arguments: Sequence[s
     cores = settings["cores"] or max(1, len(usable_cpus()) // parallel)
     failures: Counter[int] = Counter()  # by the number of the trial
     while trials := _claim(study, parallel):
-        ends = launch([_overrides(study, trial, cores) for trial in trials], trials[0].number)
+        jobs = []
+        for trial in trials:
+            job = [*fixed, *override_texts(trial.params)]
+            job += [f"hydra.sweeper.trial={trial.number}", f"hydra.sweeper.cores={cores}"]
+            # The default folder depends on the overrides, which differ for each trial. All need this folder.
+            job.append(f"hydra.sweep.dir='{folder}'")
+            jobs.append(job)
+        ends = launch(jobs, trials[0].number)
         for trial, end in zip(trials, ends, strict=True):
             _store_end(study, trial.number, end.return_value, settings, failures)
             study.release(trial.number)
-        _refuse_useless_study(study)
+        results = [result_of(trial) for trial in study.trials() if trial.state.is_finished()]
+        are_all_refused = all(result.status == "refused" for result in results)
+        if len(results) >= _FIRST_TRIALS and are_all_refused:
+            raise ConfigError(f"the first {len(results)} trials were refused: {results[0].error}")
     write_page(study)
     for line in table(study):
         print_line(line)
@@ -72,20 +91,6 @@ def run_study(config: DictConfig, parser: OverridesParser, arguments: Sequence[s
     if not command:
         raise RunError(f"no trial of the study in {folder} is complete")
     print_line(f"train with: {command}")
-
-
-def _spec(settings: Mapping[str, Any], parser: OverridesParser, arguments: Sequence[str]) -> StudySpec:
-    """Return the definition of the study. Raises ConfigError if it is wrong."""
-    fixed, space = split_overrides(parser.parse_overrides(list(arguments)))
-    return StudySpec(
-        space=space,
-        objectives=read_objectives(settings["objectives"]),
-        n_trials=int(settings["n_trials"]),
-        sampler=settings["sampler"],
-        seed=int(settings["seed"]),
-        first=first_assignments(space, settings["first"], parser),
-        fixed=fixed,
-    )
 
 
 def _check_settings(settings: Mapping[str, Any], spec: StudySpec) -> None:
@@ -121,14 +126,6 @@ def _claim(study: Study, count: int) -> list[FrozenTrial]:
     while len(trials) < count and (trial := study.claim()):
         trials.append(trial)
     return trials
-
-
-def _overrides(study: Study, trial: FrozenTrial, cores: int) -> list[str]:
-    """Return the overrides of a trial's job."""
-    settings = [f"hydra.sweeper.trial={trial.number}", f"hydra.sweeper.cores={cores}"]
-    # The default folder depends on the overrides, which differ for each trial. All trials need this folder.
-    settings.append(f"hydra.sweep.dir='{study.folder}'")
-    return [*study.spec.fixed, *override_texts(trial.params), *settings]
 
 
 def _store_end(
@@ -176,11 +173,3 @@ def _failure_status(error: SpeechtrainError, run_dir: Path) -> str:
     if isinstance(error, ConfigError | DataError):
         return "refused"
     return "failed"
-
-
-def _refuse_useless_study(study: Study) -> None:
-    """Raise ConfigError if the first trials were all refused."""
-    results = [result_of(trial) for trial in study.trials() if trial.state.is_finished()]
-    are_all_refused = all(result.status == "refused" for result in results)
-    if len(results) >= _FIRST_TRIALS and are_all_refused:
-        raise ConfigError(f"the first {len(results)} trials were refused: {results[0].error}")

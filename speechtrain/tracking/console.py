@@ -175,6 +175,11 @@ class _Display:
         steps = self._start.get("steps")
         step = self._train.get("step", self._start.get("step", 0))
         title = f"step {step}/{steps}" if steps else f"step {step}"
+        display_time = time.monotonic()
+        clocks = f"{duration(display_time - self._start_time)} elapsed"
+        if _is_finite(self._train.get("eta_s")):
+            seconds_left = self._train["eta_s"] - (display_time - self._train_time)
+            clocks += f", {duration(max(0.0, seconds_left))} to go"
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
@@ -182,18 +187,9 @@ class _Display:
         bar.add_row(
             Text(title, style="bold"),
             ProgressBar(total=steps, completed=step, pulse=not steps),
-            Text(self._clocks(), style="dim"),
+            Text(clocks, style="dim"),
         )
         return bar
-
-    def _clocks(self) -> str:
-        """Return the time since the start, and the time left if it is known."""
-        display_time = time.monotonic()
-        clocks = f"{duration(display_time - self._start_time)} elapsed"
-        if _is_finite(self._train.get("eta_s")):
-            seconds_left = self._train["eta_s"] - (display_time - self._train_time)
-            clocks += f", {duration(max(0.0, seconds_left))} to go"
-        return clocks
 
 
 def lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:

@@ -101,17 +101,14 @@ class MLPerf(Tracker):
             self._append_event("throughput", values["utterances_per_s"], epoch_num=epoch)
         elif event == "valid" and step > self._evaluated_step:  # of the first set only
             self._evaluated_step = step
-            self._evaluate(values, epoch)
+            self._append_event("eval_start", time_s=time.time() - values["seconds"], epoch_num=epoch)
+            if "wer" in values:
+                self._append_event("eval_accuracy", values["wer"], epoch_num=epoch)
+            self._append_event("eval_stop", epoch_num=epoch)
             if step % updates == 0:
                 self._stop_block(epoch)
         elif event == "end" and values["status"] != "preempted":
             self._end(values["status"])
-
-    def _evaluate(self, values: Mapping[str, Any], epoch: int) -> None:
-        self._append_event("eval_start", time_s=time.time() - values["seconds"], epoch_num=epoch)
-        if "wer" in values:
-            self._append_event("eval_accuracy", values["wer"], epoch_num=epoch)
-        self._append_event("eval_stop", epoch_num=epoch)
 
     def _stop_block(self, epoch: int) -> None:
         if epoch:

@@ -65,21 +65,16 @@ class TensorBoard(Tracker):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter  # This import takes seconds.
 
-            self._probe()
+            # On a full disk, the writer's thread would print a traceback at every attempt to write. This
+            # raises OSError instead.
+            probe = self.folder / ".probe"
+            write_text(probe, " " * 4096, durable=False)
+            probe.unlink()
             self._writer = SummaryWriter(
                 str(self.folder), purge_step=self._purge_step, flush_secs=self.flush_s
             )
             self._purge_step = None
         return self._writer
-
-    def _probe(self) -> None:
-        """Raise ``OSError`` if the disk is full.
-
-        Without this check, the writer's thread would print a traceback at every attempt to write.
-        """
-        probe = self.folder / ".probe"
-        write_text(probe, " " * 4096, durable=False)
-        probe.unlink()
 
     def _write(self, writer: Any, event: str, values: Mapping[str, Any]) -> None:
         step = values.get("step")

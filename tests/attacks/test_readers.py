@@ -341,7 +341,7 @@ WRITES: dict[str, Callable[[Path], object]] = {
     "output.log": lambda run: TextLog(run).log("warning", {"message": "slow"}),
     "skipped.jsonl": lambda run: SkipLog(str(run), 9, 1.0).add(Skip("a", "unreadable", "a.wav"), 9),
     "lock": lambda run: RunLock(run).acquire().release(),
-    "tensorboard/.probe": lambda run: TensorBoard(str(run))._probe(),
+    "tensorboard/.probe": lambda run: TensorBoard(str(run))._open(),
     "ranks/1/output.log": lambda run: _redirect_output(run / "ranks/1/output.log"),
     "agent.log": lambda run: supervise(
         ["sh", "-c", "echo said >&2"], os.environ, run / "agent.log", grace=1.0
