@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -208,7 +208,16 @@ def graphs_of(task: CTC | RNNT, policy: ComputePolicy | None = _POLICY) -> dict[
     if head is not None:
         graphs["ctc"] = Graph(_CTCHead(head), {"frames": frames}, ("scores",), {"frames": (1,)})
     if isinstance(task, RNNT):
-        graphs |= _search_graphs(task, frames)
+        step = _PredictionStep(task.prediction)
+        inputs = {"label": torch.zeros(1, dtype=torch.int64)}
+        for index, state in enumerate(step.states()):
+            inputs[f"state{index}"] = state
+        next_states = [f"next_{name}" for name in inputs if name != "label"]
+        prediction = Graph(step, inputs, ("prediction", *next_states), key="prediction")
+        output = prediction.example_outputs()["prediction"]
+        inputs = {"frame": frames[:, 0], "prediction": output}
+        graphs["prediction"] = prediction
+        graphs["joint"] = Graph(_JointStep(task.joint), inputs, ("scores",), key="model.joint")
     return graphs
 
 
@@ -227,20 +236,6 @@ def _encoder_graphs(task: Recogniser) -> dict[str, Graph]:
     return {"features": features, "encoder": Graph(_Encoder(encoder), inputs, outputs, {"features": (1,)})}
 
 
-def _search_graphs(task: RNNT, frames: Tensor) -> dict[str, Graph]:
-    """Return the graphs of the prediction network and of the joint."""
-    step = _PredictionStep(task.prediction)
-    inputs = {"label": torch.zeros(1, dtype=torch.int64)}
-    for index, state in enumerate(step.states()):
-        inputs[f"state{index}"] = state
-    next_states = [f"next_{name}" for name in inputs if name != "label"]
-    prediction = Graph(step, inputs, ("prediction", *next_states), key="prediction")
-    output = prediction.example_outputs()["prediction"]
-    inputs = {"frame": frames[:, 0], "prediction": output}
-    joint = Graph(_JointStep(task.joint), inputs, ("scores",), key="model.joint")
-    return {"prediction": prediction, "joint": joint}
-
-
 def write_graph(graph: Graph, path: Path) -> None:
     """Write a graph as a file of ONNX. Raises ConfigError if torch cannot."""
     from onnxscript import optimizer
@@ -251,9 +246,8 @@ def write_graph(graph: Graph, path: Path) -> None:
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            logging.getLogger("torch.onnx").setLevel(
-                logging.ERROR
-            )  # It warns of packages that are not needed.
+            # The logger warns of packages that are not needed.
+            logging.getLogger("torch.onnx").setLevel(logging.ERROR)
             program = _onnx_program(graph)
     except Exception as error:  # torch raises errors of many types for a module that it cannot export.
         reason = one_line(str(error), 200)
@@ -270,10 +264,13 @@ def _onnx_program(graph: Graph) -> torch.onnx.ONNXProgram:
     shapes: list[dict[int, Any]] = []
     for name in graph.inputs:
         shapes.append(dict.fromkeys(graph.free_axes.get(name, ()), torch.export.Dim.DYNAMIC))
+    dynamic_shapes: tuple[Any, ...] = tuple(shapes)
+    if "label" in graph.inputs:  # The states of a prediction network are one argument of its forward.
+        dynamic_shapes = (shapes[0], tuple(shapes[1:]))
     program = torch.export.export(
         graph.module,
         tuple(graph.inputs.values()),
-        dynamic_shapes=_by_argument(graph, shapes),
+        dynamic_shapes=dynamic_shapes,
         strict=False,
     )
     onnx_program = torch.onnx.export(
@@ -287,10 +284,3 @@ def _onnx_program(graph: Graph) -> torch.onnx.ONNXProgram:
     )
     assert onnx_program is not None
     return onnx_program
-
-
-def _by_argument(graph: Graph, shapes: Sequence[dict[int, Any]]) -> tuple[Any, ...]:
-    """Return the shapes in the form of torch: the states of a prediction network are one argument."""
-    if "label" in graph.inputs:
-        return (shapes[0], tuple(shapes[1:]))
-    return tuple(shapes)

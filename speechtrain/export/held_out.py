@@ -52,12 +52,11 @@ def check(loaded: LoadedRun, exports: Mapping[str, Export]) -> dict[str, Any]:
             f"{first.format_map(differences[0])}. {len(differences)} of {count} recordings differ, "
             "so nothing is written. Report the encoder and this line"
         )
-    rates = {name: _rates(texts) for name, texts in pairs.items()}
+    rates = {}
+    for name, texts in pairs.items():
+        counts = error_rates(texts)
+        rates[name] = {metric: float(errors / units) for metric, (errors, units) in counts.items()}
     return {"recordings": count, "differences": differences, "error_rates": rates}
-
-
-def _rates(pairs: list[tuple[str, str]]) -> dict[str, float]:
-    return {metric: float(errors / units) for metric, (errors, units) in error_rates(pairs).items()}
 
 
 def lines(result: dict[str, Any]) -> list[str]:

@@ -8,6 +8,12 @@ from typing import Any
 from speechtrain.export.graphs import Graph
 from speechtrain.inference.loaded_run import LoadedRun
 
+_FEATURE_SETTINGS = (
+    *("form", "n_fft", "mels", "f_min", "f_max", "preemphasis", "dither", "padding", "log_floor"),
+    *("normalise", "splice", "splice_first", "trim_silence_db"),
+)
+"""The arguments of ``LogMel`` that model.json contains."""
+
 
 def settings(loaded: LoadedRun, graphs: Mapping[str, Graph]) -> dict[str, Any]:
     """Return the content of model.json without the digests."""
@@ -20,6 +26,12 @@ def settings(loaded: LoadedRun, graphs: Mapping[str, Graph]) -> dict[str, Any]:
     if "prediction" in graphs:
         inputs = graphs["prediction"].inputs
         states = {name: list(state.shape) for name, state in inputs.items() if name != "label"}
+    log_mel = getattr(task.encoder, "features", None)
+    if log_mel is None:  # The encoder reads the waveform.
+        features = {"normalise_audio": task.encoder.normalise_audio}
+    else:
+        features = {name: getattr(log_mel, name) for name in _FEATURE_SETTINGS}
+        features |= {"window_samples": log_mel.width, "hop_samples": log_mel.hop}
     return {
         "kind": kind,
         "sample_rate": task.sample_rate,
@@ -31,21 +43,5 @@ def settings(loaded: LoadedRun, graphs: Mapping[str, Graph]) -> dict[str, Any]:
         "states": states,
         "max_symbols_per_step": task.decoder.max_symbols_per_step,
         "max_symbols": task.decoder.max_symbols,
-        "features": _features(task.encoder),
+        "features": features,
     }
-
-
-_FEATURE_SETTINGS = (
-    *("form", "n_fft", "mels", "f_min", "f_max", "preemphasis", "dither", "padding", "log_floor"),
-    *("normalise", "splice", "splice_first", "trim_silence_db"),
-)
-"""The arguments of ``LogMel`` that model.json contains."""
-
-
-def _features(encoder: Any) -> dict[str, Any]:
-    """Return the parameters of the features, or nothing for an encoder that reads the waveform."""
-    features = getattr(encoder, "features", None)
-    if features is None:
-        return {"normalise_audio": encoder.normalise_audio}
-    settings = {name: getattr(features, name) for name in _FEATURE_SETTINGS}
-    return settings | {"window_samples": features.width, "hop_samples": features.hop}

@@ -79,18 +79,15 @@ def greedy_task(loaded: LoadedRun, option: str) -> Any:
 
 
 def write_graphs(graphs: Mapping[str, Graph], folder: Path) -> None:
-    """Write each graph in fp32, and with weights of 8 bits. Raises ConfigError if torch cannot write it."""
-    for name, graph in graphs.items():
-        write_graph(graph, folder / f"{name}.fp32.onnx")
-    _quantise(graphs, folder)
+    """Write each graph in fp32, and with weights of 8 bits. Raises ConfigError if torch cannot write it.
 
-
-def _quantise(graphs: Mapping[str, Graph], folder: Path) -> None:
-    """Write each graph with weights of 8 bits. The features stay in fp32, because they are not learnt."""
+    The features have no weights that are learnt, so they stay in fp32.
+    """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    for name in graphs:
+    for name, graph in graphs.items():
         source, target = folder / f"{name}.fp32.onnx", folder / f"{name}.int8.onnx"
+        write_graph(graph, source)
         if name == "features":
             shutil.copy(source, target)
             continue

@@ -202,12 +202,18 @@ def sherpa_graphs(task: Any) -> dict[str, Graph]:
     if task.joint.durations:
         metadata["url"] = "tdt"  # sherpa-onnx finds the kind of the model in it.
     outputs = ("outputs", "encoded_lengths")
+    frame, prediction_output = graphs["joint"].inputs.values()
+    joint_inputs = {
+        "encoder_outputs": frame[:, :, None],
+        "decoder_outputs": prediction_output[:, :, None],
+    }
+    joint = _Joint(graphs["joint"].module)
     return {
         "encoder": _encoder_graph(
             graphs["encoder"], _Transducer(graphs["encoder"].module), outputs, metadata
         ),
         "decoder": prediction,
-        "joiner": _joint_graph(graphs["joint"]),
+        "joiner": Graph(joint, joint_inputs, ("outputs",), key="model.joint"),
     }
 
 
@@ -235,9 +241,3 @@ def _prediction_graph(graph: Graph) -> Graph:
     return Graph(
         module, inputs, ("outputs", "prednet_lengths", "next_state0", "next_state1"), key="prediction"
     )
-
-
-def _joint_graph(graph: Graph) -> Graph:
-    frame, prediction = graph.inputs.values()
-    inputs = {"encoder_outputs": frame[:, :, None], "decoder_outputs": prediction[:, :, None]}
-    return Graph(_Joint(graph.module), inputs, ("outputs",), key="model.joint")
