@@ -233,7 +233,9 @@ class Checkpointer:
             score = None
         manifest = replace(manifest, metric=score, metric_mode=metric_mode, metrics=finite, wall_s=wall_s)
         write_manifest(folder, manifest)
-        self._name_best()
+        best, best_score = self.best()
+        if best is not None:
+            write_json(self.root.parent / BEST, {"name": best.name, "metric": best_score})
         self._prune()
 
     def read_validation(self, step: int) -> dict[str, Any]:
@@ -293,12 +295,6 @@ class Checkpointer:
         flush(temporary)
         temporary.rename(folder)
         flush(self.root)
-
-    def _name_best(self) -> None:
-        """Write name and metric of the best checkpoint into ``best.json``."""
-        best, metric = self.best()
-        if best is not None:
-            write_json(self.root.parent / BEST, {"name": best.name, "metric": metric})
 
     def _prune(self) -> None:
         """Remove checkpoints that are neither the best nor among the newest.
@@ -398,7 +394,19 @@ class Checkpointer:
         if set(saved) != set(states):
             names = one_line(str([*saved]), 200)
             raise RunError(f"{folder} holds {names}, but this run needs {sorted(states)}")
-        self._load(folder, saved, states)
+        try:
+            saved = _shard(saved, states, folder / SHARDS)
+            for name, part in states.items():
+                if isinstance(part, torch.optim.Optimizer):
+                    load_optimizer(part, saved[name])
+                else:
+                    check_fit(saved[name], part.state_dict(), name)
+                    part.load_state_dict(saved[name])
+        except (SpeechtrainError, OSError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # The parts raise errors of many classes for a malicious state.
+            cause = f"{type(error).__name__}: {one_line(str(error), 200)}"
+            raise RunError(f"{folder} does not fit this run ({cause}). Set another run_dir") from error
 
     @staticmethod
     def _set_aside(folder: Path, error: RunError, earlier: list[Path]) -> None:
@@ -413,26 +421,6 @@ class Checkpointer:
         if earlier:
             consequence = f"trying {earlier[-1].name}"
         _LOG.warning(f"checkpoint not loaded: {error}; set aside as {damaged.name}, {consequence}")
-
-    @staticmethod
-    def _load(folder: Path, saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> None:
-        """Load ``saved``, the state in ``folder``, into the parts ``states``.
-
-        Raises RunError if the state does not fit.
-        """
-        try:
-            saved = _shard(saved, states, folder / SHARDS)
-            for name, part in states.items():
-                if isinstance(part, torch.optim.Optimizer):
-                    load_optimizer(part, saved[name])
-                else:
-                    check_fit(saved[name], part.state_dict(), name)
-                    part.load_state_dict(saved[name])
-        except (SpeechtrainError, OSError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # The parts raise errors of many classes for a malicious state.
-            cause = f"{type(error).__name__}: {one_line(str(error), 200)}"
-            raise RunError(f"{folder} does not fit this run ({cause}). Set another run_dir") from error
 
     def find(self, which: str) -> Path:
         """Return the folder of a checkpoint.

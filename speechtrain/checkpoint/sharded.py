@@ -30,7 +30,11 @@ class ShardedCheckpointer(Checkpointer):
     def save(self, step: int, states: Mapping[str, Stateful], weights: Mapping[str, Tensor]) -> Path:
         """Write the checkpoint of ``step``. All ranks raise OSError if one of them fails."""
         is_rank0 = self.group.world.rank == 0
-        whole_weights = self._gather(weights)
+        whole_weights = {}
+        for name, tensor in weights.items():
+            whole_tensor = full_tensor(tensor)  # It collects the shards of all ranks, so every rank calls it.
+            if is_rank0:
+                whole_weights[name] = whole_tensor.cpu()
         folder, temporary = self.folder(step), self._temporary(step)
         # Each context is a point at which the ranks wait for each other.
         with self._raise_on_all_ranks(step, temporary):
@@ -45,18 +49,6 @@ class ShardedCheckpointer(Checkpointer):
                 self._end(folder, temporary, step)
                 self._prune()
         return folder
-
-    def _gather(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the full weights on rank 0, in host memory, and an empty mapping on the other ranks.
-
-        Every rank must call this, because ``full_tensor`` collects the shards of all ranks.
-        """
-        gathered = {}
-        for name, tensor in weights.items():
-            whole_tensor = full_tensor(tensor)
-            if self.group.world.rank == 0:
-                gathered[name] = whole_tensor.cpu()
-        return gathered
 
     @contextmanager
     def _raise_on_all_ranks(self, step: int, temporary: Path) -> Iterator[None]:

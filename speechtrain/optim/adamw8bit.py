@@ -73,43 +73,39 @@ class AdamW8bit(TensorwiseOptimizer):
             raise ConfigError(f"optimizer=adamw8bit does not run on device={kind}. Use optimizer=adamw")
 
     def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
         for p, gradient in zip(parameters, gradients, strict=True):
             if not self.state[p]:  # The state of a parameter is {} before its first update.
                 self.state[p] = _initial_state(p.detach())
             state = self.state[p]
             state["step"] += 1
-            self._update_tensor(p.detach(), gradient.contiguous(), state, group)
-
-    def _update_tensor(
-        self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        (beta1, beta2), eps, decay = group["betas"], group["eps"], group["weight_decay"]
-        mean, square = state["exp_avg"], state["exp_avg_sq"]
-        step, lr = state["step"], float(group["lr"])
-        if "scale" in state:
+            weights = p.detach()
+            gradient = gradient.contiguous()
+            settings = {
+                "state1": state["exp_avg"],
+                "state2": state["exp_avg_sq"],
+                "beta1": beta1,
+                "beta2": beta2,
+                "eps": group["eps"],
+                "step": state["step"],
+                "lr": float(group["lr"]),
+                "weight_decay": group["weight_decay"],
+            }
+            if "scale" not in state:
+                _library().optimizer_update_32bit("adam", gradient, weights, **settings)
+                continue
             mean_codes, square_codes = _maps(p.device)
             _library().optimizer_update_8bit_blockwise(
                 "adam",
                 gradient,
-                p,
-                state1=mean,
-                state2=square,
-                beta1=beta1,
-                beta2=beta2,
+                weights,
+                **settings,
                 beta3=0.0,  # Adam does not use beta3 and alpha.
                 alpha=0.0,
-                eps=eps,
-                step=step,
-                lr=lr,
                 qmap1=mean_codes,
                 qmap2=square_codes,
                 absmax1=state["scale"],
                 absmax2=state["scale_sq"],
-                weight_decay=decay,
-            )
-        else:
-            _library().optimizer_update_32bit(
-                "adam", gradient, p, mean, beta1, eps, step, lr, square, beta2, weight_decay=decay
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -80,7 +80,9 @@ class EMA(Average):
 
     @torch.no_grad()
     def update(self, module: nn.Module, is_counted: Tensor | None = None) -> None:
-        decay = self._present_decay()
+        decay = self.decay
+        if self.warmup:
+            decay = min(decay, (1 + self.updates) / (10 + self.updates))
         self.updates += 1
         tensors = _tensors(module)
         averages, values = [], []
@@ -101,12 +103,6 @@ class EMA(Average):
         rate = rates[0] * is_counted
         for average, value in zip(averages, values, strict=True):
             average.addcmul_(value - average, rate)
-
-    def _present_decay(self) -> float:
-        """Return d for the next update."""
-        if not self.warmup:
-            return self.decay
-        return min(self.decay, (1 + self.updates) / (10 + self.updates))
 
     @contextmanager
     def use_average(self, module: nn.Module) -> Iterator[None]:

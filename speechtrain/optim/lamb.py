@@ -38,20 +38,13 @@ class LAMB(TensorwiseOptimizer):
         super().__init__(params, settings)
 
     def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        weights = [local_shard(parameter) for parameter in parameters]
-        directions = self._directions(parameters, weights, gradients, group)
-        norms = squared_norms([*weights, *directions], parameters[0]).sqrt()
-        weight_norms, direction_norms = norms[: len(weights)], norms[len(weights) :]
-        are_positive = (weight_norms > 0) & (direction_norms > 0)
-        ratios = torch.where(are_positive, weight_norms / direction_norms, torch.ones_like(weight_norms))
-        torch_private.foreach_mul_(directions, scalars(ratios * group["lr"]))
-        torch_private.foreach_sub_(weights, directions)
-
-    def _directions(
-        self, parameters: list[Tensor], weights: list[Tensor], gradients: list[Tensor], group: dict[str, Any]
-    ) -> list[Tensor]:
-        """Update the moments by the gradients, and return u of each parameter."""
-        states = self._next_states(parameters)
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["step"] = 0  # a number on the host, where the bias corrections are computed
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state["step"] += 1
         means = [local_shard(state["exp_avg"]) for state in states]
         squares = [local_shard(state["exp_avg_sq"]) for state in states]
         beta1, beta2 = group["betas"]
@@ -60,37 +53,21 @@ class LAMB(TensorwiseOptimizer):
         torch_private.foreach_mul_(squares, beta2)
         torch_private.foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
 
-        factors, corrected_eps = self._bias_corrections(states, group)
-        denominators = torch_private.foreach_sqrt(squares)
-        torch_private.foreach_add_(denominators, corrected_eps)
-        directions: list[Tensor] = torch_private.foreach_mul(weights, group["weight_decay"])
-        torch_private.foreach_addcdiv_(directions, means, denominators, factors)
-        return directions
-
-    @staticmethod
-    def _bias_corrections(
-        states: list[dict[str, Any]], group: dict[str, Any]
-    ) -> tuple[list[float], list[float]]:
-        """Return a factor and an eps for each parameter, with which m and v replace m̂ and v̂.
-
-        ``m̂ / (√v̂ + eps)`` is ``factor · m / (√v + corrected_eps)``, which saves two passes over memory.
-        """
-        beta1, beta2 = group["betas"]
+        # ``m̂ / (√v̂ + eps)`` is ``factor · m / (√v + corrected_eps)``, which saves two passes over memory.
         factors, corrected_eps = [], []
         for state in states:
-            step = state["step"]
-            correction = math.sqrt(1 - beta2**step)
-            factors.append(correction / (1 - beta1**step))
+            correction = math.sqrt(1 - beta2 ** state["step"])
+            factors.append(correction / (1 - beta1 ** state["step"]))
             corrected_eps.append(group["eps"] * correction)
-        return factors, corrected_eps
+        denominators = torch_private.foreach_sqrt(squares)
+        torch_private.foreach_add_(denominators, corrected_eps)
+        weights = [local_shard(parameter) for parameter in parameters]
+        directions: list[Tensor] = torch_private.foreach_mul(weights, group["weight_decay"])
+        torch_private.foreach_addcdiv_(directions, means, denominators, factors)
 
-    def _next_states(self, parameters: list[Tensor]) -> list[dict[str, Any]]:
-        """Return the state of each parameter, whose ``step`` is the number of the present update."""
-        states = [self.state[parameter] for parameter in parameters]
-        for parameter, state in zip(parameters, states, strict=True):
-            if not state:
-                state["step"] = 0  # a number on the host, where the bias corrections are computed
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-            state["step"] += 1
-        return states
+        norms = squared_norms([*weights, *directions], parameters[0]).sqrt()
+        weight_norms, direction_norms = norms[: len(weights)], norms[len(weights) :]
+        are_positive = (weight_norms > 0) & (direction_norms > 0)
+        ratios = torch.where(are_positive, weight_norms / direction_norms, torch.ones_like(weight_norms))
+        torch_private.foreach_mul_(directions, scalars(ratios * group["lr"]))
+        torch_private.foreach_sub_(weights, directions)

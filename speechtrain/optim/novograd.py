@@ -37,7 +37,13 @@ class NovoGrad(TensorwiseOptimizer):
 
     def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
         squares = squared_norms(gradients, parameters[0])
-        means, second_moments = self._moments(parameters, squares)
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(squares[0])
+        means = [local_shard(state["exp_avg"]) for state in states]
+        second_moments = [state["exp_avg_sq"] for state in states]
         beta1, beta2 = group["betas"]
         # ‖g‖² has the factor 1 − b2, or 1 at the first gradient. The factor is computed by arithmetic,
         # because a branch would be a host read. ``to`` copies nothing if the moments are on the device of the
@@ -55,13 +61,3 @@ class NovoGrad(TensorwiseOptimizer):
         torch_private.foreach_mul_(means, beta1)
         torch_private.foreach_add_(means, directions, alpha=direction_factor)
         torch_private.foreach_add_(weights, means, alpha=-group["lr"])
-
-    def _moments(self, parameters: list[Tensor], squares: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the first and the second moment of each parameter. They are 0 before its first update."""
-        states = [self.state[parameter] for parameter in parameters]
-        for parameter, state in zip(parameters, states, strict=True):
-            if not state:
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(squares[0])
-        means = [local_shard(state["exp_avg"]) for state in states]
-        return means, [state["exp_avg_sq"] for state in states]

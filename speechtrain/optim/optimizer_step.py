@@ -161,23 +161,19 @@ class BranchFreeUpdate(Update):
         for gradient in gradients:
             gradient.masked_fill_(is_overflow, 0.0).mul_(scale)
         self._set_rate(optimizer, rate)
-        self._step_if(is_finite, optimizer)
+        copies = {id(tensor): tensor.clone() for tensor in self._tensors_on_device(optimizer)}
+        self.precision.step(optimizer)
+        undo = 1 - is_finite
+        for tensor in self._tensors_on_device(optimizer):
+            copy = copies.get(id(tensor))
+            tensor.mul_(is_finite)
+            # A state that this step created has no copy. It starts at 0.
+            if copy is not None:
+                tensor.addcmul_(copy, undo)
         average.update(module, is_finite)
         self._flags.append(is_finite)
         optimizer.zero_grad(set_to_none=True)
         return norm
-
-    def _step_if(self, flag: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Compute a step of the optimizer, and undo it if ``flag`` (), which is 1 or 0, is 0."""
-        copies = {id(tensor): tensor.clone() for tensor in self._tensors_on_device(optimizer)}
-        self.precision.step(optimizer)
-        undo = 1 - flag
-        for tensor in self._tensors_on_device(optimizer):
-            copy = copies.get(id(tensor))
-            tensor.mul_(flag)
-            # A state that this step created has no copy. It starts at 0.
-            if copy is not None:
-                tensor.addcmul_(copy, undo)
 
     @staticmethod
     def _tensors_on_device(optimizer: torch.optim.Optimizer) -> list[Tensor]:
