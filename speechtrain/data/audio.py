@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -109,12 +109,23 @@ def read_file(
     return check_and_resample(mono, rate, sample_rate, path=path)
 
 
-def change_rate(samples: Samples, rate: int, new_rate: int, is_steep: bool = True) -> Samples:
+def change_rate(samples: Samples, rate: int, new_rate: int) -> Samples:
     """Return samples (S,) at ``new_rate``, as ``ceil(S × new_rate / rate)`` samples.
 
-    With a steep filter, frequencies of at least 1.04 times the new Nyquist frequency alias at −60 dB or less.
-    Another filter is shorter and faster, as in torchaudio.
+    Frequencies of at least 1.04 times the new Nyquist frequency alias at −60 dB or less.
     """
+    return _resample(samples, rate, new_rate, _steep_bank)
+
+
+def change_rate_fast(samples: Samples, rate: int, new_rate: int) -> Samples:
+    """Return the same as ``change_rate`` by a shorter and faster filter, as in torchaudio."""
+    return _resample(samples, rate, new_rate, _short_bank)
+
+
+def _resample(
+    samples: Samples, rate: int, new_rate: int, filter_bank: Callable[[int, int], _FilterBank]
+) -> Samples:
+    """Return samples (S,) at ``new_rate`` by a filter bank for the two rates without common divisor."""
     if rate == new_rate:
         return samples
     divisor = math.gcd(rate, new_rate)
@@ -128,7 +139,7 @@ def change_rate(samples: Samples, rate: int, new_rate: int, is_steep: bool = Tru
         resampled = resample_poly(samples, new_rate, rate, window=low_pass).astype(np.float32)
     else:
         new_length = -(-new_rate * len(samples) // rate)  # rounded up
-        resampled = _apply_bank(samples, _filter_bank(rate, new_rate, is_steep))[:new_length].numpy()
+        resampled = _apply_bank(samples, filter_bank(rate, new_rate))[:new_length].numpy()
     return cast("Samples", resampled)
 
 
@@ -156,14 +167,20 @@ class _FilterBank(NamedTuple):
 
 
 @lru_cache(maxsize=64)  # A bank has up to 4 MiB. Each recording of a corpus may have another rate.
-def _filter_bank(rate: int, new_rate: int, is_steep: bool) -> _FilterBank:
+def _short_bank(rate: int, new_rate: int) -> _FilterBank:
     import_lhotse()
     from lhotse.augmentation.resample import Resample
 
     # The kernel of lhotse's Resample has the shape (new_rate, 1, filter length).
-    if not is_steep:
-        short = Resample(rate, new_rate)
-        return _FilterBank(short.kernel[:, 0].T, short.width, rate)
+    short = Resample(rate, new_rate)
+    return _FilterBank(short.kernel[:, 0].T, short.width, rate)
+
+
+@lru_cache(maxsize=64)
+def _steep_bank(rate: int, new_rate: int) -> _FilterBank:
+    import_lhotse()
+    from lhotse.augmentation.resample import Resample
+
     steep = Resample(rate, new_rate, "sinc_interp_kaiser", _ZERO_CROSSINGS, _ROLLOFF, _BETA)
     filters = steep.kernel[:, 0]
     filter_length = filters.shape[1]
@@ -425,7 +442,7 @@ def _read_mixed(cut: Mapping[str, Any], sample_rate: int) -> Samples:
     from speechtrain.data.lhotse_audio import load_audio
 
     _check_file_lengths(cut)
-    samples, rate = load_audio(cut, lambda *place: _decode(*place)[0], partial(change_rate, is_steep=False))
+    samples, rate = load_audio(cut, lambda *place: _decode(*place)[0], change_rate_fast)
     path = first_file(cut, default=str(cut["id"]))
     if samples.shape[1] == 0:
         raise Unusable("no_samples", path)

@@ -17,7 +17,7 @@ def equal_files(paths: Iterable[str]) -> list[list[str]]:
     """
     files = {path for path in paths if file_of(path) == path}  # without members of a tar
     groups = []
-    for files_of_size in _groups_by(_size, sorted(files)):
+    for files_of_size in _groups_by(os.path.getsize, sorted(files)):
         groups += _groups_by(_content_hash, files_of_size)
     return groups
 
@@ -31,10 +31,6 @@ def _groups_by(signature: Callable[[str], Hashable], paths: list[str]) -> list[l
         except (OSError, ValueError):
             continue
     return [group for group in groups.values() if len(group) > 1]
-
-
-def _size(path: str) -> int:
-    return os.stat(path).st_size
 
 
 def _content_hash(path: str) -> str:

@@ -337,12 +337,9 @@ def _check_unique(index: Index, sources: list[Source]) -> None:
     repeated_keys = sorted_keys[1:][sorted_keys[1:] == sorted_keys[:-1]]
     if not len(repeated_keys):
         return
-    cuts = [
-        cut
-        for source in sources
-        for cut in located_cuts(source)
-        if key_of(str(cut[1]["id"])) == repeated_keys[0]
-    ]
+    cuts = []
+    for source in sources:
+        cuts += [cut for cut in located_cuts(source) if key_of(str(cut[1]["id"])) == repeated_keys[0]]
     (first_location, cut), (second_location, _), *_ = cuts
     raise DataError(
         f"{second_location}: cut id {cut['id']!r} is already at {first_location}. "

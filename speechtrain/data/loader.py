@@ -131,7 +131,16 @@ class BatchLoader:
         for index_row, percent, length, seed in zip(
             index_rows.tolist(), percents.tolist(), lengths, seeds.tolist(), strict=True
         ):
-            rows.append(self._row_or_padding(index_row, percent, length, shape, seed))
+            cut = self.index.cut(index_row)
+            try:
+                text = self.index.text(index_row, self.tokenizer.normalise, cut)
+                row = self._row(index_row, cut, text, percent, shape, seed)
+            except Unusable as problem:
+                # Zeros replace an unusable cut: in training as many as its planned length. In evaluation, the
+                # lengths of other rows do not depend on them, and a manifest may name any duration.
+                zeros = np.zeros(0 if self.is_evaluation else length, np.float32)
+                row = _Row(samples=zeros, skips=[Skip(cut["id"], problem.reason, problem.detail)])
+            rows.append(row)
         if self.crop_seconds is not None:
             self._crop(rows, micro_batch, self.crop_seconds)
         batch = collate(rows, self.sample_rate, shape)
@@ -172,22 +181,6 @@ class BatchLoader:
         except Unusable as problem:
             return Skip(cut["id"], problem.reason, problem.detail)
         return None
-
-    def _row_or_padding(
-        self, index_row: int, percent: int, planned_length: int, shape: Shape | None, seed: int
-    ) -> _Row:
-        """Return the row of a cut. Zeros replace an unusable cut: ``planned_length`` of them in training.
-
-        In evaluation, the lengths of other rows do not depend on them, and a manifest may name any duration.
-        """
-        cut = self.index.cut(index_row)
-        try:
-            text = self.index.text(index_row, self.tokenizer.normalise, cut)
-            return self._row(index_row, cut, text, percent, shape, seed)
-        except Unusable as problem:
-            skip = Skip(cut["id"], problem.reason, problem.detail)
-            length = 0 if self.is_evaluation else planned_length
-            return _Row(samples=np.zeros(length, np.float32), skips=[skip])
 
     def _row(
         self, index_row: int, cut: Record, text: str, percent: int, shape: Shape | None, seed: int

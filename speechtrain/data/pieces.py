@@ -104,7 +104,8 @@ def recordings(
         if isinstance(source, Folder):
             source = AudioFolder(source.path)  # A text that cannot be read is no reason to stop.
         for cut in cuts_of(source):
-            yield _cut_recording(cut, sample_rate, max_seconds, channel, in_folder=is_folder)
+            cut_name = first_file(cut) if is_folder else str(cut["id"])
+            yield _cut_recording(cut, cut_name, sample_rate, max_seconds, channel)
         if isinstance(source, AudioFolder):  # Other warnings are about transcripts.
             for warning in source.warnings():
                 yield RecordingError(warning, name, name)
@@ -126,10 +127,9 @@ def _file_recording(
 
 
 def _cut_recording(
-    cut: Record, sample_rate: int, max_seconds: float, channel: int | None, *, in_folder: bool
+    cut: Record, name: str, sample_rate: int, max_seconds: float, channel: int | None
 ) -> Recording | RecordingError:
     path, seconds = first_file(cut), seconds_of(cut)
-    name = path if in_folder else str(cut["id"])
 
     def read_part(start: float, part_seconds: float) -> Samples:
         is_whole_cut = start == 0.0 and part_seconds == seconds

@@ -21,7 +21,6 @@ from speechtrain.data.recordings import Unusable, header_or_none, path_on_disk
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.tar_members import file_of
 from speechtrain.data.training_set import (
-    TrainingSet,
     hours,
     sample_rows,
     where_transcripts_are,
@@ -48,10 +47,42 @@ def check(data: SpeechBatches) -> None:
     Too many means half of the checked ones, or more than ``most_bad`` of the SkipLog. An evaluation
     transcript may have unknown symbols.
     """
-    _check_unusable(data)
-    _check_acoustics(data)
-    _load_some(data)
-    tokenizer = data.loader.tokenizer
+    loader, training_set = data.loader, data.training_set
+    checked = min(len(training_set.rows), MOST_CHECKED)
+    if _is_too_many(data, len(data.unusable), checked):
+        advice = {
+            "missing": "Correct the paths, or mount the folder",
+            "empty_transcript": f"Places of transcripts: {where_transcripts_are(training_set.source)}. "
+            "data.allow_empty=true trains without them",
+            "unknown_symbol": "Set tokenizer=auto, or its normaliser or alphabet",
+        }
+        (most_frequent, _), *_ = _reasons(data).most_common()
+        repair = f"Repair or remove them, or raise data.max_bad={data.skips.most_bad(checked):.0f}"
+        raise DataError(f"{next(_unusable_warning(data))}. {advice.get(most_frequent, repair)}")
+    for name, index in loader.acoustics.indices.items():
+        for row in sample_rows(np.arange(len(index)), _SAMPLED_ACOUSTICS, loader.seed).tolist():
+            cut = index.cut(row)
+            try:
+                if not read_cut(cut, loader.sample_rate).any():
+                    raise Unusable("silent", first_file(cut))
+            except Unusable as problem:
+                raise DataError(f"augment.{name}: {problem}. Repair or remove it") from None
+    # The limits of bad recordings would allow each of the first ones to be skipped, and so updates without a
+    # recording. So some recordings are loaded.
+    rows = sample_rows(training_set.rows, _SAMPLED_AUDIO, loader.seed)
+    skips: list[Skip] = []
+    for row in rows.reshape(-1, 1):
+        single_recording = MicroBatch(row, percents=np.array([100], np.int16))
+        batch = loader(single_recording)
+        if not batch.utterances:  # An unusable noise or room leaves the recording itself.
+            skips += batch.skipped
+    is_half = 2 * len(skips) >= len(rows)
+    if skips and (is_half or not data.skips.allows(len(skips), len(training_set.rows))):
+        raise DataError(
+            f"{len(skips)} of {len(rows)} recordings of data.train are unusable, such as {skips[0].id!r} "
+            f"({skips[0].detail}: {REASONS[skips[0].reason]}). Repair or remove them"
+        )
+    tokenizer = loader.tokenizer
     for name, evaluation_set in data.evaluation_sets.items():
         index, rows = evaluation_set.loader.index, np.sort(evaluation_set.epoch_batches.rows)
         sample = sample_rows(rows, _SAMPLED_RECORDINGS, data.loader.seed)
@@ -70,59 +101,9 @@ def check(data: SpeechBatches) -> None:
             )
 
 
-def _check_unusable(data: SpeechBatches) -> None:
-    """Raise DataError if too many training recordings are known to be unusable."""
-    checked = min(len(data.training_set.rows), MOST_CHECKED)
-    if not _is_too_many(data, len(data.unusable), checked):
-        return
-    advice = {
-        "missing": "Correct the paths, or mount the folder",
-        "empty_transcript": f"Places of transcripts: {where_transcripts_are(data.training_set.source)}. "
-        "data.allow_empty=true trains without them",
-        "unknown_symbol": "Set tokenizer=auto, or its normaliser or alphabet",
-    }
-    (most_frequent, _), *_ = _reasons(data).most_common()
-    repair = f"Repair or remove them, or raise data.max_bad={data.skips.most_bad(checked):.0f}"
-    raise DataError(f"{next(_unusable_warning(data))}. {advice.get(most_frequent, repair)}")
-
-
 def _reasons(data: SpeechBatches) -> Counter[str]:
     """Return the number of training recordings that are known to be unusable, by reason."""
     return Counter(skip.reason for skip in data.unusable.values())
-
-
-def _check_acoustics(data: SpeechBatches) -> None:
-    """Raise DataError for a noise or a room response that cannot be read or is silent."""
-    loader = data.loader
-    for name, index in loader.acoustics.indices.items():
-        for row in sample_rows(np.arange(len(index)), _SAMPLED_ACOUSTICS, loader.seed).tolist():
-            cut = index.cut(row)
-            try:
-                if not read_cut(cut, loader.sample_rate).any():
-                    raise Unusable("silent", first_file(cut))
-            except Unusable as problem:
-                raise DataError(f"augment.{name}: {problem}. Repair or remove it") from None
-
-
-def _load_some(data: SpeechBatches) -> None:
-    """Load a sample of the training recordings.
-
-    The limits of bad recordings would allow each of the first ones to be skipped, and so updates without a
-    recording. Raises DataError if half of the sample, or more than the whole set allows, is skipped.
-    """
-    all_rows = data.training_set.rows
-    rows = sample_rows(all_rows, _SAMPLED_AUDIO, data.loader.seed)
-    skips: list[Skip] = []
-    for row in rows.reshape(-1, 1):
-        single_recording = MicroBatch(row, percents=np.array([100], np.int16))
-        batch = data.loader(single_recording)
-        if not batch.utterances:  # An unusable noise or room leaves the recording itself.
-            skips += batch.skipped
-    if skips and (2 * len(skips) >= len(rows) or not data.skips.allows(len(skips), len(all_rows))):
-        raise DataError(
-            f"{len(skips)} of {len(rows)} recordings of data.train are unusable, such as {skips[0].id!r} "
-            f"({skips[0].detail}: {REASONS[skips[0].reason]}). Repair or remove them"
-        )
 
 
 def _unusable_warning(data: SpeechBatches) -> Iterator[str]:
@@ -166,8 +147,26 @@ def warnings(data: SpeechBatches) -> Iterator[str]:
     yield from _name_warnings("train", training_set.index, training_set.rows)
     for name, count in data.trained_counts(training_set.initial_sides).items():
         yield f"{name}: the weights of init_from were trained on {count}, so its error rates are too low"
-    yield from _low_rate_warning(data)
-    yield from _copies_warning(training_set)
+    rates = []
+    for path in _paths(data.loader.index, sample_rows(training_set.rows, _SAMPLED_AUDIO, data.loader.seed)):
+        header = header_or_none(path)
+        if header:
+            rates.append(header.samplerate)
+    if rates and max(rates) < data.loader.sample_rate:
+        yield (
+            f"data.train: all of {len(rates)} recordings that were read have at most {max(rates)} Hz, "
+            f"and data.sample_rate={data.loader.sample_rate} leaves the upper bands empty. Equal rates "
+            "cost less, if the encoder's sample_rate follows"
+        )
+    if training_set.hold_out and len(training_set.usable) <= _MOST_COMPARED:
+        groups = equal_files(_paths(training_set.index, training_set.usable))
+        copies = sum(len(group) - 1 for group in groups)
+        if copies:
+            original, copy = groups[0][:2]
+            yield (
+                f"data.train: {copies} recordings are copies of others, such as {original} and {copy}. "
+                "A copy may be held out while the other is trained on. speechtrain prepare stats lists them"
+            )
     if data.loader.tokenizer.reads_text:
         yield from _text_warnings(data)
 
@@ -234,34 +233,6 @@ def _name_warnings(key: str, index: Index, rows: Integers) -> Iterator[str]:
         yield (
             f"data.{key}: {len(others)} of {len(paths)} checked files have names in another Unicode form "
             f"on the disk, such as {path_on_disk(others[0])}. They are used"
-        )
-
-
-def _low_rate_warning(data: SpeechBatches) -> Iterator[str]:
-    """Yield a line if all sampled recordings have a lower rate than ``sample_rate``."""
-    loader = data.loader
-    rows = sample_rows(data.training_set.rows, _SAMPLED_AUDIO, loader.seed)
-    headers = map(header_or_none, _paths(loader.index, rows))
-    rates = [header.samplerate for header in headers if header]
-    if rates and max(rates) < loader.sample_rate:
-        yield (
-            f"data.train: all of {len(rates)} recordings that were read have at most {max(rates)} Hz, "
-            f"and data.sample_rate={loader.sample_rate} leaves the upper bands empty. Equal rates "
-            "cost less, if the encoder's sample_rate follows"
-        )
-
-
-def _copies_warning(training_set: TrainingSet) -> Iterator[str]:
-    """Yield a line if files have equal content, because a held-out file may then also be trained on."""
-    if not training_set.hold_out or len(training_set.usable) > _MOST_COMPARED:
-        return
-    groups = equal_files(_paths(training_set.index, training_set.usable))
-    if groups:
-        copies = sum(len(group) - 1 for group in groups)
-        original, copy = groups[0][:2]
-        yield (
-            f"data.train: {copies} recordings are copies of others, such as {original} and {copy}. "
-            "A copy may be held out while the other is trained on. speechtrain prepare stats lists them"
         )
 
 

@@ -342,11 +342,30 @@ class Sampler:
 
     def epoch_batches(self, epoch: int) -> EpochBatches:
         """Return the batches of an epoch. Two epochs are cached, because a global batch may span both."""
-        if epoch not in self._epochs:
-            for old_epoch in sorted(self._epochs)[:-1]:
-                del self._epochs[old_epoch]
-            self._epochs[epoch] = self._make_batches(epoch)
-        return self._epochs[epoch]
+        if epoch in self._epochs:
+            return self._epochs[epoch]
+        for old_epoch in sorted(self._epochs)[:-1]:
+            del self._epochs[old_epoch]
+        cuts, percents, set_epochs = self.random_cuts.of_epoch(epoch)
+        order, bounds, shape_numbers = _divide_into_batches(
+            self.lengths, cuts, percents, self.size, self.shapes, self.size.limits.window
+        )
+        batch_order = self._shuffle_batches(epoch, len(bounds) - 1)
+        if self.shapes:
+            shape_numbers = shape_numbers[batch_order]
+        # All cuts of a batch move by the same distance.
+        sizes = np.diff(bounds)[batch_order]
+        new_bounds = np.append(0, np.cumsum(sizes))
+        distances = np.repeat(bounds[:-1][batch_order] - new_bounds[:-1], sizes)
+        order = order[np.arange(len(order)) + distances]
+        if not isinstance(set_epochs, int):
+            set_epochs = set_epochs[order]
+        rows = self.rows[cuts[order]]
+        batches = EpochBatches(
+            epoch, rows, percents[order], new_bounds, shape_numbers, self.shapes, set_epochs
+        )
+        self._epochs[epoch] = batches
+        return batches
 
     def advance(self, epoch: int, position: int, count: int) -> tuple[int, int]:
         """Return the address ``count`` micro-batches after (epoch, position).
@@ -406,24 +425,6 @@ class Sampler:
     def _cuts(self, batches: EpochBatches) -> Integers:
         """Return the positions in ``rows`` of the cuts of ``batches``."""
         return np.searchsorted(self.rows, batches.rows)
-
-    def _make_batches(self, epoch: int) -> EpochBatches:
-        cuts, percents, set_epochs = self.random_cuts.of_epoch(epoch)
-        order, bounds, shape_numbers = _divide_into_batches(
-            self.lengths, cuts, percents, self.size, self.shapes, self.size.limits.window
-        )
-        batch_order = self._shuffle_batches(epoch, len(bounds) - 1)
-        if self.shapes:
-            shape_numbers = shape_numbers[batch_order]
-        # All cuts of a batch move by the same distance.
-        sizes = np.diff(bounds)[batch_order]
-        new_bounds = np.append(0, np.cumsum(sizes))
-        distances = np.repeat(bounds[:-1][batch_order] - new_bounds[:-1], sizes)
-        order = order[np.arange(len(order)) + distances]
-        if not isinstance(set_epochs, int):
-            set_epochs = set_epochs[order]
-        rows = self.rows[cuts[order]]
-        return EpochBatches(epoch, rows, percents[order], new_bounds, shape_numbers, self.shapes, set_epochs)
 
     def _shuffle_batches(self, epoch: int, batches: int) -> Integers:
         """Return the numbers of an epoch's batches, which are sorted by length, in their random order.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speechtrain.data.audio import change_rate
+from speechtrain.data.audio import change_rate_fast
 from speechtrain.data.formats.lhotse_cuts import Samples
 
 
@@ -20,4 +20,4 @@ def change_speed(samples: Samples, percent: int, sample_rate: int) -> Samples:
 
     The filter is short, as in torchaudio. An augmentation must be fast and does not need a steep filter.
     """
-    return change_rate(samples, round(sample_rate * percent / 100), sample_rate, is_steep=False)
+    return change_rate_fast(samples, round(sample_rate * percent / 100), sample_rate)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from speechtrain.data.planned_lengths import Integers, PlannedLengths, Seconds, crop_samples
+from speechtrain.data.planned_lengths import Integers, PlannedLengths, crop_samples
 
 # The share of transcripts that a shape must fit. A transcript with more labels uses a longer shape, so that
 # few long transcripts do not widen the label tensors of all batches.
@@ -38,13 +38,22 @@ def shape_table(
     multiples of 0.1 s, and at most the crop. Label counts are multiples of 8, or 0 if batches do not depend
     on labels.
     """
+    if not count or not len(lengths.seconds):
+        return []
     shapes: list[Shape] = []
     seconds_at_slowest = lengths.seconds * (100.0 / slowest)
     seconds_at_fastest = lengths.seconds * (100.0 / fastest)
-    shape_samples = _shape_samples(lengths, count, seconds_at_slowest)
+    rate = lengths.sample_rate
+    unit = max(1, rate // 10)  # samples of 0.1 s
+    quantiles = np.arange(1, count) / count
+    # The last shape must fit the longest cut at the lowest speed. The others are at the original speed.
+    longest_seconds = np.append(np.quantile(lengths.seconds, quantiles), seconds_at_slowest.max())
+    units = np.ceil((longest_seconds + _SLACK_SECONDS) * rate / unit).astype(np.int64)
+    samples_of_shapes = np.minimum(units * unit, crop_samples(lengths.crop_seconds, rate))
+    shape_samples = sorted(set(samples_of_shapes.tolist()))
     previous_seconds, labels = 0.0, 0
     for samples in shape_samples:
-        seconds = samples / lengths.sample_rate
+        seconds = samples / rate
         if lengths.labels is not None:
             # The last shape must fit every transcript. Each other shape fits nearly all transcripts of the
             # cuts that have the shape's length at some speed.
@@ -61,24 +70,6 @@ def shape_table(
         shapes.append(Shape(max_rows(seconds, labels), samples, labels))
         previous_seconds = seconds
     return shapes
-
-
-def _shape_samples(lengths: PlannedLengths, count: int, seconds_at_slowest: Seconds) -> list[int]:
-    """Return the samples of each of at most ``count`` shapes, ascending.
-
-    ``seconds_at_slowest`` (N,) are the durations of the cuts at the lowest speed.
-    """
-    if not count or not len(seconds_at_slowest):
-        return []
-    rate = lengths.sample_rate
-    unit = max(1, rate // 10)  # samples of 0.1 s
-    quantiles = np.arange(1, count) / count
-    # The last shape must fit the longest cut at the lowest speed. The others are at the original speed.
-    seconds = np.append(np.quantile(lengths.seconds, quantiles), seconds_at_slowest.max())
-    seconds += _SLACK_SECONDS
-    units = np.ceil(seconds * rate / unit).astype(np.int64)
-    samples = np.minimum(units * unit, crop_samples(lengths.crop_seconds, rate))
-    return sorted(set(samples.tolist()))
 
 
 def fitting_shapes(shapes: Sequence[Shape], samples: Integers, labels: Integers) -> Integers:

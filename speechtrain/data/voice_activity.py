@@ -70,7 +70,14 @@ def speech_spans(samples: Array, sample_rate: int, longest_pause: float) -> list
     change = (neighbourhoods.max(-1) - neighbourhoods.min(-1)).mean(1)
     is_changing = change > _LEAST_CHANGE_DB
     margin = max(1, round(longest_pause / 2 / _HOP_SECONDS))
-    is_kept = _without_short_gaps(_extended(is_loud, margin) & is_changing, margin)
+    # Each loud run gets the margin at both ends. Then shorter gaps than the margin are filled.
+    is_near_loud = np.zeros_like(is_loud)
+    for start, end in _runs(is_loud):
+        is_near_loud[max(0, start - margin) : end + margin] = True
+    is_kept = is_near_loud & is_changing
+    for (_, gap_start), (gap_end, _) in itertools.pairwise(_runs(is_kept)):
+        if gap_end - gap_start < margin:
+            is_kept[gap_start:gap_end] = True
     hop = round(_HOP_SECONDS * sample_rate)
     spans = []
     for first, end in _runs(is_kept):
@@ -116,7 +123,7 @@ def _band_powers(samples: Array, sample_rate: int) -> Array:
     spectrum = np.fft.rfft(frames * window, fourier_size)
     powers = (spectrum.real**2 + spectrum.imag**2) * (2.0 / fourier_size / np.square(window).sum())
     lowest, highest = _mel(100.0), _mel(min(8000.0, sample_rate / 2))
-    edges = _hertz(np.linspace(lowest, highest, _BANDS + 1))
+    edges = 700.0 * (10.0 ** (np.linspace(lowest, highest, _BANDS + 1) / 2595.0) - 1.0)  # in Hz
     first_bins = np.searchsorted(np.arange(powers.shape[1]) * sample_rate / fourier_size, edges[:-1])
     band_powers: Array = np.add.reduceat(powers, first_bins, axis=1)
     return band_powers
@@ -124,11 +131,6 @@ def _band_powers(samples: Array, sample_rate: int) -> Array:
 
 def _mel(hertz: float) -> float:
     return 2595.0 * math.log10(1.0 + hertz / 700.0)
-
-
-def _hertz(mels: Array) -> Array:
-    hertz: Array = 700.0 * (10.0 ** (mels / 2595.0) - 1.0)
-    return hertz
 
 
 def _windows(values: Array, hops: int) -> Array:
@@ -141,21 +143,3 @@ def _runs(mask: Array) -> list[tuple[int, int]]:
     """Return the start and the end of each run of true elements of a mask (T,)."""
     steps = np.diff(mask.astype(np.int8), prepend=0, append=0)
     return list(zip(np.flatnonzero(steps > 0).tolist(), np.flatnonzero(steps < 0).tolist(), strict=True))
-
-
-def _extended(mask: Array, hops: int) -> Array:
-    """Return the mask (T,) with each run longer by ``hops`` at both ends."""
-    extended = np.zeros_like(mask)
-    for start, end in _runs(mask):
-        extended[max(0, start - hops) : end + hops] = True
-    return extended
-
-
-def _without_short_gaps(mask: Array, hops: int) -> Array:
-    """Return the mask (T,) with gaps of less than ``hops`` between two runs filled."""
-    filled = mask.copy()
-    runs = _runs(mask)
-    for (_, gap_start), (gap_end, _) in itertools.pairwise(runs):
-        if gap_end - gap_start < hops:
-            filled[gap_start:gap_end] = True
-    return filled

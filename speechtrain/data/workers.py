@@ -31,7 +31,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -422,7 +421,8 @@ def _run_worker(link: Connection, folder: str) -> None:
     If the program was killed, remove the fork server's ``folder``. Otherwise the program removes it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _end_after_grace)
+    # The default action of SIGALRM ends the process, even while C code decodes audio.
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_GRACE_SECONDS))
     torch.set_num_threads(1)
     # This message says that the worker is ready. From now on, signals to the process group do not end it. If
     # the program has already ended, the first ``recv`` below fails.
@@ -445,11 +445,6 @@ def _run_worker(link: Connection, folder: str) -> None:
         if new_loader is not None:
             loaders[loader_number] = new_loader
         _send_answer(link, ticket, _load(loaders[loader_number], micro_batch))
-
-
-def _end_after_grace(signal_number: int, frame: FrameType | None) -> None:
-    # The default action of SIGALRM ends the process, even while C code decodes audio.
-    signal.alarm(_GRACE_SECONDS)
 
 
 def _load(loader: Loader, micro_batch: MicroBatch) -> Batch | Exception:

@@ -104,7 +104,17 @@ class WordClips(Clips):
     def __init__(self, folder: Path, split: str) -> None:
         path = folder / "index.json"
         try:
-            rate = self._load_index(path, split)
+            index: Any = parse_json(read_bytes(path, follow=True).decode())
+            split_index = index["splits"][split]
+            self.words = tuple(map(str, index["words"]))
+            self.voices = tuple(str(voice["id"]) for voice in split_index["voices"])
+            self._lengths: list[int] = []
+            for voice in split_index["voices"]:
+                self._lengths += map(int, voice["samples"])
+            self.path = path.parent / split_index["file"]
+            self._pcm_sha256 = split_index["pcm_sha256"]
+            self.digest = digest(FORMAT, self.words, split_index)
+            rate = index["sample_rate"]
         except (OSError, KeyError, TypeError, *MALFORMED) as error:
             problem = getattr(error, "strerror", None) or f"damaged ({type(error).__name__}: {error})"
             fix = "Set root to a folder written by tools/make_digits.py --out"
@@ -113,20 +123,6 @@ class WordClips(Clips):
         if not is_complete or rate != SAMPLE_RATE or not 0 < sum(self._lengths) <= MOST_SAMPLES:
             raise DataError(f"{path}: damaged (its counts differ). Make the folder again")
         self._ends = np.cumsum(self._lengths)
-
-    def _load_index(self, path: Path, split: str) -> object:
-        """Set the attributes from ``index.json``, and return its sampling rate."""
-        index: Any = parse_json(read_bytes(path, follow=True).decode())
-        split_index = index["splits"][split]
-        self.words = tuple(map(str, index["words"]))
-        self.voices = tuple(str(voice["id"]) for voice in split_index["voices"])
-        self._lengths: list[int] = []
-        for voice in split_index["voices"]:
-            self._lengths += map(int, voice["samples"])
-        self.path = path.parent / split_index["file"]
-        self._pcm_sha256 = split_index["pcm_sha256"]
-        self.digest = digest(FORMAT, self.words, split_index)
-        return index["sample_rate"]
 
     @property
     def lengths(self) -> Sequence[int]:

@@ -85,11 +85,17 @@ def fill_names(value: Any, names: Mapping[str, str]) -> Any:
 
 
 def _read(recipe: str, arguments: dict[str, Any], folder: str, jobs: int) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the cuts of each part that a recipe reads.
+    """Yield the name and the cuts of each part that a recipe of lhotse or of this module (``OWN``) reads.
 
-    A recipe of this module (see ``OWN``, below) has one part, named "".
+    A recipe of this module has one part, named "". Raises ConfigError for an unknown recipe.
     """
-    function = _recipe_function(recipe)
+    if recipe in OWN:
+        function = OWN[recipe]
+    elif recipe in recipe_names():
+        function = getattr(import_recipes(), f"prepare_{recipe}")
+    else:
+        advice = nearest(recipe, [*recipe_names(), *OWN])
+        raise ConfigError(f"recipe: lhotse has no {recipe!r}{advice}")
     arguments = _complete_arguments(recipe, function, arguments, folder, jobs)
     if recipe in OWN:
         paths = {key: Path(str(path)) for key, path in arguments.items() if key != "jobs"}
@@ -100,16 +106,6 @@ def _read(recipe: str, arguments: dict[str, Any], folder: str, jobs: int) -> Ite
         return
     for name, manifests in _parts(_run(recipe, function, arguments, folder)):
         yield name, _cuts(manifests)
-
-
-def _recipe_function(name: str) -> Any:
-    """Return the function of a recipe of this module or of lhotse. Raises ConfigError for an unknown name."""
-    if name in OWN:
-        return OWN[name]
-    names = recipe_names()
-    if name not in names:
-        raise ConfigError(f"recipe: lhotse has no {name!r}{nearest(name, [*names, *OWN])}")
-    return getattr(import_recipes(), f"prepare_{name}")
 
 
 def _complete_arguments(

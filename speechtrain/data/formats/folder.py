@@ -157,13 +157,15 @@ class Folder(Manifest):
     @cached_property
     def _audio(self) -> set[str]:
         """The paths of the files that are recordings, by their suffixes or by their contents."""
-        return {name for name in self._names if self._is_recording(name)}
-
-    def _is_recording(self, name: str) -> bool:
-        suffix = os.path.splitext(name)[1].lower()
-        if suffix in AUDIO_SUFFIXES or suffix in _NO_AUDIO_SUFFIXES:
-            return suffix in AUDIO_SUFFIXES
-        return header_or_none(str(self.path / name)) is not None
+        recordings = set()
+        for name in self._names:
+            suffix = os.path.splitext(name)[1].lower()
+            is_recording = suffix in AUDIO_SUFFIXES
+            if not is_recording and suffix not in _NO_AUDIO_SUFFIXES:
+                is_recording = header_or_none(str(self.path / name)) is not None
+            if is_recording:
+                recordings.add(name)
+        return recordings
 
     @cached_property
     def _unused(self) -> list[str]:

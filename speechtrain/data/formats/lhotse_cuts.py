@@ -7,7 +7,7 @@ listed here, with numbers within bounds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -65,7 +65,18 @@ def known_cut(cut: Mapping[str, Any]) -> dict[str, Any]:
         mixed_cut["snr_reference"] = snr_reference
         cuts.append(snr_reference["cut"])
     seconds = max(track["offset"] + track["cut"]["duration"] for track in tracks)
-    samples = _largest_samples(cuts, seconds * largest_growth(mixed_cut))
+    cut_samples, max_rate, max_channels = 0.0, 0, 1
+    for track_cut in cuts:
+        recording = track_cut.get("recording", track_cut)  # Silence has no recording. It has a rate itself.
+        rate = recording["sampling_rate"]
+        cut_samples += track_cut["duration"] * rate
+        max_rate = max(max_rate, rate)
+        channel = track_cut.get("channel")
+        if isinstance(channel, list):
+            max_channels = max(max_channels, len(channel))
+    # The mixture has the highest rate and the largest number of channels among the cuts.
+    mixture_samples = seconds * largest_growth(mixed_cut) * max_rate * max_channels
+    samples = max(cut_samples, mixture_samples)
     if samples > MOST_SAMPLES:
         raise UnknownField(f"its tracks have {samples:.0f} samples, the most are {MOST_SAMPLES}")
     return mixed_cut
@@ -92,23 +103,6 @@ def _known_track(track: object) -> dict[str, Any]:
     for key in ("is_snr_reference", "mute"):
         known_track[key] = track.get(key) is True
     return known_track
-
-
-def _largest_samples(cuts: Sequence[Mapping[str, Any]], mixture_seconds: float) -> float:
-    """Return the larger of two numbers: the samples of all cuts, and the samples of their mixture.
-
-    The mixture has the highest rate and the largest number of channels among the cuts.
-    """
-    cut_samples, max_rate, max_channels = 0.0, 0, 1
-    for cut in cuts:
-        recording = cut.get("recording", cut)  # Silence has no recording. It has a rate itself.
-        rate = recording["sampling_rate"]
-        cut_samples += cut["duration"] * rate
-        max_rate = max(max_rate, rate)
-        channel = cut.get("channel")
-        if isinstance(channel, list):
-            max_channels = max(max_channels, len(channel))
-    return max(cut_samples, mixture_seconds * max_rate * max_channels)
 
 
 def _known_single_cut(cut: Mapping[str, Any], cut_type: object) -> dict[str, Any]:

@@ -98,23 +98,18 @@ class Table(Nemo):
 
     @cached_property
     def form(self) -> Form:
-        """The form of this table, from its first line that is not blank."""
+        """The form of this table, from its first line that is not blank.
+
+        The delimiter of a table is the one that gives a column with a known name. Without such a column, a
+        line of two or three cells between ``|`` is LJSpeech's. Otherwise the delimiter is the one that gives
+        the most columns. The form has no columns if there are fewer than two, or if the line is no text.
+        """
         lines = self._lines(in_array=True)
         first_line = next((content for _, content in lines if content.strip()), b"")
         header = first_line[:_LONGEST_HEADER].decode("utf-8-sig", errors="replace")
         if header.lstrip().startswith(("{", "[", "-")):
             for _, record in records(self.path):
                 return Form("", list(record))
-        is_text_line = len(first_line) <= _LONGEST_HEADER and "\0" not in header
-        return self._delimited_form(header, is_text_line)
-
-    def _delimited_form(self, header: str, is_text_line: bool) -> Form:
-        """Return the form of a table with delimiters.
-
-        The delimiter is the one that gives a column with a known name. Without such a column, a line of two
-        or three cells between ``|`` is LJSpeech's. Otherwise the delimiter is the one that gives the most
-        columns. The form has no columns if there are fewer than two, or if ``is_text_line`` is false.
-        """
         cells_by_delimiter = {delimiter: _cells(header, delimiter) for delimiter in _DELIMITERS}
         known_names = set(self.columns.values())
         if not known_names:
@@ -128,6 +123,7 @@ class Table(Nemo):
             return Form("|", _LJSPEECH_COLUMNS[:bar_cells])
         delimiter = max(_DELIMITERS, key=lambda delimiter: len(cells_by_delimiter[delimiter]))
         columns = cells_by_delimiter[delimiter]
+        is_text_line = len(first_line) <= _LONGEST_HEADER and "\0" not in header
         if len(columns) < 2 or not is_text_line:
             columns = []
         return Form(delimiter, columns, has_header=True)

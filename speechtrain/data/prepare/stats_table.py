@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from unicodedata import category
 
 import numpy as np
-from numpy.typing import NDArray
 
 from speechtrain.data.formats.manifests import Record, seconds_of, speaker_of, text_of
 from speechtrain.data.recordings import Fault, Unusable
@@ -117,6 +116,17 @@ class Statistics:
         no_letters = {sign: n for sign, n in self.characters.items() if category(sign)[0] in "NS"}
         hours = float(seconds.sum()) / 3600
         long_seconds = seconds[seconds > LONG]
+        duplicates: list[str] = []
+        for names in self._ids_by_content.values():
+            if len(names) > 1:
+                duplicates += names
+        is_slow = (rates > 0) & (rates < _SLOW * median)  # A recording without a transcript has the rate 0.
+        likely_errors = {
+            **self.errors,
+            "too_fast": [self.ids[row] for row in np.flatnonzero(rates > _FAST * median)],
+            "too_slow": [self.ids[row] for row in np.flatnonzero(is_slow)],
+            "duplicates": duplicates,
+        }
         return {
             "recordings": len(self.ids),
             "hours": round(hours, 4),
@@ -126,29 +136,10 @@ class Statistics:
             "characters_per_second": round(median, 2),
             "characters": dict(self.characters.most_common()),
             "no_letters": dict(Counter({**self.remarks, **no_letters}).most_common()),
-            "likely_errors": self._likely_errors(rates, median),
+            "likely_errors": {name: ids for name, ids in likely_errors.items() if ids},
             "details": self.details,
             "long": {"recordings": len(long_seconds), "hours": round(float(long_seconds.sum()) / 3600, 4)},
         }
-
-    def _likely_errors(self, rates: NDArray[np.float64], median: float) -> dict[str, list[str]]:
-        """Return the ids of recordings by likely error.
-
-        ``rates`` (N,) are characters per second, and 0 without a transcript. ``median`` is the median of the
-        positive rates.
-        """
-        is_slow = (rates > 0) & (rates < _SLOW * median)
-        duplicates: list[str] = []
-        for names in self._ids_by_content.values():
-            if len(names) > 1:
-                duplicates += names
-        errors = {
-            **self.errors,
-            "too_fast": [self.ids[row] for row in np.flatnonzero(rates > _FAST * median)],
-            "too_slow": [self.ids[row] for row in np.flatnonzero(is_slow)],
-            "duplicates": duplicates,
-        }
-        return {name: ids for name, ids in errors.items() if ids}
 
 
 def table_lines(result: Mapping[str, Any]) -> Iterable[str]:
