@@ -74,7 +74,12 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"--config-dir {folder}: it is not a folder")
     if arguments.overrides and all(map(_names_run, arguments.overrides)):
         raise ConfigError("the doctor checks a recipe and no run. Name its keys, such as recipe=demo")
-    _restart_for_device(arguments.overrides, folder)
+    from speechtrain.start.on_host import restart_for
+
+    # If the device's libraries need environment variables that are not set, a new process replaces this one.
+    # An error of the config or the device is ignored here, because a later check reports it.
+    with contextlib.suppress(SpeechtrainError):
+        restart_for(_device_of(arguments.overrides, folder), is_training=True)
     code = 0
     for finding in findings(arguments.overrides, folder):
         _print_finding(finding)
@@ -87,17 +92,6 @@ def _names_run(argument: str) -> bool:
     """Return whether an argument names a run: it is ``run_dir=RUN``, or a word that is no override."""
     is_override = "=" in argument or "~" in argument
     return not is_override or key_of_override(argument) == "run_dir"
-
-
-def _restart_for_device(overrides: list[str], config_dir: str | None) -> None:
-    """Replace this process if the device's libraries need environment variables that are not set.
-
-    An error of the config or the device is ignored here, because a later check reports it.
-    """
-    from speechtrain.start.on_host import restart_for
-
-    with contextlib.suppress(SpeechtrainError):
-        restart_for(_device_of(overrides, config_dir), is_training=True)
 
 
 def _device_of(overrides: list[str], config_dir: str | None) -> Device:
@@ -220,7 +214,12 @@ def package_findings() -> Iterator[Finding]:
     yield Finding(GREEN, "device=auto", str(auto_device()))
     if not has_bf16():
         yield Finding(AMBER, "bf16", "this chip has no bf16 instructions, so precision=bf16 trains in fp32")
-    yield try_check("audio", _audio_library)
+    try:
+        import soundfile
+    except Exception as error:  # The doctor reports every error as a finding.
+        yield failure("audio", error)
+    else:
+        yield Finding(GREEN, "audio", f"libsndfile {soundfile.__libsndfile_version__}")
 
 
 def devices_finding() -> Finding:
@@ -244,19 +243,15 @@ def devices_finding() -> Finding:
     return Finding(GREEN, "devices", text)
 
 
-def _audio_library() -> str:
-    import soundfile
-
-    return f"libsndfile {soundfile.__libsndfile_version__}"
-
-
 def recipe_findings(overrides: list[str], config_dir: str | None, run_dir: str) -> Iterator[Finding]:
     """Yield findings on a recipe's config, launcher, device, model, data, and one training step.
 
     If a part cannot be built, its finding is the last. The exception is a device that cannot be opened: all
     findings follow except those on the training step, which alone needs it.
     """
+    from speechtrain.rank.batch_memory import free_batch_memory
     from speechtrain.rank.build import build_task
+    from speechtrain.start.auto_memory import is_batch_memory_open, with_batch_memory
     from speechtrain.start.build import build_data
 
     subject = "recipe"  # of the finding on an error
@@ -264,7 +259,13 @@ def recipe_findings(overrides: list[str], config_dir: str | None, run_dir: str) 
         run, notices = _checked_run(overrides, config_dir, run_dir)
         facts = [f"{' '.join(overrides) or 'the defaults'}: every key is valid", *notices]
         yield Finding(GREEN, subject, ". ".join(facts))
-        yield _launcher_finding(run)
+        launcher = run.launcher.build()
+        text = f"{launcher.choice}, ranks: {run.world_size}, hosts: {launcher.host_count()}"
+        missing_program = launcher.missing_program()
+        if missing_program:
+            yield Finding(AMBER, "launcher", missing_program)
+        else:
+            yield Finding(GREEN, "launcher", text)
 
         subject = "device"
         device = run.device.build()
@@ -279,7 +280,8 @@ def recipe_findings(overrides: list[str], config_dir: str | None, run_dir: str) 
         yield try_check("optimizer", lambda: _describe_optimizer(run, task, parameters))
 
         subject = "data"
-        run = _with_batch_memory(run, device, task)
+        if is_batch_memory_open(run):
+            run = with_batch_memory(run, free_batch_memory(run, device, task))
         with contextlib.closing(build_data(run, tokenizer, task)) as data:
             yield from _data_findings(data, device, task)
             yield try_check("parts", lambda: _check_contracts(run, data, task))
@@ -315,14 +317,6 @@ def _checked_run(
     return run_config(config), notices
 
 
-def _launcher_finding(run: RunConfig) -> Finding:
-    """Return the finding on the launcher, its hosts and the programs that it needs on this machine."""
-    launcher = run.launcher.build()
-    text = f"{launcher.choice}, ranks: {run.world_size}, hosts: {launcher.host_count()}"
-    fault = launcher.missing_program()
-    return Finding(AMBER, "launcher", fault) if fault else Finding(GREEN, "launcher", text)
-
-
 def _open(run: RunConfig, device: Device) -> tuple[Precision | None, Finding]:
     """Open the device. Return the precision, or None if the device cannot be opened, and the finding.
 
@@ -352,16 +346,6 @@ def _describe_optimizer(run: RunConfig, task: Task, parameters: int) -> str:
     return (
         f"{type(optimizer).__name__}, weights, gradients, state and average take {gib:.2f} GiB of each rank"
     )
-
-
-def _with_batch_memory(run: RunConfig, device: Device, task: Task) -> RunConfig:
-    """Return the config with the memory of a batch, which follows from the device if the user names none."""
-    from speechtrain.rank.batch_memory import free_batch_memory
-    from speechtrain.start.auto_memory import is_batch_memory_open, with_batch_memory
-
-    if not is_batch_memory_open(run):
-        return run
-    return with_batch_memory(run, free_batch_memory(run, device, task))
 
 
 def _data_findings(data: DataModule, device: Device, task: Task) -> Iterator[Finding]:

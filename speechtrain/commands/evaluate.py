@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console
 from speechtrain.errors import FORMAT_CHARACTERS, ConfigError, MachineError, escape_controls
@@ -80,7 +80,7 @@ def run(argv: list[str]) -> int:
     sets = _files_by_set(arguments.set)
     _check_arguments(arguments)
     from speechtrain.inference.loaded_run import load
-    from speechtrain.report.mistakes import mistakes
+    from speechtrain.report.mistakes import lines_of, mistakes
 
     loaded = load(
         arguments.run,
@@ -124,7 +124,17 @@ def run(argv: list[str]) -> int:
     if normaliser_name:
         print(f"normaliser {normaliser_name}")
     for name, outcome in outcomes.items():
-        _print_outcome(name, outcome, mistakes_by_set.get(name))
+        texts = []
+        for metric_name, value in outcome.metrics.items():
+            text = metric_text(metric_name, value)
+            if metric_name in outcome.totals and is_error_rate(metric_name):
+                errors, units = outcome.totals[metric_name]
+                text += f" ({errors:.0f} of {units:.0f})"
+            texts.append(text)
+        texts.append(f"real-time factor {outcome.real_time_factor:.3g}")
+        print(escape_controls(f"{name}: {', '.join(texts)}"))
+        if name in mistakes_by_set:
+            print("\n".join(lines_of(mistakes_by_set[name])))
     return 0
 
 
@@ -138,23 +148,6 @@ def split_overrides(overrides: list[str]) -> tuple[list[str], str | None]:
         else:
             config_overrides.append(override)
     return config_overrides, name
-
-
-def _print_outcome(name: str, outcome: Outcome, mistakes: dict[str, Any] | None) -> None:
-    """Print the metrics of the set ``name``, and its mistakes if it has transcripts."""
-    from speechtrain.report.mistakes import lines_of
-
-    texts = []
-    for metric_name, value in outcome.metrics.items():
-        text = metric_text(metric_name, value)
-        if metric_name in outcome.totals and is_error_rate(metric_name):
-            errors, units = outcome.totals[metric_name]
-            text += f" ({errors:.0f} of {units:.0f})"
-        texts.append(text)
-    texts.append(f"real-time factor {outcome.real_time_factor:.3g}")
-    print(escape_controls(f"{name}: {', '.join(texts)}"))
-    if mistakes is not None:
-        print("\n".join(lines_of(mistakes)))
 
 
 def _warnings(

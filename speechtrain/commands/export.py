@@ -15,7 +15,6 @@ from speechtrain.files import writing
 if TYPE_CHECKING:
     from speechtrain.inference.loaded_run import LoadedRun
     from speechtrain.inference.open_run import OpenedRun
-    from speechtrain.interop.pretrained import Pretrained
 
 _OURS = "speechtrain"
 _FORMATS = (_OURS, "fairseq", "huggingface")
@@ -99,12 +98,34 @@ def _convert(arguments: argparse.Namespace) -> None:
 
     If it raises a SpeechtrainError, no file is written.
     """
+    from speechtrain.interop import wav2vec2_fairseq, wav2vec2_hf
+    from speechtrain.interop.pretrained import describe
+    from speechtrain.interop.weights import check_fairseq, read_fairseq, write_imported
+
     form, out = arguments.form, arguments.out
-    pretrained, updates, differences = _read(arguments)
+    updates = 0  # of the training
+    differences: list[float | None] = []  # to Hugging Face's model. None: transformers is not installed
+    if arguments.source_form == "huggingface":
+        pretrained, difference = wav2vec2_hf.read(arguments.source)
+        differences.append(difference)
+    elif arguments.source_form == "fairseq":
+        pretrained, fairseq_difference = read_fairseq(arguments.source)
+        differences.append(fairseq_difference)
+    else:
+        opened = _open_run(arguments)
+        updates = int(opened.checkpoint.name.partition("-")[2])
+        pretrained = describe(opened.task, opened.task.state_dict(), arguments.encoder)
     if arguments.encoder:
         pretrained = pretrained.encoder_only()
     with writing(f"--out {out}", _FIX):
-        differences.append(_write(pretrained, form, out, updates=updates))
+        if form == "huggingface":
+            differences.append(wav2vec2_hf.write(pretrained, out))
+        elif form == "fairseq":
+            content = wav2vec2_fairseq.checkpoint_of(pretrained, updates)
+            differences.append(check_fairseq(pretrained, out))
+            wav2vec2_fairseq.write(pretrained, content, out)
+        else:
+            write_imported(pretrained, out)
     kind = "encoder"
     if pretrained.model:
         kind = "pretraining model"
@@ -198,42 +219,6 @@ def _check_free(out: Path, form: str, force: bool) -> None:
         raise ConfigError(f"--out {out} is a file. Name a directory")
     if not force and out.exists() and (out.is_file() or any(out.iterdir())):
         raise ConfigError(f"--out {out} exists. Name another path, or add --force to replace its files")
-
-
-def _read(arguments: argparse.Namespace) -> tuple[Pretrained, int, list[float | None]]:
-    """Read the source. Return the model, its number of updates, and its differences to Hugging Face's model.
-
-    A difference is None if transformers is not installed. A run has no difference before it is written.
-    """
-    from speechtrain.interop import wav2vec2_hf
-    from speechtrain.interop.pretrained import describe
-    from speechtrain.interop.weights import read_fairseq
-
-    if arguments.source_form == "huggingface":
-        pretrained, difference = wav2vec2_hf.read(arguments.source)
-        return pretrained, 0, [difference]
-    if arguments.source_form == "fairseq":
-        pretrained, fairseq_difference = read_fairseq(arguments.source)
-        return pretrained, 0, [fairseq_difference]
-    opened = _open_run(arguments)
-    updates = int(opened.checkpoint.name.partition("-")[2])
-    return describe(opened.task, opened.task.state_dict(), arguments.encoder), updates, []
-
-
-def _write(pretrained: Pretrained, form: str, out: Path, updates: int) -> float | None:
-    """Write the model. Return its difference to Hugging Face's model, or None if it was not compared."""
-    from speechtrain.interop import wav2vec2_fairseq, wav2vec2_hf
-    from speechtrain.interop.weights import check_fairseq, write_imported
-
-    if form == "huggingface":
-        return wav2vec2_hf.write(pretrained, out)
-    if form == "fairseq":
-        content = wav2vec2_fairseq.checkpoint_of(pretrained, updates)
-        difference = check_fairseq(pretrained, out)
-        wav2vec2_fairseq.write(pretrained, content, out)
-        return difference
-    write_imported(pretrained, out)
-    return None
 
 
 main = console(run)

@@ -32,7 +32,7 @@ def prepare_corpus(argv: list[str]) -> int:
     With ``download=true``, the archives of the corpus are downloaded first. Return the exit code. Raises a
     SpeechtrainError. If it is about a part without cuts, that part has no file.
     """
-    arguments = _parser().parse_intermixed_args(argv)
+    arguments = parser().parse_intermixed_args(argv)
     pairs = {}
     for text in arguments.pairs:
         key, equals, value = text.partition("=")
@@ -92,7 +92,7 @@ def prepare_corpus(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
     parser = Parser(
         prog="speechtrain prepare corpus=NAME",
         description=f"Write a public corpus as manifests. NAME is one of {', '.join(corpora(None))}, "

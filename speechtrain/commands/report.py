@@ -12,7 +12,7 @@ from speechtrain.files import write_text
 
 def run(argv: Sequence[str]) -> int:
     """Write the page, print its path and return the exit code. Raises RunError if it cannot be written."""
-    arguments = _parser().parse_with_run(argv)
+    arguments = parser().parse_with_run(argv)
     from speechtrain.report.page import page
     from speechtrain.report.run import hold_secrets, read_run, runs_in
 
@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
     parser = Parser(
         prog="speechtrain report",
         description="Write one self-contained HTML page: outcome, curves, transcripts with their errors "

@@ -95,17 +95,15 @@ def _tell(arguments: Namespace) -> None:
         number, values, failure = content["id"], content.get("values"), content.get("failed")
     except (AttributeError, KeyError, TypeError, *MALFORMED):
         raise form_error from None
-    are_numbers = isinstance(values, dict) and all(map(_is_finite_number, values.values()))
+    are_numbers = isinstance(values, dict)
+    if are_numbers:
+        are_numbers = all(type(value) in (int, float) and math.isfinite(value) for value in values.values())
     if type(number) is not int or bool(failure) == are_numbers:
         raise form_error
     if failure:
         study.finish(number, TrialResult("failed", str(failure)))
     else:
         study.finish(number, TrialResult("finished"), values_of(study.spec.objectives, values))
-
-
-def _is_finite_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _status(arguments: Namespace) -> None:

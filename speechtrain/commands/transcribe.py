@@ -98,7 +98,10 @@ def parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Transcribe recordings, write the transcripts in the order of the arguments and return the exit code."""
+    """Transcribe recordings, and write the transcripts in the order of the arguments.
+
+    Return the exit code, which is 3 if a recording has an error.
+    """
     arguments = parser().parse_with_run(argv)
     overrides = [text for text in arguments.audio if _OVERRIDE.match(text) and not Path(text).exists()]
     sources = [text for text in arguments.audio if text not in overrides]
@@ -140,8 +143,17 @@ def run(argv: list[str]) -> int:
         recordings = map(count_recording, recordings)
         if folder is not None:
             recordings = filter(folder.lacks, recordings)
-        outcomes = loaded.transcripts(recordings, arguments.batch, arguments.piece_seconds)
-        return _write_outcomes(outcomes, output, arguments.format)
+        failures = count = 0
+        for outcome in loaded.transcripts(recordings, arguments.batch, arguments.piece_seconds):
+            count += 1
+            if isinstance(outcome, DataError):
+                failures += 1
+                print_notice(f"error: {outcome}")
+            if isinstance(outcome, Transcript | RecordingError):
+                output(outcome, arguments.format)
+        if failures and count > 1:
+            print_notice(f"{failures} of {count} recordings failed")
+    return DataError.exit_code if failures else 0
 
 
 def _lines_of(path: Path) -> list[str]:
@@ -177,24 +189,6 @@ def _check_ctm_names(inputs: Iterable[Input]) -> None:
             raise ConfigError(
                 f"--format ctm: {both} would both be {name}. Use --format json, or a manifest with other ids"
             )
-
-
-def _write_outcomes(outcomes: Iterable[Transcript | DataError], output: Output, form: str) -> int:
-    """Write each transcript in the format ``form``, and print each error.
-
-    Return the exit code, which is 3 if a recording has an error.
-    """
-    failures = count = 0
-    for outcome in outcomes:
-        count += 1
-        if isinstance(outcome, DataError):
-            failures += 1
-            print_notice(f"error: {outcome}")
-        if isinstance(outcome, Transcript | RecordingError):
-            output(outcome, form)
-    if failures and count > 1:
-        print_notice(f"{failures} of {count} recordings failed")
-    return DataError.exit_code if failures else 0
 
 
 def _check_arguments(arguments: argparse.Namespace, sources: list[str]) -> None:

@@ -125,7 +125,7 @@ def parse(program: str, words: list[str]) -> None:
     elif program == "study":
         study.parser().parse_args(words)
     elif program == "report":
-        report._parser().parse_with_run(words)
+        report.parser().parse_with_run(words)
     elif program == "export":
         export.parser().parse_with_run(words)
     elif program == "transcribe":
