@@ -385,10 +385,12 @@ def checkpoint_of(pretrained: Pretrained, updates: int = 0) -> dict[str, Any]:
     }
 
 
-def _model_settings(encoder: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fairseq's settings of the model, from our arguments of the encoder and of the model."""
+def _config(pretrained: Pretrained) -> dict[str, Any]:
+    """Return all of fairseq's settings, by section. The sections that describe no model are empty."""
+    encoder = pretrained.encoder
+    model = pretrained.model
     extractor_modes = {norm: mode for mode, norm in _CONV_NORMS.items()}
-    return {
+    model_settings = {
         "_name": "wav2vec2",
         "extractor_mode": extractor_modes[encoder["conv_norm"]],
         "conv_feature_layers": str([tuple(layer) for layer in encoder["conv_layers"]]),
@@ -408,17 +410,11 @@ def _model_settings(encoder: Mapping[str, Any], model: Mapping[str, Any]) -> dic
         **_FIXED_MASKS,
         **_FIXED_NEGATIVES,
     }
-
-
-def _config(pretrained: Pretrained) -> dict[str, Any]:
-    """Return all of fairseq's settings, by section. The sections that describe no model are empty."""
-    encoder = pretrained.encoder
-    model = pretrained.model
     empty_sections = ("common", "checkpoint", "dataset", "distributed_training", "optimization")
     return {
         "_name": None,
         **{section: {} for section in empty_sections},
-        "model": _model_settings(encoder, model),
+        "model": model_settings,
         "task": {"_name": "audio_pretraining", "data": "", **_TASK_SETTINGS.write(encoder)},
         "criterion": {
             "_name": "wav2vec",

@@ -127,32 +127,26 @@ class Chart:
             axes.set(xlabel="step", xlim=(0, min(self.last_step, _LARGEST)))
             axes.xaxis.set_major_locator(MaxNLocator(5, steps=_TICK_STEPS, integer=True))
             axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
+            low, high = self._limits
             if self._is_log:
-                self._set_log_axis(axes)
+                low = max(low, high * 1e-30)  # An axis over a larger range would show nothing.
+                margin_factor = (high / low) ** 0.04
+                axes.set(yscale="log", ylim=(low / margin_factor, high * margin_factor))
+                ticks_in_decade = (1, 2, 5) if high / low < 300 else (1,)
+                axes.yaxis.set_major_locator(LogLocator(subs=ticks_in_decade))
+                axes.yaxis.set_minor_locator(LogLocator(subs=()))
             else:
-                self._set_linear_axis(axes)
+                begins_at_zero = self.from_zero and low >= 0
+                span = high if begins_at_zero else high - low
+                # A constant curve has no span, and 0 has no height.
+                margin = 0.06 * span or 0.1 * abs(high) or 1.0
+                bottom = 0 if begins_at_zero else low - margin
+                axes.set_ylim(bottom, high + margin)
+                axes.yaxis.set_major_locator(MaxNLocator(5, steps=_TICK_STEPS))
             axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
             no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
             figure.savefig(text, format="svg", transparent=True, metadata=no_metadata)
         return _NEEDLESS_PARTS.sub("", text.getvalue())
-
-    def _set_log_axis(self, axes: Axes) -> None:
-        low, high = self._limits
-        low = max(low, high * 1e-30)  # An axis over a larger range would show nothing.
-        margin_factor = (high / low) ** 0.04
-        axes.set(yscale="log", ylim=(low / margin_factor, high * margin_factor))
-        ticks_in_decade = (1, 2, 5) if high / low < 300 else (1,)
-        axes.yaxis.set_major_locator(LogLocator(subs=ticks_in_decade))
-        axes.yaxis.set_minor_locator(LogLocator(subs=()))
-
-    def _set_linear_axis(self, axes: Axes) -> None:
-        low, high = self._limits
-        begins_at_zero = self.from_zero and low >= 0
-        span = high if begins_at_zero else high - low
-        margin = 0.06 * span or 0.1 * abs(high) or 1.0  # A constant curve has no span, and 0 has no height.
-        bottom = 0 if begins_at_zero else low - margin
-        axes.set_ylim(bottom, high + margin)
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=_TICK_STEPS))
 
     @cached_property
     def _limits(self) -> tuple[float, float]:

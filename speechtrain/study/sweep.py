@@ -65,7 +65,12 @@ def run_study(config: DictConfig, parser: OverridesParser, arguments: Sequence[s
                 print_line(text)
         return
     study = Study(folder, spec)
-    parallel = _parallel(config)
+    parallel = settings["parallel"]  # the number of trials that run at the same time
+    if parallel is None:
+        parallel = config.hydra.launcher.get("n_jobs", 1)
+    if parallel == -1:  # In joblib, -1 means one job for each core.
+        parallel = len(usable_cpus())
+    parallel = max(1, int(parallel))
     cores = settings["cores"] or max(1, len(usable_cpus()) // parallel)
     failures: Counter[int] = Counter()  # by the number of the trial
     while trials := _claim(study, parallel):
@@ -105,19 +110,6 @@ def _check_settings(settings: Mapping[str, Any], spec: StudySpec) -> None:
     has_no_metric_name = spec.objectives[0].name == "metric"
     if settings["pruner"] and (len(spec.objectives) > 1 or has_no_metric_name):
         raise ConfigError("hydra.sweeper.pruner=median needs one objective by its name, as objectives=[wer]")
-
-
-def _parallel(config: DictConfig) -> int:
-    """Return the number of trials that run at the same time.
-
-    It is the key ``hydra.sweeper.parallel``, or else the number of jobs of Hydra's launcher.
-    """
-    parallel = config.hydra.sweeper.parallel
-    if parallel is None:
-        parallel = config.hydra.launcher.get("n_jobs", 1)
-    if parallel == -1:  # In joblib, -1 means one job for each core.
-        return len(usable_cpus())
-    return max(1, int(parallel))
 
 
 def _claim(study: Study, count: int) -> list[FrozenTrial]:

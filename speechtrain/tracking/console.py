@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -195,12 +195,17 @@ class _Display:
 def lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:
     """Return an event as plain lines for a person. An event that is not shown has no lines.
 
-    At most ``examples`` pairs of a reference and its hypothesis are shown.
+    At most ``examples`` different pairs of a reference and a hypothesis with errors are shown.
     """
     if event == "resume":
         return [f"resume   after step {values['step']}"]
     if event == "examples":
-        return _example_lines(values["rows"], examples)
+        pairs: list[tuple[str, str]] = []
+        for row in values["rows"]:
+            pair = f"worst    ref  {row['reference']}", f"         hyp  {row['hypothesis']}"
+            if row.get("errors") != 0 and pair not in pairs:
+                pairs.append(pair)
+        return list(chain.from_iterable(pairs[:examples]))
     if event == "warning":
         return [f"warning  {values['message']}"]
     if event == "start":
@@ -272,20 +277,6 @@ def plan_line(values: Mapping[str, Any]) -> str:
         f"a validation of {values.get('s_per_validation'):.3g} s every {values.get('validate_every')} steps"
     )
     return f"{line}, {validation}"
-
-
-def _example_lines(rows: Iterable[Mapping[str, Any]], examples: int) -> list[str]:
-    """Return two lines, the reference and the hypothesis, for each of the first ``examples`` rows with
-    errors.
-
-    Rows with the same texts as an earlier row are left out.
-    """
-    pairs: list[tuple[str, str]] = []
-    for row in rows:
-        pair = f"worst    ref  {row['reference']}", f"         hyp  {row['hypothesis']}"
-        if row.get("errors") != 0 and pair not in pairs:
-            pairs.append(pair)
-    return list(chain.from_iterable(pairs[:examples]))
 
 
 def start_lines(values: Mapping[str, Any]) -> list[str]:

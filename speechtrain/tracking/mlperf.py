@@ -49,12 +49,34 @@ class MLPerf(Tracker):
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
         """Append the lines of one event. Raises ``OSError`` if the file cannot be written."""
-        if self._time_s:
-            self._append_later_event(event, values)
+        if not self._time_s:  # The log has not begun.
+            self._values |= values
+            if event == "start":
+                self._start()
             return
-        self._values |= values
-        if event == "start":
-            self._start()
+        step, updates = values.get("step", 0), self._values["updates_per_epoch"]
+        epoch = math.ceil(step / updates)
+        if event in ("train", "epoch") and epoch != self._block:
+            self._stop_block(self._block)
+            self._block = epoch
+            # The block began at the time of the latest line.
+            self._append_event("block_start", time_s=self._time_s, first_epoch_num=epoch, epoch_count=1)
+            self._append_event("epoch_start", time_s=self._time_s, epoch_num=epoch)
+        if event == "resume":
+            self._append_event("resume", step)
+        elif event == "epoch":
+            self._append_event("epoch_stop", epoch_num=epoch)
+            self._append_event("throughput", values["utterances_per_s"], epoch_num=epoch)
+        elif event == "valid" and step > self._evaluated_step:  # of the first set only
+            self._evaluated_step = step
+            self._append_event("eval_start", time_s=time.time() - values["seconds"], epoch_num=epoch)
+            if "wer" in values:
+                self._append_event("eval_accuracy", values["wer"], epoch_num=epoch)
+            self._append_event("eval_stop", epoch_num=epoch)
+            if step % updates == 0:
+                self._stop_block(epoch)
+        elif event == "end" and values["status"] != "preempted":
+            self._end(values["status"])
 
     def _start(self) -> None:
         """Begin or continue the log. A run begins with its first process."""
@@ -83,32 +105,6 @@ class MLPerf(Tracker):
             elif value is not None and (is_lamb or "lamb" not in key):
                 # An ``_alt_`` key is true for a schedule with a plateau.
                 self._append_event(key, "_alt_" in key or value)
-
-    def _append_later_event(self, event: str, values: Mapping[str, Any]) -> None:
-        """Append the lines of an event after the start."""
-        step, updates = values.get("step", 0), self._values["updates_per_epoch"]
-        epoch = math.ceil(step / updates)
-        if event in ("train", "epoch") and epoch != self._block:
-            self._stop_block(self._block)
-            self._block = epoch
-            # The block began at the time of the latest line.
-            self._append_event("block_start", time_s=self._time_s, first_epoch_num=epoch, epoch_count=1)
-            self._append_event("epoch_start", time_s=self._time_s, epoch_num=epoch)
-        if event == "resume":
-            self._append_event("resume", step)
-        elif event == "epoch":
-            self._append_event("epoch_stop", epoch_num=epoch)
-            self._append_event("throughput", values["utterances_per_s"], epoch_num=epoch)
-        elif event == "valid" and step > self._evaluated_step:  # of the first set only
-            self._evaluated_step = step
-            self._append_event("eval_start", time_s=time.time() - values["seconds"], epoch_num=epoch)
-            if "wer" in values:
-                self._append_event("eval_accuracy", values["wer"], epoch_num=epoch)
-            self._append_event("eval_stop", epoch_num=epoch)
-            if step % updates == 0:
-                self._stop_block(epoch)
-        elif event == "end" and values["status"] != "preempted":
-            self._end(values["status"])
 
     def _stop_block(self, epoch: int) -> None:
         if epoch:
