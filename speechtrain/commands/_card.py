@@ -93,11 +93,14 @@ def write_card(arguments: argparse.Namespace, options: CardOptions) -> None:
         print("the card states no licence. --licence NAME states it")
     if not arguments.push and not arguments.dry_run:
         return
-    paths = [path for path in sorted(folder.rglob("[!.]*")) if path.is_file() and not path.is_symlink()]
-    names = [path.relative_to(folder).as_posix() for path in paths]
-    visible_names = [name for name in names if "/." not in f"/{name}"]
-    print("files: " + ", ".join(visible_names))
+    names = []
+    for path in sorted(folder.rglob("[!.]*")):
+        name = path.relative_to(folder).as_posix()
+        is_in_hidden_folder = name.startswith(".") or "/." in name
+        if path.is_file() and not path.is_symlink() and not is_in_hidden_folder:
+            names.append(name)
+    print("files: " + ", ".join(names))
     if arguments.dry_run:
         print(text)
         return
-    print(f"uploaded to {upload(folder, visible_names, arguments.push)}")
+    print(f"uploaded to {upload(folder, names, arguments.push)}")

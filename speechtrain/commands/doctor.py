@@ -89,7 +89,7 @@ def run(argv: list[str]) -> int:
 
 
 def _names_run(argument: str) -> bool:
-    """Return whether an argument names a run: it is ``run_dir=RUN``, or a word that is no override."""
+    """Return whether an argument names a run: it is ``run_dir=RUN``, or a word without = and ~."""
     is_override = "=" in argument or "~" in argument
     return not is_override or key_of_override(argument) == "run_dir"
 

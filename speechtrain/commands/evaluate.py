@@ -78,7 +78,14 @@ def run(argv: list[str]) -> int:
 
         normalise = scoring_normaliser(normaliser_name)
     sets = _files_by_set(arguments.set)
-    _check_arguments(arguments)
+    # These errors come before the evaluation, which may take minutes.
+    out = arguments.out
+    if out is not None:
+        folder = out.absolute().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK) or out.is_dir():
+            raise MachineError(f"--out {out} cannot be written; {_OUT_FIX}")
+    if arguments.worst < 0:
+        raise ConfigError(f"--worst {arguments.worst}: it must be at least 0")
     from speechtrain.inference.loaded_run import load
     from speechtrain.report.mistakes import lines_of, mistakes
 
@@ -95,12 +102,12 @@ def run(argv: list[str]) -> int:
         print(escape_controls(f"speechtrain: warning: {warning}", FORMAT_CHARACTERS), file=sys.stderr)
     if normalise:
         outcomes = {name: outcome.with_normaliser(normalise) for name, outcome in outcomes.items()}
-    if arguments.out:
+    if out:
         rows = ""
         for name, outcome in outcomes.items():
             for example in outcome.examples:
                 rows += json_text({"set": name, **example.row()}) + "\n"
-        with writing(f"--out {arguments.out}", _OUT_FIX), atomic(arguments.out) as temporary:
+        with writing(f"--out {out}", _OUT_FIX), atomic(out) as temporary:
             temporary.write_text(rows, encoding="utf-8")
     mistakes_by_set = {}
     for name, outcome in outcomes.items():
@@ -193,20 +200,6 @@ def _files_by_set(pairs: list[str]) -> dict[str, str]:
             raise ConfigError(f"--set {pair}: {name!r} is given twice. Join the files of a set by commas")
         files[name] = file
     return files
-
-
-def _check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise MachineError if --out cannot be written, and ConfigError for a negative --worst.
-
-    These errors are raised before the evaluation, which may take minutes.
-    """
-    path = arguments.out
-    if path is not None:
-        folder = path.absolute().parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
-            raise MachineError(f"--out {path} cannot be written; {_OUT_FIX}")
-    if arguments.worst < 0:
-        raise ConfigError(f"--worst {arguments.worst}: it must be at least 0")
 
 
 main = console(run)

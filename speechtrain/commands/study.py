@@ -97,7 +97,8 @@ def _tell(arguments: Namespace) -> None:
         raise form_error from None
     are_numbers = isinstance(values, dict)
     if are_numbers:
-        are_numbers = all(type(value) in (int, float) and math.isfinite(value) for value in values.values())
+        numbers = [value for value in values.values() if type(value) in (int, float)]
+        are_numbers = len(numbers) == len(values) and all(map(math.isfinite, numbers))
     if type(number) is not int or bool(failure) == are_numbers:
         raise form_error
     if failure:

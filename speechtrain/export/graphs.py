@@ -21,7 +21,6 @@ from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.encoders.base import LogMelEncoder
 from speechtrain.errors import ConfigError, one_line
 from speechtrain.models.ctc import CTC
-from speechtrain.models.recogniser import Recogniser
 from speechtrain.models.rnnt import RNNT
 from speechtrain.nn.joint import Joint
 from speechtrain.nn.lstm import LSTM
@@ -202,7 +201,21 @@ def graphs_of(task: CTC | RNNT, policy: ComputePolicy | None = _POLICY) -> dict[
     task = copy.deepcopy(task).eval()
     if policy is not None:
         apply_policy(task, policy)
-    graphs = _encoder_graphs(task)
+    encoder = task.encoder
+    samples = round(_EXAMPLE_SECONDS * encoder.sample_rate)
+    audio = torch.randn(1, samples, generator=torch.Generator().manual_seed(0))
+    outputs = ("frames", "lengths")
+    graphs = {}
+    if isinstance(encoder, LogMelEncoder):
+        inputs = {"audio": audio, "offset": torch.zeros(1, dtype=torch.int64)}
+        feature_outputs = ("features", "feature_lengths")
+        features = Graph(_Features(encoder.features), inputs, feature_outputs, {"audio": (1,)})
+        graphs["features"] = features
+        encoder.features = _Identity()  # type: ignore[assignment]
+        inputs = features.example_outputs()
+        graphs["encoder"] = Graph(_Encoder(encoder), inputs, outputs, {"features": (1,)})
+    else:
+        graphs["encoder"] = Graph(_WaveformEncoder(encoder), {"audio": audio}, outputs, {"audio": (1,)})
     frames = graphs["encoder"].example_outputs()["frames"]
     head = task.output if isinstance(task, CTC) else task.ctc
     if head is not None:
@@ -219,21 +232,6 @@ def graphs_of(task: CTC | RNNT, policy: ComputePolicy | None = _POLICY) -> dict[
         graphs["prediction"] = prediction
         graphs["joint"] = Graph(_JointStep(task.joint), inputs, ("scores",), key="model.joint")
     return graphs
-
-
-def _encoder_graphs(task: Recogniser) -> dict[str, Graph]:
-    """Return the graph of the encoder, after the graph of its features if it has features."""
-    encoder = task.encoder
-    samples = round(_EXAMPLE_SECONDS * encoder.sample_rate)
-    audio = torch.randn(1, samples, generator=torch.Generator().manual_seed(0))
-    outputs = ("frames", "lengths")
-    if not isinstance(encoder, LogMelEncoder):
-        return {"encoder": Graph(_WaveformEncoder(encoder), {"audio": audio}, outputs, {"audio": (1,)})}
-    inputs = {"audio": audio, "offset": torch.zeros(1, dtype=torch.int64)}
-    features = Graph(_Features(encoder.features), inputs, ("features", "feature_lengths"), {"audio": (1,)})
-    encoder.features = _Identity()  # type: ignore[assignment]
-    inputs = features.example_outputs()
-    return {"features": features, "encoder": Graph(_Encoder(encoder), inputs, outputs, {"features": (1,)})}
 
 
 def write_graph(graph: Graph, path: Path) -> None:

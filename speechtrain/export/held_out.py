@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -87,15 +88,10 @@ def utterances(loaded: LoadedRun) -> Iterator[Utterance]:
     run = opened.run.with_data(longest_pause=None)
     data = run.data.build(tokenizer=opened.tokenizer, footprint=opened.task.footprint(), normalise=False)
     try:
-        for batches in data.valid().values():
-            for batch in batches:
-                yield from _rows(batch)
+        for batch in chain.from_iterable(data.valid().values()):
+            for row, recording in enumerate(batch.ids):
+                if recording:  # The id of a padding row is empty.
+                    samples = batch.audio[row, : int(batch.audio_lengths[row])]
+                    yield Utterance(recording, samples.numpy(), batch.texts[row])
     finally:
         data.close()
-
-
-def _rows(batch: Any) -> Iterator[Utterance]:
-    for row, recording in enumerate(batch.ids):
-        if recording:  # The id of a padding row is empty.
-            samples = batch.audio[row, : int(batch.audio_lengths[row])]
-            yield Utterance(recording, samples.numpy(), batch.texts[row])

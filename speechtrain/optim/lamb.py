@@ -56,8 +56,9 @@ class LAMB(TensorwiseOptimizer):
         # ``m̂ / (√v̂ + eps)`` is ``factor · m / (√v + corrected_eps)``, which saves two passes over memory.
         factors, corrected_eps = [], []
         for state in states:
-            correction = math.sqrt(1 - beta2 ** state["step"])
-            factors.append(correction / (1 - beta1 ** state["step"]))
+            step = state["step"]
+            correction = math.sqrt(1 - beta2**step)
+            factors.append(correction / (1 - beta1**step))
             corrected_eps.append(group["eps"] * correction)
         denominators = torch_private.foreach_sqrt(squares)
         torch_private.foreach_add_(denominators, corrected_eps)

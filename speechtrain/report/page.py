@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
@@ -47,12 +47,26 @@ def page(runs: Sequence[Run]) -> str:
     environment.filters |= {filter_.__name__[1:]: filter_ for filter_ in filters}
     environment.filters |= {"duration": duration, "number": finite_number, "short": short_number}
     names, metric = names_of(runs), _headline(runs)
+    # The metric of each run's best checkpoint, by set
+    sets = _union(run.valid.get(metric, {}) for run in runs)
+    scores: dict[str, list[float | None]] = {name: [] for name in sets}
+    for run in runs:
+        for name, values in scores.items():
+            curve = run.valid.get(metric, {}).get(name, Curve())
+            values.append(curve.value_at(run.best_step))
+    steps = max(run.steps[0] or 0 for run in runs)
+    last_step = max(1.0, 1.012 * steps)  # leaves room for the last dot
+    marks = runs[0].numbers("step", "resume") if len(runs) == 1 else []
+    charts = []
+    visible_charts = (chart for chart in _charts(runs, names) if chart.visible)
+    for chart in islice(visible_charts, _MAX_CHARTS):
+        charts.append(replace(chart, last_step=last_step, marks=marks))
     return environment.get_template("page.html").render(
         runs=runs,
         names=names,
-        charts=_charts(runs, names),
+        charts=charts,
         metric=metric,
-        scores=_scores(runs, metric),
+        scores=scores,
         differences=differing_keys(runs),
         palette=PALETTE,
         dashes=DASHES,
@@ -70,37 +84,12 @@ def _headline(runs: Sequence[Run]) -> str:
     return ""
 
 
-def _scores(runs: Sequence[Run], metric: str) -> dict[str, list[float | None]]:
-    """Return the metric of each run's best checkpoint, by set."""
-    sets = _union(run.valid.get(metric, {}) for run in runs)
-    scores: dict[str, list[float | None]] = {name: [] for name in sets}
-    for run in runs:
-        for name, values in scores.items():
-            curve = run.valid.get(metric, {}).get(name, Curve())
-            values.append(curve.value_at(run.best_step))
-    return scores
-
-
 def _union(groups: Iterable[Iterable[str]]) -> list[str]:
     """Return the distinct names of all groups, in the order of their first appearance."""
     return list(dict.fromkeys(chain.from_iterable(groups)))
 
 
-def _charts(runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
-    """Return the charts with a finite value."""
-    steps = max(run.steps[0] or 0 for run in runs)
-    last_step = max(1.0, 1.012 * steps)  # leaves room for the last dot
-    marks = runs[0].numbers("step", "resume") if len(runs) == 1 else []
-    charts = []
-    for chart in _all_charts(runs, names):
-        if chart.visible:
-            charts.append(replace(chart, last_step=last_step, marks=marks))
-        if len(charts) == _MAX_CHARTS:
-            break
-    return charts
-
-
-def _all_charts(runs: Sequence[Run], names: Sequence[str]) -> Iterable[Chart]:
+def _charts(runs: Sequence[Run], names: Sequence[str]) -> Iterable[Chart]:
     losses = _train_lines(runs, names, "loss", smooth=True) + _valid_lines(runs, names, "loss")
     yield Chart("Loss", losses, maybe_log=True)
     # WER, then other error rates, then the other metrics of validation

@@ -66,8 +66,10 @@ class Console(Tracker):
         if line:
             self._print(line)
             return
-        if event == "start" and self._is_live() and self._display is None:
-            self._display = _Display(forced=self.mode == "live")
+        if event == "start" and self._display is None:
+            is_terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+            if self.mode == "live" or (self.mode == "auto" and is_terminal):
+                self._display = _Display(forced=self.mode == "live")
         if event == "end":
             self.close()  # The line of the end is printed below, when the display is gone.
         # The display shows the values of ``train`` in place of a line.
@@ -83,11 +85,6 @@ class Console(Tracker):
         display, self._display = self._display, None
         if display is not None:
             display.close()
-
-    def _is_live(self) -> bool:
-        if self.mode == "auto":
-            return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        return self.mode == "live"
 
     def _print(self, text: str, is_warning: bool = False) -> None:
         if self._display is not None:
