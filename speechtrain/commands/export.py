@@ -99,7 +99,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     If it raises a SpeechtrainError, no file is written.
     """
     from speechtrain.interop import wav2vec2_fairseq, wav2vec2_hf
-    from speechtrain.interop.pretrained import describe
+    from speechtrain.interop.pretrained import describe, describe_encoder
     from speechtrain.interop.weights import check_fairseq, read_fairseq, write_imported
 
     form, out = arguments.form, arguments.out
@@ -114,7 +114,8 @@ def _convert(arguments: argparse.Namespace) -> None:
     else:
         opened = _open_run(arguments)
         updates = int(opened.checkpoint.name.partition("-")[2])
-        pretrained = describe(opened.task, opened.task.state_dict(), arguments.encoder)
+        describe_part = describe_encoder if arguments.encoder else describe
+        pretrained = describe_part(opened.task, opened.task.state_dict())
     if arguments.encoder:
         pretrained = pretrained.encoder_only()
     with writing(f"--out {out}", _FIX):

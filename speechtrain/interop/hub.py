@@ -23,10 +23,11 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _PICKLED_WEIGHTS = ("pytorch_model.bin",)
 
 
-def folder_of(name: str, weights: bool = True) -> Path:
-    """Return the folder of the model ``name``: a local folder, or a snapshot in the cache of the hub's files.
+def settings_folder_of(name: str) -> Path:
+    """Return a folder with the settings of the model ``name``, which may lack its weights.
 
-    Files that are missing in the cache are downloaded. Without ``weights``, these are only the settings.
+    It is a local folder, or a snapshot in the cache of the hub's files. Files that are missing in the cache
+    are downloaded.
 
     Raises DataError if the hub does not have the model, or if the hub cannot be reached and the cache does
     not have it. Raises MissingPackage without ``huggingface_hub``.
@@ -36,9 +37,16 @@ def folder_of(name: str, weights: bool = True) -> Path:
     if local_folder.is_dir():
         return local_folder
     model, _, commit = name.partition("@")
-    settings_folder = _snapshot(model, commit or "main", _SETTINGS)
-    if not weights:
+    return _snapshot(model, commit or "main", _SETTINGS)
+
+
+def folder_of(name: str) -> Path:
+    """Return the folder of the model ``name`` with its weights. Raises as ``settings_folder_of``."""
+    settings_folder = settings_folder_of(name)
+    name = name.removeprefix(PREFIX)
+    if absolute_path(name).is_dir():
         return settings_folder
+    model, _, _ = name.partition("@")
     # The name of a branch may refer to a newer commit by now. The weights must be of the settings' commit.
     commit = settings_folder.name
     folder = _snapshot(model, commit, (*_SETTINGS, *_WEIGHTS))
@@ -52,13 +60,12 @@ def pinned(name: str) -> str:
 
     It contains the absolute path of a local folder, or the commit of the version on the hub.
     """
+    folder = settings_folder_of(name)
     name = name.removeprefix(PREFIX)
-    local_folder = absolute_path(name)
-    if local_folder.is_dir():
-        return f"{PREFIX}{local_folder}"
+    if absolute_path(name).is_dir():
+        return f"{PREFIX}{folder}"
     model, _, _ = name.partition("@")
-    commit = folder_of(name, weights=False).name
-    return f"{PREFIX}{model}@{commit}"
+    return f"{PREFIX}{model}@{folder.name}"
 
 
 @functools.cache

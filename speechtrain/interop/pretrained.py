@@ -106,21 +106,26 @@ class Pretrained:
         return parts, encoder
 
 
-def describe(module: nn.Module, weights: Mapping[str, Tensor], encoder_only: bool = False) -> Pretrained:
-    """Return the model of the task ``module`` with ``weights``.
+def describe_encoder(module: nn.Module, weights: Mapping[str, Tensor]) -> Pretrained:
+    """Return the encoder of the task ``module`` with ``weights``.
 
-    The task is a ``Wav2Vec2`` or a ``CTC`` of characters. With ``encoder_only`` it is any task, and only its
-    encoder is returned.
-
-    Raises ConfigError if the task has no wav2vec 2.0 encoder, and for another task without ``encoder_only``.
+    Raises ConfigError if the task has no wav2vec 2.0 encoder.
     """
     encoder = getattr(module, "encoder", None)
     if not isinstance(encoder, Wav2Vec2Encoder):
         raise not_exportable(f"{type(module).__name__} with {type(encoder).__name__}")
-    arguments = _encoder_arguments(encoder)
     tensors = {name: tensor.detach().cpu().float() for name, tensor in weights.items()}
-    if encoder_only:
-        return Pretrained(arguments, {}, tensors).encoder_only()
+    return Pretrained(_encoder_arguments(encoder), {}, tensors).encoder_only()
+
+
+def describe(module: nn.Module, weights: Mapping[str, Tensor]) -> Pretrained:
+    """Return the model of the task ``module`` with ``weights``.
+
+    Raises ConfigError if the task is neither a ``Wav2Vec2`` nor a ``CTC`` of characters with a wav2vec 2.0
+    encoder.
+    """
+    arguments = describe_encoder(module, weights).encoder
+    tensors = {name: tensor.detach().cpu().float() for name, tensor in weights.items()}
     if isinstance(module, Wav2Vec2):
         return Pretrained(arguments, _model_arguments(module), tensors)
     if type(module) is CTC and "|" not in module.tokenizer.labels:

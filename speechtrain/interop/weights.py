@@ -68,7 +68,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
 def read_labels(path: str) -> list[str] | None:
     """Return the labels of the published recogniser at ``path``, or None for any other weights."""
-    location = hub.folder_of(path, weights=False) if path.startswith(hub.PREFIX) else absolute_path(path)
+    location = hub.settings_folder_of(path) if path.startswith(hub.PREFIX) else absolute_path(path)
     if not parakeet_hf.is_parakeet(location):
         return None
     node = parakeet_hf.nodes(location)["tokenizer"]

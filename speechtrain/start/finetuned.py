@@ -57,10 +57,10 @@ def _initial_weights(overrides: Sequence[str]) -> Path | None:
         override = parser.parse_override(f"init_from={first_value}")
     source = override.value()
     if str(source).startswith("hf:"):
-        from speechtrain.interop.hub import folder_of
+        from speechtrain.interop.hub import settings_folder_of
 
         try:
-            return folder_of(str(source), weights=False)
+            return settings_folder_of(str(source))
         except MissingPackage:
             if "dry_run=true" not in overrides:
                 raise

@@ -21,7 +21,7 @@ from speechtrain.checkpoint.checkpointer import Checkpointer
 from speechtrain.commands import export
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError, SpeechtrainError
 from speechtrain.interop import wav2vec2_fairseq, wav2vec2_hf
-from speechtrain.interop.pretrained import Pretrained, describe
+from speechtrain.interop.pretrained import Pretrained, describe, describe_encoder
 from speechtrain.interop.weights import initialise, read_weights, write_imported
 from speechtrain.models.ctc import CTC
 from speechtrain.nn.masking import SpanMask
@@ -261,7 +261,7 @@ def test_describe_refuses_a_recogniser_without_encoder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"CTC with Characters cannot .*--encoder") as caught:
         describe(task, task.state_dict())
     assert "\n" not in str(caught.value)
-    assert describe(task, task.state_dict(), encoder_only=True).is_encoder
+    assert describe_encoder(task, task.state_dict()).is_encoder
 
 
 # --- what is refused ------------------------------------------------------------------------------
