@@ -134,7 +134,10 @@ class BatchLoader:
             cut = self.index.cut(index_row)
             try:
                 text = self.index.text(index_row, self.tokenizer.normalise, cut)
-                row = self._row(index_row, cut, text, percent, shape, seed)
+                if self.is_evaluation:
+                    row = self._evaluation_row(cut, text)
+                else:
+                    row = self._training_row(index_row, cut, text, percent, shape, seed)
             except Unusable as problem:
                 # Zeros replace an unusable cut: in training as many as its planned length. In evaluation, the
                 # lengths of other rows do not depend on them, and a manifest may name any duration.
@@ -182,43 +185,44 @@ class BatchLoader:
             return Skip(cut["id"], problem.reason, problem.detail)
         return None
 
-    def _row(
+    def _evaluation_row(self, cut: Record, text: str) -> _Row:
+        """Return the row of a cut, whose speed and acoustics do not change. Raises Unusable."""
+        labels: list[int] | None = None
+        with suppress(KeyError, ValueError):
+            labels = self.tokenizer.encode(text)
+        if labels and len(labels) > max(_MANY_LABELS, self.max_labels_per_second * seconds_of(cut)):
+            labels = None
+        skips: list[Skip] = []
+        samples = self._read(cut, self.max_decoded_seconds, skips)
+        is_unspoken = len(samples) == 0
+        weight = 0.0 if labels is None or is_unspoken else 1.0
+        row = audio_row(cut["id"], samples, self.sample_rate, self.normalise)
+        return replace(
+            row, labels=labels or [], text=text, weight=weight, is_unspoken=is_unspoken, skips=skips
+        )
+
+    def _training_row(
         self, index_row: int, cut: Record, text: str, percent: int, shape: Shape | None, seed: int
     ) -> _Row:
         """Return the row of a cut with ``percent`` % of its speed. Raises Unusable.
 
-        ``seed`` is for the random numbers of ``acoustics``. Evaluation changes neither speed nor acoustics.
+        ``seed`` is for the random numbers of ``acoustics``.
         """
-        labels: list[int] | None
+        # The labels are checked first. If they are unusable, the audio need not be decoded.
+        labels = self._training_labels(cut, text, shape)
         skips: list[Skip] = []
-        is_unspoken = False
-        if self.is_evaluation:
-            labels = None
-            with suppress(KeyError, ValueError):
-                labels = self.tokenizer.encode(text)
-            if labels and len(labels) > max(_MANY_LABELS, self.max_labels_per_second * seconds_of(cut)):
-                labels = None
-            samples = self._read(cut, self.max_decoded_seconds, skips)
-            is_unspoken = len(samples) == 0
-        else:
-            # The labels are checked first. If they are unusable, the audio need not be decoded.
-            labels = self._training_labels(cut, text, shape)
-            kept_samples = self.decoded.get(index_row)
-            samples = self._read(cut, math.inf, skips) if kept_samples is None else kept_samples
-            if self.keeps_decoded:
-                self.decoded[index_row] = samples
-            if text and is_silent(samples):
-                detail = skips[-1].detail if skips else first_file(cut, default=cut["id"])
-                raise Unusable("silent", detail)
-            samples = self.acoustics.surround(samples, self.sample_rate, seed)
-            samples = change_speed(samples, percent, self.sample_rate)
-            samples, acoustic_skips = self.acoustics.apply(samples, self.sample_rate, seed)
-            skips += acoustic_skips
-        if self.normalise:
-            samples = standardise(samples)
-        weight = 0.0 if labels is None or is_unspoken else 1.0
-        seconds = len(samples) / self.sample_rate
-        return _Row(cut["id"], samples, labels or [], text, weight, seconds, is_unspoken, skips)
+        kept_samples = self.decoded.get(index_row)
+        samples = self._read(cut, math.inf, skips) if kept_samples is None else kept_samples
+        if self.keeps_decoded:
+            self.decoded[index_row] = samples
+        if text and is_silent(samples):
+            detail = skips[-1].detail if skips else first_file(cut, default=cut["id"])
+            raise Unusable("silent", detail)
+        samples = self.acoustics.surround(samples, self.sample_rate, seed)
+        samples = change_speed(samples, percent, self.sample_rate)
+        samples, acoustic_skips = self.acoustics.apply(samples, self.sample_rate, seed)
+        row = audio_row(cut["id"], samples, self.sample_rate, self.normalise)
+        return replace(row, labels=labels, text=text, skips=[*skips, *acoustic_skips])
 
     def _read(self, cut: Record, max_seconds: float, skips: list[Skip]) -> Samples:
         """Return the samples of a cut with short pauses, and add its faults to ``skips``. Raises Unusable."""

@@ -192,37 +192,27 @@ class Workers:
                 free_requests = max(0, _MOST_IN_FLIGHT * len(workers) - len(requests))
                 for micro_batch in islice(planned, free_requests):
                     requests.append(self._send(workers, loader, micro_batch))
-                result: Batch | Exception | None
                 if requests:
                     result = self._receive(requests[0])
                     requests.popleft()
+                    if isinstance(result, Exception):
+                        raise result
+                    batch = result
                 else:
-                    result = self._load_in_process(loader, planned)
-                if result is None:  # ``planned`` has ended.
-                    return
-                if isinstance(result, Exception):
-                    raise result
-                yield result
+                    next_micro_batch = next(planned, None)
+                    if next_micro_batch is None:
+                        return
+                    with unchanged_torch():
+                        # The bits are those of a worker, which has one thread and torch's own fp32 matmul.
+                        TorchSettings.current()._replace(threads=1, fp32_matmul="highest").apply()
+                        batch = loader(next_micro_batch)
+                    # Workers start after the first batch, because their start would slow its loading.
+                    self.start()
+                yield batch
         finally:
             for request in requests:
                 if self._results.pop(request.ticket, None) is None:
                     self._dropped_tickets.add(request.ticket)
-
-    def _load_in_process(self, loader: Loader, planned: Iterator[MicroBatch]) -> Batch | None:
-        """Load the next micro-batch in this process, and then start the workers.
-
-        Returns None after the last micro-batch. The workers are started after the first batch, because their
-        start would slow the loading of that batch.
-        """
-        micro_batch = next(planned, None)
-        if micro_batch is None:
-            return None
-        with unchanged_torch():
-            # The bits are those of a worker, which has one thread and torch's own fp32 matmul.
-            TorchSettings.current()._replace(threads=1, fp32_matmul="highest").apply()
-            batch = loader(micro_batch)
-        self.start()
-        return batch
 
     def _send(self, workers: list[_Worker], loader: Loader, micro_batch: MicroBatch) -> _Request:
         """Send a micro-batch to the next worker in turn. The loader is only sent if the worker lacks it."""

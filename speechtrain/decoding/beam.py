@@ -393,7 +393,21 @@ class _TransducerSearch:
         # The blank after an extension only lowers its score. So an extension must exceed the worst score of
         # the present hypotheses, which already contain the blank.
         floor = (beam.score + beam.fusion_score).topk(self.width).values[:, -1:]
-        levels = self._levels(label_scores, scores, floor, frame)
+        # The present level, then the levels with 1, 2, … more labels, all with this frame's blank
+        levels = [self.level]
+        for labels_left in reversed(range(self.settings.max_symbols_per_step)):
+            level = self._extend(levels[-1], label_scores, scores, floor, frame)
+            if level is None:
+                break
+            levels.append(level)
+            rows = level.alive.div(self.width, rounding_mode="floor")
+            alive_scores = self._log_probabilities(self.frames[rows, frame], level.prediction)
+            if labels_left:
+                scores = torch.full_like(scores, IMPOSSIBLE)
+                scores.view(-1, scores.shape[2])[level.alive] = alive_scores
+                label_scores = self._extension_scores(level.beam, scores)
+            blank_scores = alive_scores[:, -1]
+            level.beam.score.view(-1)[level.alive] += blank_scores
         if len(levels) > 1:
             self.level = self._best(levels)
 
@@ -431,33 +445,15 @@ class _TransducerSearch:
         is_likely = labels >= highest - self.settings.gamma
         return (beam.score[..., None] + labels).masked_fill(~is_likely, IMPOSSIBLE)
 
-    def _levels(self, label_scores: Tensor, scores: Tensor, floor: Tensor, frame: int) -> list[_Level]:
-        """Return the present level, then the levels with 1, 2, … more labels, all with this frame's blank.
-
-        - ``label_scores`` (B, W, V − 1) is the score of each present hypothesis with each label.
-        - ``scores`` (B, W, V) are the log-probabilities of the symbols after each present hypothesis.
-        - ``floor`` (B, 1) is the score, with fusion, that an extension must exceed.
-        """
-        levels = [self.level]
-        for labels_left in reversed(range(self.settings.max_symbols_per_step)):
-            level = self._extend(levels[-1], label_scores, scores, floor, frame)
-            if level is None:
-                break
-            levels.append(level)
-            rows = level.alive.div(self.width, rounding_mode="floor")
-            alive_scores = self._log_probabilities(self.frames[rows, frame], level.prediction)
-            if labels_left:
-                scores = torch.full_like(scores, IMPOSSIBLE)
-                scores.view(-1, scores.shape[2])[level.alive] = alive_scores
-                label_scores = self._extension_scores(level.beam, scores)
-            blank_scores = alive_scores[:, -1]
-            level.beam.score.view(-1)[level.alive] += blank_scores
-        return levels
-
     def _extend(
         self, source: _Level, label_scores: Tensor, scores: Tensor, floor: Tensor, frame: int
     ) -> _Level | None:
-        """Return the W best extensions of ``source`` by one label, or None if none exceeds ``floor``."""
+        """Return the W best extensions of ``source`` by one label, or None if none exceeds ``floor``.
+
+        - ``label_scores`` (B, W, V − 1) is the score of each hypothesis of ``source`` with each label.
+        - ``scores`` (B, W, V) are the log-probabilities of the symbols after each hypothesis of ``source``.
+        - ``floor`` (B, 1) is the score, with fusion, that an extension must exceed.
+        """
         # Each candidate (B, W) is the index of an element in a row of ``label_scores``.
         fusion_scores = self.fusion.label_scores(source.beam.fusion_score, source.beam.fusion_state)
         totals, candidate = (label_scores + fusion_scores).flatten(1).topk(self.width)

@@ -7,8 +7,6 @@ log-probabilities.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -52,12 +50,22 @@ class CTCBeam(BeamSearch):
         padded_paths = _likeliest_paths(frames, lengths, texts, scorer.blank)
         label_totals = frames[..., :-1].logsumexp(-1, keepdim=True)
         probabilities = (frames - label_totals).exp().clamp(max=1.0)
-        confidences = probabilities.cpu().numpy()
+        confidences = probabilities.cpu().numpy()  # (B, T, V)
         row_lengths = lengths.tolist()
         timed_texts = []
         for text, padded_path in zip(texts, padded_paths, strict=True):
-            path = padded_path[: row_lengths[text.row]]
-            timed_texts.append(_set_times(text, path, confidences[text.row]))
+            path = padded_path[: row_lengths[text.row]]  # Its states never decrease.
+            label_states = np.arange(1, 2 * len(text.labels), 2)
+            begins = path.searchsorted(label_states, side="left").tolist()
+            ends = path.searchsorted(label_states, side="right").tolist()
+            # A label has the highest confidence of its frames.
+            label_confidences = list[float]()
+            for begin, end, label in zip(begins, ends, text.labels, strict=True):
+                frame_confidences = confidences[text.row, begin:end, label]
+                label_confidences.append(float(frame_confidences.max(initial=0.0)))
+            timed_texts.append(
+                TimedLabels(text.row, text.labels, tuple(begins), tuple(ends), tuple(label_confidences))
+            )
         return timed_texts
 
 
@@ -173,19 +181,3 @@ def _likeliest_paths(frames: Tensor, lengths: Tensor, texts: list[TimedLabels], 
         path.append(state)
         state = state - steps.gather(1, state)
     return torch.cat(path[::-1], 1).cpu().numpy()
-
-
-def _set_times(text: TimedLabels, path: np.ndarray, confidences: np.ndarray) -> TimedLabels:
-    """Return ``text`` with the frames and the confidence of each label.
-
-    ``path`` (T,) has the index of the alignment state in each frame, which never decreases. ``confidences``
-    (T, V) has the confidence of each class in each frame. A label has the highest one of its frames.
-    """
-    label_states = np.arange(1, 2 * len(text.labels), 2)
-    begins = path.searchsorted(label_states, side="left").tolist()
-    ends = path.searchsorted(label_states, side="right").tolist()
-    text_confidences = list[float]()
-    for begin, end, label in zip(begins, ends, text.labels, strict=True):
-        label_confidences = confidences[begin:end, label]
-        text_confidences.append(float(label_confidences.max(initial=0.0)))
-    return replace(text, begins=tuple(begins), ends=tuple(ends), confidences=tuple(text_confidences))

@@ -164,9 +164,11 @@ class LoadedRun:
         opened = self.opened
         call_decoder = opened.used.decoder(decoder, options) if decoder or options else opened.task.decoder
         results = list(self.transcripts(self.recordings(audio), batch, piece_seconds, call_decoder))
-        if timestamps:
-            _check_times(results, call_decoder)
         transcripts = [result for result in results if isinstance(result, Transcript)]
+        for transcript in transcripts:
+            if timestamps and transcript.text and not transcript.words:
+                name = type(call_decoder).__name__
+                raise ConfigError(f"timestamps: {name} gives no times of words. Choose another decoder")
         if len(transcripts) < len(results):
             raise TranscriptionError(results)
         return transcripts
@@ -431,14 +433,6 @@ def load(
         opened = open_run(Path(run), checkpoint, overrides, config_dir)
         settings = TorchSettings.current()
     return LoadedRun(opened, settings, opened.used.max_decoded_seconds or LONGEST_SECONDS)
-
-
-def _check_times(results: Iterable[Transcript | DataError], decoder: Any) -> None:
-    """Raise ConfigError if a transcript has a text but no times of words."""
-    for result in results:
-        if isinstance(result, Transcript) and result.text and not result.words:
-            name = type(decoder).__name__
-            raise ConfigError(f"timestamps: {name} gives no times of words. Choose another decoder")
 
 
 def _take_complete(queue: deque[_PendingTranscript | DataError]) -> Iterator[Transcript | DataError]:

@@ -6,7 +6,7 @@ The module writes no files and locks nothing, so a run in progress may be opened
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +71,14 @@ def open_run(
     if policy is None:  # This device is not the device for which training chose its kernels.
         policy = device.policy(precision.dtype)
     misfit = f"{folder} does not fit {run_dir / CONFIG}"
-    _check_size(run, weights, misfit)
+    # A changed config could describe a network that exhausts the memory. This one has no values.
+    network = network_without_values(run, run.tokenizer.build())
+    if network is not None:
+        _, model = network
+        network_size = sum(p.numel() for p in model.parameters())
+        stored_size = sum([tensor.numel() for tensor in weights.values()])
+        if network_size > 2 * stored_size:
+            raise RunError(f"{misfit}: {stored_size:,} of {network_size:,} weights")
     task, tokenizer = build_task(run)
     apply_policy(task, policy)
     try:
@@ -81,22 +88,6 @@ def open_run(
     torch_device = device.tensor(torch.zeros(())).device
     task.to(torch_device)
     return OpenedRun(used, folder, device, policy, task=task.eval(), tokenizer=tokenizer)
-
-
-def _check_size(run: RunConfig, weights: Mapping[str, Tensor], misfit: str) -> None:
-    """Raise RunError if the config describes a network of more than twice the stored weights.
-
-    A changed config could otherwise exhaust the memory. This check allocates no memory for the network. The
-    error begins with ``misfit``.
-    """
-    network = network_without_values(run, run.tokenizer.build())
-    if network is None:
-        return
-    _, model = network
-    network_size = sum(p.numel() for p in model.parameters())
-    stored_size = sum([tensor.numel() for tensor in weights.values()])
-    if network_size > 2 * stored_size:
-        raise RunError(f"{misfit}: {stored_size:,} of {network_size:,} weights")
 
 
 def read_weights(run_dir: Path, checkpoint: str) -> tuple[Path, dict[str, Tensor]]:
