@@ -86,15 +86,27 @@ def run(argv: list[str]) -> int:
     _check_free(arguments.out, form, arguments.force)
     if form in _RUNTIMES:
         _export_runtime(arguments)
-    elif (arguments.source_form, form) != (_OURS, "huggingface") or not _export_parakeet(arguments):
-        _convert(arguments)
+    elif arguments.source_form == _OURS:
+        from speechtrain.inference.open_run import open_run
+        from speechtrain.interop.parakeet_hf import has_fastconformer
+
+        # The device of the training may be absent here.
+        opened = open_run(arguments.source, arguments.checkpoint, ["device=cpu", "precision=fp32"])
+        # "best" of a run in progress changes, and the model card needs the checkpoint that was exported.
+        arguments.checkpoint = opened.checkpoint.name
+        if form == "huggingface" and has_fastconformer(opened.task):
+            _export_parakeet(opened, arguments.out)
+        else:
+            _convert(arguments, opened)
+    else:
+        _convert(arguments, None)
     if options:
         write_card(arguments, options)
     return 0
 
 
-def _convert(arguments: argparse.Namespace) -> None:
-    """Convert a wav2vec 2.0 model and print how it was checked.
+def _convert(arguments: argparse.Namespace, opened: OpenedRun | None) -> None:
+    """Convert the wav2vec 2.0 model of a run, or of the other project's file, and print how it was checked.
 
     If it raises a SpeechtrainError, no file is written.
     """
@@ -105,17 +117,16 @@ def _convert(arguments: argparse.Namespace) -> None:
     form, out = arguments.form, arguments.out
     updates = 0  # of the training
     differences: list[float | None] = []  # to Hugging Face's model. None: transformers is not installed
-    if arguments.source_form == "huggingface":
-        pretrained, difference = wav2vec2_hf.read(arguments.source)
-        differences.append(difference)
-    elif arguments.source_form == "fairseq":
-        pretrained, fairseq_difference = read_fairseq(arguments.source)
-        differences.append(fairseq_difference)
-    else:
-        opened = _open_run(arguments)
+    if opened is not None:
         updates = int(opened.checkpoint.name.partition("-")[2])
         describe_part = describe_encoder if arguments.encoder else describe
         pretrained = describe_part(opened.task, opened.task.state_dict())
+    elif arguments.source_form == "huggingface":
+        pretrained, difference = wav2vec2_hf.read(arguments.source)
+        differences.append(difference)
+    else:
+        pretrained, fairseq_difference = read_fairseq(arguments.source)
+        differences.append(fairseq_difference)
     if arguments.encoder:
         pretrained = pretrained.encoder_only()
     with writing(f"--out {out}", _FIX):
@@ -180,36 +191,17 @@ def _export_runtime(arguments: argparse.Namespace) -> None:
         print(line)
 
 
-def _export_parakeet(arguments: argparse.Namespace) -> bool:
-    """Write a run's FastConformer recogniser as Parakeet, and print how it was checked.
-
-    Return False if the run has another encoder. Then nothing is written.
-    """
+def _export_parakeet(opened: OpenedRun, out: Path) -> None:
+    """Write a run's FastConformer recogniser as Parakeet, and print how it was checked."""
     from speechtrain.interop import parakeet_hf
 
-    opened = _open_run(arguments)
-    if not parakeet_hf.has_encoder(opened.task):
-        return False
-    with writing(f"--out {arguments.out}", _FIX):
+    with writing(f"--out {out}", _FIX):
         task, part = parakeet_hf.exportable_part(opened.task)
-        difference = parakeet_hf.write(task, task.state_dict(), arguments.out)
+        difference = parakeet_hf.write(task, task.state_dict(), out)
     print(
-        f"{arguments.out}: Parakeet, {part}, checked against Hugging Face's model on the same audio: largest "
+        f"{out}: Parakeet, {part}, checked against Hugging Face's model on the same audio: largest "
         f"difference {difference:.1e}"
     )
-    return True
-
-
-def _open_run(arguments: argparse.Namespace) -> OpenedRun:
-    """Open the run on the CPU, because the device of the training may be absent here.
-
-    ``arguments.checkpoint`` becomes the name of the checkpoint, because "best" of a run in progress changes.
-    """
-    from speechtrain.inference.open_run import open_run
-
-    opened = open_run(arguments.source, arguments.checkpoint, ["device=cpu", "precision=fp32"])
-    arguments.checkpoint = opened.checkpoint.name
-    return opened
 
 
 def _check_free(out: Path, form: str, force: bool) -> None:

@@ -20,8 +20,7 @@ def run(argv: Sequence[str]) -> int:
     """Run a subcommand and return the exit code. Raises ConfigError and RunError."""
     arguments = parser().parse_args(argv)
     require_optuna()
-    command = {"ask": _ask, "tell": _tell, "status": _status, "import": _import}[arguments.subcommand]
-    command(arguments)
+    arguments.function(arguments)
     return 0
 
 
@@ -50,14 +49,18 @@ def parser() -> Parser:
         metavar="NAME",
         help="a worker that asks again gets its unfinished trial again",
     )
-    _add(commands, "tell", "store the end of a trial, {id, values} or {id, failed}", "STUDY JSON")
+    ask.set_defaults(function=_ask)
+    tell = _add(commands, "tell", "store the end of a trial, {id, values} or {id, failed}", "STUDY JSON")
+    tell.set_defaults(function=_tell)
     status = _add(commands, "status", "print a table of the trials")
     status.add_argument("--html", action="store_true", help="also write optuna's plots, STUDY/study.html")
+    status.set_defaults(function=_status)
     imported = _add(
         commands, "import", "make a study from parameters and metrics in SigOpt's form", "FILE STUDY"
     )
     imported.add_argument("--sampler", default="tpe", help="tpe (default), random or grid")
     imported.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the draws (default 1)")
+    imported.set_defaults(function=_import)
     return parser
 
 

@@ -87,7 +87,7 @@ def is_parakeet(folder: Path) -> bool:
     return str(config.get("model_type")) in KINDS
 
 
-def has_encoder(task: Any) -> bool:
+def has_fastconformer(task: Any) -> bool:
     """Return whether the encoder of ``task`` is a FastConformer."""
     return isinstance(getattr(task, "encoder", None), FastConformer)
 

@@ -43,9 +43,21 @@ def page(runs: Sequence[Run]) -> str:
     environment = Environment(
         loader=PackageLoader("speechtrain.report", ""), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    filters = (_count, _date, _origin, _figure, _heading, _headline, _median, _setting, _three, _verdict)
-    environment.filters |= {filter_.__name__[1:]: filter_ for filter_ in filters}
-    environment.filters |= {"duration": duration, "number": finite_number, "short": short_number}
+    environment.filters |= {
+        "count": _count,
+        "date": _date,
+        "duration": duration,
+        "figure": _figure,
+        "heading": _heading,
+        "headline": _headline,
+        "median": _median,
+        "number": finite_number,
+        "origin": _origin,
+        "setting": _setting,
+        "short": short_number,
+        "three": _three,
+        "verdict": _verdict,
+    }
     names, metric = names_of(runs), _headline(runs)
     # The metric of each run's best checkpoint, by set
     sets = _union(run.valid.get(metric, {}) for run in runs)
