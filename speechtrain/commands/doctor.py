@@ -420,7 +420,10 @@ def _step_findings(
 
 
 def _vendor_findings(run: RunConfig, device: Device) -> Iterator[Finding]:
-    """Yield findings on the vendor's plugin, on the torch that it needs, and on the memory of the host."""
+    """Yield findings on the vendor's plugin, on the torch that it needs, and on the memory of the host.
+
+    A device gets those whose values its ``facts`` have, so the CPU and CUDA get none.
+    """
     fault = device.library_fault()
     if fault:
         yield Finding(RED, "torch", fault)

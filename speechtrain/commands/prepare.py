@@ -22,7 +22,6 @@ from speechtrain.commands._cli import Parser, add_command, console
 from speechtrain.counter_rng import key_of
 from speechtrain.data.corpora.digits import Digits
 from speechtrain.data.formats.folder import files_below
-from speechtrain.data.formats.lhotse_cuts import Samples
 from speechtrain.data.formats.manifests import Record, seconds_of, simple_cut, text_of
 from speechtrain.data.prepare.cut_files import (
     Totals,
@@ -448,24 +447,20 @@ class Converter:
         samples = self._existing_samples(cut, path)
         if samples is None:
             audio = change_speed(read_cut(cut, self.rate), self.percent, self.rate)
-            samples = self._write(audio, path)
+            pcm = np.clip(np.rint(audio * 32768.0), -32768, 32767).astype(np.int16)
+            # The bytes are first written to memory, because libsndfile does not report a full disk.
+            buffer = io.BytesIO()
+            soundfile.write(buffer, pcm, self.rate, format=self.format.upper(), subtype="PCM_16")
+            # A flush of each file to the disk would take hours for a million files.
+            with atomic(path, durable=False) as temporary:
+                temporary.write_bytes(buffer.getvalue())
+            samples = len(pcm)
         supervisions = cut.get("supervisions") or [{}]
         labels = {key: supervisions[0].get(key) for key in ("speaker", "language")}
         seconds = samples / self.rate
         return simple_cut(
             self.name(cut), str(path.absolute()), 0.0, seconds, text_of(cut), rate=self.rate, **labels
         )
-
-    def _write(self, audio: Samples, path: Path) -> int:
-        """Write ``audio`` (S,) to a file and return S, the number of samples."""
-        pcm = np.clip(np.rint(audio * 32768.0), -32768, 32767).astype(np.int16)
-        # The bytes are first written to memory, because libsndfile does not report a full disk.
-        buffer = io.BytesIO()
-        soundfile.write(buffer, pcm, self.rate, format=self.format.upper(), subtype="PCM_16")
-        # Files are not flushed to the disk one by one, because that would take hours for a million files.
-        with atomic(path, durable=False) as temporary:
-            temporary.write_bytes(buffer.getvalue())
-        return len(pcm)
 
     def _existing_samples(self, cut: Record, path: Path) -> int | None:
         """Return the number of samples in the file of an earlier call, or None if it cannot be reused.

@@ -264,7 +264,14 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
     folder = Path(folder)
     transformers = transformers_library()
     config = _read_config(folder)
-    tensors = _normalise_names(read_tensors(folder))
+    # The names of any model class and version become the names of ``Wav2Vec2ForPreTraining``.
+    stored = read_tensors(folder)
+    prefix = "" if any(name.startswith(_PREFIX) for name in stored) else _PREFIX
+    tensors = {}
+    for name, tensor in stored.items():
+        for our_name, foreign_name in _WEIGHT_NORM_NAMES.items():
+            name = name.replace(foreign_name, our_name)
+        tensors[prefix + name] = tensor
     is_encoder = "quantizer.codevectors" not in tensors
     model_class = transformers.Wav2Vec2ForPreTraining
     if is_encoder:
@@ -369,18 +376,6 @@ def _shards(index: Path) -> list[Path]:
     except (OSError, KeyError, TypeError, AttributeError, *MALFORMED) as error:
         raise DataError(f"{index} lists no files ({type(error).__name__}). Download it again") from None
     return [index.parent / name for name in sorted(names)]
-
-
-def _normalise_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of any model class and version under the names of ``Wav2Vec2ForPreTraining``."""
-    if not any(name.startswith(_PREFIX) for name in tensors):
-        tensors = {_PREFIX + name: tensor for name, tensor in tensors.items()}
-    normalised = {}
-    for name, tensor in tensors.items():
-        for our_name, foreign_name in _WEIGHT_NORM_NAMES.items():
-            name = name.replace(foreign_name, our_name)
-        normalised[name] = tensor
-    return normalised
 
 
 def _drop_identity(tensors: dict[str, Tensor], folder: Path) -> None:

@@ -279,7 +279,14 @@ def read_run(folder: str | Path) -> Run:
         stored = read_stored_config(folder / CONFIG)
     except SpeechtrainError as error:
         notes.append(str(error))
-    reasons = _by_reason(skipped.rows)
+    # The skipped recordings by reason and id. An id occurs once, and the most frequent reason is first.
+    rows_by_reason: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in skipped.rows:
+        rows_by_id = rows_by_reason.setdefault(str(row.get("reason", "")), {})
+        rows_by_id.setdefault(str(row.get("id", "")), row)
+    reasons = {}
+    for reason in sorted(rows_by_reason, key=lambda reason: -len(rows_by_reason[reason])):
+        reasons[reason] = list(rows_by_reason[reason].values())
     return Run(folder, events, read_result(folder), read_about(folder), stored, reasons, tuple(notes))
 
 
@@ -347,13 +354,3 @@ def _different(
 def list_or_empty(value: Any) -> list[Any]:
     """Return ``value`` if it is a list, otherwise an empty list."""
     return value if isinstance(value, list) else []
-
-
-def _by_reason(skipped: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the skipped recordings by reason. The most frequent reason is first, and an id occurs once."""
-    rows_by_reason: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in skipped:
-        rows_by_id = rows_by_reason.setdefault(str(row.get("reason", "")), {})
-        rows_by_id.setdefault(str(row.get("id", "")), row)
-    reasons = sorted(rows_by_reason, key=lambda reason: -len(rows_by_reason[reason]))
-    return {reason: list(rows_by_reason[reason].values()) for reason in reasons}
