@@ -30,6 +30,8 @@ PARTS = {
     "dynamo_counters": "torch._dynamo.utils.counters",
     # The method through which each change of the device or dtype of a module's tensors goes.
     "apply": "torch.nn.Module._apply",
+    # The processes of torchrun.
+    "process_context": "torch.distributed.elastic.multiprocessing.PContext",
     # PyTorch's lazy tensors.
     "start_lazy": "torch._lazy.ts_backend.init",
     "mark_lazy_step": "torch._lazy.mark_step",
@@ -53,6 +55,13 @@ def _part(path: str) -> Any:
         return pkgutil.resolve_name(path)
     except (ImportError, AttributeError):
         raise MachineError(f"torch {torch.__version__} has no {path}. Install torch 2.7 to 2.14") from None
+
+
+def limit_shutdown(seconds: int) -> None:
+    """Let torchrun in this process wait at most ``seconds`` for the end of ranks, whatever it would wait."""
+    context = _part(PARTS["process_context"])
+    close = context.close
+    context.close = lambda self, death_sig=None, timeout=0: close(self, death_sig, seconds)
 
 
 class MovedModule(nn.Module):

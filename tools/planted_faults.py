@@ -45,7 +45,7 @@ FAULTS = (
     Fault("last-save", "training/trainer.py", "is_save_step or status is not None", "is_save_step"),
     Fault("temperature", "losses/contrastive.py", "_unit(context) / temperature", "_unit(context)"),
     Fault("arcs", "losses/transducer_frames.py", "F.pad(label, (1, -1))", "label"),
-    Fault("dropout", "losses/transducer_lattice.py", "65536 / (65536 - self.dropped_values)", "1.0"),
+    Fault("dropout", "losses/transducer_lattice.py", "65536 / (65536 - self.dropped_numbers)", "1.0"),
     Fault("ranks", "data/sampler.py", "self.advance(epoch, position, rank)", "epoch, position"),
     Fault("speeds", "data/sampler.py", "(fastest - slowest + 1)", "(fastest - slowest)"),
     Fault("pieces", "data/pieces.py", "start += end / self.sample_rate", "start += max_seconds"),

@@ -14,7 +14,6 @@ import os
 import sys
 
 from torch.distributed import run
-from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousStoreInfo,
@@ -24,6 +23,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from speechtrain.distributed.loopback import ADDRESS, loopback_store
 from speechtrain.launch.launcher import SHUTDOWN_SECONDS
+from speechtrain.torch_private import limit_shutdown
 
 
 class _LoopbackRendezvous(StaticTCPRendezvous):
@@ -47,7 +47,5 @@ if __name__ == "__main__":
         ADDRESS, master_port=0, rank=0, world_size=1, run_id="loopback", timeout=60
     )
     rendezvous_handler_registry.register("loopback", lambda _: rendezvous)
-    close = PContext.close
-    seconds = int(os.environ[SHUTDOWN_SECONDS])
-    PContext.close = lambda self, death_sig=None, timeout=0: close(self, death_sig, seconds)  # type: ignore[method-assign]
+    limit_shutdown(int(os.environ[SHUTDOWN_SECONDS]))
     run.main(sys.argv[1:])

@@ -43,7 +43,7 @@ class Dropout:
     """
 
     def __init__(self, settings: Settings, batch: int, width: int, seed_halves: Tensor) -> None:
-        self.threshold = _LOWEST + settings.dropped_values
+        self.threshold = _LOWEST + settings.dropped_numbers
         self.width = width
         low, high = seed_halves[:1], seed_halves[1:]
         utterance = indices(batch, seed_halves).int()
@@ -59,8 +59,8 @@ class Dropout:
         words = torch.add(keys[:, None], self.word_keys, out=self.words[:count])
         mix_in_place(words)
         numbers = words.view(torch.int16)[:, : self.width]
-        is_kept = numbers.ge_(self.threshold)
-        hidden *= is_kept
+        numbers.ge_(self.threshold)  # Each number becomes 1 for a kept unit, and 0 for a dropped one.
+        hidden *= numbers
 
     def with_dropped(self, hidden: Tensor, frame: Tensor) -> Tensor:
         """Return the units ``hidden`` (B, t, P, H) of the frames (t,), with 0 for the dropped ones."""
@@ -68,7 +68,8 @@ class Dropout:
         keys = _cell_keys(self.utterance_keys[:, None, None], frame[:, None], position)
         words = mix(keys[..., None] + self.word_keys)
         # Gaudi's graphs cannot read an int32 as two int16. So each number becomes the upper half of an int32,
-        # which is compared with the threshold times 65536.
+        # which is compared with the threshold times 65536. What is in the lower half does not matter, because
+        # the lower half of the threshold is 0.
         lower_half_moved_up = words * 65536
         numbers = torch.stack((lower_half_moved_up, words), -1).flatten(-2)
         is_kept = numbers[..., : self.width] >= self.threshold * 65536

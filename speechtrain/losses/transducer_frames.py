@@ -9,7 +9,9 @@ log-probabilities of the labels before position u in frame t, all positions of a
 The differences of the sums L need float64 for the precision of fp32.
 
 If the lattice is turned by 180 degrees, its end is the beginning, and its backward variables are the forward
-variables. So one loop computes both.
+variables. So one loop computes both. Turning maps each cell to its *image*, the first cell to the last one.
+An arc then leads the other way: it leaves the image of the cell into which it led, and leads into the image
+of the cell that it left.
 """
 
 from __future__ import annotations
@@ -35,12 +37,10 @@ def posteriors_by_frames(
     label = label.clamp(min=NEVER).double()
     _, frames, positions = blank.shape
     image = _turned_cells(frames, positions, frame_counts, label_counts)
-    blank_into = F.pad(blank, (0, 0, 1, -1))  # from the previous frame
-    label_into = F.pad(label, (1, -1))  # from the previous position
-    # In the turned lattice, an arc leads into the image of the cell that it leaves.
-    blank_into_both = torch.stack((blank_into, _turned(blank, image)))
-    label_into_both = torch.stack((label_into, _turned(label, image)))
-    alpha, turned_beta = _forward_variables(blank_into_both, label_into_both)
+    # The arcs into each cell, of the lattice and of the turned lattice.
+    blank_into = torch.stack((F.pad(blank, (0, 0, 1, -1)), _turned(blank, image)))  # from the previous frame
+    label_into = torch.stack((F.pad(label, (1, -1)), _turned(label, image)))  # from the previous position
+    alpha, turned_beta = _forward_variables(blank_into, label_into)
     beta = _turned(turned_beta, image)
 
     log_likelihood = beta[:, 0, 0]
@@ -84,16 +84,16 @@ def _forward_variables(blank_into: Tensor, label_into: Tensor) -> Tensor:
     position 0 has no effect.
     """
     label_sums = label_into.cumsum(-1)  # L
-    first_frame = torch.full_like(label_sums[:, :, :1], -torch.inf)
-    first_frame[..., 0] = 0  # Paths begin in the first cell.
-    previous_sums = torch.cat((torch.zeros_like(first_frame), label_sums[:, :, :-1]), 2)
-    # The loop keeps alpha - L. From one frame to the next, L of the previous frame is added and L of this
-    # frame is subtracted. Both are added to the blank here, so that an iteration has one addition.
-    blank_and_sums = blank_into - label_sums + previous_sums
-    alpha_minus_sums = first_frame[:, :, 0]  # (2, B, P)
+    # Before the first frame, alpha - L is 0 in position 0, where paths begin, and there is no other way.
+    alpha_minus_sums = torch.full_like(label_sums[:, :, 0], -torch.inf)  # (2, B, P)
+    alpha_minus_sums[..., 0] = 0
+    sums_before_first = torch.zeros_like(label_sums[:, :, :1])
+    previous_sums = torch.cat((sums_before_first, label_sums[:, :, :-1]), 2)
+    # enter(t, u) - L(t, u) is (alpha - L)(t - 1, u) plus three terms, which are summed here for all frames.
+    # So an iteration has one addition.
+    steps = blank_into - label_sums + previous_sums
     frames = []
     for t in range(blank_into.shape[2]):
-        enter_minus_sums = alpha_minus_sums + blank_and_sums[:, :, t]
-        alpha_minus_sums = torch.logcumsumexp(enter_minus_sums, -1)
+        alpha_minus_sums = torch.logcumsumexp(alpha_minus_sums + steps[:, :, t], -1)
         frames.append(alpha_minus_sums)
     return torch.stack(frames, 2) + label_sums

@@ -27,7 +27,7 @@ class JointNetwork:
         self.weight = (inputs.weight.to(settings.wide) * settings.scale).to(settings.dtype)
         self.bias = inputs.bias.to(settings.dtype)
         self.dropout: Dropout | NoDropout = NoDropout()
-        if settings.dropped_values:
+        if settings.dropped_numbers:
             batch, _, width = inputs.encoder.shape
             self.dropout = Dropout(settings, batch, width, seed_halves=inputs.seed_halves)
 

@@ -37,8 +37,8 @@ class Settings:
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
-    def dropped_values(self) -> int:
-        """The number of values that drop a unit, of the 65536 possible values of a 16-bit number."""
+    def dropped_numbers(self) -> int:
+        """How many of the 65536 random numbers drop a unit."""
         return round(self.dropout * 65536)
 
     @property
@@ -47,7 +47,7 @@ class Settings:
 
         It multiplies the output layer's weight instead of the units, because the weight has fewer elements.
         """
-        return 65536 / (65536 - self.dropped_values)
+        return 65536 / (65536 - self.dropped_numbers)
 
     @property
     def reach(self) -> int:

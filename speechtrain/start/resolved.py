@@ -59,7 +59,7 @@ def dump(config: DictConfig) -> str:
     not resolve.
     """
     content = OmegaConf.to_container(config, resolve=False)
-    # Without the types of the schema, the text of a reference may replace a value of any type.
+    # The schema would refuse a text, such as ``${oc.env:NAME,1}``, in the place of a number.
     untyped = OmegaConf.create(typing.cast("dict[str, Any]", content))
     values = resolve(untyped)
     with _references_to_environment():
@@ -104,9 +104,9 @@ def _check_storable(key: str, value: Any, stored: Any) -> None:
         return
     if isinstance(value, float) and math.isnan(value):
         raise ConfigError(f"{key}: nan is no value that a run stores. As a text, write \"'nan'\"")
-    is_text = isinstance(stored, str) and isinstance(value, str | None)
-    is_value_or_reference = value == stored or is_text
-    if not is_value_or_reference or not is_storable(str(stored)):
+    is_reference_to_text_or_null = isinstance(stored, str) and isinstance(value, str | None)
+    is_allowed = value == stored or is_reference_to_text_or_null
+    if not is_allowed or not is_storable(str(stored)):
         raise ConfigError(f"{key}: a run stores values and ${{oc.env:NAME,default}} only. Write one of them")
 
 
@@ -124,15 +124,15 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     return typing.cast("dict[str, Any]", values)
 
 
-def with_absolute_paths(config: DictConfig, path: str = "") -> DictConfig:
+def with_absolute_paths(config: DictConfig, group_key: str = "") -> DictConfig:
     """Make the paths in ``config`` absolute in place, and return it.
 
-    Paths are the values of constructor parameters of the type ``FilePath``, and ``init_from``. ``path`` is
-    the key of ``config`` in the whole config.
+    Paths are the values of constructor parameters of the type ``FilePath``, and ``init_from``. ``group_key``
+    is the key of ``config`` in the whole config, or empty for the whole config itself.
     """
     annotations: dict[str, Any] = {"init_from": FilePath}
     if "_target_" in config:
-        annotations = parameter_types(target_class(str(config._target_), path), include_extras=True)
+        annotations = parameter_types(target_class(str(config._target_), group_key), include_extras=True)
     values: Any = OmegaConf.to_container(config)
     for key, value in values.items():
         if OmegaConf.is_missing(config, key):
@@ -141,7 +141,7 @@ def with_absolute_paths(config: DictConfig, path: str = "") -> DictConfig:
             config[key] = with_absolute_path(value)
         is_value = not OmegaConf.is_interpolation(config, key)
         if is_value and isinstance(config[key], DictConfig):
-            with_absolute_paths(config[key], f"{path}.{key}".lstrip("."))
+            with_absolute_paths(config[key], f"{group_key}.{key}".lstrip("."))
     return config
 
 
@@ -154,7 +154,8 @@ def with_absolute_path(value: Any) -> Any:
     """Return the value of a key for paths with absolute paths.
 
     ``value`` is a path or several paths with commas between them, a list of these, the mapping of a source
-    with the key ``path``, or a mapping of sources by name. A corpus, which is a class, stays.
+    with the key ``path``, or a mapping of sources by name. A mapping with ``_target_`` names a class instead
+    of a path, and is returned unchanged.
     """
     if isinstance(value, str):
         return _absolute_text(value)
@@ -173,9 +174,10 @@ def _absolute_text(text: str) -> str:
     In a reference to the environment, the default becomes absolute unless it is null. Other references, and
     addresses such as ``hf:NAME``, are returned unchanged.
     """
-    reference = re.fullmatch(r"(?P<name>\$\{oc\.env:\w+),(?P<default>[^'\"{}]+)\}", text)
+    reference = re.fullmatch(r"\$\{oc\.env:(?P<variable>\w+),(?P<default>[^'\"{}]+)\}", text)
     if reference and not reference["default"].startswith("null"):
-        return f"{reference['name']},'{absolute_path(reference['default'])}'}}"
+        default = absolute_path(reference["default"])
+        return f"${{oc.env:{reference['variable']},'{default}'}}"
     if not text or "${" in text or "://" in text or text.startswith("hf:"):
         return text
     # A comma separates paths unless it belongs to the name of an existing file.

@@ -47,7 +47,7 @@ def test_an_evaluation_file_that_vanishes_loses_no_update(
     found: Run, corpus: Path, figures: Callable[[str], None]
 ) -> None:
     found.environment["FAULTS_PAUSE"] = "0.2"
-    process = found.start()
+    process = found.start("data.max_bad=0")
     found.wait_for_step(2, process)
     audio = audio_of(cuts(corpus / "valid.jsonl")[0])
     audio.rename(audio.with_suffix(".away"))
