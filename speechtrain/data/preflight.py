@@ -12,7 +12,6 @@ from speechtrain.batch import Skip
 from speechtrain.data.audio import files_of, first_file, read_cut
 from speechtrain.data.batches import MOST_CHECKED, SpeechBatches
 from speechtrain.data.equal_content import equal_files
-from speechtrain.data.evaluation_sets import EvaluationSet
 from speechtrain.data.formats.manifests import text_of
 from speechtrain.data.index import Index, label_count
 from speechtrain.data.loader import REASONS
@@ -142,7 +141,19 @@ def warnings(data: SpeechBatches) -> Iterator[str]:
         index = evaluation_set.recordings.index
         rows = np.flatnonzero(filters.is_too_long(index))
         yield from _describe_rows(f"valid.{name}", index, rows, f"{too_long}, as no training recording is")
-        yield from _symbols_warning(evaluation_set)
+        loader = evaluation_set.loader
+        rows = sample_rows(np.sort(evaluation_set.epoch_batches.rows), MOST_CHECKED, loader.seed)
+        symbols = []  # the unknown ones of each transcript
+        for row in rows.tolist():
+            text = loader.index.text(row, loader.tokenizer.normalise)
+            symbols.append(loader.tokenizer.unknown(text))
+        unknown_count = sum(map(bool, symbols))
+        if unknown_count and loader.tokenizer.reads_text:
+            listed_symbols = one_line(" ".join(map(repr, sorted(set().union(*symbols)))), 80)
+            yield (
+                f"data.valid.{name}: {unknown_count} of {len(rows)} transcripts have symbols without a label "
+                f"({listed_symbols}). They count as errors, and have no loss"
+            )
         yield from _name_warnings(f"valid.{name}", index, np.sort(evaluation_set.epoch_batches.rows))
     yield from _name_warnings("train", training_set.index, training_set.rows)
     for name, count in data.trained_counts(training_set.initial_sides).items():
@@ -169,20 +180,6 @@ def warnings(data: SpeechBatches) -> Iterator[str]:
             )
     if data.loader.tokenizer.reads_text:
         yield from _text_warnings(data)
-
-
-def _symbols_warning(evaluation_set: EvaluationSet) -> Iterator[str]:
-    """Yield a line if transcripts of an evaluation set have symbols without a label."""
-    loader = evaluation_set.loader
-    rows = sample_rows(np.sort(evaluation_set.epoch_batches.rows), MOST_CHECKED, loader.seed).tolist()
-    symbols = [loader.tokenizer.unknown(loader.index.text(row, loader.tokenizer.normalise)) for row in rows]
-    count = sum(map(bool, symbols))
-    if count and loader.tokenizer.reads_text:
-        listed_symbols = one_line(" ".join(map(repr, sorted(set().union(*symbols)))), 80)
-        yield (
-            f"data.valid.{evaluation_set.name}: {count} of {len(rows)} transcripts have symbols without a "
-            f"label ({listed_symbols}). They count as errors, and have no loss"
-        )
 
 
 def _text_warnings(data: SpeechBatches) -> Iterator[str]:

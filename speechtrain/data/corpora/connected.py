@@ -138,12 +138,30 @@ def joined_cuts(name: str, clips: Clips, utterances: Sequence[Utterance]) -> Ite
     """Yield one cut for each of ``utterances``.
 
     ``name`` is the name of the cached file. It must contain a fingerprint of the clips and the utterances,
-    because an existing file is used again. Raises MachineError if the audio cannot be written into the cache
-    folder.
+    because an existing file is used again. Raises ConfigError for more audio than a WAV file can have, and
+    MachineError if the audio cannot be written into the cache folder.
     """
     lengths = [utterance.length(clips) for utterance in utterances]
     sample_count = sum(lengths)
-    path = _cached_wav(name, clips, utterances, sample_count)
+    audio_bytes = 2 * sample_count
+    file_bytes = _HEADER_BYTES + audio_bytes
+    if file_bytes > 2**32:
+        hours = sample_count / SAMPLE_RATE / 3600
+        raise ConfigError(
+            f"utterances={len(utterances)}: {hours:.0f} h of audio exceed the 37 h of one WAV file. "
+            "Ask for fewer"
+        )
+    folder = cache_folder() / "connected"
+    path = folder / f"{name}.wav"
+    if not path.is_file() or path.stat().st_size != file_bytes:  # It is missing or incomplete.
+        target = f"{folder}: {audio_bytes / 1e6:.0f} MB of joined audio"
+        fix = "free some space or set SPEECHTRAIN_CACHE to another folder"
+        # If several processes write the file, that of the last process remains.
+        with writing(target, fix), atomic(path) as temporary:
+            free = shutil.disk_usage(folder).free
+            if free < audio_bytes:
+                raise OSError(None, f"{free / 1e6:.0f} MB free")
+            _write_wav(temporary, clips, utterances, sample_count)
     file_seconds = sample_count / SAMPLE_RATE
     recording = simple_cut(name, str(path), 0.0, file_seconds, text="", rate=SAMPLE_RATE)["recording"]
     start = 0  # in samples
@@ -160,32 +178,6 @@ def joined_cuts(name: str, clips: Clips, utterances: Sequence[Utterance]) -> Ite
         }
         yield cut_of_supervision(supervision, recording)
         start += length
-
-
-def _cached_wav(name: str, clips: Clips, utterances: Sequence[Utterance], sample_count: int) -> Path:
-    """Return the path of the cached WAV, which is written if it is missing or incomplete.
-
-    If several processes write it, the file of the last process remains.
-    """
-    audio_bytes = 2 * sample_count
-    file_bytes = _HEADER_BYTES + audio_bytes
-    if file_bytes > 2**32:
-        hours = sample_count / SAMPLE_RATE / 3600
-        raise ConfigError(
-            f"utterances={len(utterances)}: {hours:.0f} h of audio exceed the 37 h of one WAV file. "
-            "Ask for fewer"
-        )
-    folder = cache_folder() / "connected"
-    path = folder / f"{name}.wav"
-    if not path.is_file() or path.stat().st_size != file_bytes:
-        target = f"{folder}: {audio_bytes / 1e6:.0f} MB of joined audio"
-        fix = "free some space or set SPEECHTRAIN_CACHE to another folder"
-        with writing(target, fix), atomic(path) as temporary:
-            free = shutil.disk_usage(folder).free
-            if free < audio_bytes:
-                raise OSError(None, f"{free / 1e6:.0f} MB free")
-            _write_wav(temporary, clips, utterances, sample_count)
-    return path
 
 
 def _write_wav(path: Path, clips: Clips, utterances: Sequence[Utterance], sample_count: int) -> None:
