@@ -26,8 +26,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from speechtrain.counter_rng import RunStream, key_of, uniform_at
 from speechtrain.data.audio import recording_of
@@ -164,6 +162,9 @@ def _groups_of_speakers(groups: Mapping[str, _Keys], seconds: _Seconds, share: f
     A recording, or a chain of them, connects the speakers of a group. The key of the group is the smallest
     key of its speakers. So a speaker who is alone has the same random number in each set.
     """
+    from scipy.sparse import coo_array  # The import takes 0.2 s, and only speakers need it.
+    from scipy.sparse.csgraph import connected_components
+
     speaker_keys, speaker_of_cut = np.unique(groups["speaker"], return_inverse=True)
     recording_keys, recording_of_cut = np.unique(groups["recording"], return_inverse=True)
     # The nodes of a graph are all speakers, then all recordings. Each cut connects its two.

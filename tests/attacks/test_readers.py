@@ -343,9 +343,7 @@ WRITES: dict[str, Callable[[Path], object]] = {
     "lock": lambda run: RunLock(run).acquire().release(),
     "tensorboard/.probe": lambda run: TensorBoard(str(run))._open(),
     "ranks/1/output.log": lambda run: _redirect_output(run / "ranks/1/output.log"),
-    "agent.log": lambda run: supervise(
-        ["sh", "-c", "echo said >&2"], os.environ, run / "agent.log", grace=1.0
-    ),
+    "agent.log": lambda run: supervise(["sh", "-c", "echo said >&2"], os.environ, run / "agent.log"),
 }
 
 
