@@ -99,10 +99,15 @@ def without_local_rank(argv: Sequence[str]) -> list[str]:
     """
     if "LOCAL_RANK" not in os.environ:
         return list(argv)
-    # A null character ends each argument. The value is part of the argument, or the next argument.
-    line = "".join(f"{argument}\0" for argument in argv)
-    line = re.sub(r"(?<![^\0])--local[-_]rank[=\0]\d+\0", "", line)
-    return line.split("\0")[:-1]
+    others = []
+    arguments = iter(argv)
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if name not in ("--local-rank", "--local_rank"):
+            others.append(argument)
+        elif not equals:
+            next(arguments, None)  # The value is the next argument.
+    return others
 
 
 def _with_run_dir(text: str) -> str:
@@ -139,9 +144,10 @@ def translate_arguments(argv: Sequence[str]) -> list[str]:
       the home folder. So a name may contain any signs of Hydra's syntax.
     - ``data.train=a.jsonl,b.jsonl`` becomes a list, because Hydra would read it as a sweep. So do
       ``augment.noise`` and ``augment.rooms``.
-    - ``data.valid.NAME=…`` and ``data.valid={NAME: …}`` get ``++``, which defines sets (``replaced_values``).
+    - ``data.valid.NAME=…`` and ``data.valid={NAME: …}`` get ``++``, by which ``replaced_values.replace_sets``
+      knows that they define sets.
     - Texts with letters beyond ASCII are quoted, because Hydra cannot read them otherwise.
-    - ``glob(*)``, which sweeps all choices of a group, excludes base YAMLs.
+    - ``glob(*)``, which sweeps all choices of a group, excludes the YAML files whose names start with ``_``.
     - ``final_decoder=`` chooses from the group of decoders.
     - ``allow_targets=`` becomes an environment variable, so that no file can set it.
     """
@@ -168,14 +174,14 @@ def _translate(key: str, value: str) -> tuple[str, str]:
         value = _quoted_name(key, value)
     if _SOURCES.fullmatch(key):
         key, value = _rewrite_sources(key, value)
+    if re.fullmatch(r"glob\([^()]*\)", value) and "exclude" not in value:
+        return key, f"{value.removesuffix(')')},exclude=_*)"
     if value.isascii() or "${" in value:
-        if re.fullmatch(r"glob\([^()]*\)", value) and "exclude" not in value:
-            value = f"{value.removesuffix(')')},exclude=_*)"
-    elif value.startswith(_OPENING):
-        value = _TOKEN.sub(_quoted_token, value)
-    else:
-        value = _quoted_parts(value)
-    return key, value
+        return key, value
+    # Hydra reads letters beyond ASCII only in quotes.
+    if value.startswith(_OPENING):
+        return key, _TOKEN.sub(_quoted_token, value)
+    return key, _quoted_parts(value)
 
 
 def _with_home(value: str) -> str:
@@ -191,7 +197,7 @@ def _quoted_name(key: str, value: str) -> str:
     if PLAIN.fullmatch(value) or not value:
         return value
     is_text = unquoted(value) == value and "${" not in value and value != "null"
-    # A run directory is one path, which may not exist. In a sweep, each job has its own.
+    # A run directory may not exist yet, so it is quoted without a look at the disk.
     is_run_dir = key == "run_dir" and is_text
     return quoted(value) if is_run_dir or os.path.lexists(value) else value
 
@@ -202,7 +208,7 @@ def _rewrite_sources(key: str, value: str) -> tuple[str, str]:
         # Hydra does not merge a list into data.valid, which is a mapping of named sets. So the paths stay one
         # text, which the reader of the sets splits.
         value = quoted(value) if key.endswith("data.valid") else f"[{_quoted_parts(value)}]"
-    if key.startswith("data.valid") and value != "{}":
+    if key.startswith("data.valid") and value != "{}":  # ``{}`` removes all sets.
         key = f"++{key}"  # ``++`` allows a name that the default config lacks.
     return key, value
 
