@@ -6,7 +6,7 @@ part of the lattice.
 
 The forms: ``RaggedJoint`` computes the cells within the lengths of each utterance, and is the default.
 ``StaticJoint`` computes all cells of the padded lattice. Both compute the log-probabilities of the arcs, from
-these the loss and the occupancies (``transducer_posteriors``), and then the gradients of the inputs.
+these the loss and the occupancies (``transducer_recursion``), and then the gradients of the inputs.
 
 The lattice has a cell for each frame t and each position u, the number of labels before the cell. An arc
 leads from a cell to another: the blank from (t, u) to (t + 1, u), the next label from (t, u) to (t, u + 1). A

@@ -1,4 +1,4 @@
-"""The posteriors of a lattice by a recursion over its diagonals. ``transducer_posteriors`` has the recursion.
+"""The posteriors of a lattice by a recursion over its diagonals. ``transducer_recursion`` has the recursion.
 
 Diagonal d has the cells with t + u = d. Every arc leads to the next diagonal, so a path has one cell on each,
 and the variables of a diagonal may be normalised: their logsumexp is subtracted. They then stay small, and
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from speechtrain.compute_policy import GraphFunction, equal_parts
 from speechtrain.losses.transducer_lattice import NEVER, indices, inside_mask, skewed, straight
-from speechtrain.losses.transducer_posteriors import HIGHEST_LOSS, Posteriors
+from speechtrain.losses.transducer_recursion import HIGHEST_LOSS, Posteriors
 
 
 def posteriors_by_diagonals(

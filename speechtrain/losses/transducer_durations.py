@@ -1,4 +1,4 @@
-"""The posteriors of a lattice whose arcs have durations (TDT). ``transducer_posteriors`` has the other forms.
+"""The posteriors of a lattice whose arcs have durations (TDT). ``transducer_recursion`` has the other forms.
 
 A blank of duration d > 0 leads from cell (t, u) to (t + d, u), and a label of duration d to (t + d, u + 1).
 ``p(d)`` is the log-probability of the duration in the cell:
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speechtrain.losses.transducer_lattice import NEVER, Settings, indices, inside_mask, skewed, straight
-from speechtrain.losses.transducer_posteriors import HIGHEST_LOSS, Posteriors, has_impossible_label
+from speechtrain.losses.transducer_recursion import HIGHEST_LOSS, Posteriors, has_impossible_label
 
 
 def posteriors_of_durations(

@@ -1,4 +1,4 @@
-"""The posteriors of a lattice by a recursion over its frames. ``transducer_posteriors`` has the recursion.
+"""The posteriors of a lattice by a recursion over its frames. ``transducer_recursion`` has the recursion.
 
 Within a frame, a path enters at a position and then emits labels. With L(t, u), the sum of the
 log-probabilities of the labels before position u in frame t, all positions of a frame are one logcumsumexp:
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speechtrain.losses.transducer_lattice import NEVER, indices, inside_mask
-from speechtrain.losses.transducer_posteriors import HIGHEST_LOSS, Posteriors
+from speechtrain.losses.transducer_recursion import HIGHEST_LOSS, Posteriors
 
 
 def posteriors_by_frames(

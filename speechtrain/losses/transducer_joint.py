@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speechtrain.losses.transducer_dropout import Dropout, NoDropout
 from speechtrain.losses.transducer_lattice import Inputs, Settings, lattice_shape
-from speechtrain.losses.transducer_posteriors import Posteriors
+from speechtrain.losses.transducer_recursion import Posteriors
 
 ACTIVATIONS = {"relu": torch.relu_, "tanh": torch.tanh_}
 

@@ -18,7 +18,7 @@ from speechtrain.losses.transducer_lattice import (
     inside_mask,
     next_labels,
 )
-from speechtrain.losses.transducer_posteriors import Posteriors
+from speechtrain.losses.transducer_recursion import Posteriors
 
 
 class RaggedJoint(JointNetwork):

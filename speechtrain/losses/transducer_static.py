@@ -13,7 +13,7 @@ from speechtrain.losses.transducer_diagonals import posteriors_by_diagonals
 from speechtrain.losses.transducer_durations import posteriors_of_durations
 from speechtrain.losses.transducer_joint import ACTIVATIONS, JointNetwork
 from speechtrain.losses.transducer_lattice import Gradients, Inputs, Settings, indices, next_labels
-from speechtrain.losses.transducer_posteriors import Posteriors
+from speechtrain.losses.transducer_recursion import Posteriors
 
 
 class StaticJoint(JointNetwork):

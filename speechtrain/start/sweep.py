@@ -32,7 +32,7 @@ from speechtrain.errors import (
 )
 from speechtrain.files import print_line, read_json, table_lines, write_json
 from speechtrain.launch.supervise import stop_signals
-from speechtrain.launch.sweep import ending_with, stop_ranks
+from speechtrain.launch.sweep_end import ending_with, stop_ranks
 from speechtrain.overrides import key_of_override
 from speechtrain.run_directory import RunResult, metric_text, speed_text
 from speechtrain.start.auto_device import auto_device, check_same_device, may_be_auto

@@ -14,7 +14,7 @@ from tests.integration.conftest import wait_for
 JOB = """
 import os, signal, sys, time
 from pathlib import Path
-from speechtrain.launch.sweep import ending_with
+from speechtrain.launch.sweep_end import ending_with
 
 folder = Path(sys.argv[1])
 saved = []
