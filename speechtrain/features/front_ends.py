@@ -22,6 +22,16 @@ from torch.nn import functional as F
 Count = TypeVar("Count", int, Tensor)
 
 
+def quotient(count: Count, divisor: int) -> Count:
+    """Return ``count``, an integer or integers (B,), divided by ``divisor`` and rounded down.
+
+    A lazy device would compute ``//`` of a tensor on the host, which divides the recorded graph.
+    """
+    if isinstance(count, Tensor):
+        return torch.div(count, divisor, rounding_mode="floor")
+    return count // divisor
+
+
 def hann(phase: Tensor) -> Tensor:
     """Return Hann's window (N,) at ``phase`` (N,). It is 0 at phase 0 and 1, and 1 at phase ½."""
     cosine = torch.cos(2.0 * math.pi * phase)
@@ -46,7 +56,7 @@ def reflected(positions: Tensor, lengths: Tensor) -> Tensor:
     """
     period = (2 * (lengths - 1)).clamp(min=1)
     position_in_period = positions % period
-    return torch.where(position_in_period < lengths, position_in_period, period - position_in_period)
+    return torch.minimum(position_in_period, period - position_in_period)
 
 
 def mirrored(positions: Tensor, lengths: Tensor) -> Tensor:
@@ -57,7 +67,7 @@ def mirrored(positions: Tensor, lengths: Tensor) -> Tensor:
     """
     period = 2 * lengths
     position_in_period = positions % period
-    return torch.where(position_in_period < lengths, position_in_period, period - 1 - position_in_period)
+    return torch.minimum(position_in_period, period - 1 - position_in_period)
 
 
 @dataclass(frozen=True)
@@ -121,7 +131,8 @@ class FrontEnd(ABC):
         tail = audio.gather(1, sources(after, row_lengths))
         padding = audio.new_zeros(audio.shape[0], right)
         signal = torch.cat([head, audio, padding], dim=1)
-        return signal.scatter(1, self.left + after, tail)
+        # The signal is 0 there. ``scatter`` would divide the recorded graph of a lazy device.
+        return signal.scatter_add(1, self.left + after, tail)
 
 
 class DaliFrontEnd(FrontEnd):
@@ -142,7 +153,7 @@ class DaliFrontEnd(FrontEnd):
         return hann((samples + 0.5) / self.width)
 
     def columns(self, samples: Count) -> Count:
-        return samples // self.hop + 1
+        return quotient(samples, self.hop) + 1
 
     def signal(self, audio: Tensor, lengths: Tensor) -> Tensor:
         audio = emphasised(audio, self.preemphasis, before_first=audio[:, :1])
@@ -189,7 +200,7 @@ class TorchFrontEnd(_FilterbankFrontEnd):
     """
 
     def columns(self, samples: Count) -> Count:
-        return (samples + self.hop - 1) // self.hop
+        return quotient(samples + self.hop - 1, self.hop)
 
 
 class ParakeetFrontEnd(_FilterbankFrontEnd):
@@ -199,7 +210,7 @@ class ParakeetFrontEnd(_FilterbankFrontEnd):
     """
 
     def columns(self, samples: Count) -> Count:
-        return samples // self.hop
+        return quotient(samples, self.hop)
 
 
 class _KaldiFrontEnd(FrontEnd):
@@ -218,7 +229,7 @@ class _KaldiFrontEnd(FrontEnd):
         return self.width // 2 - self.hop // 2
 
     def columns(self, samples: Count) -> Count:
-        return (samples + self.hop // 2) // self.hop
+        return quotient(samples + self.hop // 2, self.hop)
 
     def signal(self, audio: Tensor, lengths: Tensor) -> Tensor:
         signal = self._extended(audio, lengths, mirrored)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware
 from speechtrain.counter_rng import DITHER_PERIOD, uniform_at
 from speechtrain.errors import ConfigError
-from speechtrain.features.front_ends import FRONT_ENDS
+from speechtrain.features.front_ends import FRONT_ENDS, quotient
 from speechtrain.features.mel import mel_bank, slaney_hertz, slaney_mel, warp_frequencies
 from speechtrain.features.silence import trim_silence
 from speechtrain.features.statistics import NORMALISATIONS
@@ -251,7 +251,7 @@ class LogMel(MovedModule, PolicyAware):
         """
         is_valid = torch.arange(x.shape[1], device=x.device) < counts[:, None]
         weight = is_valid[:, :, None].to(x.dtype)  # (B, C, 1): 1 or 0
-        lengths = (counts + self.splice - 1) // self.splice
+        lengths = quotient(counts + self.splice - 1, self.splice)
         if self.splice_first:
             # Each column of a frame has its own mean and deviation.
             x = stack_time(x, self.splice)
