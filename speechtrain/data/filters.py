@@ -28,8 +28,9 @@ class Filters:
                 f"min_seconds={self.min_seconds}, max_seconds={self.max_seconds}: need 0 <= min < max"
             )
 
-    def __str__(self) -> str:
-        return f"between {self.min_seconds:g} and {self.max_seconds:g} s long"
+    def describe_seconds(self) -> str:
+        """Return the allowed durations as words, such as ``between 0.1 and 20 s``."""
+        return f"between {self.min_seconds:g} and {self.max_seconds:g} s"
 
     def is_too_long(self, index: Index) -> np.ndarray:
         """Return a mask of the recordings in ``index`` that are longer than ``max_seconds``."""

@@ -91,8 +91,8 @@ class TrainingSet(RecordingSet):
                 f"data.train: no recording has a transcript: {where_transcripts_are(self.source)}"
             )
         raise DataError(
-            f"data.train: none of {len(self.index)} recordings is {self.filters}. Change data.min_seconds or "
-            "data.max_seconds, or check the manifest's durations"
+            f"data.train: none of {len(self.index)} recordings is {self.filters.describe_seconds()} long. "
+            "Change data.min_seconds or data.max_seconds, or check the manifest's durations"
         )
 
     @cached_property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from speechtrain.errors import MachineError
 
@@ -45,8 +45,12 @@ class World:
 
     def variables(self) -> dict[str, str]:
         """Return the variables of torchrun for this rank, which torch and vendors' libraries read."""
-        names, numbers = astuple(_TORCHRUN), astuple(self)  # both in the order of the fields
-        return dict(zip(names, map(str, numbers), strict=True))
+        return {
+            _TORCHRUN.rank: str(self.rank),
+            _TORCHRUN.size: str(self.size),
+            _TORCHRUN.local_rank: str(self.local_rank),
+            _TORCHRUN.local_size: str(self.local_size),
+        }
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,8 @@ def split_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             overrides.append(argument)
             continue
         options.append(argument)
-        if argument in _VALUES:
+        takes_value = argument in _VALUES
+        if takes_value:
             options.extend(islice(arguments, 1))  # the value, if the argument is not the last one
     return options, overrides
 
