@@ -33,6 +33,7 @@ READERS = {
     "checkpoint.json": "evaluate",
     "lock": "train",
     "output.log": "report",
+    "recordings.bin": "train",
 }
 """The commands that read a file; what a rank reads is tried with whole runs below."""
 
@@ -70,8 +71,8 @@ class Flips:
         self.sound = {
             path: path.read_bytes()
             for path in run_dir.rglob("*")
-            if path.is_file() and path.stat().st_size < SMALLEST
-        }
+            if path.is_file() and path.stat().st_size < SMALLEST and path.parent.name != "parts"
+        }  # Nobody reads the copies of own modules in parts/.
         self.best = Checkpointer(run_dir).best()[0]
         self.codes: Counter[str] = Counter()
 
