@@ -434,9 +434,11 @@ def _run_result(launch_result: LaunchResult, run_dir: Path) -> RunResult:
         result = run_directory.read_failure(run_dir)
     if launch_result.cause and (result is None or result.status == "failed"):
         raise MachineError(launch_result.cause)
-    if result is not None:
-        return result
     exit_code = launch_result.returncode
+    # Ranks save and stop when their agent is killed. The kill is then the outcome of the run.
+    is_agent_killed = exit_code < 0 and result is not None and result.status == "preempted"
+    if result is not None and not is_agent_killed:
+        return result
     if exit_code == Preempted.exit_code:
         raise Preempted("stopped before the ranks had started. The same command continues")
     if exit_code < 0:  # The code of a process that a signal has ended is the negative signal number.
