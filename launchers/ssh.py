@@ -266,19 +266,19 @@ class _Connections:
         if not self.clients:
             for host, command in self.commands:
                 self.clients.append(_Client(host, command))
-        now = time.monotonic()
+        current_time = time.monotonic()
         ended = [client for client in self.clients if client.process.poll() is not None]
         if ended and self.requests is None:
-            self.requests = [(now + self.grace / 2, STOP), (now + self.grace, KILL)]
+            self.requests = [(current_time + self.grace / 2, STOP), (current_time + self.grace, KILL)]
             self._set_cause(ended[0].host, ended[0].process.returncode)
         if len(ended) == len(self.clients):
             # The code of a process that was killed by a signal is negative.
             return max(abs(int(client.process.returncode)) for client in ended)
-        if self.requests and now > self.requests[0][0]:
+        if self.requests and current_time > self.requests[0][0]:
             _, request = self.requests.pop(0)
             self._send(request)
-        if now > self.alive_time + _ALIVE_SECONDS:
-            self.alive_time = now
+        if current_time > self.alive_time + _ALIVE_SECONDS:
+            self.alive_time = current_time
             self._send(ALIVE)
         return None
 

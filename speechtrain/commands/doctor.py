@@ -10,14 +10,14 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console
-from speechtrain.errors import ConfigError, DataError, MachineError, SpeechtrainError, Terminal, one_line
+from speechtrain.errors import ConfigError, MachineError, SpeechtrainError, Terminal, one_line
 from speechtrain.files import absolute_path
 from speechtrain.overrides import key_of_override
 from speechtrain.start.choices import choices
@@ -253,11 +253,14 @@ def recipe_findings(overrides: list[str], config_dir: str | None, run_dir: str) 
     from speechtrain.rank.build import build_task
     from speechtrain.start.auto_memory import is_batch_memory_open, with_batch_memory
     from speechtrain.start.build import build_data
+    from speechtrain.start.job import config_of_new_run
+    from speechtrain.start.run_config import run_config
 
     subject = "recipe"  # of the finding on an error
     try:
-        run, notices = _checked_run(overrides, config_dir, run_dir)
-        facts = [f"{' '.join(overrides) or 'the defaults'}: every key is valid", *notices]
+        composed = config_of_new_run(overrides, config_dir, run_dir)
+        run = run_config(composed.config)
+        facts = [f"{' '.join(overrides) or 'the defaults'}: every key is valid", *composed.notices]
         yield Finding(GREEN, subject, ". ".join(facts))
         launcher = run.launcher.build()
         text = f"{launcher.choice}, ranks: {run.world_size}, hosts: {launcher.host_count()}"
@@ -289,32 +292,6 @@ def recipe_findings(overrides: list[str], config_dir: str | None, run_dir: str) 
                 yield from _step_findings(run, device, precision, task, data)
     except Exception as error:  # The doctor reports every error as a finding.
         yield failure(subject, error)
-
-
-def _checked_run(
-    overrides: list[str], config_dir: str | None, run_dir: str
-) -> tuple[RunConfig, Sequence[str]]:
-    """Return the config of a run in ``run_dir`` after the checks before a training, and its notices.
-
-    Raises SpeechtrainError.
-    """
-    from speechtrain.start.auto_device import check_launcher
-    from speechtrain.start.check_keys import check
-    from speechtrain.start.command_line import translate_arguments
-    from speechtrain.start.compose import compose_with_choices
-    from speechtrain.start.from_data import explicit_keys, follow_data
-    from speechtrain.start.recipe_needs import needs_of
-    from speechtrain.start.run_config import run_config
-
-    config, group_choices, notices = compose_with_choices(translate_arguments(overrides), config_dir)
-    check_launcher(group_choices, config)
-    config.run_dir = run_dir
-    needs = needs_of(config)
-    if needs:
-        raise DataError(". ".join(map(str, needs)))
-    check(config)
-    follow_data(config, explicit_keys(overrides, {}))
-    return run_config(config), notices
 
 
 def _open(run: RunConfig, device: Device) -> tuple[Precision | None, Finding]:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from speechtrain.errors import ConfigError, MissingPackage, print_notice
+from speechtrain.errors import ConfigError, DataError, MissingPackage, print_notice
 from speechtrain.overrides import key_of_override
 from speechtrain.run_directory import CONFIG, RunResult
-from speechtrain.start.auto_device import announce_auto
+from speechtrain.start.auto_device import announce_auto, check_launcher
+from speechtrain.start.check_keys import check
 from speechtrain.start.choices import option_value
-from speechtrain.start.command_line import Command
+from speechtrain.start.command_line import Command, translate_arguments
 from speechtrain.start.compose import Composed, compose, compose_with_choices
 from speechtrain.start.from_data import explicit_keys, follow_data
 from speechtrain.start.on_host import raise_or_warn
-from speechtrain.start.recipe_needs import settle_needs
+from speechtrain.start.recipe_needs import needs_of, settle_needs
 from speechtrain.start.resolved import with_absolute_paths
 from speechtrain.start.resume import config_to_continue, continue_own_run, run_to_continue
 from speechtrain.start.run_name import base_folder, run_name
@@ -84,6 +85,24 @@ def _new_config(job: Command, composed: Composed, run_dir: Path, user_files: Map
     is_plan = settle_needs(config)  # A dry run with missing data only prints a plan.
     follow_data(config, keys, is_plan=is_plan)
     return config
+
+
+def config_of_new_run(overrides: Sequence[str], config_dir: str | None, run_dir: str) -> Composed:
+    """Return the config that a training with ``overrides`` would have, with its choices and notices.
+
+    The training data is read if keys follow from it, and nothing is started. Raises DataError if parts are
+    missing, and the SpeechtrainError of the first wrong key.
+    """
+    composed = compose_with_choices(translate_arguments(overrides), config_dir)
+    config = composed.config
+    check_launcher(composed.choices, config)
+    config.run_dir = run_dir
+    needs = needs_of(config)
+    if needs:
+        raise DataError(". ".join(map(str, needs)))
+    check(config)
+    follow_data(config, explicit_keys(overrides, {}))
+    return composed
 
 
 def _refuse_other_validation(job: Command, config: DictConfig, choice: str) -> None:

@@ -26,16 +26,12 @@ from speechtrain.commands._cli import Parser, console
 from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
-from speechtrain.errors import DataError, MachineError, one_line
+from speechtrain.errors import MachineError, one_line
 from speechtrain.files import write_text
 from speechtrain.rank.build import build_task
 from speechtrain.rank.trial_steps import batches_by_size
 from speechtrain.start.build import build_data
-from speechtrain.start.check_keys import check
-from speechtrain.start.command_line import translate_arguments
-from speechtrain.start.compose import compose
-from speechtrain.start.from_data import explicit_keys, follow_data
-from speechtrain.start.recipe_needs import needs_of
+from speechtrain.start.job import config_of_new_run
 from speechtrain.start.resolved import dump
 from speechtrain.start.run_config import part_of, run_config
 from speechtrain.start.targets import described_error
@@ -64,25 +60,13 @@ def run(argv: list[str]) -> int:
     """Print a line for each check. Raises a SpeechtrainError at the first fault."""
     arguments = parser().parse_intermixed_args(argv)
     with tempfile.TemporaryDirectory(prefix="speechtrain-rehearsal-") as name:
-        config = resolved_config(arguments.overrides, arguments.config_dir, name)
+        config = config_of_new_run(arguments.overrides, arguments.config_dir, name).config
         try:
             for subject, text in rehearse(config, Path(name)):
                 print(f"{subject:<13} {text}", flush=True)
         except RuntimeError as error:  # of torch, on the CPU
             raise MachineError(f"a step fails: {one_line(described_error(error), 300)}") from error
     return 0
-
-
-def resolved_config(overrides: list[str], config_dir: str | None, run_dir: str) -> DictConfig:
-    """Return the config that a training with these arguments would have."""
-    config = compose(translate_arguments(overrides), config_dir)
-    config.run_dir = run_dir
-    needs = needs_of(config)
-    if needs:
-        raise DataError(". ".join(map(str, needs)))
-    check(config)
-    follow_data(config, explicit_keys(overrides, {}))
-    return config
 
 
 def rehearse(config: DictConfig, folder: Path) -> Iterator[tuple[str, str]]:
