@@ -42,7 +42,7 @@ class RunStream(IntEnum):
 # seed of ``Task.prepare`` in pretraining, stream
 BatchStream = IntEnum("BatchStream", {"FRAMES": 0, "NEGATIVES": 1, "CHANNELS": 2, "NOISE": 3})
 # seed of ``Task.prepare`` in a recogniser, stream. For LAYERS: seed of ``Task.advance``, stream, layer
-EncoderStream = IntEnum("EncoderStream", {"FRAMES": 1, "CHANNELS": 2, "LAYERS": 3})
+EncoderStream = IntEnum("EncoderStream", {"FRAMES": 1, "CHANNELS": 2, "LAYERS": 3, "CONTEXT": 5})
 # the same seed, stream, slice of the batch: the dropout mask of the joint
 JointStream = IntEnum("JointStream", {"DROPOUT": 4})
 # seed of ACOUSTICS, hash of "noise" or "rooms", number: whether one is used, which one, its start, its level

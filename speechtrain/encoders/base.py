@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import EncoderStream, uniform_at
-from speechtrain.errors import require_contract
+from speechtrain.encoders.stream import Context, FrameStream
+from speechtrain.errors import ConfigError, require_contract
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
+from speechtrain.features.logmel_stream import LogMelStream
 
 
 class Encoder(nn.Module, ABC):
@@ -93,6 +95,20 @@ class Encoder(nn.Module, ABC):
         """
         return batch
 
+    def stream(
+        self, context: Context | None = None, rows: int = 1, keys: Tensor | None = None
+    ) -> FrameStream:
+        """Return a stream of ``rows`` recordings of the same length, whose samples arrive in pieces.
+
+        ``context`` limits attention, and the encoder's own is the default. ``keys`` (B,) select the dither,
+        as in ``forward``. By default, all are 0.
+
+        Raises ConfigError for an encoder that needs whole recordings.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} needs whole recordings. For a stream, train another encoder"
+        )
+
     @abstractmethod
     def frames(self, samples: int) -> int:
         """Return the number of frames of a row with ``samples`` samples, without a forward pass."""
@@ -119,6 +135,13 @@ class LogMelEncoder(Encoder):
             audio, batch.audio_lengths, keys=batch.keys, warp=warp, mask=self.augment.spectrogram
         )
         return frames
+
+    def feature_stream(self, rows: int, keys: Tensor | None) -> LogMelStream:
+        """Return the first stage of a stream: the log-mel frames of ``rows`` recordings in evaluation."""
+        device = self.features.window.device
+        if keys is None:
+            keys = torch.zeros(rows, dtype=torch.int64, device=device)
+        return LogMelStream(self.features, rows, keys)
 
 
 def layer_drop_factors(seed: int, layers: int, probability: float) -> Tensor:

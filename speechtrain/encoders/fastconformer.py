@@ -4,16 +4,19 @@ Strided depthwise-separable convolutions over the log-mel frames, then Conformer
 with relative positions (Dai et al., 2019, section 3.3). The parameters have the names of ``ParakeetEncoder``,
 so published weights load without a conversion of names.
 
-Legend: B rows, T frames, M mel bins, D width, H heads, K keys, L layers, k kernel taps. The distance of a
-query and a key is the frame of the query minus the frame of the key.
+A causal FastConformer (Noroozi et al., ICASSP 2024) can encode a stream (``fastconformer_stream.py``).
+
+Legend: B rows, T frames, M mel bins, D width, H heads, Q queries, K keys, L layers, k kernel taps. The
+distance of a query and a key is the frame of the query minus the frame of the key.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware
+from speechtrain.counter_rng import EncoderStream, uniform_at
 from speechtrain.encoders.base import LogMelEncoder, layer_drop_factors
-from speechtrain.errors import require_least, require_shares
+from speechtrain.encoders.stream import Context, FrameStream
+from speechtrain.errors import ConfigError, require_least, require_shares
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.nn.dropout import Dropout
@@ -31,35 +36,74 @@ from speechtrain.nn.full_precision import at_least_fp32
 from speechtrain.nn.norm import MaskedBatchNorm
 from speechtrain.nn.transformer import FORBIDDEN
 
+_ALL_FRAMES = (0, 2**30, 0)  # a context without limits, because all frames are in one chunk
 _SLICE_VALUES = 2**22  # values of a slice of rows after the first convolution, which are 16 MB
 
 
+class Halving(nn.Conv2d):
+    """A 3 × 3 convolution that halves frames and bins: (B, ·, T, M) to (B, ·, ceil(T / 2), ceil(M / 2)).
+
+    Output j reads the inputs 2j − 1 to 2j + 1.
+    """
+
+    def __init__(self, channels: int, output_channels: int, groups: int = 1) -> None:
+        super().__init__(channels, output_channels, 3, stride=2, padding=1, groups=groups)
+
+    def halved(self, size: Any) -> Any:
+        """Return the number of outputs for ``size`` inputs, which is an int or a tensor of lengths."""
+        return _half(size + 1)
+
+
+class CausalHalving(Halving):
+    """Halves frames and bins to T // 2 + 1 and M // 2 + 1. Output j reads the inputs 2j − 2 to 2j."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.pad(x, (1, 0, 1, 0)))  # One more zero before the first bin and frame.
+
+    def halved(self, size: Any) -> Any:
+        return _half(size + 2)
+
+
+def _half(size: Any) -> Any:
+    return torch.div(size, 2, rounding_mode="floor") if isinstance(size, Tensor) else size // 2
+
+
 class Subsampling(nn.Module, PolicyAware):
-    """Strided convolutions over time and frequency: (B, T, M) to (B, ceil(T / factor), D).
+    """Strided convolutions over time and frequency: (B, T, M) to (B, T', D), T' about T / factor.
 
     The first convolution is dense. Each of the others is depthwise, then pointwise. Frames beyond a row's
-    length are 0 after each convolution.
+    length are 0 after each convolution. ``halving`` is the class of the strided convolutions.
 
     On CPUs, a batch is convolved in slices of rows, and backward computes the values of a slice again. At 256
     channels, storing these values would take more than half of a small model's memory.
     """
 
-    def __init__(self, mels: int, factor: int, channels: int, width: int) -> None:
+    def __init__(
+        self, mels: int, factor: int, channels: int, width: int, halving: type[Halving] = Halving
+    ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Conv2d(1, channels, 3, stride=2, padding=1), nn.ReLU(inplace=True)])
+        self.layers = nn.ModuleList([halving(1, channels), nn.ReLU(inplace=True)])
         halvings = factor.bit_length() - 1  # ``factor`` is a power of 2.
         for _ in range(halvings - 1):
             self.layers += [
-                nn.Conv2d(channels, channels, 3, stride=2, padding=1, groups=channels),
+                halving(channels, channels, groups=channels),
                 nn.Conv2d(channels, channels, 1),
                 nn.ReLU(inplace=True),
             ]
-        self.linear = nn.Linear(channels * (mels // factor), width)
+        self.mels = mels
+        self.linear = nn.Linear(channels * self.subsampled(mels), width)
         self.values = channels * mels // 4  # values after the first convolution, for each input frame
         self.apply_policy(PLAIN)
 
     def apply_policy(self, policy: ComputePolicy) -> None:
         self._is_sliced = policy.feature_frames > 0  # This is the case on CPUs only.
+
+    def subsampled(self, size: int) -> int:
+        """Return the number of frames, or of bins, that remain of ``size``."""
+        for layer in self.layers:
+            if isinstance(layer, Halving):
+                size = layer.halved(size)
+        return size
 
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Map log-mel frames (B, T, M) and lengths (B,) to subsampled frames and their lengths (B,)."""
@@ -76,13 +120,13 @@ class Subsampling(nn.Module, PolicyAware):
         return self.linear(frames), frame_lengths
 
     def _convolve(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output of the convolutions (B, ceil(T / factor), channels · bins) and lengths (B,)."""
+        """Return the output of the convolutions (B, T', channels · bins) and lengths (B,)."""
         x = x[:, None]
         for layer in self.layers:
             x = layer(x)
             if isinstance(layer, nn.Conv2d):
-                if layer.stride[0] == 2:
-                    lengths = torch.div(lengths + 1, 2, rounding_mode="floor")
+                if isinstance(layer, Halving):
+                    lengths = layer.halved(lengths)
                     is_valid = torch.arange(x.shape[2], device=x.device) < lengths[:, None]
                 # The product and ReLU write into ``x``, because a copy of the first output would need much
                 # memory: it has ``channels`` / 4 times the values of the input.
@@ -105,44 +149,57 @@ class RelativeAttention(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """Return the attention's output (B, T, D) for frames (B, T, D).
+        """Return the attention's output (B, T, D) for frames (B, T, D). ``attend`` explains the arguments."""
+        return self.attend(*self.project(x), positions, mask)
 
-        ``positions`` (2T − 1, D) are the embeddings of the distances T − 1 to 1 − T. ``mask`` (B, 1, T, T) or
-        (B, 1, 1, T) is added to the scores. It is 0 for keys to which a query may attend.
-        """
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the query, key and value (B, T, H, D / H) of each frame (B, T, D)."""
         rows, frames, width = x.shape
         shape = (rows, frames, self.heads, width // self.heads)
         q, k, v = (layer(x).view(shape) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        return q, k, v
+
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, mask: Tensor
+    ) -> Tensor:
+        """Return the outputs (B, Q, D) of ``queries`` (B, Q, H, ·) for ``keys`` and ``values`` (B, K, H, ·).
+
+        ``positions`` (Q + K − 1, D) are the embeddings of the distances from (last query, first key) to
+        (first query, last key). ``mask``, which broadcasts to (B, 1, Q, K), is added to the scores. It is 0
+        for keys to which a query may attend.
+        """
+        rows, frames, heads, head_width = queries.shape
         # ``_distances_to_keys`` needs a first column, whose scores are not used.
-        distance_keys = F.pad(self.relative_k_proj(positions), (0, 0, 1, 0)).view(1, 2 * frames, *shape[2:])
-        weights = (self._scores(q, k, distance_keys) + mask).softmax(-1).to(v.dtype)
-        context = torch.matmul(self.dropout(weights), v.transpose(1, 2))
-        y: Tensor = self.o_proj(context.transpose(1, 2).reshape(rows, frames, width))
+        distance_keys = F.pad(self.relative_k_proj(positions), (0, 0, 1, 0))
+        distance_keys = distance_keys.view(1, -1, heads, head_width)
+        weights = (self._scores(queries, keys, distance_keys) + mask).softmax(-1).to(values.dtype)
+        context = torch.matmul(self.dropout(weights), values.transpose(1, 2))
+        y: Tensor = self.o_proj(context.transpose(1, 2).reshape(rows, frames, heads * head_width))
         return y
 
     def _scores(self, queries: Tensor, keys: Tensor, distance_keys: Tensor) -> Tensor:
-        """Return the score (B, H, T, T) of each query with each key, in fp32 or wider."""
+        """Return the score (B, H, Q, K) of each query with each key, in fp32 or wider."""
         key_scores = _scaled_scores(queries + self.bias_u, keys)
         distance_scores = _scaled_scores(queries + self.bias_v, distance_keys)
-        return at_least_fp32(key_scores) + at_least_fp32(_distances_to_keys(distance_scores))
+        return at_least_fp32(key_scores) + at_least_fp32(_distances_to_keys(distance_scores, keys.shape[1]))
 
 
 def _scaled_scores(queries: Tensor, keys: Tensor) -> Tensor:
-    """Return the scaled dot products (B, H, T, K) of queries (B, T, H, ·) and keys (B or 1, K, H, ·)."""
+    """Return the scaled dot products (B, H, Q, K) of queries (B, Q, H, ·) and keys (B or 1, K, H, ·)."""
     scaled = queries * queries.shape[-1] ** -0.5
     return torch.matmul(scaled.transpose(1, 2), keys.permute(0, 2, 3, 1))
 
 
-def _distances_to_keys(scores: Tensor) -> Tensor:
-    """Convert scores (B, H, T, 2T) of the distances T − 1 to 1 − T to scores of the keys (B, H, T, T).
+def _distances_to_keys(scores: Tensor, keys: int) -> Tensor:
+    """Convert scores (B, H, Q, Q + K) of distances to scores of ``keys`` K keys: (B, H, Q, K).
 
-    The first column has no meaning. Query t needs the distances t to t − T + 1, which are T columns from
-    column T − t on. In the flattened scores without the first T values, rows of 2T − 1 values begin at these
-    columns. So the result is a view, and nothing is copied.
+    The first column has no meaning. The others have the distances from (last query, first key) to (first
+    query, last key). Query i needs K columns from column Q − i on. In the flattened scores without the first
+    Q values, rows of Q + K − 1 values begin at these columns. So the result is a view, and nothing is copied.
     """
-    rows, heads, frames, columns = scores.shape
-    skewed = scores.flatten(2)[..., frames:].view(rows, heads, frames, columns - 1)
-    return skewed[..., :frames]
+    rows, heads, queries, columns = scores.shape
+    skewed = scores.flatten(2)[..., queries:].view(rows, heads, queries, columns - 1)
+    return skewed[..., :keys]
 
 
 class FeedForward(nn.Module):
@@ -173,11 +230,50 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         """Convolve frames (B, T, D) of rows with ``lengths`` (B,)."""
-        value, gate = _pointwise(self.pointwise_conv1, x).chunk(2, -1)
-        is_valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
-        x = value * gate.sigmoid() * is_valid[..., None].to(value.dtype)
+        x = _gated(self.pointwise_conv1, x) * _valid_frames(x, lengths)
         x = self.depthwise_conv(x.transpose(1, 2)).transpose(1, 2)
         return _pointwise(self.pointwise_conv2, F.silu(self.norm(at_least_fp32(x), lengths)))
+
+
+class CausalConvolution(nn.Module):
+    """The convolution of streaming Conformers: a frame reads the k − 1 frames before it and none after it.
+
+    LayerNorm replaces BatchNorm, as in NeMo's streaming models.
+    """
+
+    def __init__(self, width: int, kernel: int, bias: bool) -> None:
+        super().__init__()
+        self.pointwise_conv1 = nn.Conv1d(width, 2 * width, 1, bias=bias)
+        self.depthwise_conv = nn.Conv1d(width, width, kernel, groups=width, bias=bias)
+        self.norm = nn.LayerNorm(width)
+        self.pointwise_conv2 = nn.Conv1d(width, width, 1, bias=bias)
+        self.history = kernel - 1  # frames that are read before a frame
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """Convolve frames (B, T, D) of rows with ``lengths`` (B,)."""
+        x = self.gated(x) * _valid_frames(x, lengths)
+        return self.convolved(F.pad(x, (0, 0, self.history, 0)))
+
+    def gated(self, x: Tensor) -> Tensor:
+        """Return the input (B, T, D) of the depthwise convolution."""
+        return _gated(self.pointwise_conv1, x)
+
+    def convolved(self, x: Tensor) -> Tensor:
+        """Return the output (B, T, D) for gated frames (B, k − 1 + T, D)."""
+        x = self.depthwise_conv(x.transpose(1, 2)).transpose(1, 2)
+        return _pointwise(self.pointwise_conv2, F.silu(self.norm(x)))
+
+
+def _gated(conv: nn.Conv1d, x: Tensor) -> Tensor:
+    """Return the gated linear unit (B, T, D) of a pointwise convolution of ``x`` (B, T, D)."""
+    value, gate = _pointwise(conv, x).chunk(2, -1)
+    return value * gate.sigmoid()
+
+
+def _valid_frames(x: Tensor, lengths: Tensor) -> Tensor:
+    """Return (B, T, 1): 1 for the frames of ``x`` (B, T, D) before ``lengths`` (B,), and 0 for the others."""
+    is_valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+    return is_valid[..., None].to(x.dtype)
 
 
 def _pointwise(conv: nn.Conv1d, x: Tensor) -> Tensor:
@@ -192,6 +288,7 @@ class ConformerLayer(nn.Module):
     """Feed-forward, attention, convolution, feed-forward, LayerNorm: (B, T, D) to (B, T, D).
 
     Each part is a residual branch behind a LayerNorm. The feed-forward branches count half (Gulati et al.).
+    ``new_convolution`` makes the convolution.
     """
 
     def __init__(
@@ -199,27 +296,35 @@ class ConformerLayer(nn.Module):
         width: int,
         feed_forward: int,
         heads: int,
-        kernel: int,
+        new_convolution: Callable[[], nn.Module],
         dropout: float,
         attention_dropout: float,
         activation_dropout: float,
         attention_bias: bool,
-        convolution_bias: bool,
     ) -> None:
         super().__init__()
         arguments = (width, feed_forward, activation_dropout, attention_bias)
         self.feed_forward1, self.feed_forward2 = FeedForward(*arguments), FeedForward(*arguments)
         self.self_attn = RelativeAttention(width, heads, attention_dropout, attention_bias)
-        self.conv = Convolution(width, kernel, convolution_bias)
+        self.conv = new_convolution()
         self.norm_feed_forward1, self.norm_feed_forward2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.norm_self_att, self.norm_conv, self.norm_out = (nn.LayerNorm(width) for _ in range(3))
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, lengths: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        branch = self.feed_forward1(self.norm_feed_forward1(x))
-        x = x + 0.5 * self.dropout(branch)
+        x = self.before_attention(x)
         x = x + self.dropout(self.self_attn(self.norm_self_att(x), positions, mask))
         x = x + self.dropout(self.conv(self.norm_conv(x), lengths))
+        return self.after_convolution(x)
+
+    def before_attention(self, x: Tensor) -> Tensor:
+        """Add the first feed-forward branch to ``x`` (B, T, D)."""
+        branch = self.feed_forward1(self.norm_feed_forward1(x))
+        y: Tensor = x + 0.5 * self.dropout(branch)
+        return y
+
+    def after_convolution(self, x: Tensor) -> Tensor:
+        """Add the second feed-forward branch to ``x`` (B, T, D), and normalise the sum."""
         branch = self.feed_forward2(self.norm_feed_forward2(x))
         x = x + 0.5 * self.dropout(branch)
         y: Tensor = self.norm_out(x)
@@ -235,8 +340,11 @@ class FastConformer(LogMelEncoder):
     - ``residual_dropout`` applies to each branch of a layer. NeMo has it, transformers does not.
     - ``layer_drop`` is the probability with which an update skips a layer, as in ``Transformer``.
     - ``scale_input`` multiplies the subsampled frames by the square root of ``width``.
-    - ``context`` [left, right] limits attention to this number of frames on each side, and null allows all
-      frames.
+    - ``causal``: subsampling and convolutions read no later frame, and LayerNorm replaces their BatchNorm. A
+      stream needs this.
+    - ``context`` [left, chunk, right] limits attention, as ``in_context`` explains. Null allows all frames.
+    - ``contexts``: a micro-batch of training draws its context from this list, in which null is all frames.
+      ``context`` then serves evaluation only.
 
     Raises ValueError for values out of range.
     """
@@ -264,7 +372,9 @@ class FastConformer(LogMelEncoder):
         scale_input: bool = True,
         attention_bias: bool = True,
         convolution_bias: bool = True,
-        context: Sequence[int] | None = None,
+        causal: bool = False,
+        context: Context | None = None,
+        contexts: Sequence[Context | None] | None = None,
     ) -> None:
         super().__init__(features, augment)
         require_shares(dropout=dropout, position_dropout=position_dropout, layer_drop=layer_drop)
@@ -274,15 +384,19 @@ class FastConformer(LogMelEncoder):
         require_least(1, heads=heads, channels=channels)
         if width % heads or width % 2:
             raise ValueError(f"width is {width}: it must be even and a multiple of heads, {heads}")
-        _check_frame_settings(kernel, subsampling, features.features, context)
-        self.subsampling = Subsampling(features.features, subsampling, channels, width)
-        new_layer = partial(ConformerLayer, width, feed_forward, heads, kernel, residual_dropout)
-        new_layer = partial(
-            new_layer, attention_dropout, activation_dropout, attention_bias, convolution_bias
-        )
+        _check_frame_settings(kernel, subsampling, features.features)
+        for each in (context, *(contexts or ())):
+            _check_context(each)
+        halving = CausalHalving if causal else Halving
+        convolution = CausalConvolution if causal else Convolution
+        self.subsampling = Subsampling(features.features, subsampling, channels, width, halving)
+        new_convolution = partial(convolution, width, kernel, convolution_bias)
+        new_layer = partial(ConformerLayer, width, feed_forward, heads, new_convolution, residual_dropout)
+        new_layer = partial(new_layer, attention_dropout, activation_dropout, attention_bias)
         self.layers = nn.ModuleList(new_layer() for _ in range(layers))
         self.dropout, self.position_dropout = Dropout(dropout), Dropout(position_dropout)
-        self.width, self.factor, self.context = width, subsampling, context
+        self.width, self.factor = width, subsampling
+        self.causal, self.context, self.contexts = causal, context, contexts
         self.scale = math.sqrt(width) if scale_input else 1.0
         self.layer_drop = layer_drop
 
@@ -290,28 +404,41 @@ class FastConformer(LogMelEncoder):
         self._update_seed = seed
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
-        """Return the batch with ``keep`` (L,), the factors of layer drop, in ``extra``. Only for training."""
-        if not (self.training and self.layer_drop):
-            return batch
-        keep = layer_drop_factors(self._update_seed, len(self.layers), self.layer_drop)
-        return replace(batch, extra=batch.extra | {"keep": keep})
+        """Return the batch with the random choices of training in ``extra``.
+
+        ``keep`` (L,) are the factors of layer drop, and ``context`` (3,) is the drawn context.
+        """
+        extra = dict(batch.extra)
+        if self.training and self.layer_drop:
+            extra["keep"] = layer_drop_factors(self._update_seed, len(self.layers), self.layer_drop)
+        if self.training and self.contexts:
+            share = float(uniform_at(seed, EncoderStream.CONTEXT))
+            drawn = self.contexts[int(share * len(self.contexts))]
+            extra["context"] = torch.tensor(drawn or _ALL_FRAMES)
+        return replace(batch, extra=extra)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         x, lengths = self.augmented(batch)
-        keep = batch.extra.get("keep") if self.training else None
-        return self.contextualise(x, lengths, keep)
+        if not self.training:
+            return self.contextualise(x, lengths)
+        return self.contextualise(x, lengths, batch.extra.get("keep"), batch.extra.get("context"))
 
     def contextualise(
-        self, features: Tensor, lengths: Tensor, keep: Tensor | None = None
+        self,
+        features: Tensor,
+        lengths: Tensor,
+        keep: Tensor | None = None,
+        context: Context | Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Map log-mel features (B, T', M) of ``lengths`` (B,) to frames (B, T, D) and their lengths (B,).
 
-        T is ceil(T' / subsampling). ``keep`` (L,) is 0 for layers to drop, else 1.
+        ``keep`` (L,) is 0 for layers to drop, else 1. ``context`` replaces the context of the constructor.
         """
         x, lengths = self.subsampling(features, lengths)
         x = self.dropout(x * self.scale)
-        positions = self.position_dropout(_positions(x))
-        mask = self._attention_mask(lengths, x.shape[1])
+        frames = x.shape[1]
+        positions = self.position_dropout(embedded_distances(frames - 1, 1 - frames, x))
+        mask = self._attention_mask(lengths, frames, self.context if context is None else context)
         for index, layer in enumerate(self.layers):
             y = layer(x, lengths, positions, mask)
             if keep is not None:
@@ -320,7 +447,7 @@ class FastConformer(LogMelEncoder):
             x = y
         return x, lengths
 
-    def _attention_mask(self, lengths: Tensor, frames: int) -> Tensor:
+    def _attention_mask(self, lengths: Tensor, frames: int, context: Context | Tensor | None) -> Tensor:
         """Return the mask of attention: (B, 1, T, T), or (B, 1, 1, T) if all queries attend to the same keys.
 
         It is 0 for keys to which a query may attend. ``lengths`` (B,) are the frames of each row, and
@@ -329,17 +456,31 @@ class FastConformer(LogMelEncoder):
         frame = torch.arange(frames, device=lengths.device)
         # A row without any valid frame attends to its first frame, because softmax over no key is NaN.
         is_allowed = (frame < lengths.clamp(min=1)[:, None])[:, None]
-        if self.context is not None:
-            left, right = self.context
-            offset = frame - frame[:, None]  # (T, T) the frame of the key minus the frame of the query
-            is_near = (offset >= -left) & (offset <= right)
+        if context is not None:
             # A frame attends to itself, because a frame beyond the row's end may have no other key.
-            is_allowed = (is_allowed & is_near) | (offset == 0)
-        allowed = is_allowed[:, None].to(torch.float32)
-        return (1.0 - allowed) * FORBIDDEN
+            is_allowed = (is_allowed & in_context(frame, frame, context)) | (frame == frame[:, None])
+        return as_mask(is_allowed[:, None])
+
+    def stream(
+        self, context: Context | None = None, rows: int = 1, keys: Tensor | None = None
+    ) -> FrameStream:
+        from speechtrain.encoders.fastconformer_stream import LayerStream, SubsamplingStream
+
+        context = self.context if context is None else context
+        if not self.causal:
+            raise ConfigError(
+                "encoder.causal=false: this encoder reads whole recordings. For a stream, train with "
+                "encoder.causal=true"
+            )
+        if context is None:
+            raise ConfigError("encoder.context=null: a stream needs a context, such as [128,8,0]")
+        _check_context(context)
+        layers = [LayerStream(layer, context, rows) for layer in self.layers]
+        subsampling = SubsamplingStream(self.subsampling, self.scale, rows)
+        return FrameStream(self.feature_stream(rows, keys), subsampling, *layers)
 
     def frames(self, samples: int) -> int:
-        return -(-self.features.frames(samples) // self.factor)  # rounded up
+        return self.subsampling.subsampled(self.features.frames(samples))
 
     def activation_bytes(self) -> float:
         # The tensors that autograd stores were counted with saved-tensor hooks for rows of 15 s. A frame of a
@@ -357,25 +498,48 @@ class FastConformer(LogMelEncoder):
         return 4 * (front_end_values + all_layer_values)
 
 
-def _check_frame_settings(kernel: int, subsampling: int, mels: int, context: Sequence[int] | None) -> None:
-    """Raise ValueError for a kernel, a subsampling factor or an attention context that is not valid."""
+def _check_frame_settings(kernel: int, subsampling: int, mels: int) -> None:
+    """Raise ValueError for a kernel or a subsampling factor that is not valid."""
     if kernel < 1 or kernel % 2 == 0:
         raise ValueError(f"kernel is {kernel}: it must be odd")
     if subsampling < 2 or subsampling.bit_count() > 1 or mels % subsampling:
         raise ValueError(
             f"subsampling is {subsampling}: it must be a power of 2 that divides the {mels} features"
         )
-    if context is not None and (len(context) != 2 or min(context) < 0):
-        raise ValueError(f"context is {list(context)}: it must be two numbers of frames, or null")
 
 
-def _positions(x: Tensor) -> Tensor:
-    """Return the embeddings (2T − 1, D) of the distances T − 1 to 1 − T for frames ``x`` (B, T, D).
+def _check_context(context: Context | None) -> None:
+    """Raise ValueError for an attention context that is not valid."""
+    if context is not None and (len(context) != 3 or min(context) < 0 or context[1] < 1):
+        raise ValueError(
+            f"context is {list(context)}: it must be null or [left, chunk, right] in frames, chunk at least 1"
+        )
+
+
+def in_context(queries: Tensor, keys: Tensor, context: Context | Tensor) -> Tensor:
+    """Return whether query frames (Q,) may attend to key frames (K,): (Q, K). Frames are their numbers.
+
+    ``context`` [left, chunk, right] divides the frames into chunks. A frame attends to its chunk, ``left``
+    frames before the chunk and ``right`` frames after it. With chunk 1, this is a sliding window.
+    """
+    left, chunk, right = context
+    start = torch.div(queries, chunk, rounding_mode="floor") * chunk
+    first_key, end_key = start - left, start + chunk + right
+    return (keys >= first_key[:, None]) & (keys < end_key[:, None])
+
+
+def as_mask(is_allowed: Tensor) -> Tensor:
+    """Return what attention adds to its scores: 0 where it ``is_allowed``, else FORBIDDEN."""
+    return (1.0 - is_allowed.to(torch.float32)) * FORBIDDEN
+
+
+def embedded_distances(first: int, last: int, x: Tensor) -> Tensor:
+    """Return the embeddings (·, D) of the distances from ``first`` down to ``last``, for frames (B, T, D).
 
     Sine and cosine alternate, with D / 2 frequencies from 1 to almost 1 / 10000 (Vaswani et al., 2017).
     """
-    frames, width = x.shape[1:]
-    distance = torch.arange(frames - 1, -frames, -1, device=x.device, dtype=torch.float32)
+    width = x.shape[2]
+    distance = torch.arange(first, last - 1, -1, device=x.device, dtype=torch.float32)
     even_channel = torch.arange(0, width, 2, device=x.device, dtype=torch.float32)
     frequencies = torch.exp(even_channel * (-math.log(10000.0) / width))
     angle = distance[:, None] * frequencies

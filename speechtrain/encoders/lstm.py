@@ -13,12 +13,14 @@ from torch import Tensor
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware
 from speechtrain.encoders.base import LogMelEncoder
+from speechtrain.encoders.stream import Context, FrameStream, Stage
+from speechtrain.errors import ConfigError
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.nn.lstm import LSTM
 from speechtrain.nn.norm import MaskedBatchNorm
 from speechtrain.nn.segments import run_stacks
-from speechtrain.nn.stack_time import StackTime
+from speechtrain.nn.stack_time import StackTime, stack_time
 
 # With fewer frames after the pivot, a second call of each stack costs more than it saves (NVIDIA's value).
 _SHORTEST_SEGMENT = 20
@@ -109,6 +111,17 @@ class LSTMEncoder(LogMelEncoder, PolicyAware):
         all_rows = z.new_zeros(len(x), *z.shape[1:]).index_copy(0, longer_rows, z)
         return torch.cat((y, all_rows), 1), self.stack_time.lengths(lengths)
 
+    def stream(
+        self, context: Context | None = None, rows: int = 1, keys: Tensor | None = None
+    ) -> FrameStream:
+        if context is not None:
+            raise ConfigError(f"context={list(context)}: an LSTM has no attention. Leave the context out")
+        stages: list[Stage] = [self.feature_stream(rows, keys)]
+        if self.feature_norm is not None:
+            stages.append(_NormStage(self.feature_norm))
+        first, second = _LSTMStage(self.pre_rnn, rows), _LSTMStage(self.post_rnn, rows)
+        return FrameStream(*stages, first, _StackStage(self.stack_time.factor, first.finish()), second)
+
     def frames(self, samples: int) -> int:
         return -(-self.features.frames(samples) // self.stack_time.factor)  # rounded up
 
@@ -127,3 +140,54 @@ def _select_rows(state: tuple[Tensor, Tensor], rows: Tensor) -> tuple[Tensor, Te
     """Return the state of ``rows`` (N,) of an LSTM: two tensors (layers, N, H) from (layers, B, H)."""
     hidden, cell = state
     return hidden[:, rows], cell[:, rows]
+
+
+class _NormStage:
+    """BatchNorm of the features. Its statistics are those of training."""
+
+    def __init__(self, norm: MaskedBatchNorm) -> None:
+        self.norm = norm
+
+    def step(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x, torch.full((len(x),), x.shape[1], device=x.device))
+        return y
+
+    def finish(self) -> Tensor:
+        return self.norm.weight.new_zeros(1, 0, len(self.norm.weight))
+
+
+class _LSTMStage:
+    """An LSTM stack, which stores its state after the last frame."""
+
+    def __init__(self, lstm: LSTM, rows: int) -> None:
+        self.lstm = lstm
+        self.state = lstm.zeros(next(lstm.parameters()), rows)
+
+    def step(self, x: Tensor) -> Tensor:
+        if not x.shape[1]:
+            return x.new_zeros(len(x), 0, self.lstm.lstm.hidden_size)
+        y: Tensor
+        y, self.state = self.lstm(x, self.state)
+        return y
+
+    def finish(self) -> Tensor:
+        """Return (B, 0, H), because every frame has left."""
+        hidden, _ = self.state
+        return hidden.new_zeros(hidden.shape[1], 0, hidden.shape[2])
+
+
+class _StackStage:
+    """StackTime, which stores the frames of an incomplete group."""
+
+    def __init__(self, factor: int, no_frames: Tensor) -> None:
+        self.factor = factor
+        self.incomplete = no_frames  # (B, T, H), fewer than ``factor`` frames
+
+    def step(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.incomplete, x], dim=1)
+        complete = x.shape[1] // self.factor * self.factor
+        self.incomplete = x[:, complete:].clone()
+        return stack_time(x[:, :complete], self.factor)
+
+    def finish(self) -> Tensor:
+        return stack_time(self.incomplete, self.factor)

@@ -148,7 +148,7 @@ def test_slices_of_rows_change_the_memory_and_no_value(monkeypatch: pytest.Monke
 
 def test_a_limited_context_hides_what_is_further_away() -> None:
     """One layer without its convolutions sees two frames back and one ahead."""
-    mine = encoder(layers=1, context=[2, 1], kernel=1).eval()
+    mine = encoder(layers=1, context=[2, 1, 1], kernel=1).eval()
     features, lengths = torch.randn(1, 80, 16), torch.tensor([80])
     changed = features.clone()
     changed[:, 40:44] += 1.0  # output frames 9 to 11 see them through the subsampling

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.compute_policy import ComputePolicy
+from speechtrain.errors import ConfigError
 from speechtrain.features.front_ends import FRONT_ENDS
 from speechtrain.features.logmel import LogMel
 from speechtrain.features.logmel_stream import LogMelStream
@@ -129,5 +130,5 @@ def test_a_stream_without_samples_has_no_frames() -> None:
     ],
 )
 def test_a_setting_that_needs_the_whole_recording_is_refused(settings: dict[str, Any], key: str) -> None:
-    with pytest.raises(ValueError, match=key):
+    with pytest.raises(ConfigError, match=key):
         LogMelStream(log_mel(**settings))

@@ -321,7 +321,7 @@ def test_a_run_of_the_recipe_scratch_has_the_same_texts_in_transformers(
         (["encoder=fastconformer_tiny", "prediction=stateless"], "without prediction=lstm"),
         (["encoder=fastconformer_tiny", "model.prediction.embedding=256"], "layer_norm=true"),
         (["encoder=fastconformer_tiny", "encoder.features.form=torch"], "encoder.features"),
-        (["encoder=fastconformer_tiny", "encoder.context=[8,8]"], "context"),
+        (["encoder=fastconformer_tiny", "encoder.context=[8,1,8]"], "context"),
     ],
 )
 def test_a_model_that_the_format_cannot_store_is_refused(

@@ -1,0 +1,62 @@
+"""Streams: the frames of recordings whose samples arrive in pieces.
+
+Legend: B rows, S samples, T frames, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Context = Sequence[int]
+"""[left, chunk, right]: the frames to which a frame attends, as ``fastconformer.in_context`` explains."""
+
+_MOST_SAMPLES = 100_000
+"""Samples of one step. Attention needs memory for each pair of frames of a step."""
+
+
+class Stage(Protocol):
+    """A part of an encoder whose input arrives in pieces. It stores what later pieces need."""
+
+    def step(self, x: Tensor) -> Tensor:
+        """Append ``x`` (B, T, ·) and return the new outputs (B, T', ·), which no further input changes."""
+
+    def finish(self) -> Tensor:
+        """Return the last outputs (B, T', ·). The stream has then ended."""
+
+
+class FrameStream:
+    """The frames of B recordings of the same length, whose samples arrive in pieces.
+
+    The frames of all pieces are those of one forward pass of the encoder in evaluation, with the same
+    context. The stored state does not grow with the recording.
+    """
+
+    def __init__(self, *stages: Stage) -> None:
+        self.stages = stages
+
+    @torch.no_grad()
+    def step(self, samples: Tensor) -> Tensor:
+        """Append samples (B, S) and return the new frames (B, T, W), which no further sample changes.
+
+        S may be any number, and T may be 0.
+        """
+        frames = []
+        for piece in torch.split(samples, _MOST_SAMPLES, dim=1):
+            x = piece
+            for stage in self.stages:
+                x = stage.step(x)
+            frames.append(x)
+        return torch.cat(frames, dim=1)
+
+    @torch.no_grad()
+    def finish(self) -> Tensor:
+        """Return the last frames (B, T, W). The stream has then ended."""
+        first, *others = self.stages
+        x = first.finish()
+        for stage in others:
+            x = torch.cat([stage.step(x), stage.finish()], dim=1)
+        return x
