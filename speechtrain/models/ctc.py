@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
-from speechtrain.decoding.base import CTCScorer, Decoder, Hypothesis
+from speechtrain.decoding.base import CTCScorer, Scorer
 from speechtrain.encoders.base import Encoder
 from speechtrain.errors import require_shares
 from speechtrain.losses.ctc import ctc_loss
@@ -39,14 +39,14 @@ class CTC(Recogniser):
         self.dropout = nn.Dropout(dropout)
         self.output = nn.Linear(encoder.width, tokenizer.size)
 
-    def scores(self, encoded: Tensor) -> Tensor:
+    def search_frames(self, encoded: Tensor) -> Tensor:
         """Return log-probabilities (B, T, V) in fp32 of the encoder's frames (B, T, ·)."""
         logits: Tensor = self.output(self.dropout(encoded))
         return logits.float().log_softmax(-1)
 
     def losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
         loss = ctc_loss(
-            self.scores(encoded),
+            self.search_frames(encoded),
             batch.labels,
             lengths,
             label_counts=batch.label_lengths,
@@ -56,10 +56,8 @@ class CTC(Recogniser):
         )
         return loss, {}
 
-    def hypotheses(self, encoded: Tensor, lengths: Tensor, decoder: Decoder) -> list[Hypothesis]:
-        scores, lengths = self.policy.tensors_for_search(self.scores(encoded), lengths)
-        scorer = CTCScorer(self.tokenizer, self.frame_seconds)
-        return decoder.decode(scorer, scores, lengths)
+    def scorer(self) -> Scorer:
+        return CTCScorer(self.tokenizer, self.frame_seconds)
 
     def footprint(self) -> Footprint:
         return Footprint(self.encoder.activation_bytes())

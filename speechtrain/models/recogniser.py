@@ -14,7 +14,7 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware
-from speechtrain.decoding.base import Decoder, Hypothesis
+from speechtrain.decoding.base import Decoder, Hypothesis, Scorer
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.encoders.base import Encoder
 from speechtrain.errors import ConfigError, require_contract
@@ -75,8 +75,17 @@ class Recogniser(Task, PolicyAware):
         """
 
     @abstractmethod
+    def scorer(self) -> Scorer:
+        """Return the part of the model that a search needs."""
+
+    @abstractmethod
+    def search_frames(self, encoded: Tensor) -> Tensor:
+        """Return the frames (B, T, ·) that the scorer reads, for the encoder's frames (B, T, W)."""
+
     def hypotheses(self, encoded: Tensor, lengths: Tensor, decoder: Decoder) -> list[Hypothesis]:
         """Return the hypothesis of each row for frames (B, T, W) of ``lengths`` (B,), by ``decoder``."""
+        frames, lengths = self.policy.tensors_for_search(self.search_frames(encoded), lengths)
+        return decoder.decode(self.scorer(), frames, lengths)
 
     @property
     def frame_seconds(self) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.counter_rng import JointStream, bits_at
-from speechtrain.decoding.base import Decoder, Hypothesis, TransducerScorer
+from speechtrain.decoding.base import Scorer, TransducerScorer
 from speechtrain.encoders.base import Encoder
 from speechtrain.errors import require_least
 from speechtrain.losses.ctc import ctc_loss
@@ -161,12 +161,14 @@ class RNNT(Recogniser):
             keep=policy.logit_bytes,
         )
 
-    def hypotheses(self, encoded: Tensor, lengths: Tensor, decoder: Decoder) -> list[Hypothesis]:
-        frames, lengths = self.policy.tensors_for_search(self.joint.encoder(encoded), lengths)
+    def scorer(self) -> Scorer:
         prediction = self.policy.module_for_search(self.prediction)
         joint = self.policy.module_for_search(self.joint)
-        scorer = TransducerScorer(self.tokenizer, self.frame_seconds, prediction=prediction, joint=joint)
-        return decoder.decode(scorer, frames, lengths)
+        return TransducerScorer(self.tokenizer, self.frame_seconds, prediction=prediction, joint=joint)
+
+    def search_frames(self, encoded: Tensor) -> Tensor:
+        frames: Tensor = self.joint.encoder(encoded)
+        return frames
 
     def footprint(self) -> Footprint:
         """Predict the memory of the encoder and of the loss, which needs about 200 bytes per lattice cell.
