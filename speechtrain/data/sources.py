@@ -10,8 +10,9 @@ import math
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -152,28 +153,29 @@ def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
     while remaining:
         source_path, kind = remaining.popleft(), kinds.popleft()
         path, columns = absolute_path(source_path.path), source_path.columns
-        source: Manifest
+        file = path
+        reader: Callable[..., Manifest]
         if kind == "recordings" and kinds and kinds[0] == "supervisions":
             kinds.popleft()
-            source = LhotsePair(path, Path(remaining.popleft().path))
+            file = absolute_path(remaining.popleft().path)
+            reader = partial(LhotsePair, path)
         elif kind == Table.kind:
-            source = Table(_table_in(path) or path, columns)
+            file = _table_in(path) or path  # The table of a folder is a file in it.
+            reader = partial(Table, columns=columns)
         elif kind == Shar.kind:
-            source = Shar(path, columns.get("audio", ""))
+            reader = partial(Shar, audio=columns.get("audio", ""))
         elif kind in _FORMATS:
-            source = _FORMATS[kind](path)
+            reader = _FORMATS[kind]
         else:
             raise DataError(
                 f"{path}: a lhotse supervision manifest needs its recording manifest before it. "
                 "Give both in this order, or give a cut manifest"
             )
-        source.facts = source_path.facts
+        former_path = None
         if source_path.former_path:
-            # The source may be a table in the folder ``path``.
-            former_path = os.path.join(source_path.former_path, os.path.relpath(source.path, path))
-            source.former_path = absolute_path(former_path)
-            source.name = source.name_at(source.former_path)
-        sources.append(source)
+            former_file = os.path.join(source_path.former_path, os.path.relpath(file, path))
+            former_path = absolute_path(former_file)
+        sources.append(reader(file, facts=source_path.facts, former_path=former_path))
     _make_names_unique(sources)
     return sources[0] if len(sources) == 1 else Union(sources)
 

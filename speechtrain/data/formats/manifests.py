@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 
 from speechtrain.data.formats.lhotse_cuts import UnknownField, known_cut
 from speechtrain.data.recordings import header_or_none
-from speechtrain.data.source import Source
+from speechtrain.data.source import Facts, Source
 from speechtrain.errors import MALFORMED, DataError
 from speechtrain.files import absolute_path, open_regular, read_bytes
 
@@ -68,11 +68,12 @@ class Manifest(Source):
     kind: str
     """A short word for the format. It is part of the fingerprint."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, facts: Facts = Source.facts, former_path: Path | None = None) -> None:
         self.path = absolute_path(path)
-        self.former_path = self.path
+        self.facts = facts
+        self.former_path = former_path or self.path
         """Where the data was when its run started. Names and ids come from this path, so they stay."""
-        self.name = self.name_at(self.path)
+        self.name = self.name_at(self.former_path)
         self._folder = str(self.path.parent)
 
     def name_at(self, path: Path) -> str:
@@ -302,8 +303,8 @@ class LhotsePair(LhotseCuts):
 
     kind = "lhotse-pair"
 
-    def __init__(self, recordings: Path, supervisions: Path) -> None:
-        super().__init__(supervisions)
+    def __init__(self, recordings: Path, supervisions: Path, **options: Any) -> None:
+        super().__init__(supervisions, **options)
         self.recordings = absolute_path(recordings)
 
     def fingerprint(self) -> str:

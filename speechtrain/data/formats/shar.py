@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from speechtrain.data.formats.folder import Folder
 from speechtrain.data.formats.manifests import (
@@ -68,8 +69,8 @@ class Shar(LhotseCuts):
 
     kind = "shar"
 
-    def __init__(self, path: Path, audio: str = "") -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, audio: str = "", **options: Any) -> None:
+        super().__init__(path, **options)
         self._cuts_before: list[int] = []  # the number of cuts before each shard that entries() has read
         # A Folder checks that the tars are below it.
         self._audio = Folder(Path(os.path.join(self.path, os.path.expanduser(audio))))

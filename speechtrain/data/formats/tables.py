@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from speechtrain.data.formats.folder import AUDIO_SUFFIXES
 from speechtrain.data.formats.manifests import (
@@ -79,8 +80,8 @@ class Table(Nemo):
 
     kind = "table"
 
-    def __init__(self, path: Path, columns: Mapping[str, str] | None = None) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, columns: Mapping[str, str] | None = None, **options: Any) -> None:
+        super().__init__(path, **options)
         self.columns = dict(columns or {})
 
     def name_at(self, path: Path) -> str:
