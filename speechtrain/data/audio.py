@@ -30,6 +30,7 @@ from speechtrain.data.recordings import (
     read_header,
     tolerated_seconds,
 )
+from speechtrain.data.voice_activity import is_silent
 
 if TYPE_CHECKING:
     from soundfile import SoundFile
@@ -43,10 +44,6 @@ _ROLLOFF = 0.94  # cutoff frequency of a steep filter, relative to the lower Nyq
 _BETA = 6.5  # shape parameter of the Kaiser window
 _BLOCK_VALUES = 2**24  # float32 values that one matmul of the resampler reads: 64 MiB
 _HIGHEST_PEAK = 1e4  # the largest absolute sample of a float file that is accepted. Full scale is 1.
-# The peak of silence, −60 dBFS, which is 33 of 16 bits. A muted microphone with dither has −80 dBFS, and the
-# mean of opposed channels has −96 dBFS. The peaks of speech are 10 to 20 dB above its RMS. So even speech of
-# −65 dBFS RMS is not silent, and speech that is recorded with care has −30 to −20 dBFS.
-_SILENT_PEAK = 1e-3
 _EPSILON = 1e-5  # added to the variance, as in the layer norm that wav2vec 2.0 applies to the samples
 
 DECODED_SECONDS = 3600.0
@@ -242,17 +239,6 @@ def standardise(samples: Samples) -> Samples:
     deviation = np.sqrt(np.square(centred).mean() + _EPSILON)
     scaled: Samples = (centred / deviation).astype(np.float32)
     return scaled
-
-
-def is_silent(samples: Samples) -> bool:
-    """Return whether samples (S,) are silent: none differs from their mean by 0.001, −60 dBFS, or more.
-
-    A constant offset is silent. The whole recording counts, so one quiet word in an hour is not silent.
-    """
-    if not len(samples):
-        return True
-    mean = float(samples.mean(dtype=np.float64))
-    return max(float(samples.max()) - mean, mean - float(samples.min())) < _SILENT_PEAK
 
 
 def files_of(cut: Mapping[str, Any]) -> list[str]:

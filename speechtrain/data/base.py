@@ -108,8 +108,5 @@ class DataModule(ABC):
         """Return entries of the log, such as skipped recordings, padded shares and held-out hours."""
         return {}
 
-    def set_stop_check(self, stop_requested: Callable[[], bool]) -> None:  # noqa: B027 - empty by default
-        """From now on, raise Preempted in a long wait for a batch if ``stop_requested`` returns true."""
-
     def close(self) -> None:  # noqa: B027 - empty by default
         """Stop worker processes."""

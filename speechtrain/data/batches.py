@@ -19,11 +19,11 @@ from speechtrain.data.base import DataModule
 from speechtrain.data.evaluation_sets import EvaluationBatches, EvaluationSet
 from speechtrain.data.hold_out import Sides, write_sides
 from speechtrain.data.index import Index
-from speechtrain.data.loader import BatchLoader
+from speechtrain.data.loader import TrainingLoader
 from speechtrain.data.sampler import BatchSize, RandomCuts, Sampler
 from speechtrain.data.skips import ACOUSTIC_REASONS, SkipLog
 from speechtrain.data.speed import speed_grid
-from speechtrain.data.training_set import TrainingSet, sample_rows
+from speechtrain.data.training_set import HeldOutSet, TrainingSet, sample_rows
 from speechtrain.data.workers import Workers
 from speechtrain.errors import DataError
 
@@ -46,7 +46,7 @@ class SpeechBatches(DataModule):
     evaluation_sets: dict[str, EvaluationSet]
     workers: Workers
     skips: SkipLog
-    new_loader: Callable[..., BatchLoader]
+    new_loader: Callable[[Index], TrainingLoader]
     size: BatchSize
     speed: Sequence[float]
     decoded_gib: float | str = 0.0
@@ -60,7 +60,7 @@ class SpeechBatches(DataModule):
         self._address = (0, 0)  # epoch and position of the next micro-batch, over all ranks
 
     @cached_property
-    def loader(self) -> BatchLoader:
+    def loader(self) -> TrainingLoader:
         loader = self.new_loader(self.training_set.index)
         loader.acoustics.open(self.training_set.cache)
         seconds = float(loader.index.seconds[self.training_set.rows].sum())
@@ -90,6 +90,15 @@ class SpeechBatches(DataModule):
             if skip is not None:
                 skips[row] = skip
         return skips
+
+    @property
+    def valid_sets(self) -> dict[str, EvaluationSet]:
+        """The evaluation sets of ``data.valid``, without the held-out recordings of ``data.train``."""
+        return {
+            name: evaluation_set
+            for name, evaluation_set in self.evaluation_sets.items()
+            if not isinstance(evaluation_set.recordings, HeldOutSet)
+        }
 
     @property
     def micro_batches_per_epoch(self) -> int:
@@ -142,7 +151,7 @@ class SpeechBatches(DataModule):
         """Return the number of recordings among those trained on, with an example, by the evaluation set."""
         counts = {}
         for name, evaluation_set in self.evaluation_sets.items():
-            index, rows = evaluation_set.loader.index, evaluation_set.epoch_batches.rows
+            index, rows = evaluation_set.recordings.index, evaluation_set.recordings.rows
             trained_rows = rows[np.isin(index.recordings[rows], sides.trained)]
             if len(trained_rows):
                 example = index.cut(int(trained_rows.min()))["id"]
@@ -169,9 +178,8 @@ class SpeechBatches(DataModule):
     def _indices(self) -> dict[str, Index]:
         """The index of ``data.train`` as ``train``, and of each set of ``data.valid`` as ``valid.NAME``."""
         indices = {"train": self.training_set.index}
-        for name, evaluation_set in self.evaluation_sets.items():
-            if evaluation_set.recordings is not self.training_set:
-                indices[f"valid.{name}"] = evaluation_set.recordings.index
+        for name, evaluation_set in self.valid_sets.items():
+            indices[f"valid.{name}"] = evaluation_set.recordings.index
         return indices
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -196,8 +204,7 @@ class SpeechBatches(DataModule):
                 "them, or use another run_dir"
             )
         self._address = (int(state["epoch"]), int(state["position"]))
-        for recording_id, reason in state["skipped"].items():
-            self.skips.reasons[str(recording_id)] = str(reason)
+        self.skips.restore(state["skipped"])
 
 
 def other_data(name: str, difference: str, run_dir: str) -> str:

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from speechtrain.batch import Batch, Skip
-from speechtrain.data.loader import REASONS, BatchLoader, collate
+from speechtrain.data.index import Index
+from speechtrain.data.loader import REASONS, EvaluationLoader, collate
 from speechtrain.data.sampler import BatchSize, EpochBatches, evaluation_batches
 from speechtrain.data.skips import SkipLog
 from speechtrain.data.sources import check_source
 from speechtrain.data.static_shapes import Shape
-from speechtrain.data.training_set import RecordingSet, TrainingSet
+from speechtrain.data.training_set import RecordingSet
 from speechtrain.data.workers import Workers
 from speechtrain.errors import DataError
 
@@ -25,22 +26,22 @@ _SMALL_SECONDS = 600  # Less audio is loaded in this process, because workers wo
 
 @dataclass
 class EvaluationSet:
-    """One evaluation set. It is opened at first use. ``new_loader`` returns a loader for an index."""
+    """One evaluation set. It is opened at first use, and ``new_loader`` then gets its index."""
 
     name: str
     recordings: RecordingSet
-    new_loader: Callable[..., BatchLoader]
+    new_loader: Callable[[Index], EvaluationLoader]
     size: BatchSize
     workers: Workers
     skips: SkipLog
 
     @cached_property
-    def loader(self) -> BatchLoader:
+    def loader(self) -> EvaluationLoader:
         return self.new_loader(self.recordings.index)
 
     @cached_property
     def epoch_batches(self) -> EpochBatches:
-        rows = self.recordings.evaluated
+        rows = self.recordings.rows
         batches = evaluation_batches(self.loader.lengths(rows, self.size.depends_on_labels), self.size)
         # The batches number the cuts by their positions in ``rows``. The loader needs rows of the index.
         return replace(batches, rows=rows[batches.rows])
@@ -93,17 +94,15 @@ class EvaluationBatches(Iterable[Batch]):
             yield collate([], loader.sample_rate, shape)
 
 
-def evaluated_recordings(valid: Any, training_set: TrainingSet) -> dict[str, RecordingSet]:
+def named_sets(valid: Any, cache: str) -> dict[str, RecordingSet]:
     """Return the recordings of each evaluation set of ``data.valid``, by its name.
 
-    A single source without a name is called ``valid``. The recordings that ``training_set`` holds out are the
-    set ``held_out``. Raises ValueError for an invalid source.
+    A single source without a name is called ``valid``. ``cache`` is the cache folder (see ``open_index``).
+    Raises ValueError for an invalid source.
     """
-    if training_set.hold_out:
-        return {"held_out": training_set}
     specs = valid or {}
     if not isinstance(specs, dict) or "path" in specs:
         specs = {"valid": valid}
     for name, spec in specs.items():
         check_source(f"valid: {name}", spec, is_valid=True)
-    return {name: RecordingSet(spec, training_set.cache) for name, spec in specs.items()}
+    return {name: RecordingSet(spec, cache) for name, spec in specs.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,6 @@ from speechtrain.data.audio import (
     check_headers,
     files_of,
     first_file,
-    is_silent,
     read_with_faults,
     standardise,
 )
@@ -32,7 +32,7 @@ from speechtrain.data.recordings import Unusable
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.speed import change_speed
 from speechtrain.data.static_shapes import Shape
-from speechtrain.data.voice_activity import shorten_pauses
+from speechtrain.data.voice_activity import is_silent, shorten_pauses
 from speechtrain.errors import one_line
 from speechtrain.text.vocabulary import Tokenizer
 
@@ -48,7 +48,7 @@ REASONS = {
     "silent_channel": "one of its channels is silent",
     "no_channel": "it has no channel data.channel",
     "not_finite": "samples are NaN, infinite or far beyond full scale",
-    "silent": "no sample reaches −60 dBFS, but the transcript is not empty",
+    "silent": "no sample differs from the mean by −60 dBFS or more, but the transcript is not empty",
     "too_short": "shorter than data.min_seconds",
     "too_long": "longer than data.max_seconds, or in evaluation data.max_decoded_seconds",
     "empty_transcript": "the transcript is empty, and data.allow_empty is false",
@@ -79,50 +79,160 @@ class _Row:
 
 
 @dataclass(eq=False)
-class BatchLoader:
+class BatchLoader(ABC):
     """Converts planned micro-batches of one set to batches. Data workers receive it pickled.
 
-    An unusable cut becomes a padding row and a ``Skip``. In an evaluation set (``is_evaluation``), every cut
-    with readable audio is used. If its transcript cannot be encoded, or exceeds both
-    ``max_labels_per_second`` and 10,000 labels, the row has no labels and weight 0. Such a cut counts in the
-    error rates but not in the loss.
-
-    If the tokenizer reads no text, transcripts are not checked.
-
-    ``normalise`` gives every recording zero mean and unit variance. With ``crop_seconds``, each row is then
-    cropped at a random offset of the address (``seed``, epoch of the set, cut). A batch of a fixed shape is
-    cropped to ``crop_seconds``. Another batch is cropped to its shortest row if that is shorter than
-    ``crop_seconds``, so that it needs no padding (as in fairseq's collater without padding).
-
-    ``channel`` of each recording is read, counted from 0, unless its cut names channels. None is their mean.
-    After the speed change, ``acoustics`` adds rooms and noise to a training recording, at random by the
-    address (``seed``, epoch of the set, cut). If one of them cannot be read, the recording is used without
-    it, and the batch has a ``Skip``. With ``keeps_decoded``, each recording of training is decoded once in a
-    process. Longer pauses than ``longest_pause`` seconds are shortened, unless it is None. A recording of an
-    evaluation set in which nobody speaks counts in the error rates, with an empty text, but not in the loss.
+    An unusable cut becomes a padding row and a ``Skip``. If the tokenizer reads no text, transcripts are not
+    checked. ``channel`` of each recording is read, counted from 0, unless its cut names channels. None is
+    their mean. Longer pauses than ``longest_pause`` seconds are shortened, unless it is None. ``normalise``
+    gives every recording zero mean and unit variance.
     """
 
     index: Index
     tokenizer: Tokenizer
     sample_rate: int = 16_000
     max_labels_per_second: float = 50.0
-    allow_empty: bool = False
-    is_evaluation: bool = False
     normalise: bool = False
+    channel: int | None = None
+    longest_pause: float | None = None
+
+    def __call__(self, micro_batch: MicroBatch) -> Batch:
+        """Return the batch of a planned micro-batch. Raises DataError if a manifest has changed."""
+        rows = self._rows(micro_batch)
+        batch = collate(rows, self.sample_rate, micro_batch.shape)
+        skipped = tuple(skip for row in rows for skip in row.skips)
+        return replace(batch, epoch=micro_batch.epoch, index=micro_batch.index, skipped=skipped)
+
+    @abstractmethod
+    def _rows(self, micro_batch: MicroBatch) -> list[_Row]:
+        """Return the row of each cut of a micro-batch."""
+
+    @abstractmethod
+    def lengths(self, rows: Integers, with_labels: bool) -> PlannedLengths:
+        """Return the lengths of the cuts in ``rows`` of the index, by which their batches are planned.
+
+        Label counts are included only if ``with_labels`` is true and the tokenizer reads text.
+        """
+
+    def recordings(self, micro_batch: MicroBatch) -> list[str]:
+        """Return the id and the files of each cut of a micro-batch, as text for a message."""
+        cuts = [self.index.cut(row) for row in micro_batch.rows.tolist()]
+        return [f"{cut['id']!r} ({', '.join(files_of(cut))})" for cut in cuts]
+
+    def _label_counts(self, rows: Integers, with_labels: bool) -> Integers | None:
+        """Return the label counts of the cuts in ``rows``, or None if batches do not depend on them."""
+        if with_labels and self.tokenizer.reads_text:
+            return self.index.labels(self.tokenizer)[rows]
+        return None
+
+    def _read(self, cut: Record, max_seconds: float, skips: list[Skip]) -> Samples:
+        """Return the samples of a cut, and add its faults to ``skips``. Raises Unusable."""
+        samples, faults = read_with_faults(cut, self.sample_rate, max_seconds, self.channel)
+        skips += [Skip(cut["id"], fault.reason, fault.detail) for fault in faults]
+        return samples
+
+    def _shorten_pauses(self, samples: Samples) -> Samples:
+        """Return samples (S,) with short pauses. None are left of a recording without speech."""
+        if self.longest_pause is None:
+            return samples
+        return shorten_pauses(samples, self.sample_rate, self.longest_pause)
+
+
+@dataclass(eq=False)
+class EvaluationLoader(BatchLoader):
+    """The loader of an evaluation set, in which every cut with readable audio is used.
+
+    If the transcript of a cut cannot be encoded, or exceeds both ``max_labels_per_second`` and 10,000 labels,
+    the row has no labels and weight 0. Such a cut counts in the error rates but not in the loss. So does a
+    recording in which nobody speaks, with an empty text. A cut of more than ``max_decoded_seconds`` is
+    unusable.
+    """
+
+    max_decoded_seconds: float = DECODED_SECONDS
+
+    def lengths(self, rows: Integers, with_labels: bool) -> PlannedLengths:
+        # A recording that claims more is not decoded, and must not widen a shape.
+        seconds = np.minimum(self.index.seconds[rows], self.max_decoded_seconds)
+        return PlannedLengths(seconds, self._label_counts(rows, with_labels), self.sample_rate)
+
+    def _rows(self, micro_batch: MicroBatch) -> list[_Row]:
+        rows = []
+        for index_row in micro_batch.rows.tolist():
+            cut = self.index.cut(index_row)
+            text = self.index.text(index_row, self.tokenizer.normalise, cut)
+            try:
+                row = self._row(cut, text)
+            except Unusable as problem:
+                # The lengths of other rows do not depend on this one, and a manifest may name any duration.
+                row = _Row(skips=[Skip(cut["id"], problem.reason, problem.detail)])
+            rows.append(row)
+        return rows
+
+    def _row(self, cut: Record, text: str) -> _Row:
+        """Return the row of a cut. Raises Unusable."""
+        labels: list[int] | None = None
+        with suppress(KeyError, ValueError):
+            labels = self.tokenizer.encode(text)
+        if labels and len(labels) > max(_MANY_LABELS, self.max_labels_per_second * seconds_of(cut)):
+            labels = None
+        skips: list[Skip] = []
+        samples = self._shorten_pauses(self._read(cut, self.max_decoded_seconds, skips))
+        is_unspoken = is_silent(samples)
+        weight = 0.0 if labels is None or is_unspoken else 1.0
+        row = audio_row(cut["id"], samples, self.sample_rate, self.normalise)
+        return replace(
+            row, labels=labels or [], text=text, weight=weight, is_unspoken=is_unspoken, skips=skips
+        )
+
+
+@dataclass(eq=False)
+class TrainingLoader(BatchLoader):
+    """The loader of the training set, which changes the speed of recordings and augments them.
+
+    A cut is unusable if it is silent, or if its transcript is empty (unless ``allow_empty``), cannot be
+    encoded, or has more than ``max_labels_per_second``.
+
+    After the speed change, ``acoustics`` adds rooms and noise to a recording, at random by the address
+    (``seed``, epoch of the set, cut). If one of them cannot be read, the recording is used without it, and
+    the batch has a ``Skip``. With ``crop_seconds``, each row is then cropped at a random offset of the same
+    address. A batch of a fixed shape is cropped to ``crop_seconds``. Another batch is cropped to its shortest
+    row if that is shorter than ``crop_seconds``, so that it needs no padding (as in fairseq's collater
+    without padding).
+
+    With ``keeps_decoded``, each recording is decoded once in a process.
+    """
+
+    allow_empty: bool = False
     crop_seconds: float | None = None
     seed: int = 0
-    max_decoded_seconds: float = DECODED_SECONDS
-    channel: int | None = None
     acoustics: Acoustics = field(default_factory=Acoustics)
-    longest_pause: float | None = None
     keeps_decoded: bool = False
     decoded: dict[int, Samples] = field(default_factory=dict)  # by the row in the index
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "decoded": {}}  # A data worker begins without samples.
 
-    def __call__(self, micro_batch: MicroBatch) -> Batch:
-        """Return the batch of a planned micro-batch. Raises DataError if a manifest has changed."""
+    def lengths(self, rows: Integers, with_labels: bool) -> PlannedLengths:
+        seconds = self.index.seconds[rows]
+        labels = self._label_counts(rows, with_labels)
+        if labels is not None:
+            # A transcript with too many labels is not used, so it must not widen a shape.
+            labels = np.where(labels > self.max_labels_per_second * seconds, 0, labels)
+        seconds = seconds + np.float32(2 * self.acoustics.silence)
+        return PlannedLengths(seconds, labels, self.sample_rate, self.crop_seconds or math.inf)
+
+    def skip_of(self, index_row: int) -> Skip | None:
+        """Return the skip of a cut if its transcript or a header shows that it is unusable."""
+        cut = self.index.cut(index_row)
+        try:
+            text = self.index.text(index_row, self.tokenizer.normalise, cut)
+            self._labels(cut, text, shape=None)
+            check_headers(cut)
+        except Unusable as problem:
+            return Skip(cut["id"], problem.reason, problem.detail)
+        return None
+
+    def _rows(self, micro_batch: MicroBatch) -> list[_Row]:
         index_rows, percents, shape = micro_batch.rows, micro_batch.percents, micro_batch.shape
         lengths = planned_samples(self.index.seconds[index_rows], percents, self.sample_rate)
         keys = self.index.keys[index_rows]
@@ -133,88 +243,26 @@ class BatchLoader:
         ):
             cut = self.index.cut(index_row)
             try:
-                text = self.index.text(index_row, self.tokenizer.normalise, cut)
-                if self.is_evaluation:
-                    row = self._evaluation_row(cut, text)
-                else:
-                    row = self._training_row(index_row, cut, text, percent, shape, seed)
+                row = self._row(index_row, cut, percent, shape, seed)
             except Unusable as problem:
-                # Zeros replace an unusable cut: in training as many as its planned length. In evaluation, the
-                # lengths of other rows do not depend on them, and a manifest may name any duration.
-                zeros = np.zeros(0 if self.is_evaluation else length, np.float32)
-                row = _Row(samples=zeros, skips=[Skip(cut["id"], problem.reason, problem.detail)])
+                # Zeros of its planned length replace an unusable cut.
+                skip = Skip(cut["id"], problem.reason, problem.detail)
+                row = _Row(samples=np.zeros(length, np.float32), skips=[skip])
             rows.append(row)
         if self.crop_seconds is not None:
             self._crop(rows, micro_batch, self.crop_seconds)
-        batch = collate(rows, self.sample_rate, shape)
-        skipped = tuple(skip for row in rows for skip in row.skips)
-        return replace(batch, epoch=micro_batch.epoch, index=micro_batch.index, skipped=skipped)
+        return rows
 
-    def lengths(self, rows: Integers, with_labels: bool) -> PlannedLengths:
-        """Return the lengths of the cuts in ``rows`` of the index, by which their batches are planned.
-
-        Label counts are included only if ``with_labels`` is true and the tokenizer reads text.
-        """
-        seconds = self.index.seconds[rows]
-        if self.is_evaluation:
-            # A recording that claims more is not decoded, and must not widen a shape.
-            seconds = np.minimum(seconds, self.max_decoded_seconds)
-        labels = None
-        if with_labels and self.tokenizer.reads_text:
-            labels = self.index.labels(self.tokenizer)[rows]
-            if not self.is_evaluation:
-                # A transcript with too many labels is not used, so it must not widen a shape.
-                labels = np.where(labels > self.max_labels_per_second * seconds, 0, labels)
-        if not self.is_evaluation:
-            seconds = seconds + np.float32(2 * self.acoustics.silence)
-        return PlannedLengths(seconds, labels, self.sample_rate, self.crop_seconds or math.inf)
-
-    def recordings(self, micro_batch: MicroBatch) -> list[str]:
-        """Return the id and the files of each cut of a micro-batch, as text for a message."""
-        cuts = [self.index.cut(row) for row in micro_batch.rows.tolist()]
-        return [f"{cut['id']!r} ({', '.join(files_of(cut))})" for cut in cuts]
-
-    def skip_of(self, index_row: int) -> Skip | None:
-        """Return the skip of a training cut if its transcript or a header shows that it is unusable."""
-        cut = self.index.cut(index_row)
-        try:
-            text = self.index.text(index_row, self.tokenizer.normalise, cut)
-            self._training_labels(cut, text, shape=None)
-            check_headers(cut)
-        except Unusable as problem:
-            return Skip(cut["id"], problem.reason, problem.detail)
-        return None
-
-    def _evaluation_row(self, cut: Record, text: str) -> _Row:
-        """Return the row of a cut, whose speed and acoustics do not change. Raises Unusable."""
-        labels: list[int] | None = None
-        with suppress(KeyError, ValueError):
-            labels = self.tokenizer.encode(text)
-        if labels and len(labels) > max(_MANY_LABELS, self.max_labels_per_second * seconds_of(cut)):
-            labels = None
-        skips: list[Skip] = []
-        samples = self._read(cut, self.max_decoded_seconds, skips)
-        is_unspoken = len(samples) == 0
-        weight = 0.0 if labels is None or is_unspoken else 1.0
-        row = audio_row(cut["id"], samples, self.sample_rate, self.normalise)
-        return replace(
-            row, labels=labels or [], text=text, weight=weight, is_unspoken=is_unspoken, skips=skips
-        )
-
-    def _training_row(
-        self, index_row: int, cut: Record, text: str, percent: int, shape: Shape | None, seed: int
-    ) -> _Row:
+    def _row(self, index_row: int, cut: Record, percent: int, shape: Shape | None, seed: int) -> _Row:
         """Return the row of a cut with ``percent`` % of its speed. Raises Unusable.
 
         ``seed`` is for the random numbers of ``acoustics``.
         """
+        text = self.index.text(index_row, self.tokenizer.normalise, cut)
         # The labels are checked first. If they are unusable, the audio need not be decoded.
-        labels = self._training_labels(cut, text, shape)
+        labels = self._labels(cut, text, shape)
         skips: list[Skip] = []
-        kept_samples = self.decoded.get(index_row)
-        samples = self._read(cut, math.inf, skips) if kept_samples is None else kept_samples
-        if self.keeps_decoded:
-            self.decoded[index_row] = samples
+        samples = self._decoded(index_row, cut, skips)
         if text and is_silent(samples):
             detail = skips[-1].detail if skips else first_file(cut, default=cut["id"])
             raise Unusable("silent", detail)
@@ -224,15 +272,17 @@ class BatchLoader:
         row = audio_row(cut["id"], samples, self.sample_rate, self.normalise)
         return replace(row, labels=labels, text=text, skips=[*skips, *acoustic_skips])
 
-    def _read(self, cut: Record, max_seconds: float, skips: list[Skip]) -> Samples:
+    def _decoded(self, index_row: int, cut: Record, skips: list[Skip]) -> Samples:
         """Return the samples of a cut with short pauses, and add its faults to ``skips``. Raises Unusable."""
-        samples, faults = read_with_faults(cut, self.sample_rate, max_seconds, self.channel)
-        skips += [Skip(cut["id"], fault.reason, fault.detail) for fault in faults]
-        if self.longest_pause is None:
-            return samples
-        spoken = shorten_pauses(samples, self.sample_rate, self.longest_pause)
-        # The transcript of a training recording is a better witness than its sound.
-        return spoken if len(spoken) or self.is_evaluation else samples
+        if index_row in self.decoded:
+            return self.decoded[index_row]
+        samples = self._read(cut, math.inf, skips)
+        spoken = self._shorten_pauses(samples)
+        if len(spoken):  # The transcript of a recording without speech is a better witness than its sound.
+            samples = spoken
+        if self.keeps_decoded:
+            self.decoded[index_row] = samples
+        return samples
 
     def _crop(self, rows: Sequence[_Row], micro_batch: MicroBatch, crop_seconds: float) -> None:
         """Crop the rows of a batch in place, each at a random start (see the class)."""
@@ -248,7 +298,7 @@ class BatchLoader:
             row.samples = row.samples[start : start + crop_length]
             row.seconds = min(row.seconds, crop_length / self.sample_rate)
 
-    def _training_labels(self, cut: Record, text: str, shape: Shape | None) -> list[int]:
+    def _labels(self, cut: Record, text: str, shape: Shape | None) -> list[int]:
         """Return the labels of a transcript. Raises Unusable for a transcript that is empty or too long.
 
         In a batch of a fixed shape, the shape also limits the number of labels.

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
 
 from speechtrain.batch import Footprint
-from speechtrain.data import preflight
 from speechtrain.data.acoustics import Acoustics
 from speechtrain.data.audio import DECODED_SECONDS
-from speechtrain.data.batches import SpeechBatches
-from speechtrain.data.evaluation_sets import EvaluationSet, evaluated_recordings
+from speechtrain.data.evaluation_sets import EvaluationSet, named_sets
 from speechtrain.data.filters import Filters
-from speechtrain.data.loader import BatchLoader, check_audio
-from speechtrain.data.report import report
+from speechtrain.data.loader import EvaluationLoader, TrainingLoader, check_audio
+from speechtrain.data.preflight import CheckedBatches
 from speechtrain.data.sampler import BatchLimits, BatchSize
 from speechtrain.data.skips import SkipLog
 from speechtrain.data.source import Source
-from speechtrain.data.training_set import TrainingSet
+from speechtrain.data.training_set import TrainingSet, hours
 from speechtrain.data.workers import open_workers
 from speechtrain.files import FilePath
 from speechtrain.text.vocabulary import Tokenizer
@@ -27,7 +26,7 @@ from speechtrain.text.vocabulary import Tokenizer
 _Set = FilePath | dict[str, Any] | list[FilePath | dict[str, Any]]
 
 
-class SpeechData(SpeechBatches):
+class SpeechData(CheckedBatches):
     """Endless training batches and named evaluation sets, from manifests, folders or corpora.
 
     ``train`` and each set of ``valid`` are one of the sources that ``open_source`` reads: a ``Source``, a
@@ -65,6 +64,7 @@ class SpeechData(SpeechBatches):
     - ``footprint`` is the memory that the model predicts for a batch.
     - ``initial_run`` is the run whose weights this one starts with. What it held out stays held out.
     - ``normalise``, set by the task, gives each recording zero mean and unit variance.
+    - ``stop_requested``: if it returns true, a long wait for a batch raises Preempted.
 
     Raises ValueError for invalid arguments, DataError for unusable data.
     """
@@ -103,29 +103,28 @@ class SpeechData(SpeechBatches):
         footprint: Footprint | None = None,
         normalise: bool = False,
         initial_run: str = "",
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         check_audio(sample_rate, channel, crop_seconds, tokenizer)
         footprint = footprint or Footprint(0.0)
         # The functions that make a loader get the index later, because sets are opened at first use.
-        new_loader = partial(
-            BatchLoader,
-            tokenizer=tokenizer,
-            sample_rate=sample_rate,
-            normalise=normalise,
-            longest_pause=longest_pause,
-            channel=channel,
-        )
-        new_evaluation_loader = partial(
-            new_loader, max_decoded_seconds=max_decoded_seconds, is_evaluation=True
-        )
+        shared: dict[str, Any] = {
+            "tokenizer": tokenizer,
+            "max_labels_per_second": max_labels_per_second,
+            "sample_rate": sample_rate,
+            "normalise": normalise,
+            "longest_pause": longest_pause,
+            "channel": channel,
+        }
         new_training_loader = partial(
-            new_loader,
-            max_labels_per_second=max_labels_per_second,
+            TrainingLoader,
             allow_empty=allow_empty,
             crop_seconds=crop_seconds,
             seed=seed,
             acoustics=acoustics or Acoustics(),
+            **shared,
         )
+        new_evaluation_loader = partial(EvaluationLoader, max_decoded_seconds=max_decoded_seconds, **shared)
         training_set = TrainingSet(
             train,
             cache or "",
@@ -135,12 +134,13 @@ class SpeechData(SpeechBatches):
             run_dir=run_dir or "",
             initial_run=initial_run,
         )
+        recording_sets = named_sets(valid, cache or "") or training_set.held_out_sets()
         valid_size = BatchSize(valid_batch or BatchLimits(count=16), footprint, shapes)
-        data_workers = open_workers(workers, timeout_seconds)
+        data_workers = open_workers(workers, timeout_seconds, stop_requested)
         skips = SkipLog(run_dir or "", max_bad, max_bad_share)
         evaluation_sets = {
             name: EvaluationSet(name, recordings, new_evaluation_loader, valid_size, data_workers, skips)
-            for name, recordings in evaluated_recordings(valid, training_set).items()
+            for name, recordings in recording_sets.items()
         }
         super().__init__(
             training_set,
@@ -155,16 +155,9 @@ class SpeechData(SpeechBatches):
         self.sample_rate = sample_rate
 
     def recordings(self, normalise: Callable[[str], str]) -> Iterator[tuple[float, str]]:
-        return self.training_set.recordings(normalise)
-
-    def check(self) -> None:
-        preflight.check(self)
-
-    def warnings(self) -> Iterator[str]:
-        return preflight.warnings(self)
-
-    def crowded_transcripts(self, frames: Callable[[int], int]) -> str:
-        return preflight.crowded_transcripts(self, frames)
+        index = self.training_set.index
+        for row in self.training_set.usable.tolist():
+            yield float(index.seconds[row]), index.text(row, normalise)
 
     def content(self) -> dict[str, str | float]:
         return {**self.training_set.content(), **self.loader.acoustics.content()}
@@ -172,14 +165,42 @@ class SpeechData(SpeechBatches):
     def counts(self) -> dict[str, int]:
         samples = {"train_samples": len(self.training_set.rows)}
         for evaluation_set in islice(self.evaluation_sets.values(), 1):
-            samples["eval_samples"] = len(evaluation_set.epoch_batches.rows)
+            samples["eval_samples"] = len(evaluation_set.recordings.rows)
         return samples
 
     def report(self) -> dict[str, Any]:
-        return report(self)
+        """Return the entries of the report by their names.
 
-    def set_stop_check(self, stop_requested: Callable[[], bool]) -> None:
-        self.workers.set_stop_check(stop_requested)
+        The entries are the number of unused recordings for each reason, the padded share (only with fixed
+        shapes), the cropped share (only with crops), whether decoded audio is kept, the held-out recordings,
+        and a description of each named set.
+        """
+        training_set, sampler = self.training_set, self.sampler
+        self.skips.refresh()
+        filtered = training_set.filtered
+        entries: dict[str, Any] = {reason: len(rows) for reason, rows in filtered.items() if len(rows)}
+        entries |= self.skips.counts
+        is_cropped = math.isfinite(sampler.lengths.crop_seconds)
+        if sampler.shapes or is_cropped:
+            padded_share, cropped_share = sampler.waste(epoch=0)
+            if sampler.shapes:
+                entries["padding_share"] = round(padded_share, 4)
+            if is_cropped:
+                entries["cropped_share"] = round(cropped_share, 4)
+        if self.loader.keeps_decoded:
+            entries["decoded audio"] = "kept in memory"
+        if training_set.hold_out:
+            entries["held out"] = training_set.describe_held_out()
+        for number, (facts, positions) in enumerate(training_set.sets):
+            if facts.name:
+                seconds = training_set.index.seconds[training_set.rows[positions]]
+                description = [f"{len(seconds)} recordings", f"{hours(seconds):.2f} h"]
+                if sampler.random_cuts.sets:
+                    share = sampler.random_cuts.sets[number].count / len(sampler.random_cuts)
+                    description.append(f"{share:.1%} of an epoch")
+                description += filter(None, (facts.normaliser, facts.language))
+                entries[f"set {facts.name}"] = ", ".join(description)
+        return entries
 
     def close(self) -> None:
         self.skips.warn()

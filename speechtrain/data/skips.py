@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from speechtrain.batch import FAULTS, Skip
@@ -55,6 +55,11 @@ class SkipLog:
 
     def most_bad(self, total: int) -> float:
         return most_bad(self.max_bad, self.max_bad_share, total)
+
+    def restore(self, reasons: Mapping[str, str]) -> None:
+        """Add the recordings of a checkpoint, each with its reason."""
+        for recording_id, reason in reasons.items():
+            self.reasons[str(recording_id)] = str(reason)
 
     def refresh(self) -> None:
         """Read the recordings that other ranks or earlier starts of the run have listed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,9 +42,9 @@ class RecordingSet:
     def index(self) -> Index:
         return open_index(self.source, self.cache)
 
-    @property
-    def evaluated(self) -> Integers:
-        """The rows of the index that an evaluation reads."""
+    @cached_property
+    def rows(self) -> Integers:
+        """The rows of the index that the run uses, ascending."""
         return np.arange(len(self.index), dtype=np.int32)
 
 
@@ -122,9 +122,9 @@ class TrainingSet(RecordingSet):
         is_held_out, _ = held_out(groups, seconds, self.hold_out, self.former_sides)
         return rows[is_held_out]
 
-    @property
-    def evaluated(self) -> Integers:
-        return self.held_out
+    def held_out_sets(self) -> dict[str, RecordingSet]:
+        """Return ``held_out`` as an evaluation set by its name, or an empty mapping without ``hold_out``."""
+        return {"held_out": HeldOutSet(self)} if self.hold_out else {}
 
     @cached_property
     def held_out_digest(self) -> str:
@@ -170,11 +170,6 @@ class TrainingSet(RecordingSet):
         weights = [facts.weight or 1.0 for facts, _ in self.sets]
         return weighted_sets([members for _, members in self.sets], weights)
 
-    def recordings(self, normalise: Callable[[str], str]) -> Iterator[tuple[float, str]]:
-        """Yield the seconds and the normalised transcript of each recording that is not filtered."""
-        for row in self.usable.tolist():
-            yield float(self.index.seconds[row]), self.index.text(row, normalise)
-
     def content(self) -> dict[str, str | float]:
         """Return the number of all recordings and a digest of their ids, durations and transcripts.
 
@@ -193,6 +188,40 @@ class TrainingSet(RecordingSet):
         reasons = {row: reason for reason, rows in self.filtered.items() for row in rows.tolist()}
         for row, reason in sorted(reasons.items()):
             yield Skip(self.index.cut(row)["id"], reason, f"{self.index.seconds[row]:.2f} s")
+
+    def describe_held_out(self) -> str:
+        """Return the number, hours and speakers of the held-out recordings, as text."""
+        index, usable, rows = self.index, self.usable, self.held_out
+        if len(usable) == 1:
+            return "nothing: the only recording is used both for training and for validation"
+        is_one_recording = len(np.unique(index.recordings[usable])) == 1
+        noun = "parts of the only recording" if is_one_recording else "recordings"
+        text = f"{len(rows)} {noun}, {hours(index.seconds[rows]):.2f} h"
+        held_out_speakers = set(index.speakers[rows].tolist())
+        training_speakers = index.speakers[self.rows].tolist()
+        if held_out_speakers.isdisjoint(training_speakers):
+            text += f", {len(held_out_speakers)} speakers"
+        return text
+
+
+class HeldOutSet(RecordingSet):
+    """The recordings of a training set that are held out. They are rows of its index."""
+
+    def __init__(self, training_set: TrainingSet) -> None:
+        super().__init__(training_set.spec, training_set.cache)
+        self._training_set = training_set
+
+    @cached_property
+    def source(self) -> Source:
+        return self._training_set.source
+
+    @cached_property
+    def index(self) -> Index:
+        return self._training_set.index
+
+    @cached_property
+    def rows(self) -> Integers:
+        return self._training_set.held_out
 
 
 def where_transcripts_are(source: Source) -> str:

@@ -4,7 +4,8 @@ A model is trained on utterances. From silence, hiss and hum it invents words, a
 statistics of its features. So pauses are shortened before a model hears a recording, in training, evaluation,
 transcription and exports alike.
 
-Noise and hum do not change, but speech changes several times in a second. A frame belongs to speech if
+Nobody speaks in a silent recording (``is_silent``). Noise and hum do not change, but speech changes several
+times in a second. A frame belongs to speech if
 
 - the 0.1 s around it are above -70 dBFS, and at most 30 dB below the loud frames,
 - it is 4 dB above the level that the recording exceeds in nine of ten audible frames, as the mean over 16
@@ -24,6 +25,10 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+# The peak of silence, -60 dBFS, which is 33 of 16 bits. A muted microphone with dither has -80 dBFS, and the
+# mean of opposed channels has -96 dBFS. The peaks of speech are 10 to 20 dB above its RMS. So even speech of
+# -65 dBFS RMS is not silent, and speech that is recorded with care has -30 to -20 dBFS.
+_SILENT_PEAK = 1e-3
 _FRAME_SECONDS = 0.025
 _HOP_SECONDS = 0.01
 _BANDS = 16  # from 100 Hz to 8 kHz, equally wide on the mel scale
@@ -43,6 +48,17 @@ _SHORTEST_SECONDS = 0.1
 _WHOLE_SECONDS = 0.5  # A shorter recording has too few frames to compare, and is one word at most.
 
 
+def is_silent(samples: Array) -> bool:
+    """Return whether samples (S,) are silent: none differs from their mean by 0.001, -60 dBFS, or more.
+
+    A constant offset is silent. The whole recording counts, so one quiet word in an hour is not silent.
+    """
+    if not len(samples):
+        return True
+    mean = float(samples.mean(dtype=np.float64))
+    return max(float(samples.max()) - mean, mean - float(samples.min())) < _SILENT_PEAK
+
+
 def speech_spans(samples: Array, sample_rate: int, longest_pause: float) -> list[tuple[int, int]]:
     """Return the spans of samples (S,) with speech, as (start, end) in samples, in order.
 
@@ -50,7 +66,7 @@ def speech_spans(samples: Array, sample_rate: int, longest_pause: float) -> list
     the pauses between spans are longer than ``longest_pause``. Without speech, there are no spans.
     """
     seconds = len(samples) / sample_rate
-    if seconds < _SHORTEST_SECONDS:
+    if seconds < _SHORTEST_SECONDS or is_silent(samples):
         return []
     powers = _windows(_band_powers(samples, sample_rate), _SMOOTHED_HOPS).mean(-1)  # (T, bands)
     power = powers.sum(1)

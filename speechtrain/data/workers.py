@@ -140,13 +140,18 @@ class Workers:
     same workers.
 
     ``map`` raises MachineError if a worker has died or has not answered for ``timeout_seconds``. It raises
-    Preempted if a worker has not answered for 10 s after a stop request.
+    Preempted if a worker has not answered for 10 s after ``stop_requested`` has first returned true.
     """
 
-    def __init__(self, count: int = 0, timeout_seconds: float = math.inf) -> None:
+    def __init__(
+        self,
+        count: int = 0,
+        timeout_seconds: float = math.inf,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.count = count
         self.timeout_seconds = timeout_seconds
-        self._stop_requested: Callable[[], bool] = lambda: False
+        self._stop_requested = stop_requested
         self._workers: list[_Worker] = []
         self._loaders: list[Loader] = []  # all loaders so far. Workers know a loader by its position.
         self._results: dict[int, Batch | Exception] = {}  # results by ticket, until a stream yields them
@@ -155,10 +160,6 @@ class Workers:
         self._is_closed = False
         self._starter = threading.Thread(target=self._start_workers, daemon=True)
         self._is_started = False
-
-    def set_stop_check(self, stop_requested: Callable[[], bool]) -> None:
-        """From now on, a long wait for a worker raises Preempted if ``stop_requested`` returns true."""
-        self._stop_requested = stop_requested
 
     @property
     def pids(self) -> list[int]:
@@ -337,7 +338,7 @@ class Workers:
         self._workers = []
 
 
-def open_workers(count: int, timeout_seconds: float) -> Workers:
+def open_workers(count: int, timeout_seconds: float, stop_requested: Callable[[], bool]) -> Workers:
     """Return ``count`` workers, which start at first use. With a count of 0, this process loads.
 
     A count of -1 stands for ``automatic_workers()``. Raises ValueError for invalid arguments.
@@ -348,7 +349,7 @@ def open_workers(count: int, timeout_seconds: float) -> Workers:
         raise ValueError(f"workers={count}: need -1 <= workers <= 256")
     if count < 0:
         count = automatic_workers()
-    return Workers(count, timeout_seconds)
+    return Workers(count, timeout_seconds, stop_requested)
 
 
 def automatic_workers() -> int:

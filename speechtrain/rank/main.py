@@ -96,7 +96,7 @@ def train(
     apply_policy(task, device.policy(precision.dtype))
     run, memory_entries = choose_batch_memory(run, device, group, task=task)
     entries = _restart_entry() | memory_entries
-    data = build_data(with_decoded_memory(run), tokenizer, task)
+    data = build_data(with_decoded_memory(run), tokenizer, task, stop_requested=stop)
     data.check()
     device.validate_shapes(data.shapes())
 
@@ -124,7 +124,6 @@ def train(
     assert isinstance(module, Task)
     gather_dtype = policy.autocast_dtype if device.facts.narrow_gathers else None
     group.shard(module, optimizer, gather_dtype)
-    data.set_stop_check(stop)
 
     attempt.computes = policy_record["computes"]
     attempt.metric, attempt.metric_mode = task.metric, task.metric_mode

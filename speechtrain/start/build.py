@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,12 +56,22 @@ def build_model(run: RunConfig, tokenizer: Tokenizer, encoder: Encoder) -> Task:
     return task
 
 
-def build_data(run: RunConfig, tokenizer: Tokenizer, task: Task | None = None) -> DataModule:
+def build_data(
+    run: RunConfig,
+    tokenizer: Tokenizer,
+    task: Task | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> DataModule:
     """Return the data module.
 
-    ``task`` decides the predicted memory of a batch, and whether audio is normalised.
+    ``task`` decides the predicted memory of a batch, and whether audio is normalised. A long wait for a batch
+    raises Preempted if ``stop_requested`` returns true.
     """
-    objects: dict[str, Any] = {"tokenizer": tokenizer, "initial_run": str(initial_run(run) or "")}
+    objects: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "initial_run": str(initial_run(run) or ""),
+        "stop_requested": stop_requested,
+    }
     if task is not None:
         objects |= {"footprint": task.footprint(), "normalise": task.normalise_audio}
     return run.data.build(**objects)

@@ -60,7 +60,7 @@ INTERFACES = {
 INJECTED = {
     "model": {"tokenizer", "encoder"},
     "encoder": {"augment"},
-    "data": {"tokenizer", "footprint", "normalise", "initial_run"},
+    "data": {"tokenizer", "footprint", "normalise", "initial_run", "stop_requested"},
     "optimizer": {"params"},
     "schedule": {"steps_per_epoch", "planned_steps"},
 }

@@ -13,6 +13,7 @@ import numpy as np
 
 from speechtrain.data.formats.manifests import Record, seconds_of, speaker_of, text_of
 from speechtrain.data.recordings import Fault, Unusable
+from speechtrain.data.voice_activity import is_silent
 from speechtrain.text.normalise import DAMAGED, REMARK, invisible
 
 LONG = 60.0
@@ -39,7 +40,7 @@ class AudioCheck(NamedTuple):
 
 def check_audio_of(cut: Record) -> AudioCheck:
     """Return the result of decoding a cut at the rate of its recording. Raises Unusable."""
-    from speechtrain.data.audio import is_silent, read_with_faults
+    from speechtrain.data.audio import read_with_faults
 
     rate = int((cut.get("recording") or {}).get("sampling_rate", 16_000))
     samples, file_faults = read_with_faults(cut, rate)

@@ -19,7 +19,7 @@ from speechtrain.data.audio import (
     read_file,
 )
 from speechtrain.data.index import open_index
-from speechtrain.data.loader import BatchLoader, audio_row, collate
+from speechtrain.data.loader import EvaluationLoader, TrainingLoader, audio_row, collate
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.sources import open_source
 from speechtrain.data.speed import change_speed
@@ -41,7 +41,7 @@ def micro_batch(*rows: int, percents: tuple[int, ...] = (), shape: Shape | None 
 
 def test_a_batch_holds_audio_labels_and_names(cache: Path, recordings: Any) -> None:
     index = open_index(open_source(recordings.corpus("m", 3, text="Cab")))
-    batch = BatchLoader(index, Characters(alphabet="abc"))(micro_batch(2, 0))
+    batch = TrainingLoader(index, Characters(alphabet="abc"))(micro_batch(2, 0))
     # The corpus has recordings of 0.40, 0.41 and 0.42 s: 6400, 6560 and 6720 samples.
     assert batch.audio.shape == (2, 6720)
     assert batch.audio_lengths.tolist() == [6720, 6400]
@@ -83,7 +83,7 @@ def test_the_speed_change_is_lhotses(percent: int) -> None:
 
 def test_threads_do_not_change_a_batch(cache: Path, recordings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that loads its own batches computes as a data worker does, and then as before."""
-    loader = BatchLoader(open_index(open_source(recordings.corpus("m", 2, seconds=3.0))), Characters())
+    loader = TrainingLoader(open_index(open_source(recordings.corpus("m", 2, seconds=3.0))), Characters())
     initial_threads = torch.get_num_threads()
     batches, matmul_settings = [], []
     matmul = torch.matmul
@@ -111,7 +111,7 @@ def test_threads_do_not_change_a_batch(cache: Path, recordings: Any, monkeypatch
 def test_a_fixed_shape_is_filled_with_rows_of_weight_zero(cache: Path, recordings: Any) -> None:
     index = open_index(open_source(recordings.corpus("m", 2)))
     shape = Shape(4, 8000, 16)
-    batch = BatchLoader(index, Characters())(micro_batch(0, 1, shape=shape))
+    batch = TrainingLoader(index, Characters())(micro_batch(0, 1, shape=shape))
     assert (batch.audio.shape, batch.labels.shape) == ((4, 8000), (4, 16))
     assert batch.weight.tolist() == [1.0, 1.0, 0.0, 0.0]
     assert batch.audio_lengths.tolist() == [6400, 6560, 8000, 8000]
@@ -129,9 +129,7 @@ def test_the_dither_of_evaluation_follows_from_the_samples_not_from_the_name(
     keys = {}
     for name in ("m", "renamed"):
         index = open_index(open_source(recordings.corpus(name, 2)))
-        batch = BatchLoader(index, Characters(), is_evaluation=True)(
-            micro_batch(0, 1, shape=Shape(3, 8000, 9))
-        )
+        batch = EvaluationLoader(index, Characters())(micro_batch(0, 1, shape=Shape(3, 8000, 9)))
         assert batch.ids[0].startswith(f"{name}:")
         keys[name] = batch.keys.tolist()
     assert keys["m"] == keys["renamed"]
@@ -144,7 +142,7 @@ def test_a_padding_row_replaces_a_transcript_that_is_wider_than_its_shape(
     cache: Path, recordings: Any
 ) -> None:
     index = open_index(open_source(recordings.corpus("m", 1)))
-    batch = BatchLoader(index, Characters())(micro_batch(0, shape=Shape(1, 8000, 6)))
+    batch = TrainingLoader(index, Characters())(micro_batch(0, shape=Shape(1, 8000, 6)))
     assert [skip.reason for skip in batch.skipped] == ["long_transcript"]
 
 

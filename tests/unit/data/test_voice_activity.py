@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -11,7 +12,13 @@ import soundfile
 from numpy.typing import NDArray
 
 from speechtrain.data.corpora.digits import Digits
+from speechtrain.data.index import open_index
+from speechtrain.data.loader import EvaluationLoader, TrainingLoader
+from speechtrain.data.prepare.stats_table import check_audio_of
+from speechtrain.data.sampler import MicroBatch
+from speechtrain.data.sources import open_source
 from speechtrain.data.voice_activity import pause_middles, shorten_pauses, speech_spans
+from speechtrain.text.vocabulary import Characters
 
 RATE = 16_000
 PAUSE = 0.6
@@ -78,6 +85,44 @@ def utterances() -> list[Samples]:
 def test_there_is_no_speech_in_silence_and_noise(samples: Samples) -> None:
     assert speech_spans(samples, RATE, PAUSE) == []
     assert len(shorten_pauses(samples, RATE, PAUSE)) == 0
+
+
+def bursts(peak: float) -> Samples:
+    """Binary noise, which is on and off for 0.2 s in turn and so changes as speech does."""
+    signs = np.sign(np.random.default_rng(0).normal(size=3 * RATE))
+    is_on = np.arange(3 * RATE) // (RATE // 5) % 2 == 0
+    return (peak * signs * is_on).astype(np.float32)
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("longest_pause", [None, PAUSE])
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        (np.zeros(3 * RATE, np.float32), True),
+        (bursts(0.9e-3), True),
+        (bursts(0.9e-3) + np.float32(0.1), True),
+        (bursts(1e-3), False),
+        (bursts(0.1), False),
+    ],
+    ids=["zeros", "below", "offset", "at the limit", "speech"],
+)
+def test_a_run_its_evaluation_a_transcription_and_the_statistics_agree_on_silence(
+    tmp_path: Path, samples: Samples, expected: bool, longest_pause: float | None
+) -> None:
+    soundfile.write(tmp_path / "a.wav", samples, RATE, subtype="FLOAT")
+    manifest = tmp_path / "m.jsonl"
+    manifest.write_text(json.dumps({"audio_filepath": "a.wav", "duration": 3.0, "text": "one"}) + "\n")
+    index = open_index(open_source(str(manifest)))
+    micro_batch = MicroBatch(np.array([0]), np.array([100], np.int16))
+    training = TrainingLoader(index, Characters(), longest_pause=longest_pause)(micro_batch)
+    assert [skip.reason for skip in training.skipped] == ["silent"] * expected
+    evaluation = EvaluationLoader(index, Characters(), longest_pause=longest_pause)(micro_batch)
+    assert evaluation.unspoken == (expected,)
+    assert evaluation.weight.tolist() == [float(not expected)]
+    assert check_audio_of(index.cut(0)).fault == "silent" * expected
+    # Transcription and exports decode these spans.
+    assert (speech_spans(samples, RATE, PAUSE) == []) is expected
 
 
 @pytest.mark.parametrize("level", [-200, -60, -40])

@@ -18,7 +18,7 @@ import torch
 
 from speechtrain.batch import Batch
 from speechtrain.data.index import open_index
-from speechtrain.data.loader import BatchLoader
+from speechtrain.data.loader import BatchLoader, EvaluationLoader, TrainingLoader
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.sources import open_source
 from speechtrain.data.workers import Workers
@@ -58,7 +58,7 @@ def kill_and_close(pool: Workers) -> None:
 
 @pytest.fixture
 def loader(cache: Path, recordings: Any) -> BatchLoader:
-    return BatchLoader(open_index(open_source(recordings.corpus("m", 4))), Characters())
+    return TrainingLoader(open_index(open_source(recordings.corpus("m", 4))), Characters())
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_streams_take_turns(loader: BatchLoader, workers: Workers) -> None:
     """Validation in the midst of training, and a validation that is given up."""
     ready(workers)
     training = workers.map(loader, planned(100))
-    other = BatchLoader(loader.index, loader.tokenizer, is_evaluation=True)
+    other = EvaluationLoader(loader.index, loader.tokenizer)
     found = [next(training).index for _ in range(5)]
     assert [batch.index for batch in workers.map(other, planned(9, 50))] == list(range(50, 59))
     given_up = workers.map(other, planned(50))
@@ -199,8 +199,7 @@ def test_a_worker_that_stops_in_the_middle_of_an_answer_is_an_error(
     loaders: Any, monkeypatch: pytest.MonkeyPatch, is_stopping: bool
 ) -> None:
     """An answer below 1 MiB is longer than the link's buffer, so half of it waits there."""
-    pool = Workers(1, timeout_seconds=60 if is_stopping else 2)
-    pool.set_stop_check(lambda: is_stopping)
+    pool = Workers(1, timeout_seconds=60 if is_stopping else 2, stop_requested=lambda: is_stopping)
     monkeypatch.setattr("speechtrain.data.workers._STOP_SECONDS", 1.0)
     expected, after = (Preempted, "1 s after a stop request") if is_stopping else (MachineError, "2 s")
     try:

@@ -21,7 +21,7 @@ from speechtrain.data import audio
 from speechtrain.data.audio import change_rate, read_cut, read_file
 from speechtrain.data.formats import manifests
 from speechtrain.data.index import open_index
-from speechtrain.data.loader import _MANY_LABELS, BatchLoader
+from speechtrain.data.loader import _MANY_LABELS, EvaluationLoader
 from speechtrain.data.module import SpeechData
 from speechtrain.data.pieces import Recording, recordings
 from speechtrain.data.recordings import MOST_CHANNELS, Unusable
@@ -212,7 +212,7 @@ def corpus(tmp_path: Path, seconds: float, text: str) -> Path:
 
 def test_an_evaluation_transcript_that_nobody_can_say_has_no_labels(tmp_path: Path) -> None:
     index = open_index(open_source(str(corpus(tmp_path, 1.0, "a" * (_MANY_LABELS + 1)))), str(tmp_path / "c"))
-    loader = BatchLoader(index, Characters(), is_evaluation=True)
+    loader = EvaluationLoader(index, Characters())
     batch = loader(MicroBatch(np.zeros(1, np.int32), np.array([100], np.int16)))
     assert batch.labels.shape[1] == 0
     assert float(batch.weight[0]) == 0.0
