@@ -5,12 +5,12 @@ The rule, in the order in which it is decided:
 1. A recording that an earlier run or split has held out stays held out, and one that it has trained on stays
    trained on. If all recordings were trained on, nothing would be left to hold out, so nothing is decided.
 2. Cuts are held out in groups. The groups are speakers, if each cut names one. Speakers who are in the same
-   recording are one group, so that the recording is on one side.
+   recording are one group, so that the recording is on one side. The only recording has cuts on both sides.
 3. The groups are recordings instead, with a warning, if such a group of several speakers has more than twice
    the requested seconds.
 4. The groups are recordings instead, if there are fewer than ten groups of speakers, or if the held-out
    speakers have less than 1 / 1.5 or more than 1.5 times the requested seconds.
-5. The groups are single cuts instead, if there is only one recording. Rule 1 says nothing about cuts.
+5. The groups are single cuts instead of recordings, if there is only one. Rule 1 says nothing about cuts.
 6. A random number of each group's key decides whether the group is held out (see ``_sample``). Its other cuts
    follow the recordings that rule 1 has decided.
 
@@ -162,7 +162,12 @@ def _groups_of_speakers(groups: Mapping[str, _Keys], seconds: _Seconds, share: f
     A recording, or a chain of them, connects the speakers of a group. The key of the group is the smallest
     key of its speakers. So a speaker who is alone has the same random number in each set.
     """
-    from scipy.sparse import coo_array  # The import takes 0.2 s, and only speakers need it.
+    if len(np.unique(groups["recording"])) == 1:
+        return groups["speaker"]
+
+    from scipy.sparse import (
+        coo_array,
+    )  # The import takes 0.2 s, and only speakers who share recordings need it.
     from scipy.sparse.csgraph import connected_components
 
     speaker_keys, speaker_of_cut = np.unique(groups["speaker"], return_inverse=True)

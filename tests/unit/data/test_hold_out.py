@@ -68,14 +68,16 @@ def test_whole_speakers_are_held_out_where_there_are_enough(tmp_path: Path) -> N
     assert {row % 3 for row in few} == {0, 1, 2}
 
 
-def parts(folder: Path, recordings: int, each: int, name: str = "p") -> str:
-    """NeMo lines of parts of recordings."""
+def parts(folder: Path, recordings: int, each: int, name: str = "p", speakers: int = 0) -> str:
+    """NeMo lines of parts of recordings. The parts name the speakers in turn."""
     path = folder / f"{name}.jsonl"
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"audio_filepath": f"{i}.wav", "offset": float(part), "duration": 1.0, "text": "one"}
         for part in range(each)
         for i in range(recordings)
     ]
+    for number, line in enumerate(lines):
+        line |= {"speaker": f"s{number % speakers}"} if speakers else {}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
 
@@ -88,6 +90,31 @@ def test_parts_of_a_recording_are_on_one_side(tmp_path: Path) -> None:
     few = rows_of(index_of(parts(tmp_path, 3, 40)))
     assert len(few) == 40 == 40 * len({row % 3 for row in few})
     assert 6 < len(rows_of(index_of(parts(tmp_path, 1, 100)))) < 20  # parts of the only one
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("speakers", [1, 2, 5])
+def test_parts_of_the_only_recording_are_held_out_if_it_has_few_speakers(
+    tmp_path: Path, speakers: int
+) -> None:
+    training_set = data_of(parts(tmp_path, 1, 60, speakers=speakers)).training_set
+    assert 6 <= len(training_set.held_out) <= 24  # half and double of the share
+    assert len(training_set.held_out) + len(training_set.rows) == 60
+    assert not set(training_set.held_out) & set(training_set.rows)
+    assert training_set.describe_held_out().startswith(f"{len(training_set.held_out)} parts of the only")
+
+
+@pytest.mark.usefixtures("cache")
+def test_whole_speakers_of_the_only_recording_are_held_out_if_there_are_ten(tmp_path: Path) -> None:
+    path = parts(tmp_path, 1, 60, speakers=20)
+    training_set = data_of(path).training_set
+    speakers = {row % 20 for row in training_set.held_out.tolist()}
+    assert len(speakers) == 4
+    assert len(training_set.held_out) == 3 * 4
+    command = ["split", path, "--out", str(tmp_path / "d"), "--share", "0.2", "--by", "speaker"]
+    assert prepare.run(command) == 0
+    ids = {json.loads(line)["id"] for line in (tmp_path / "d/valid.jsonl").read_text().splitlines()}
+    assert ids == {training_set.index.cut(row)["id"] for row in training_set.held_out.tolist()}
 
 
 @pytest.mark.usefixtures("cache")
