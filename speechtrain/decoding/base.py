@@ -16,11 +16,15 @@ from typing import Any
 
 from torch import Tensor
 
+from speechtrain.errors import ConfigError
 from speechtrain.losses.ctc import ctc_loss
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.nn.joint import Joint
 from speechtrain.nn.prediction import Prediction
 from speechtrain.text.vocabulary import Tokenizer
+
+SHORTEST_ENDPOINT = 0.1
+"""The least ``endpoint_seconds`` of a decoder, because words have pauses too."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,59 @@ class TransducerScorer(Scorer):
         )
 
 
+class SearchStream(ABC):
+    """The search of one recording whose frames arrive in pieces, utterance by utterance.
+
+    All times are seconds from the beginning of the recording. The final hypothesis of an utterance does not
+    depend on the pieces, except for the rounding of its score.
+    """
+
+    def __init__(self, scorer: Scorer, endpoint_seconds: float | None) -> None:
+        self.scorer, self.endpoint_seconds = scorer, endpoint_seconds
+        self.frame = 0  # the number of frames of the recording that the search has read
+
+    @abstractmethod
+    def step(self, frames: Tensor) -> None:
+        """Read the next frames (1, T, ·) of the recording. T may be 0."""
+
+    @property
+    @abstractmethod
+    def hypothesis(self) -> Hypothesis:
+        """The best text of the present utterance so far."""
+
+    @property
+    @abstractmethod
+    def final_labels(self) -> int:
+        """The number of first labels of ``hypothesis`` that no further frame can change."""
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the present utterance has a label and its last ``endpoint_seconds`` are blank.
+
+        False if ``endpoint_seconds`` is None. A pause within one piece is not found.
+        """
+        ends = self.hypothesis.ends
+        if self.endpoint_seconds is None or not ends:
+            return False
+        frame_seconds = self.scorer.frame_seconds
+        blank_frames = self.frame - round(ends[-1] / frame_seconds)
+        return blank_frames * frame_seconds >= self.endpoint_seconds
+
+    def finish(self) -> Hypothesis:
+        """End the present utterance, and return its final hypothesis. The next step begins another utterance.
+
+        The caller decides when an utterance ends, at an endpoint or at any other time. A search keeps nothing
+        of the utterances before.
+        """
+        hypothesis = self.hypothesis
+        self._begin()
+        return hypothesis
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Begin an utterance at the frame ``self.frame``."""
+
+
 class Decoder(ABC):
     """A search without weights. A run can be used with any decoder that fits its model."""
 
@@ -197,6 +254,14 @@ class Decoder(ABC):
         Raises ConfigError for a model that the decoder cannot search. The message begins with
         ``decoder=NAME``, the name of the decoder in ``conf/decoder``, and a space.
         """
+
+    def stream(self, scorer: Scorer) -> SearchStream:
+        """Return a search of one recording whose frames arrive in pieces.
+
+        Raises ConfigError for a model that the decoder cannot search in this way.
+        """
+        name = type(self).__name__
+        raise ConfigError(f"decoder: {name} cannot search a recording in pieces. Set decoder=greedy")
 
     def check(self, tokenizer: Tokenizer) -> None:  # noqa: B027 - empty by default
         """Raise ConfigError for settings that need symbols which ``tokenizer`` lacks."""

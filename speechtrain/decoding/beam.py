@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
@@ -16,10 +17,18 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from speechtrain.decoding.base import CTCScorer, Decoder, Hypothesis, Scorer, TransducerScorer
+from speechtrain.decoding.base import (
+    SHORTEST_ENDPOINT,
+    CTCScorer,
+    Decoder,
+    Hypothesis,
+    Scorer,
+    SearchStream,
+    TransducerScorer,
+)
 from speechtrain.decoding.fusion import Fusion
 from speechtrain.decoding.greedy import Greedy
-from speechtrain.errors import ConfigError
+from speechtrain.errors import ConfigError, require_least
 from speechtrain.files import FilePath
 from speechtrain.text.ngram import read_ngram
 from speechtrain.text.vocabulary import Tokenizer
@@ -227,9 +236,17 @@ class BeamSearch(Decoder):
     def _decode(self, scorer: Any, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
         """Return the best hypothesis of each row, with scores that are exact."""
         self.fusion.start_search(scorer.tokenizer)
-        # Each row has greedy's text, then the ``nbest`` texts of the search that differ from it.
         greedy_hypotheses = Greedy().decode(scorer, frames, lengths)
         row_texts, _ = self.search(scorer, frames, lengths)
+        texts = self.candidates(scorer, greedy_hypotheses, row_texts)
+        texts = self._align(scorer, frames, lengths, texts)
+        scores = _log_likelihoods(scorer, frames, lengths, texts)
+        return self.best_hypotheses(scorer, texts, scores, len(frames))
+
+    def candidates(
+        self, scorer: Scorer, greedy_hypotheses: list[Hypothesis], row_texts: list[list[TimedLabels]]
+    ) -> list[TimedLabels]:
+        """Return for each row greedy's text, then the ``nbest`` texts of the search that differ from it."""
         frame_seconds = scorer.frame_seconds
         texts = []
         for row, greedy in enumerate(greedy_hypotheses):
@@ -238,9 +255,13 @@ class BeamSearch(Decoder):
             texts.append(TimedLabels(row, greedy.labels, tuple(begins), tuple(ends), greedy.confidences))
             best_texts = row_texts[row][: self.nbest]
             texts += [text for text in best_texts if text.labels != greedy.labels]
-        texts = self._align(scorer, frames, lengths, texts)
-        scores = _log_likelihoods(scorer, frames, lengths, texts)
-        row_hypotheses = [list[Hypothesis]() for _ in frames]
+        return texts
+
+    def best_hypotheses(
+        self, scorer: Scorer, texts: list[TimedLabels], scores: list[float], rows: int
+    ) -> list[Hypothesis]:
+        """Return the best hypothesis of each row among ``texts``, whose scores lack the fusion scores."""
+        row_hypotheses = [list[Hypothesis]() for _ in range(rows)]
         for text, score in zip(texts, scores, strict=True):
             score += self.fusion.text_score(text.labels)
             spans = (text.begins, text.ends, text.confidences)
@@ -311,10 +332,13 @@ class TransducerBeam(BeamSearch):
 
     If a label leads from one hypothesis of the beam to a second one, the probability of that path is added to
     the second one.
+
+    An utterance of a stream ends after ``endpoint_seconds`` of blanks. None: never.
     """
 
     max_symbols_per_step: int = 5
     gamma: float = 7.0
+    endpoint_seconds: float | None = 0.8
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -323,31 +347,34 @@ class TransducerBeam(BeamSearch):
             raise ValueError(f"max_symbols_per_step is {symbols}: it must be 1 to {_LARGEST_FRAME_LIMIT}")
         if self.gamma <= 0:
             raise ValueError(f"gamma is {self.gamma}: it must be above 0")
+        require_least(SHORTEST_ENDPOINT, endpoint_seconds=self.endpoint_seconds)
 
     @torch.no_grad()
     def decode(self, scorer: Scorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
-        if isinstance(scorer, TransducerScorer):
-            if scorer.joint.durations:
-                raise ConfigError(
-                    "decoder=beam: joint.durations (TDT) has no beam search. Set decoder=greedy"
-                )
-            return self._decode(scorer, frames, lengths)
-        advice = ""
-        if isinstance(scorer, CTCScorer):
-            advice = ". Choose ctc_beam"
-        raise ConfigError(f"decoder=beam searches transducers, not {type(scorer).__name__}{advice}")
+        return self._decode(_transducer(scorer), frames, lengths)
+
+    def stream(self, scorer: Scorer) -> SearchStream:
+        return _TransducerStream(self, _transducer(scorer))
 
     def search(
         self, scorer: TransducerScorer, frames: Tensor, lengths: Tensor
     ) -> tuple[list[list[TimedLabels]], Tensor]:
-        search = _TransducerSearch(self, scorer, frames, lengths)
+        search = _TransducerSearch(self, scorer, len(frames))
         for frame in range(int(lengths.max())):
-            search.advance(frame)
-        beam = search.level.beam
-        total = beam.score + beam.fusion_score
-        slots = total.sort(dim=1, descending=True, stable=True).indices[:, : self.width]
-        best = beam.take(slots)
-        return search.label_tree.hypotheses(best), best.score
+            is_live = (frame < lengths)[:, None]
+            search.advance(frames[:, frame], is_live, frame)
+        row_texts, scores = search.hypotheses()
+        return [texts[: self.width] for texts in row_texts], scores[:, : self.width]
+
+
+def _transducer(scorer: Scorer) -> TransducerScorer:
+    """Return ``scorer``, or raise ConfigError if ``TransducerBeam`` cannot search its model."""
+    if not isinstance(scorer, TransducerScorer):
+        advice = ". Choose ctc_beam" if isinstance(scorer, CTCScorer) else ""
+        raise ConfigError(f"decoder=beam searches transducers, not {type(scorer).__name__}{advice}")
+    if scorer.joint.durations:
+        raise ConfigError("decoder=beam: joint.durations (TDT) has no beam search. Set decoder=greedy")
+    return scorer
 
 
 @dataclass
@@ -367,25 +394,25 @@ class _Level:
 class _TransducerSearch:
     """The W best hypotheses of each row after the frames that the search has read."""
 
-    def __init__(
-        self, settings: TransducerBeam, scorer: TransducerScorer, frames: Tensor, lengths: Tensor
-    ) -> None:
-        self.settings, self.scorer, self.frames, self.lengths = settings, scorer, frames, lengths
+    def __init__(self, settings: TransducerBeam, scorer: TransducerScorer, rows: int) -> None:
+        self.settings, self.scorer = settings, scorer
         self.fusion, self.network = settings.fusion, scorer.prediction
-        self.rows, self.width = len(frames), settings.width + _SPARE
-        indices = torch.arange(self.rows * self.width, device=frames.device)
-        self.row_starts = indices.view(self.rows, self.width)[:, :1]  # (B, 1) the index of each row's slot 0
+        self.rows, self.width = rows, settings.width + _SPARE
+        prediction, state = scorer.start(rows * self.width)
+        indices = torch.arange(rows * self.width, device=prediction.device)
+        self.row_starts = indices.view(rows, self.width)[:, :1]  # (B, 1) the index of each row's slot 0
         self.label_tree = LabelTree()
-        beam = Beam.start(self.rows, self.width, scorer.blank, frames.device)
-        prediction, state = scorer.start(len(indices))
+        beam = Beam.start(rows, self.width, scorer.blank, prediction.device)
         self.level = _Level(beam, indices, indices, prediction, state)
 
-    def advance(self, frame: int) -> None:
-        """Extend the hypotheses by the symbols of one frame, and choose the W best after it."""
+    def advance(self, encoded: Tensor, is_live: Tensor, frame: int) -> None:
+        """Extend the hypotheses by the symbols of one frame (B, H), and choose the W best after it.
+
+        ``is_live`` (B, 1) is whether the row has this frame, and ``frame`` is the number of the frame.
+        """
         beam = self.level.beam
-        is_live = (frame < self.lengths)[:, None]  # (B, 1) whether the row has this frame
-        encoded = self.frames[:, frame].repeat_interleave(self.width, 0)
-        scores = self._log_probabilities(encoded, self.level.prediction).view(self.rows, self.width, -1)
+        repeated = encoded.repeat_interleave(self.width, 0)
+        scores = self._log_probabilities(repeated, self.level.prediction).view(self.rows, self.width, -1)
         arcs = self._add_arcs(scores, is_live, frame)
         label_scores = self._extension_scores(beam, scores).masked_fill(~is_live[..., None], IMPOSSIBLE)
         label_scores = beam.without(arcs, label_scores)
@@ -401,7 +428,7 @@ class _TransducerSearch:
                 break
             levels.append(level)
             rows = level.alive.div(self.width, rounding_mode="floor")
-            alive_scores = self._log_probabilities(self.frames[rows, frame], level.prediction)
+            alive_scores = self._log_probabilities(encoded[rows], level.prediction)
             if labels_left:
                 scores = torch.full_like(scores, IMPOSSIBLE)
                 scores.view(-1, scores.shape[2])[level.alive] = alive_scores
@@ -410,6 +437,13 @@ class _TransducerSearch:
             level.beam.score.view(-1)[level.alive] += blank_scores
         if len(levels) > 1:
             self.level = self._best(levels)
+
+    def hypotheses(self) -> tuple[list[list[TimedLabels]], Tensor]:
+        """Return the hypotheses of each row without empty slots, the best first, and their scores (B, W)."""
+        beam = self.level.beam
+        total = beam.score + beam.fusion_score
+        best = beam.take(total.sort(dim=1, descending=True, stable=True).indices)
+        return self.label_tree.hypotheses(best), best.score
 
     def _log_probabilities(self, encoded: Tensor, prediction: Tensor) -> Tensor:
         """Return the log-probabilities (N, V) of the symbols for N pairs of frame and prediction (N, H)."""
@@ -513,3 +547,74 @@ def _confidences(scores: Tensor, parents: Tensor, labels: Tensor) -> Tensor:
     label_scores = scores.flatten(1).gather(1, parents * scores.shape[2] + labels)
     totals = scores[..., :-1].logsumexp(2).gather(1, parents)
     return (label_scores - totals).exp().clamp(max=1.0)
+
+
+class _TransducerStream(SearchStream):
+    """The beam search and the greedy search of the present utterance of a recording, and its frames.
+
+    Both searches may write the final text, and the end of the utterance needs all its frames for the exact
+    scores. So the memory grows with the utterance.
+    """
+
+    def __init__(self, decoder: TransducerBeam, scorer: TransducerScorer) -> None:
+        super().__init__(scorer, decoder.endpoint_seconds)
+        self.transducer, self.greedy = scorer, Greedy().stream(scorer)
+        # A search writes to the fusion. Other searches of the same decoder must not see this.
+        self.decoder = copy(decoder)
+        self.decoder.fusion = copy(decoder.fusion)
+        self._begin()
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        self.decoder.fusion.start_search(self.scorer.tokenizer)
+        self.search = _TransducerSearch(self.decoder, self.transducer, rows=1)
+        self.pieces = list[Tensor]()  # the frames (1, T, H) of the utterance
+        (self.texts,), self.scores = self.search.hypotheses()  # the best first
+
+    @torch.no_grad()
+    def step(self, frames: Tensor) -> None:
+        self.greedy.step(frames)
+        self.pieces.append(frames)
+        is_live = torch.ones(1, 1, dtype=torch.bool, device=frames.device)
+        for encoded in frames.unbind(1):
+            self.search.advance(encoded, is_live, self.frame)
+            self.frame += 1
+        (self.texts,), self.scores = self.search.hypotheses()
+
+    @property
+    def hypothesis(self) -> Hypothesis:
+        """The best text so far, by the scores of the searches."""
+        greedy = self.greedy.hypothesis
+        texts = self._candidates(greedy)
+        score_of = {}
+        for text, score in zip(self.texts, self.scores[0].tolist(), strict=False):
+            score_of[text.labels] = score
+        scores = [score_of.get(text.labels, greedy.score) for text in texts]
+        (best,) = self.decoder.best_hypotheses(self.scorer, texts, scores, rows=1)
+        return best
+
+    @property
+    def final_labels(self) -> int:
+        labels = [self.greedy.hypothesis.labels]
+        labels += [text.labels for text in self.texts]
+        count = 0
+        for labels_at_position in zip(*labels, strict=False):
+            if len(set(labels_at_position)) > 1:
+                break
+            count += 1
+        return count
+
+    @torch.no_grad()
+    def finish(self) -> Hypothesis:
+        if not any(piece.shape[1] for piece in self.pieces):
+            return super().finish()  # The loss needs a frame.
+        texts = self._candidates(self.greedy.finish())
+        frames = torch.cat(self.pieces, 1)
+        lengths = torch.tensor([frames.shape[1]], device=frames.device)
+        scores = _log_likelihoods(self.scorer, frames, lengths, texts)
+        (best,) = self.decoder.best_hypotheses(self.scorer, texts, scores, rows=1)
+        self._begin()
+        return best
+
+    def _candidates(self, greedy: Hypothesis) -> list[TimedLabels]:
+        return self.decoder.candidates(self.scorer, [greedy], [self.texts[: self.decoder.width]])

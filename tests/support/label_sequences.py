@@ -19,7 +19,9 @@ LogProbabilities = dict[tuple[int, ...], float]
 LONGEST = 6  # labels of a sequence that the exhaustive search visits
 
 
-def small_transducer(seed: int, prediction: str = "lstm") -> TransducerScorer:
+def small_transducer(
+    seed: int, prediction: str = "lstm", durations: list[int] | None = None
+) -> TransducerScorer:
     torch.manual_seed(seed)
     network: Prediction = (
         LSTMPrediction(embedding=4, hidden=8, layers=1, dropout=0.0)
@@ -27,7 +29,7 @@ def small_transducer(seed: int, prediction: str = "lstm") -> TransducerScorer:
         else StatelessPrediction(embedding=4, hidden=8, dropout=0.0)
     )
     network.connect(BLANK)
-    joint = Joint(hidden=8, dropout=0.0)
+    joint = Joint(hidden=8, dropout=0.0, durations=durations)
     joint.connect(8, network.width, BLANK + 1)
     with torch.no_grad():
         joint.output.weight *= 4

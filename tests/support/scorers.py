@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speechtrain.decoding.base import CTCScorer
+from speechtrain.decoding.base import CTCScorer, TransducerScorer
+from speechtrain.nn.joint import Joint
 from speechtrain.nn.prediction import Prediction
 from speechtrain.text.vocabulary import Tokenizer
 
@@ -56,6 +57,21 @@ class Counting(Prediction):
 
     def select(self, mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
         return torch.where(mask, new, old)
+
+
+class Table(Joint):
+    """Logits (T, U + 1, V) by the frame's number, which is its only feature, and the number of labels."""
+
+    def __init__(self, logits: Tensor, durations: list[int] | None = None) -> None:
+        super().__init__(durations=durations)
+        self.logits, self.prediction = logits, torch.nn.Identity()
+
+    def forward(self, encoded: Tensor, predicted: Tensor) -> Tensor:
+        return self.logits[encoded[:, 0].long(), predicted[:, 0].long()]
+
+
+def table(logits: Tensor, durations: list[int] | None = None) -> TransducerScorer:
+    return TransducerScorer(Letters(), 0.5, prediction=Counting(), joint=Table(logits, durations))
 
 
 def one_hot(*classes: int) -> Tensor:

@@ -241,6 +241,8 @@ OVERRIDES = [
     ("encoder=contextnet_tiny encoder.blocks=[{kernel: 4}]", "encoder.blocks[0].kernel is 4: it must be odd"),
     ("encoder=wav2vec2 encoder.mask.length=0", "encoder.mask.length is 0. It must be 1 frame or more"),
     ("decoder.max_symbols=0", "decoder.max_symbols is 0: it must be at least 1"),
+    ("decoder.endpoint_seconds=0", "decoder.endpoint_seconds is 0: it must be at least 0.1"),
+    ("decoder=beam decoder.endpoint_seconds=0", "decoder.endpoint_seconds is 0: it must be at least 0.1"),
     (
         "decoder.max_symbols_per_step=1001",
         "decoder.max_symbols_per_step is 1001, but it must be at most 1000",

@@ -11,25 +11,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speechtrain.decoding.base import NoDecoder, TransducerScorer
+from speechtrain.decoding.base import NoDecoder
 from speechtrain.decoding.greedy import Greedy
-from speechtrain.nn.joint import Joint
-from tests.support.scorers import BLANK, FRAMES, Counting, Letters, one_hot
-
-
-class Table(Joint):
-    """Logits (T, U + 1, V) by the frame's number, which is its only feature, and the number of labels."""
-
-    def __init__(self, logits: Tensor, durations: list[int] | None = None) -> None:
-        super().__init__(durations=durations)
-        self.logits, self.prediction = logits, torch.nn.Identity()
-
-    def forward(self, encoded: Tensor, predicted: Tensor) -> Tensor:
-        return self.logits[encoded[:, 0].long(), predicted[:, 0].long()]
-
-
-def table(logits: Tensor, durations: list[int] | None = None) -> TransducerScorer:
-    return TransducerScorer(Letters(), 0.5, prediction=Counting(), joint=Table(logits, durations))
+from tests.support.scorers import BLANK, FRAMES, one_hot, table
 
 
 def test_best_path_merges_repetitions_and_drops_blanks() -> None:
