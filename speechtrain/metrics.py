@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -38,6 +38,32 @@ def error_rates(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[Tensor, Ten
             units += pair_units
         rates[name] = (torch.tensor(errors, dtype=torch.float64), torch.tensor(units, dtype=torch.float64))
     return rates
+
+
+_BINS_PER_SECOND = 100
+_LONGEST_DELAY = 60  # seconds
+
+
+def delay_counts(delays: Sequence[float]) -> Tensor:
+    """Return the numbers (N,) float64 of delays by their duration, in steps of 10 ms from 0 to 60 s.
+
+    ``delays`` are in seconds. A negative delay counts as 0, and a longer delay as 60 s.
+    """
+    last_bin = _LONGEST_DELAY * _BINS_PER_SECOND
+    bins = (torch.tensor(delays, dtype=torch.float64) * _BINS_PER_SECOND).round().clamp(0, last_bin)
+    return torch.bincount(bins.long(), minlength=last_bin + 1).double()
+
+
+def delay_of_90_percent(counts: Tensor) -> float:
+    """Return the shortest delay in seconds that at least 90 % of ``delay_counts`` (N,) do not exceed.
+
+    It is infinite without any delay.
+    """
+    cumulated = counts.cumsum(0)
+    delays = cumulated[-1]
+    if not delays:
+        return math.inf
+    return int((10 * cumulated < 9 * delays).sum()) / _BINS_PER_SECOND
 
 
 _RESAMPLINGS = 1_000

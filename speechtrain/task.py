@@ -99,6 +99,8 @@ class Evaluation:
 
     metrics: Sums
     examples: tuple[Example, ...] = ()
+    delays: dict[str, Tensor] = field(default_factory=dict)
+    """``metrics.delay_counts`` (N,) by the name of the metric that is their 90th percentile."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from speechtrain.commands._cli import Parser, console
 from speechtrain.errors import FORMAT_CHARACTERS, ConfigError, MachineError, escape_controls
 from speechtrain.files import atomic, json_text, with_finite_numbers, writing
-from speechtrain.run_directory import is_error_rate, metric_text
+from speechtrain.run_directory import is_error_rate, metric_text, stream_lines, without_streams
 
 if TYPE_CHECKING:
     from speechtrain.inference.loaded_run import LoadedRun
@@ -132,7 +132,7 @@ def run(argv: list[str]) -> int:
         print(f"normaliser {normaliser_name}")
     for name, outcome in outcomes.items():
         texts = []
-        for metric_name, value in outcome.metrics.items():
+        for metric_name, value in without_streams(outcome.metrics).items():
             text = metric_text(metric_name, value)
             if metric_name in outcome.totals and is_error_rate(metric_name):
                 errors, units = outcome.totals[metric_name]
@@ -140,6 +140,8 @@ def run(argv: list[str]) -> int:
             texts.append(text)
         texts.append(f"real-time factor {outcome.real_time_factor:.3g}")
         print(escape_controls(f"{name}: {', '.join(texts)}"))
+        for line in stream_lines(outcome.metrics):
+            print(f"  {line}")
         if name in mistakes_by_set:
             print("\n".join(lines_of(mistakes_by_set[name])))
     return 0

@@ -6,6 +6,7 @@ Legend: B rows, S samples, T frames, M mel bins, L layers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import EncoderStream, uniform_at
-from speechtrain.encoders.stream import Context, FrameStream
+from speechtrain.encoders.stream import Context, FrameStream, StreamTiming
 from speechtrain.errors import ConfigError, require_contract
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
@@ -32,12 +33,22 @@ class Encoder(nn.Module, ABC):
     reads_padding: bool = False  # if True, the frames of a row depend on the padding of its batch
     skips_parameters: bool = False  # if True, an update may not use some parameter
     has_exact_frames: bool = True  # if False, ``frames`` is a bound, because the audio decides
+    timings: Sequence[StreamTiming] = ()  # of the contexts that an evaluation compares
 
-    def encode(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def with_features(self, batch: Batch) -> Batch:
+        """Return the batch with the features that ``encode`` computes, for several calls of it."""
+        return batch
+
+    def encode(self, batch: Batch, context: Context | None = None) -> tuple[Tensor, Tensor]:
         """Return the frames and lengths of ``forward``, without gradients if ``frozen``.
+
+        ``context``, which is one of ``timings``, replaces the encoder's own.
 
         Recognisers call this. A pretraining model, which trains the encoder itself, calls its parts.
         """
+        if context is not None:
+            limits = torch.tensor(context, device=batch.audio.device)
+            batch = replace(batch, extra={**batch.extra, "context": limits})
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             encoded: tuple[Tensor, Tensor] = self(batch)
         return encoded
@@ -127,8 +138,14 @@ class LogMelEncoder(Encoder):
         self.augment = augment or Augment()  # By default, nothing is augmented.
         self.has_exact_frames = features.trim_silence_db is None
 
+    def with_features(self, batch: Batch) -> Batch:
+        features, lengths = self.augmented(batch)
+        return replace(batch, extra={**batch.extra, "features": features, "feature_lengths": lengths})
+
     def augmented(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the log-mel frames (B, T, M) of the batch and their lengths (B,), augmented in training."""
+        if "features" in batch.extra:
+            return batch.extra["features"], batch.extra["feature_lengths"]
         audio = self.augment.waveform(batch.audio, batch.audio_lengths)
         warp = self.augment.warp(audio.shape[0], audio.device)
         frames: tuple[Tensor, Tensor] = self.features(

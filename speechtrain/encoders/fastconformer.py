@@ -27,7 +27,7 @@ from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware
 from speechtrain.counter_rng import EncoderStream, uniform_at
 from speechtrain.encoders.base import LogMelEncoder, layer_drop_factors
-from speechtrain.encoders.stream import Context, FrameStream
+from speechtrain.encoders.stream import Context, FrameStream, StreamTiming
 from speechtrain.errors import ConfigError, require_least, require_shares
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
@@ -344,9 +344,11 @@ class FastConformer(LogMelEncoder):
       stream needs this.
     - ``context`` [left, chunk, right] limits attention, as ``in_context`` explains. Null allows all frames.
     - ``contexts``: a micro-batch of training draws its context from this list, in which null is all frames.
-      ``context`` then serves evaluation only.
+      ``context`` then serves evaluation only. If ``causal``, an evaluation also measures the limited contexts
+      of the list, and among contexts of the same look-ahead the first.
 
-    Raises ValueError for values out of range.
+    Raises ValueError for values out of range, and ConfigError for features that need whole recordings if an
+    evaluation measures contexts.
     """
 
     shard_units = ("subsampling", "layers")  # Sharded runs gather the parameters of one layer at a time.
@@ -399,6 +401,14 @@ class FastConformer(LogMelEncoder):
         self.causal, self.context, self.contexts = causal, context, contexts
         self.scale = math.sqrt(width) if scale_input else 1.0
         self.layer_drop = layer_drop
+        timings = dict[int, StreamTiming]()
+        if causal:
+            for limited in filter(None, contexts or ()):
+                timing = StreamTiming(limited, layers, features.frame_seconds * subsampling)
+                timings.setdefault(timing.milliseconds, timing)
+        if timings:
+            self.feature_stream(1, None)  # It refuses features for which a stream cannot be opened.
+        self.timings = tuple(timings.values())
 
     def advance(self, step: int, seed: int) -> None:
         self._update_seed = seed
@@ -419,8 +429,6 @@ class FastConformer(LogMelEncoder):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         x, lengths = self.augmented(batch)
-        if not self.training:
-            return self.contextualise(x, lengths)
         return self.contextualise(x, lengths, batch.extra.get("keep"), batch.extra.get("context"))
 
     def contextualise(

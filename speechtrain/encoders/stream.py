@@ -6,6 +6,7 @@ Legend: B rows, S samples, T frames, W width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,6 +17,27 @@ Context = Sequence[int]
 
 _MOST_SAMPLES = 100_000
 """Samples of one step. Attention needs memory for each pair of frames of a step."""
+
+
+@dataclass(frozen=True)
+class StreamTiming:
+    """When the frames of a stream leave an encoder, in audio time."""
+
+    context: Context
+    layers: int  # Each layer reads ``right`` frames beyond the end of a chunk.
+    frame_seconds: float  # seconds from one frame to the next
+
+    @property
+    def milliseconds(self) -> int:
+        """The look-ahead: the audio after a frame that the encoder reads, for the first frame of a chunk."""
+        _, chunk, right = self.context
+        return round(1000 * self.frame_seconds * (chunk - 1 + self.layers * right))
+
+    def departure(self, frame: int) -> int:
+        """Return the number of frames of audio that must arrive until frame number ``frame`` leaves."""
+        _, chunk, right = self.context
+        chunks = frame // chunk + 1
+        return chunks * chunk + self.layers * right
 
 
 class Stage(Protocol):

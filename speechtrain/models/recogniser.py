@@ -6,10 +6,13 @@ Legend: B rows, T encoder frames, W encoder width.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
 from speechtrain.batch import Batch
@@ -17,9 +20,10 @@ from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware
 from speechtrain.decoding.base import Decoder, Hypothesis, Scorer
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.encoders.base import Encoder
+from speechtrain.encoders.stream import StreamTiming
 from speechtrain.errors import ConfigError, require_contract
-from speechtrain.metrics import error_rates
-from speechtrain.task import Evaluation, Loss, Sums, Task, examples_of, require_sums
+from speechtrain.metrics import delay_counts, error_rates
+from speechtrain.task import Evaluation, Example, Loss, Sums, Task, examples_of, require_sums
 from speechtrain.text.vocabulary import Tokenizer
 
 
@@ -150,13 +154,58 @@ class Recogniser(Task, PolicyAware):
         return Loss(total, batch.weight.sum(), metrics, row_losses.detach())
 
     def evaluate(self, batch: Batch, decoder: Decoder) -> Evaluation:
+        """Return the metrics of the encoder's context, and of a stream for each of ``encoder.timings``.
+
+        For a look-ahead of 160 ms, the metrics are ``cer_160ms``, ``wer_160ms``, and the mean and the 90th
+        percentile of the delays of words in seconds, ``delay_160ms`` and ``delay_160ms_90``. No stream is
+        needed, because its frames are those of one pass with its context.
+        """
+        if self.encoder.timings:
+            batch = self.encoder.with_features(batch)
         encoded, lengths = self.encoder.encode(batch)
         row_losses, _ = self.losses(encoded, lengths, batch)
-        examples = examples_of(batch, self.hypotheses(encoded, lengths, decoder))
-        metrics = error_rates((example.reference, example.hypothesis) for example in examples)
+        hypotheses = self.hypotheses(encoded, lengths, decoder)
+        examples = examples_of(batch, hypotheses)
+        metrics = _error_rates(examples)
         metrics["loss"] = ((row_losses * batch.weight).sum(), batch.weight.sum())
-        return Evaluation(metrics, examples)
+        spoken_ids = {example.id for example in examples if example.hypothesis}
+        delays_by_name = {}
+        for timing in self.encoder.timings:
+            encoded, lengths = self.encoder.encode(batch, timing.context)
+            streamed = self.hypotheses(encoded, lengths, decoder)
+            look_ahead = f"{timing.milliseconds}ms"
+            for name, rate in _error_rates(examples_of(batch, streamed)).items():
+                metrics[f"{name}_{look_ahead}"] = rate
+            delays = list[float]()
+            for row, utterance_id in enumerate(batch.ids):
+                if utterance_id in spoken_ids:
+                    delays += self.word_delays(hypotheses[row], streamed[row], timing)
+            total = torch.tensor(sum(delays), dtype=torch.float64)
+            metrics[f"delay_{look_ahead}"] = (total, torch.tensor(len(delays), dtype=torch.float64))
+            delays_by_name[f"delay_{look_ahead}_90"] = delay_counts(delays)
+        return Evaluation(metrics, examples, delays_by_name)
+
+    def word_delays(self, offline: Hypothesis, streamed: Hypothesis, timing: StreamTiming) -> Iterator[float]:
+        """Yield the delay in seconds of each word that both hypotheses have, in audio time.
+
+        It is the time from the end of the word in ``offline`` to the departure of the frame in which the last
+        label of the word begins in ``streamed``. The departure may be after the end of a recording.
+        """
+        words, streamed_words = offline.words, streamed.words
+        frame_seconds = self.frame_seconds  # the unit of the times of hypotheses
+        steps = Levenshtein.opcodes([word.text for word in words], [word.text for word in streamed_words])
+        for block in steps.as_matching_blocks():
+            for index in range(block.size):
+                word, streamed_word = words[block.a + index], streamed_words[block.b + index]
+                last_label = bisect_left(streamed.times, streamed_word.end) - 1
+                frame = round(streamed.times[last_label] / frame_seconds)
+                end = round(word.end / frame_seconds)
+                yield (timing.departure(frame) - end) * timing.frame_seconds
 
     def transcribe(self, batch: Batch, decoder: Decoder) -> list[Hypothesis]:
         encoded, lengths = self.encoder.encode(batch)
         return self.hypotheses(encoded, lengths, decoder)
+
+
+def _error_rates(examples: Iterable[Example]) -> Sums:
+    return error_rates((example.reference, example.hypothesis) for example in examples)

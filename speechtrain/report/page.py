@@ -213,7 +213,8 @@ def _origin(run: Run) -> dict[str, str]:
 
 
 def _heading(metric: str) -> str:
-    return metric.upper() if is_error_rate(metric) else metric.replace("_", " ").capitalize()
+    text = metric.replace("_", " ")
+    return text.upper() if is_error_rate(metric) else text.capitalize()
 
 
 def _figure(value: Any, metric: str) -> str:

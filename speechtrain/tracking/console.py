@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from speechtrain.errors import FORMAT_CHARACTERS, ConfigError, escape_controls
 from speechtrain.files import append_line
-from speechtrain.run_directory import metric_text, result_text
+from speechtrain.run_directory import metric_text, result_text, stream_lines, without_streams
 from speechtrain.tracking.base import Tracker, metrics_of
 from speechtrain.tracking.dll import DLLines
 
@@ -158,7 +158,8 @@ class _Display:
         if self._train:
             columns = [" ".join(column.split()) for column in train_columns(self._train)]
             lines.append(Text("  ".join(columns)))
-        lines += [Text(valid_line(validation), style="green") for validation in self._valid.values()]
+        for validation in self._valid.values():
+            lines += [Text(line, style="green") for line in valid_lines(validation)]
         if self._saved_step is not None:
             lines.append(Text(f"saved    {self._saved_step}", style="dim"))
         return Group(*lines)
@@ -207,9 +208,11 @@ def lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:
         return [f"warning  {values['message']}"]
     if event == "start":
         return start_lines(values)
+    if event == "valid":
+        return valid_lines(values)
     forms = {
         "device": device_line, "data": data_line, "plan": plan_line,
-        "train": train_line, "valid": valid_line, "end": end_line,
+        "train": train_line, "end": end_line,
     }  # fmt: skip
     return [forms[event](values)] if event in forms else []
 
@@ -328,13 +331,14 @@ def train_columns(values: Mapping[str, Any]) -> list[str]:
     return columns + [metric_text(name, value) for name, value in metrics_of(values).items()]
 
 
-def valid_line(values: Mapping[str, Any]) -> str:
-    """Return ``valid    1200  test  wer 3.21 %  loss 4.56  3.2 s``."""
+def valid_lines(values: Mapping[str, Any]) -> list[str]:
+    """Return ``valid    1200  test  wer 3.21 %  loss 4.56  3.2 s`` and a line for each context of streams."""
     columns = [f"valid    {values.get('step', '')}", str(values.get("set", ""))]
-    columns += [metric_text(name, value) for name, value in metrics_of(values).items()]
+    metrics = without_streams(metrics_of(values))
+    columns += [metric_text(name, value) for name, value in metrics.items()]
     if _is_finite(values.get("seconds")):
         columns.append(f"{values['seconds']:.1f} s")
-    return "  ".join(columns)
+    return ["  ".join(columns), *stream_lines(values)]
 
 
 def end_line(values: Mapping[str, Any]) -> str:

@@ -16,7 +16,8 @@ from speechtrain.counter_rng import seed_at
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
 from speechtrain.errors import DataError
-from speechtrain.metrics import MetricSums, error_rates
+from speechtrain.metrics import MetricSums, delay_of_90_percent, error_rates
+from speechtrain.run_directory import without_streams
 from speechtrain.task import Evaluation, Example, Sums, Task, worst_examples
 
 
@@ -51,7 +52,7 @@ class Outcome:
         return self.seconds / self.audio_seconds
 
     def with_normaliser(self, normalise: Callable[[str], str]) -> Outcome:
-        """Return the outcome with other texts and their error rates.
+        """Return the outcome with other texts and their error rates, without the metrics of streams.
 
         ``normalise`` changes the hypotheses and the references, which the normaliser of the run has changed
         already. ``examples`` must have all utterances of the set, as in ``speechtrain evaluate``.
@@ -64,8 +65,8 @@ class Outcome:
         sums.add(error_rates((example.reference, example.hypothesis) for example in examples))
         return replace(
             self,
-            metrics=self.metrics | sums.means(),
-            totals={**self.totals, **sums.totals()},
+            metrics=without_streams(self.metrics) | sums.means(),
+            totals=without_streams(self.totals) | sums.totals(),
             examples=tuple(examples),
         )
 
@@ -140,10 +141,13 @@ def _collect(
     start = time.perf_counter()
     sums = MetricSums()  # of the metrics
     lengths = MetricSums()  # of audio and texts, which the metrics of the set do not contain
+    delays: dict[str, torch.Tensor] = {}  # ``Evaluation.delays`` of all batches
     utterances: list[Example] = []
     skips: dict[str, Skip] = {}  # a skip of this rank for each reason
     for batch, evaluation in evaluations:
         sums.add(evaluation.metrics)
+        for name, counts in evaluation.delays.items():
+            delays[name] = delays.get(name, 0) + counts
         lengths.add({"audio": (torch.tensor(batch.seconds, dtype=torch.float64), torch.tensor(1.0))})
         lengths.add(_counts(batch))
         skips |= {_kind(skip): skip for skip in batch.skipped}
@@ -161,6 +165,8 @@ def _collect(
     if contradiction:
         warnings["contradiction"] = contradiction
     metrics = sums.means()
+    for name, counts in delays.items():
+        metrics[name] = delay_of_90_percent(group.sum(counts))
     dropped, recordings = length_totals.get("dropped", (0.0, 0.0))
     if dropped:
         metrics["dropped"] = dropped

@@ -103,7 +103,12 @@ def check_device(group_choices: Mapping[str, Any], config: DictConfig) -> None:
 
 
 def composed(overrides: Sequence[str]) -> None:
-    """Compose a config with ``overrides`` and check it. Raises ConfigError."""
+    """Compose a config with ``overrides`` and check it. Raises ConfigError.
+
+    The run of a command that sets contexts has a FastConformer.
+    """
+    if any(override.startswith("encoder.context") for override in overrides):
+        overrides = ["encoder=fastconformer_tiny", *overrides]
     config = compose(translate_arguments(overrides))
     config.run_dir = "run"
     check(config)

@@ -30,6 +30,7 @@ from speechtrain.run_directory import (
     RunLock,
     RunResult,
     git_state,
+    is_error_rate,
     note_environment,
     origin,
     provenance,
@@ -107,6 +108,22 @@ def test_outcome_text_is_of_the_best_and_then_of_the_last() -> None:
     assert result_text(metrics, metrics, None) == "dev/wer 10.00 %"
     latest = {"wer": 0.2, "dev/wer": None}
     assert result_text(metrics, latest, "step-00000012") == "best at step 12: dev/wer 10.00 %; last dev/wer -"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_rate"),
+    [
+        ("wer", True),
+        ("final/dev/cer", True),
+        ("ctc_wer", True),
+        ("dev/wer_160ms", True),
+        ("delay_160ms", False),
+        ("delay_160ms_90", False),
+        ("dev_160ms/loss", False),
+    ],
+)
+def test_error_rates_are_known_by_their_names(name: str, is_rate: bool) -> None:
+    assert is_error_rate(name) == is_rate
 
 
 def test_note_environment_leaves_the_rest_of_the_file(tmp_path: Path) -> None:

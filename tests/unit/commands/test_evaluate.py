@@ -22,6 +22,7 @@ from speechtrain.inference.loaded_run import LoadedRun, load
 from speechtrain.run_directory import RunLock
 from speechtrain.task import Example
 from tests.support.digits import write_digits
+from tests.support.tiny_run import TINY, small_encoder, untrained
 
 ONE = "device.threads=1"
 LINE = (
@@ -273,3 +274,23 @@ def test_training_data_is_not_looked_for(run_dir: Path, dev: Path, tmp_path: Pat
     config.data.train.root = "/nowhere"
     OmegaConf.save(config, moved / "config.yaml")
     assert evaluate.run([str(moved), ONE, "--set", f"dev={dev / 'valid.jsonl'}"]) == 0
+
+
+def test_each_context_of_streams_has_a_line(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = [key for key in TINY if not key.startswith("encoder.")] + small_encoder("fastconformer_tiny")
+    streaming = ["encoder.causal=true", "encoder.features.normalise=none", "encoder.contexts=[[8,4,0],null]"]
+    run = untrained(tmp_path / "run", *keys, *streaming)
+    metrics = []
+    for override in ("encoder.context=null", "encoder.context=[8,4,0]", "encoder.contexts=[[8,1,0],[8,2,0]]"):
+        assert evaluate.run([str(run), ONE, override, "--json"]) == 0
+        metrics.append(printed(capsys)["metrics"]["unheard"])
+    streamed = ("cer_120ms", "delay_120ms", "delay_120ms_90", "wer_120ms")
+    assert sorted(metrics[0]) == sorted(["cer", "loss", "wer", *streamed])
+    assert metrics[1]["cer"] == metrics[1]["cer_120ms"] == metrics[0]["cer_120ms"]
+    assert {"wer_0ms", "wer_40ms"} < set(metrics[2])
+    assert evaluate.run([str(run), ONE, "encoder.contexts=[[8,1,0],[8,2,0]]"]) == 0
+    _, offline, *streams = capsys.readouterr().out.splitlines()[:4]
+    assert "ms" not in offline
+    assert [line.split("  cer")[0] for line in streams] == ["  stream   0 ms", "  stream   40 ms"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pty
 import re
@@ -68,6 +69,21 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
         "end      finished after 5000 steps, 1 d 01:01:01  test/wer 1.23 %",
     ]
     assert err == "warning  slow [bold]disk[/]\n"
+
+
+def test_each_context_of_streams_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    streams = {"cer_1040ms": 0.031, "cer_80ms": 0.05, "wer_80ms": 0.142, "wer_1040ms": None}
+    delays = {"delay_80ms": 0.1234567, "delay_80ms_90": 0.16, "delay_1040ms": math.inf}
+    console = Console(mode="plain")
+    console.log("valid", {**VALID, **streams, **delays})
+    metrics = {"wer": 0.0321, "test/wer": 0.0321, "test/wer_80ms": 0.142, "test/delay_80ms_90": 0.16}
+    console.log("end", {"status": "finished", "metrics": metrics})
+    assert capsys.readouterr().out.splitlines() == [
+        "valid    50  test  wer 3.21 %  loss 4.56  3.2 s",
+        "stream   80 ms  cer 5.00 %  wer 14.20 %  delay 0.1235 s, 90 % 0.16 s",
+        "stream   1040 ms  cer 3.10 %  wer -  delay inf s, 90 % - s",
+        "end      finished  test/wer 3.21 %",
+    ]
 
 
 def test_worst_utterances_have_errors_and_appear_once(capsys: pytest.CaptureFixture[str]) -> None:

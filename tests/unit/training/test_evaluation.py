@@ -116,7 +116,7 @@ class Spread(CTC):
         super().__init__(Characters(), Encoded(), dropout=0.0)
         self.clear, self.peak, self.others = clear, peak, others
 
-    def scores(self, encoded: Tensor) -> Tensor:
+    def search_frames(self, encoded: Tensor) -> Tensor:
         blank = self.tokenizer.blank
         rows = torch.full((len(encoded), 30, self.tokenizer.size), 1e-9)
         for place, label in enumerate(self.tokenizer.encode("abcdefghij")):
