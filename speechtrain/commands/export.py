@@ -27,7 +27,7 @@ _FIX = "name another path"  # for --out
 def parser() -> Parser:
     build = Parser(
         prog="speechtrain export",
-        description="Convert models: a run to Hugging Face (wav2vec 2.0, or FastConformer as Parakeet) or to "
+        description="Convert models: a run to Hugging Face (wav2vec 2.0 or FastConformer) or to "
         "fairseq (wav2vec 2.0) by --to, a wav2vec 2.0 checkpoint of fairseq or Hugging Face to a run's form "
         "by --from, or one of the two to the other by both options. "
         "Every conversion runs the model of Hugging Face and the one of speechtrain on the same audio. If "
@@ -95,7 +95,7 @@ def run(argv: list[str]) -> int:
         # "best" of a run in progress changes, and the model card needs the checkpoint that was exported.
         arguments.checkpoint = opened.checkpoint.name
         if form == "huggingface" and has_fastconformer(opened.task):
-            _export_parakeet(opened, arguments.out)
+            _export_fastconformer(opened, arguments.out)
         else:
             _convert(arguments, opened)
     else:
@@ -191,16 +191,16 @@ def _export_runtime(arguments: argparse.Namespace) -> None:
         print(line)
 
 
-def _export_parakeet(opened: OpenedRun, out: Path) -> None:
-    """Write a run's FastConformer recogniser as Parakeet, and print how it was checked."""
+def _export_fastconformer(opened: OpenedRun, out: Path) -> None:
+    """Write a run's FastConformer recogniser as Parakeet or Nemotron, and print how it was checked."""
     from speechtrain.interop import parakeet_hf
 
     with writing(f"--out {out}", _FIX):
         task, part = parakeet_hf.exportable_part(opened.task)
         difference = parakeet_hf.write(task, task.state_dict(), out)
     print(
-        f"{out}: Parakeet, {part}, checked against Hugging Face's model on the same audio: largest "
-        f"difference {difference:.1e}"
+        f"{out}: {parakeet_hf.family(task)}, {part}, checked against Hugging Face's model on the same audio: "
+        f"largest difference {difference:.1e}"
     )
 
 

@@ -1,8 +1,11 @@
-"""Read and write Hugging Face's Parakeet models: FastConformer with CTC, RNN-T or TDT (token and duration).
+"""Read and write Hugging Face's Parakeet and Nemotron models, which have a FastConformer.
+
+Parakeet has a CTC, an RNN-T or a TDT (token and duration). Nemotron (``nemotron_hf.py``) has an RNN-T, and
+its FastConformer can read a stream.
 
 The arguments of a model are read from config.json and the feature extractor's file, and the weights from
 safetensors. "Our" names are speechtrain's, "foreign" names are Hugging Face's. The encoder's parameters have
-the same names in both. ``_RULES`` has the other names.
+the same names in both, except Nemotron's subsampling. ``_RULES`` has the other names.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speechtrain.decoding.greedy import Greedy
 from speechtrain.encoders.fastconformer import FastConformer
 from speechtrain.errors import MALFORMED, ConfigError, DataError, one_line
 from speechtrain.features.logmel import LogMel
 from speechtrain.files import read_bytes, read_json
-from speechtrain.interop import wav2vec2_hf
+from speechtrain.interop import nemotron_hf, wav2vec2_hf
 from speechtrain.interop.pretrained import MOST_LAYERS, Settings, not_exportable
 from speechtrain.models.ctc import CTC
 from speechtrain.models.rnnt import RNNT
@@ -30,7 +34,12 @@ from speechtrain.nn.prediction import LSTMPrediction
 from speechtrain.text.huggingface import HuggingFace
 from speechtrain.text.vocabulary import Characters, SentencePiece, Tokenizer
 
-KINDS = {"parakeet_ctc": "CTC", "parakeet_rnnt": "RNNT", "parakeet_tdt": "TDT"}
+KINDS = {
+    "parakeet_ctc": "CTC",
+    "parakeet_rnnt": "RNNT",
+    "parakeet_tdt": "TDT",
+    nemotron_hf.MODEL_TYPE: "RNNT",
+}
 """The kind of a model, by the ``model_type`` in its config."""
 # The foreign prefixes of parameters, by our prefixes.
 _RULES = {
@@ -42,6 +51,8 @@ _RULES = {
     "output.": "ctc_head.",
     "encoder.": "encoder.",
 }
+# The same for Nemotron. No parameter of Parakeet has one of the additional foreign prefixes.
+_NEMOTRON_RULES = {**nemotron_hf.RULES, **_RULES}
 _ENCODER = Settings(
     width=("hidden_size", 1024),
     layers=("num_hidden_layers", 24),
@@ -65,9 +76,9 @@ _FIXED = {"hidden_act": "silu", "subsampling_conv_kernel_size": 3, "subsampling_
 _DROPOUT = 0.2
 
 
-def huggingface_name(name: str) -> str:
+def huggingface_name(name: str, rules: Mapping[str, str] = _RULES) -> str:
     """Return Hugging Face's name of our parameter ``name``. Raises KeyError for a parameter without one."""
-    for prefix, foreign_prefix in _RULES.items():
+    for prefix, foreign_prefix in rules.items():
         if name.startswith(prefix):
             return foreign_prefix + name.removeprefix(prefix)
     raise KeyError(name)
@@ -75,14 +86,14 @@ def huggingface_name(name: str) -> str:
 
 def _our_name(foreign_name: str) -> str | None:
     """Return our name of a parameter of Hugging Face's model, or None for a parameter without one."""
-    for prefix, foreign_prefix in _RULES.items():
+    for prefix, foreign_prefix in _NEMOTRON_RULES.items():
         if foreign_name.startswith(foreign_prefix):
             return prefix + foreign_name.removeprefix(foreign_prefix)
     return None
 
 
-def is_parakeet(folder: Path) -> bool:
-    """Return whether ``folder`` is the directory of a Parakeet model."""
+def is_recogniser(folder: Path) -> bool:
+    """Return whether ``folder`` is the directory of a Parakeet or Nemotron model."""
     config = read_json(folder / "config.json", follow=True)
     return str(config.get("model_type")) in KINDS
 
@@ -93,7 +104,9 @@ def has_fastconformer(task: Any) -> bool:
 
 
 def nodes(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the config nodes that build the model in ``folder``: ``model``, ``encoder`` and ``tokenizer``.
+    """Return the config nodes that build the model in ``folder``, by config group.
+
+    The groups are ``model``, ``encoder``, ``tokenizer`` and, for a transducer, ``decoder``.
 
     Raises DataError if the directory does not describe a supported model.
     """
@@ -102,17 +115,33 @@ def nodes(folder: Path) -> dict[str, dict[str, Any]]:
         config = json.loads(read_bytes(path, follow=True))
         _refuse_unsupported_values(config, path)
         encoder_config = config["encoder_config"]
+        processor = read_json(folder / "processor_config.json", follow=True)
+        # Older versions of transformers write a file for the feature extractor.
+        extractor = processor.get("feature_extractor")
+        extractor = extractor or read_json(folder / "preprocessor_config.json", follow=True)
+        filters_dtype = extractor.get("mel_filters_dtype", "float32")
+        if filters_dtype != "float32":
+            raise DataError(
+                f"{folder}: mel_filters_dtype is {filters_dtype!r}, and only 'float32' is supported"
+            )
         encoder = _node(FastConformer, **_ENCODER.read(encoder_config), residual_dropout=0.0)
         if max(encoder["layers"], int(config.get("num_decoder_layers", 1))) > MOST_LAYERS:
             raise DataError(f"{path}: more than {MOST_LAYERS} layers")
-        encoder["features"] = _features_node(folder, int(encoder_config.get("num_mel_bins", 80)))
+        encoder["features"] = _features_node(extractor, int(encoder_config.get("num_mel_bins", 80)))
+        if config["model_type"] == nemotron_hf.MODEL_TYPE:
+            encoder |= nemotron_hf.encoder_arguments(encoder_config, processor)
+            encoder["features"]["normalise"] = "none"
         model = _model_node(config)
         labels = int(config["vocab_size"]) - 1  # The last id is the blank.
+        labels_per_frame = int(config.get("max_symbols_per_step", 10))
     except (OSError, KeyError, TypeError, AttributeError, *MALFORMED) as error:
         reason = one_line(f"{type(error).__name__}: {error}", 120)
-        raise DataError(f"{path} does not describe a Parakeet model ({reason}). Download it again") from None
+        raise DataError(f"{path} does not describe a recogniser ({reason}). Download it again") from None
     tokenizer = _node(HuggingFace, model=str(folder / "tokenizer.json"), labels=labels)
-    return {"model": model, "encoder": encoder, "tokenizer": tokenizer}
+    groups = {"model": model, "encoder": encoder, "tokenizer": tokenizer}
+    if KINDS[config["model_type"]] != "CTC":
+        groups["decoder"] = _node(Greedy, max_symbols_per_step=labels_per_frame)
+    return groups
 
 
 def _refuse_unsupported_values(config: Mapping[str, Any], path: Path) -> None:
@@ -163,15 +192,8 @@ def _model_node(config: Mapping[str, Any]) -> dict[str, Any]:
     return _node(RNNT, joint=joint, prediction=prediction)
 
 
-def _features_node(folder: Path, mels: int) -> dict[str, Any]:
-    """Return the node of ``LogMel``.
-
-    Its settings are in processor_config.json, or in preprocessor_config.json of older versions of
-    transformers.
-    """
-    settings = read_json(folder / "processor_config.json", follow=True).get("feature_extractor")
-    if not settings:
-        settings = read_json(folder / "preprocessor_config.json", follow=True)
+def _features_node(settings: Mapping[str, Any], mels: int) -> dict[str, Any]:
+    """Return the node of ``LogMel`` for the settings of a feature extractor."""
     rate = int(settings.get("sampling_rate", 16000))
     emphasis = settings.get("preemphasis", 0.97)
     if emphasis is None:
@@ -198,7 +220,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     for foreign_name, tensor in wav2vec2_hf.read_tensors(folder).items():
         name = _our_name(foreign_name)
         if name is None:
-            raise DataError(f"{folder}: the tensor {foreign_name} is not part of a Parakeet model")
+            raise DataError(f"{folder}: the tensor {foreign_name} is not part of such a model")
         if tensor.is_floating_point():
             tensor = tensor.to(torch.float32)
         if name == "output.weight" and tensor.dim() == 3:  # Hugging Face's CTC layer is a convolution.
@@ -208,7 +230,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def write(task: Any, weights: Mapping[str, Tensor], folder: Path) -> float:
-    """Write a FastConformer recogniser as ``ParakeetForCTC``, ``…RNNT`` or ``…TDT``, with its processor.
+    """Write a FastConformer recogniser as a model of Hugging Face, with its processor.
+
+    The class is ``ParakeetForCTC``, ``…RNNT`` or ``…TDT``, or for a causal encoder
+    ``NemotronAsrStreamingForRNNT``.
 
     Returns the largest difference between our model's and Hugging Face's frames and logits.
 
@@ -216,9 +241,8 @@ def write(task: Any, weights: Mapping[str, Tensor], folder: Path) -> float:
     """
     arguments, kind = _config_of(task)
     transformers = wav2vec2_hf.transformers_library()
-    config_class = getattr(transformers, f"Parakeet{kind}Config")
-    model_class = getattr(transformers, f"ParakeetFor{kind}")
-    config = config_class(**arguments)
+    model_class = getattr(transformers, f"{family(task)}For{kind}")
+    config = model_class.config_class(**arguments)
     state = _state_of(task, weights, kind)
     with torch.device("meta"):  # The initial weights are replaced, so they need no memory.
         model = model_class(config)
@@ -241,12 +265,18 @@ def write(task: Any, weights: Mapping[str, Tensor], folder: Path) -> float:
         return wav2vec2_hf.check_difference(_difference(task, loaded), str(folder))
 
 
+def family(task: Any) -> str:
+    """Return the first part of the names of Hugging Face's classes for ``task``."""
+    return "NemotronAsrStreaming" if task.encoder.causal else "Parakeet"
+
+
 def _state_of(task: Any, weights: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
     """Return the weights under Hugging Face's names and in its shapes, without an auxiliary CTC."""
+    rules = _NEMOTRON_RULES if task.encoder.causal else _RULES
     state = {}
     for name, tensor in weights.items():
         if not name.startswith("ctc."):
-            state[huggingface_name(name)] = tensor.detach().float().clone()
+            state[huggingface_name(name, rules)] = tensor.detach().float().clone()
     if kind == "CTC":
         state["ctc_head.weight"] = state["ctc_head.weight"][:, :, None]  # a convolution of width 1
         return state
@@ -276,6 +306,8 @@ def _config_of(task: Any) -> tuple[dict[str, Any], str]:
         "encoder_config": _encoder_config(task.encoder),
     }
     if type(task) is CTC:
+        if task.encoder.causal:
+            raise not_exportable("model=ctc with encoder.causal=true")
         return config, "CTC"
     problem = _problem_of_transducer(task)
     if problem:
@@ -284,9 +316,13 @@ def _config_of(task: Any) -> tuple[dict[str, Any], str]:
     config["decoder_hidden_size"] = prediction.width
     config["blank_token_id"] = blank
     config["num_decoder_layers"] = prediction.rnn.lstm.num_layers
+    if isinstance(task.decoder, Greedy):
+        config["max_symbols_per_step"] = task.decoder.max_symbols_per_step
     durations = getattr(task.joint, "durations", None)
     if not durations:
         return config, "RNNT"
+    if task.encoder.causal:
+        raise not_exportable("model.joint.durations with encoder.causal=true")
     config["durations"] = list(durations)
     return config, "TDT"
 
@@ -295,12 +331,17 @@ def _encoder_config(encoder: Any) -> dict[str, Any]:
     """Return Hugging Face's settings of an encoder. Raises ConfigError if the format cannot store it."""
     if not isinstance(encoder, FastConformer):
         raise not_exportable("an encoder that is not a FastConformer")
-    if encoder.context is not None:
-        raise not_exportable("an encoder with encoder.context")
+    attention = {}
+    if encoder.causal:
+        attention = nemotron_hf.encoder_settings(encoder)
+    elif encoder.context is not None:
+        raise not_exportable("an encoder with encoder.context and encoder.causal=false")
     features = encoder.features
     layer: Any = encoder.layers[0]
     if features.form != "parakeet" or features.padding != "constant" or features.log_floor != 2.0**-24:
         raise not_exportable("encoder.features with another form, padding or log_floor than Parakeet's")
+    if encoder.causal and features.normalise != "none":
+        raise not_exportable(f"encoder.causal=true with encoder.features.normalise={features.normalise}")
     arguments = {
         "width": encoder.width,
         "layers": len(encoder.layers),
@@ -318,7 +359,7 @@ def _encoder_config(encoder: Any) -> dict[str, Any]:
         "attention_bias": layer.self_attn.q_proj.bias is not None,
         "convolution_bias": layer.conv.depthwise_conv.bias is not None,
     }
-    return {**_ENCODER.write(arguments), "num_mel_bins": features.features}
+    return {**_ENCODER.write(arguments), "num_mel_bins": features.features, **attention}
 
 
 def _problem_of_transducer(task: Any) -> str:
@@ -359,7 +400,8 @@ def exportable_part(task: Any) -> tuple[Any, str]:
 def _processor(task: Any, kind: str, transformers: Any) -> Any:
     """Return Hugging Face's processor: the feature extractor and the tokenizer of a model."""
     features = task.encoder.features
-    extractor = transformers.ParakeetFeatureExtractor(
+    extractor_class = getattr(transformers, f"{family(task)}FeatureExtractor")
+    extractor = extractor_class(
         feature_size=features.features,
         sampling_rate=features.sample_rate,
         hop_length=features.hop,
@@ -369,6 +411,13 @@ def _processor(task: Any, kind: str, transformers: Any) -> Any:
     )
     library_tokenizer = _library_tokenizer(task.tokenizer)
     tokenizer = transformers.ParakeetTokenizer(tokenizer_object=library_tokenizer, pad_token="<blank>")
+    if task.encoder.causal:
+        return transformers.NemotronAsrStreamingProcessor(
+            extractor,
+            tokenizer,
+            supported_num_lookahead_tokens=nemotron_hf.lookaheads(task.encoder),
+            default_num_lookahead_tokens=task.encoder.context[1] - 1,
+        )
     return transformers.ParakeetProcessor(
         extractor, tokenizer, decoder_type=kind.lower(), blank_token="<blank>"
     )

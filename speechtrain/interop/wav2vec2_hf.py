@@ -322,7 +322,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path} cannot be read ({reason}). Give a Hugging Face directory") from None
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != "wav2vec2":
-        raise DataError(f"{path} describes the model type {kind!r}, and only wav2vec2 is supported")
+        raise DataError(
+            f"{path} describes the model type {kind!r}. Supported are wav2vec2 and, for init_from only, "
+            "parakeet_ctc, parakeet_rnnt, parakeet_tdt and nemotron_asr_streaming"
+        )
     supported_values = {
         "hidden_act": "gelu",
         "feat_extract_activation": "gelu",

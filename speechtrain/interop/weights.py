@@ -69,14 +69,14 @@ def read_weights(path: str) -> dict[str, Tensor]:
 def read_labels(path: str) -> list[str] | None:
     """Return the labels of the published recogniser at ``path``, or None for any other weights."""
     location = hub.settings_folder_of(path) if path.startswith(hub.PREFIX) else absolute_path(path)
-    if not parakeet_hf.is_parakeet(location):
+    if not parakeet_hf.is_recogniser(location):
         return None
     node = parakeet_hf.nodes(location)["tokenizer"]
     return HuggingFace(node["model"], labels=node["labels"]).labels
 
 
 def _read_huggingface(folder: Path) -> dict[str, Tensor]:
-    if parakeet_hf.is_parakeet(folder):
+    if parakeet_hf.is_recogniser(folder):
         return parakeet_hf.read_weights(folder)
     pretrained, _ = wav2vec2_hf.read(folder)
     return pretrained.weights
@@ -100,7 +100,7 @@ def read_nodes(path: Path) -> dict[str, dict[str, Any]]:
     folder = path if path.is_dir() else path.parent
     is_run = (folder / "checkpoints").is_dir()
     if not is_run and (folder / "config.json").is_file():
-        if parakeet_hf.is_parakeet(folder):
+        if parakeet_hf.is_recogniser(folder):
             return parakeet_hf.nodes(folder)
         return {"encoder": _encoder_node(wav2vec2_hf.read_arguments(folder))}
     if path.is_file() and not _is_safetensors(path):

@@ -30,6 +30,7 @@ UNKNOWN_LICENCE = "unknown"
 
 # The architectures of transformers that recognise speech, and the class of a run with the same outputs.
 _RECOGNISERS = {
+    "NemotronAsrStreamingForRNNT": "RNNT",
     "ParakeetForCTC": "CTC",
     "ParakeetForRNNT": "RNNT",
     "ParakeetForTDT": "RNNT",

@@ -1,4 +1,4 @@
-"""The choice ``finetuned`` of model, encoder and tokenizer, which copies these groups from ``init_from``.
+"""The choice ``finetuned`` of model, encoder, tokenizer and decoder, which comes from ``init_from``.
 
 ``init_from`` is a run or a folder of weights. The choice is computed, and has no YAML file.
 """
@@ -20,7 +20,7 @@ from speechtrain.overrides import key_of_override
 from speechtrain.run_directory import CONFIG, run_of
 from speechtrain.start.check_keys import part_class
 
-_DEFAULTS = {"model": "ctc", "encoder": "wav2vec2", "tokenizer": "auto"}
+_DEFAULTS = {"model": "ctc", "encoder": "wav2vec2", "tokenizer": "auto", "decoder": "greedy"}
 """Choices of the groups that ``init_from`` does not decide."""
 FINETUNED = "finetuned"
 _IMPORTED_ENCODER = Path("encoder", "imported.yaml")
@@ -82,7 +82,7 @@ def _nodes_of(weights: Path, *, is_encoder_set: bool) -> dict[str, Any]:
 
         config = read_config(run_dir)
         has_labels = cast("Any", part_class("tokenizer", config.tokenizer)).reads_text
-        groups = _DEFAULTS if has_labels else ["encoder"]
+        groups = ["model", "encoder", "tokenizer"] if has_labels else ["encoder"]
         return {group: _checked_node(config[group], run_dir / CONFIG) for group in groups}
     imported = weights / _IMPORTED_ENCODER
     if imported.is_file():

@@ -19,22 +19,26 @@ tokenizers = pytest.importorskip("tokenizers")
 LETTERS = " " + string.ascii_lowercase
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """A random tiny ParakeetForRNNT as publishers save one."""
+def published(family: str, folder: Path, **attention: int) -> Path:
+    """Write a random tiny transducer of ``family`` to ``folder``, as publishers save one."""
     encoder = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "num_attention_heads": 2}
     encoder |= {"num_mel_bins": 16, "subsampling_factor": 4, "subsampling_conv_channels": 4}
     sizes = {"vocab_size": len(LETTERS) + 1, "blank_token_id": len(LETTERS), "decoder_hidden_size": 16}
-    config = transformers.ParakeetRNNTConfig(encoder_config=encoder, num_decoder_layers=1, **sizes)
-    folder = tmp_path / "published"
-    transformers.ParakeetForRNNT(config).save_pretrained(folder)
+    model_class = getattr(transformers, f"{family}ForRNNT")
+    config = model_class.config_class(encoder_config=encoder | attention, num_decoder_layers=1, **sizes)
+    model_class(config).save_pretrained(folder)
     vocabulary = {symbol: label for label, symbol in enumerate(LETTERS)}
     library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     library.decoder = tokenizers.decoders.Fuse()
     tokenizer = transformers.ParakeetTokenizer(tokenizer_object=library, pad_token="<blank>")
-    extractor = transformers.ParakeetFeatureExtractor(feature_size=16)
-    transformers.ParakeetProcessor(extractor, tokenizer).save_pretrained(folder)
+    extractor = getattr(transformers, f"{family}FeatureExtractor")(feature_size=16)
+    getattr(transformers, f"{family}Processor")(extractor, tokenizer).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return published("Parakeet", tmp_path / "published")
 
 
 def command(tmp_path: Path, environment: dict[str, str], name: str, *overrides: str) -> Command:
@@ -77,3 +81,22 @@ def test_the_published_tokenizer_and_settings_are_kept(
     assert missing.returncode == 3
     assert len(missing.stderr.splitlines()) == 1
     assert not (tmp_path / "other").exists()
+
+
+def test_a_streaming_recogniser_is_continued_and_written(tmp_path: Path, environment: dict[str, str]) -> None:
+    if not hasattr(transformers, "NemotronAsrStreamingForRNNT"):
+        pytest.skip("this transformers has no streaming FastConformer")
+    published("NemotronAsrStreaming", tmp_path / "published", sliding_window=15)
+    run = command(tmp_path, environment, "run")
+    done = run.run_inline("trainer.max_steps=2")
+    assert done.returncode == 0, done.stderr
+    (start,) = run.events("start")
+    assert start["fresh"] == 0
+    config = OmegaConf.load(run.run_dir / "config.yaml")
+    assert config.encoder.contexts == [[14, 14, 0], [14, 7, 0], [14, 2, 0], [14, 1, 0]]
+    assert config.decoder.max_symbols_per_step == 10
+    exported = run.tool("export", str(run.run_dir), "--to", "huggingface", "--out", str(tmp_path / "out"))
+    assert "NemotronAsrStreaming, all of the model" in exported.stdout, exported.stderr
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["model_type"] == "nemotron_asr_streaming"
+    assert written["encoder_config"]["sliding_window"] == 15

@@ -1,6 +1,6 @@
 """Models of Parakeet, read from and written for transformers, keep their losses and texts.
 
-``published`` makes a model of transformers, and ``task_of`` reads it as a task of this project.
+``published`` makes a model of transformers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
@@ -20,18 +19,15 @@ from speechtrain.batch import Batch
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.interop import parakeet_hf
-from speechtrain.interop.weights import initialise, read_nodes, read_weights
+from speechtrain.interop.weights import read_nodes
 from speechtrain.start.build import build_encoder, build_model
 from speechtrain.start.compose import compose
 from speechtrain.start.run_config import part_of, run_config
-from speechtrain.task import Task
+from tests.support.published import BLANK, LETTERS, letters_tokenizer, task_of
 
 transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("tokenizers")
 
-LETTERS = " abcdefg"
-VOCABULARY = {symbol: label for label, symbol in enumerate(LETTERS)}
-BLANK = len(LETTERS)
 DURATIONS = [0, 1, 2, 3, 4]
 DURATION_CLASSES = [BLANK + 1 + duration for duration in DURATIONS]  # in the joint's output, after the blank
 KINDS: dict[str, dict[str, Any]] = {
@@ -77,33 +73,12 @@ def published(kind: str, folder: Path, seed: int = 0) -> Any:
         # ``generate`` of transformers has no limit of labels in a frame, so the duration 0 must be unlikely.
         head.bias.data[DURATION_CLASSES[0]] = -3.0
     model.save_pretrained(folder)
-    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=VOCABULARY, merges=[]))
-    library.decoder = tokenizers.decoders.Fuse()
-    tokenizer = transformers.ParakeetTokenizer(tokenizer_object=library, pad_token="<blank>")
     extractor = transformers.ParakeetFeatureExtractor(feature_size=16)
     processor = transformers.ParakeetProcessor(
-        extractor, tokenizer, decoder_type=kind.lower(), blank_token="<blank>"
+        extractor, letters_tokenizer(), decoder_type=kind.lower(), blank_token="<blank>"
     )
     processor.save_pretrained(folder)
     return model.eval()
-
-
-def config_at(folder: Path) -> DictConfig:
-    config = compose(["model=rnnt", "data=digits"])
-    for group, node in read_nodes(folder).items():
-        config[group] = OmegaConf.create(node)
-    return config
-
-
-def task_of(folder: Path) -> Task:
-    """Return the published model in ``folder`` as a task of this project."""
-    config = config_at(folder)
-    task = build_model(
-        run_config(config), part_of(config, "tokenizer").build(), build_encoder(run_config(config))
-    )
-    report = initialise(task, read_weights(f"hf:{folder}"), str(folder))
-    assert not report.fresh
-    return task.eval()
 
 
 def batch(*samples: int) -> Batch:
