@@ -49,7 +49,7 @@ MAY_IMPORT = {
         "checkpoint.best_metric checkpoint.checkpointer checkpoint.fit checkpoint.state_file data.base "
         "devices.base distributed.group optim.ema optim.optimizer_step optim.schedules tracking.base"
     ),
-    "interop": "checkpoint encoders features models nn text",
+    "interop": "checkpoint decoding.greedy encoders features models nn text",
     "export": "data decoding encoders inference models nn start text",
     "report": "tracking",
     "study": "",
