@@ -246,8 +246,10 @@ def devices_finding() -> Finding:
 def recipe_findings(overrides: list[str], config_dir: str | None, run_dir: str) -> Iterator[Finding]:
     """Yield findings on a recipe's config, launcher, device, model, data, and one training step.
 
-    If a part cannot be built, its finding is the last. The exception is a device that cannot be opened: all
-    findings follow except those on the training step, which alone needs it.
+    If a part cannot be built, its finding is the last, except in two cases:
+
+    - The device cannot be opened. Only the findings on the training step, which needs it, are missing then.
+    - The optimizer cannot be built. All other findings follow.
     """
     from speechtrain.rank.batch_memory import free_batch_memory
     from speechtrain.rank.build import build_task
@@ -262,13 +264,15 @@ def recipe_findings(overrides: list[str], config_dir: str | None, run_dir: str) 
         run = run_config(composed.config)
         facts = [f"{' '.join(overrides) or 'the defaults'}: every key is valid", *composed.notices]
         yield Finding(GREEN, subject, ". ".join(facts))
+
+        subject = "launcher"
         launcher = run.launcher.build()
-        text = f"{launcher.choice}, ranks: {run.world_size}, hosts: {launcher.host_count()}"
         missing_program = launcher.missing_program()
         if missing_program:
-            yield Finding(AMBER, "launcher", missing_program)
+            yield Finding(AMBER, subject, missing_program)
         else:
-            yield Finding(GREEN, "launcher", text)
+            text = f"{launcher.choice}, ranks: {run.world_size}, hosts: {launcher.host_count()}"
+            yield Finding(GREEN, subject, text)
 
         subject = "device"
         device = run.device.build()
@@ -397,9 +401,10 @@ def _step_findings(
 
 
 def _vendor_findings(run: RunConfig, device: Device) -> Iterator[Finding]:
-    """Yield findings on the vendor's plugin, on the torch that it needs, and on the memory of the host.
+    """Yield findings on the vendor's library, on the release of its plugin, and on the memory of the host.
 
-    A device gets those whose values its ``facts`` have, so the CPU and CUDA get none.
+    A fault of the library is one that the device reports. The other two need a value in ``facts``. The CPU
+    and CUDA have neither faults nor values, so they get no finding.
     """
     fault = device.library_fault()
     if fault:

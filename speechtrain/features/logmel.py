@@ -113,6 +113,7 @@ class LogMel(MovedModule, PolicyAware):
         self.normalise = normalise
         self.splice = splice
         self.splice_first = splice_first
+        self.pad_features_to = pad_features_to
         self.trim_silence_db = trim_silence_db
         self._policy = PLAIN
         self._check()
@@ -341,3 +342,4 @@ class LogMel(MovedModule, PolicyAware):
         require(self.log_floor > 0.0, f"log_floor is {self.log_floor}. It must be above 0")
         require(self.splice >= 1, f"splice is {self.splice}. It must be 1 or more")
         require(self.mels >= 1, f"mels is {self.mels}. It must be 1 or more")
+        require(self.pad_features_to >= 0, f"pad_features_to is {self.pad_features_to}. It must be 0 or more")

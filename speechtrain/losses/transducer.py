@@ -121,7 +121,8 @@ def transducer_loss(
     - An utterance without frames, which is a padding row, has the loss 0 and no gradient.
     - With durations, an utterance without a path has the loss 0 and no gradient. It has too few frames for
       its labels, or no sum of durations equals its number of frames.
-    - An utterance with an impossible label, whose ``bias`` is -inf, has the loss +inf and no gradient.
+    - A class whose ``bias`` is -inf is impossible. An utterance that has paths, each of which needs an
+      impossible label, blank or duration, has the loss +inf and no gradient.
 
     Raises ValueError for impossible dtypes, devices, shapes, lengths, labels or rates. With ``static``,
     lengths and labels are not checked, because a read would stall a device. The loss is then undefined for an

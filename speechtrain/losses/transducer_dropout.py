@@ -8,8 +8,11 @@ A unit is dropped if its random number is below a threshold. The number has 16 b
     key of a word       = mix(mix(word + low) + high)
     random word         = mix(key of the cell + key of the word)
 
-``mix`` is MurmurHash3's finaliser with the multipliers of Wellons' lowbias32. No mask is stored, and the
-result does not depend on the padding or on which other cells are computed.
+``mix`` has the form of MurmurHash3's finaliser and the multipliers of Wellons' lowbias32, but it is neither.
+Its three shifts are by 16 bits, while the second shift of MurmurHash3 is by 13 and that of lowbias32 by 15. A
+shift by 16 with an xor is an xor of the two halves of a word, which ``mix_in_place`` computes in place.
+
+No mask is stored, and the result does not depend on the padding or on which other cells are computed.
 
 A product of two int32 must wrap, which means that it keeps its lower 32 bits. CPUs and CUDA do so. Gaudi's
 documentation does not say it, so ``benchmarks/first_contact.py`` compares a product there.

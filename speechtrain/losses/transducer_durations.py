@@ -11,10 +11,10 @@ the softmax of these terms, which compares only near cells. The occupancies foll
 first cell on: a cell gives each of its arcs a share of its occupancy. These are sums of products without
 cancellation, so fp32 is exact enough.
 
-Cells are ordered by diagonals, the cells with t + u = d. A blank leads 1 to R diagonals on, where R is the
-longest duration plus 1, and so does a label. So each cell has a table of 2R arcs: entry r < R is the blank
-that leads r + 1 diagonals on, and entry R + r is the label that leads r + 1 diagonals on. Arcs that do not
-exist have the log-probability ``NEVER`` and the share 0.
+Cells are ordered by diagonals, the cells with t + u = d. R is the longest duration plus 1. A blank leads 1 to
+R - 1 diagonals on, and a label 1 to R. So each cell has a table of 2R arcs: entry r < R is the blank that
+leads r + 1 diagonals on, and entry R + r is the label that leads r + 1 diagonals on. Arcs that do not exist
+have the log-probability ``NEVER`` and the share 0.
 
 Source: Xu et al., "Efficient sequence transduction by jointly predicting tokens and durations" (ICML 2023).
 """
@@ -28,7 +28,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speechtrain.losses.transducer_lattice import NEVER, Settings, indices, inside_mask, skewed, straight
-from speechtrain.losses.transducer_recursion import HIGHEST_LOSS, Posteriors, has_impossible_label
+from speechtrain.losses.transducer_recursion import HIGHEST_LOSS, Posteriors
+
+_IMPOSSIBLE = -1e25
+"""The log-probability of an impossible class, instead of -inf, because inf - inf would be NaN.
+
+It is far above ``NEVER``. So a loss shows whether there is no path, or only paths of impossible classes.
+"""
+_HIGHEST_POSSIBLE_LOSS = 1e24
 
 
 def posteriors_of_durations(
@@ -37,10 +44,9 @@ def posteriors_of_durations(
     """Return the posteriors in the type of ``arcs``.
 
     ``arcs`` are the log-probabilities (B, T, P) of blank, next label and each duration. ``frame_counts`` and
-    ``label_counts`` (B,) are the lengths of the utterances. An utterance without a path has the loss 0.
+    ``label_counts`` (B,) are the lengths of the utterances.
     """
-    # An impossible class has the log-probability -inf, and inf - inf would be NaN.
-    blank, label, *durations = [log_p.clamp(min=NEVER) for log_p in arcs]
+    blank, label, *durations = [log_p.clamp(min=_IMPOSSIBLE) for log_p in arcs]
     _, frames, positions = blank.shape
     reach = settings.reach
     table = _table_of_arcs(settings, blank, label, durations, frame_counts, label_counts)
@@ -59,7 +65,7 @@ def posteriors_of_durations(
         label_share=_lattice_values(label_shares.sum(2), frames),
         duration_shares=_duration_shares(settings, shares, frames),
     )
-    return posteriors.without_impossible(has_impossible_label(label, frame_counts, label_counts))
+    return posteriors.without_impossible(posteriors.loss > _HIGHEST_POSSIBLE_LOSS)
 
 
 def _table_of_arcs(

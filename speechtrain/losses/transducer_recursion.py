@@ -16,6 +16,9 @@ follow from them:
 
 With durations, an arc leads d frames on, and both sums have a term for each duration.
 
+An utterance has no path if it has no frames, or if no durations fit its frames and labels. Its loss is 0. If
+it has paths, and each of them needs an impossible class, its loss is +inf. In both cases it has no gradient.
+
 Three modules compute this:
 
 - ``transducer_frames`` goes from frame to frame in float64, on CPUs and GPUs.
@@ -31,9 +34,11 @@ from typing import NamedTuple
 
 from torch import Tensor, inf
 
-from speechtrain.losses.transducer_lattice import NEVER, indices
+HIGHEST_LOSS = 5e29
+"""A higher loss contains the log-probability ``NEVER`` at least once.
 
-HIGHEST_LOSS = 5e29  # A higher loss is the sum of at least one NEVER: the utterance has no possible path.
+It is half of -``NEVER``, because the other terms of a loss are far smaller.
+"""
 
 
 class Posteriors(NamedTuple):
@@ -59,16 +64,3 @@ class Posteriors(NamedTuple):
             label_share=self.label_share.masked_fill(is_impossible_cell, 0),
             duration_shares=self.duration_shares,
         )
-
-
-def has_impossible_label(label: Tensor, frame_counts: Tensor, label_counts: Tensor) -> Tensor:
-    """Return whether each utterance (B,) has a label that is impossible in all of its frames.
-
-    ``label`` (B, T, P) is the log-probability of the next label.
-    """
-    _, frames, positions = label.shape
-    is_frame = indices(frames, frame_counts) < frame_counts[:, None]
-    is_position = indices(positions, label_counts) < label_counts[:, None]
-    highest = label.masked_fill(~is_frame[..., None], NEVER).amax(1)  # (B, P)
-    is_impossible = (highest <= NEVER) & is_position
-    return is_impossible.any(1) & (frame_counts > 0)

@@ -41,7 +41,8 @@ _SUBSTITUTES = {
 """Options of Hydra that are refused, with what serves their purpose."""
 
 _OPENING = ("[", "{", "'", '"')
-"""First characters of lists, mappings and quoted texts in Hydra's syntax. Such values are not rewritten."""
+"""First characters of lists, mappings and quoted texts in Hydra's syntax. In such a value, only words beyond
+ASCII are rewritten. They are quoted."""
 _SOURCES = re.compile(r"\+{0,2}(data\.(train|valid(\.[\w-]+)?)|augment\.(noise|rooms))")
 """The keys whose values are sources of recordings."""
 _PATHS = re.compile(r".*\.(path|root|cache|model|lm|hostfile|recipe_cache)|\+{0,2}init_from|run_dir")
@@ -74,10 +75,12 @@ def read_command(argv: Sequence[str]) -> Command:
     """Return the command of the arguments ``argv``.
 
     The rank of this process comes from the environment. ``allow_targets=`` becomes an environment variable.
-    Raises ConfigError if another program has started several ranks and ``argv`` has no ``run_dir=``.
+    Raises ConfigError for an option that is refused, for a path that is no run directory, and if another
+    program has started several ranks and ``argv`` has no ``run_dir=``.
     """
     argv = without_local_rank(argv)
     flags, texts = split_options(argv)
+    check_flags(flags)  # It precedes the other texts, because the value of an unknown option is one of them.
     overrides = translate_arguments([_with_run_dir(text) for text in texts])
     is_sweep = "-m" in flags or "--multirun" in flags
     run_dir = None if is_sweep else _explicit_run_dir(overrides)
@@ -244,11 +247,10 @@ def split_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def check_command(command: Command) -> None:
-    """Raise ConfigError for an unknown option, for a wrong value of one, and for a setting of Hydra.
+    """Raise ConfigError for a setting ``hydra…=`` that has no effect.
 
-    The settings ``hydra…=`` say how Hydra runs a sweep, so only a sweep has them.
+    These settings say how Hydra runs a sweep, so only a sweep has them.
     """
-    check_flags(command.flags)
     for override in command.overrides:
         key = key_of_override(override)
         if key == "hydra.verbose":

@@ -24,6 +24,13 @@ from speechtrain.start.targets import parameter_types, target_class
 
 _FORMAT = 3
 """The format of ``config.yaml``, which is its first number."""
+_REFERENCE = re.compile(
+    r"""\$\{oc\.env:(?P<variable>\w+),[ ]*
+    (?: '(?P<quoted>[^'\\$]*)' | "(?P<double_quoted>[^"'\\$]*)" | (?P<unquoted>[^'"\\{}[\],]*) )
+    [ ]*\}""",
+    re.VERBOSE,
+)
+"""A reference to an environment variable with a default."""
 
 
 def load(path: Path) -> DictConfig:
@@ -171,13 +178,12 @@ def with_absolute_path(value: Any) -> Any:
 def _absolute_text(text: str) -> str:
     """Return a text with absolute paths.
 
-    In a reference to the environment, the default becomes absolute unless it is null. Other references, and
-    addresses such as ``hf:NAME``, are returned unchanged.
+    In a reference to the environment, the default becomes absolute, unless it is null or an address. Other
+    references, and addresses such as ``hf:NAME``, are returned unchanged.
     """
-    reference = re.fullmatch(r"\$\{oc\.env:(?P<variable>\w+),(?P<default>[^'\"{}]+)\}", text)
-    if reference and not reference["default"].startswith("null"):
-        default = absolute_path(reference["default"])
-        return f"${{oc.env:{reference['variable']},'{default}'}}"
+    reference = _REFERENCE.fullmatch(text)
+    if reference:
+        return _with_absolute_default(reference)
     if not text or "${" in text or "://" in text or text.startswith("hf:"):
         return text
     # A comma separates paths unless it belongs to the name of an existing file.
@@ -185,3 +191,12 @@ def _absolute_text(text: str) -> str:
         return str(absolute_path(text))
     paths = [str(absolute_path(path.strip())) for path in text.split(",")]
     return ",".join(paths)
+
+
+def _with_absolute_default(reference: re.Match[str]) -> str:
+    """Return a reference to the environment (``_REFERENCE``) whose default has absolute paths."""
+    unquoted = reference["unquoted"]
+    if unquoted is not None and unquoted.strip().lower() in ("", "null"):  # no default, or null
+        return reference[0]
+    default = unquoted or reference["quoted"] or reference["double_quoted"] or ""
+    return f"${{oc.env:{reference['variable']},'{_absolute_text(default.strip())}'}}"

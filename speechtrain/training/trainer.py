@@ -136,7 +136,11 @@ class Trainer:
         Raises:
         - Diverged: ``max_bad_updates`` updates in a row were not finite, no update was ever finite, or
           training collapsed and ``on_collapse`` is ``stop``.
-        - RunError: the checkpoint does not fit the run, or a rank cannot read it.
+        - DataError: the data module cannot read its recordings, or the last of ``max_bad_updates`` skipped
+          updates in a row, or of a run that skipped all of its updates, had no usable recording.
+        - MachineError: a checkpoint cannot be written, and ``on_save_error`` is ``stop`` or the run ends.
+        - RunError: the checkpoint does not fit the run, a rank cannot read it, or more than ``max_graphs``
+          graphs are compiled.
         - ConfigError: ``config.profile`` is ill-formed, or nothing ends the run.
         - Preempted: a stop request came while one of several ranks waited for a data worker.
         """

@@ -140,6 +140,15 @@ def test_run_names_the_missing_program_of_a_launcher(
     assert "there is no sbatch on this machine" in lines["launcher"][1]
 
 
+def test_a_launcher_that_cannot_be_built_is_red(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = look(capsys, *TINY, "launcher=slurm", "launcher.time=soon")
+    assert code == 2
+    assert lines["recipe"][0] == "green"
+    assert lines["launcher"][0] == "red"
+    assert "time=soon: write it as minutes" in lines["launcher"][1]
+    assert "model" not in lines
+
+
 @pytest.mark.parametrize(
     "launcher",
     [

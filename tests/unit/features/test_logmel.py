@@ -13,6 +13,7 @@ from torch import Tensor
 
 from speechtrain.compute_policy import ComputePolicy
 from speechtrain.counter_rng import key_of
+from speechtrain.errors import ConfigError
 from speechtrain.features.logmel import LogMel
 from speechtrain.features.silence import trim_silence
 
@@ -249,6 +250,8 @@ def test_features_are_padded_to_a_multiple() -> None:
     assert features[..., 240:].abs().max() == 0
     assert torch.equal(features[..., :240], run(LogMel(), speech(8000))[0])
     assert (LogMel().features, LogMel(splice=1, mels=40).features) == (240, 40)
+    with pytest.raises(ConfigError, match=r"pad_features_to is -7\. It must be 0 or more"):
+        LogMel(pad_features_to=-7)  # It would crop the features to 238.
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -251,3 +251,17 @@ def test_the_cures_for_a_path_without_a_key_can_be_typed(tmp_path: Path) -> None
         "manifest",
         *[str(folder)] * 2,
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config-path", "/a/b"], r"^--config-path: write a recipe"),
+        (["recipe=demo", "--config-name", "my/recipe"], r"^--config-name: write a recipe"),
+        (["--max-steps", "/a/b"], r"^unknown option --max-steps: write trainer\.max_steps=VALUE"),
+        (["--no-such-option", "/a/b"], r"^unknown option --no-such-option"),
+    ],
+)
+def test_an_option_is_refused_before_the_path_after_it(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_command(arguments)
