@@ -2,11 +2,13 @@
 
 Diagonal d has the cells with t + u = d. Every arc leads to the next diagonal, so a path has one cell on each,
 and the variables of a diagonal may be normalised: their logsumexp is subtracted. They then stay small, and
-fp32 is exact enough. The loss is the sum of what was subtracted, and the occupancy of a diagonal is the
+fp32 is exact enough. The loss is minus the sum of what was subtracted, and the occupancy of a diagonal is the
 softmax of alpha + beta.
 
-If the padded lattice is turned by 180 degrees, its backward variables are forward variables. So one loop
-computes both.
+One loop computes alpha and beta. If the lattice is turned by 180 degrees, its backward variables are forward
+variables. ``transducer_frames`` turns the lattice of each utterance. Here the padded lattice is turned, with
+its padding, because a flip has no index that depends on data. A turned lattice begins on another diagonal for
+each utterance.
 
 Gaudi needs this form, because it has no float64 and no logcumsumexp. In float64, the recursion of
 ``transducer_frames`` takes half of the time for short utterances, and as long for long ones
@@ -15,6 +17,8 @@ Gaudi needs this form, because it has no float64 and no logcumsumexp. In float64
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +26,28 @@ from torch import Tensor
 from speechtrain.compute_policy import GraphFunction, equal_parts
 from speechtrain.losses.transducer_lattice import NEVER, indices, inside_mask, skewed, straight
 from speechtrain.losses.transducer_recursion import HIGHEST_LOSS, Posteriors
+
+
+class _Arcs(NamedTuple):
+    """The arcs that lead into each cell from the previous diagonal, of the lattice and of the turned lattice.
+
+    Each tensor is (2, B, D, P), with the lattice first. Paths begin in one cell, which has no arcs into it.
+    There ``has_past`` is 0, so that no variables of the previous diagonal are added, and ``blank`` is the
+    variable itself: 0 in the lattice, and the blank with which paths end in the turned lattice.
+    """
+
+    blank: Tensor  # the log-probability of the blank into the cell
+    label: Tensor  # the log-probability of the label into the cell
+    has_past: Tensor  # 1, or 0 in the cell in which paths begin
+
+
+class _Variables(NamedTuple):
+    """The results of the recursion, in the order of the lattice."""
+
+    alpha: Tensor  # (B, D, P) the normalised forward variables
+    beta: Tensor  # (B, D, P) the normalised backward variables
+    subtracted: Tensor  # (B, D) what the normalisation of beta has subtracted on each diagonal
+    label_log_odds: Tensor  # (B, D, P) the log-odds of the label against the blank that leave the cell
 
 
 def posteriors_by_diagonals(
@@ -33,26 +59,22 @@ def posteriors_by_diagonals(
     ``frame_counts`` and ``label_counts`` (B,) are the lengths of the utterances.
     """
     frames = blank.shape[1]
-    is_last = _is_last_cell(blank, frame_counts, label_counts)
-    has_blank, has_label = _has_arcs(is_last, frame_counts, label_counts)
+    is_last_cell = _is_last_cell(blank, frame_counts, label_counts)
+    has_blank, has_label = _has_arcs(is_last_cell, frame_counts, label_counts)
     # An impossible class has the log-probability -inf, and inf - inf would be NaN.
     blank = blank.clamp(min=NEVER).masked_fill(~has_blank, NEVER)
     label = label.clamp(min=NEVER).masked_fill(~has_label, NEVER)
-    ends = skewed(is_last.to(blank.dtype), 0)
-    blank_into, label_into, continues = _arcs_into(skewed(blank, NEVER), skewed(label, NEVER), ends)
-    alpha, turned_beta, turned_totals, turned_log_odds = _normalised_variables(
-        blank_into, label_into, continues
-    )
+    ends = skewed(is_last_cell.to(blank.dtype), 0)
+    variables = _recursion(_arcs_into_cells(skewed(blank, NEVER), skewed(label, NEVER), ends))
 
-    log_occupancy = alpha + turned_beta.flip(1, 2)
+    log_occupancy = variables.alpha + variables.beta
     occupancy = straight(log_occupancy.softmax(-1), frames)
-    is_inside = inside_mask(occupancy.shape, frame_counts, label_counts)
-    # In the turned lattice, the two arcs into a cell are the two arcs that leave its image.
-    label_share = straight(turned_log_odds.flip(1, 2).sigmoid(), frames)
-    loss = -_log_likelihood(turned_totals, turned_beta, frame_counts, label_counts)
+    # A cell has two arcs, and p / (p + q) is the sigmoid of log(p) - log(q).
+    label_share = straight(variables.label_log_odds.sigmoid(), frames)
+    loss = -_log_likelihood(variables.subtracted, frame_counts, label_counts)
     posteriors = Posteriors(
         loss=loss.masked_fill(frame_counts == 0, 0),
-        occupancy=occupancy * is_inside,
+        occupancy=occupancy * inside_mask(occupancy.shape, frame_counts, label_counts),
         label_share=label_share * has_label,
     )
     return posteriors.without_impossible(posteriors.loss > HIGHEST_LOSS)
@@ -66,113 +88,122 @@ def _is_last_cell(cells: Tensor, frame_counts: Tensor, label_counts: Tensor) -> 
     return is_last_frame[:, :, None] & is_last_position[:, None, :]
 
 
-def _has_arcs(is_last: Tensor, frame_counts: Tensor, label_counts: Tensor) -> tuple[Tensor, Tensor]:
+def _has_arcs(is_last_cell: Tensor, frame_counts: Tensor, label_counts: Tensor) -> tuple[Tensor, Tensor]:
     """Return masks (B, T, P): the cells that a blank leaves, and the cells that a label leaves."""
-    _, frames, positions = is_last.shape
+    _, frames, positions = is_last_cell.shape
     frame = indices(frames, frame_counts)[:, None]
     position = indices(positions, label_counts)
     last_frame = frame_counts[:, None, None] - 1
     last_position = label_counts[:, None, None]
-    has_blank = (frame < last_frame) & (position <= last_position)
-    has_label = (frame <= last_frame) & (position < last_position)
-    return has_blank | is_last, has_label
+    has_next_frame = (frame < last_frame) & (position <= last_position)
+    has_next_position = (frame <= last_frame) & (position < last_position)
+    return has_next_frame | is_last_cell, has_next_position
 
 
-def _arcs_into(blank: Tensor, label: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the arcs into each cell from the previous diagonal, for the lattice and the turned lattice.
+def _arcs_into_cells(blank: Tensor, label: Tensor, ends: Tensor) -> _Arcs:
+    """Return the arcs into each cell.
 
     ``blank`` and ``label`` (B, D, P) are the log-probabilities of the arcs that leave each cell. ``ends``
-    (B, D, P) is 1 for the last cells, else 0.
-
-    The results are (2, B, D, P): the log-probabilities of the blank and of the label into each cell, and
-    whether the ways to the cell continue ways to the previous diagonal, as 1 or 0. In the cell where paths
-    begin it is 0. The blank "into" this cell has the log-probability 0, or in the turned lattice the one of
-    the blank with which paths end.
+    (B, D, P) is 1 for the last cell of each utterance, else 0.
     """
     diagonal = indices(ends.shape[1], ends)[:, None]
     position = indices(ends.shape[2], ends)
     is_first_cell = diagonal + position == 0
     begins = is_first_cell.to(ends.dtype).expand_as(ends)  # A write into a slice would break the graph.
+    # A blank comes from the same position of the previous diagonal, a label from the position before.
     blank_of_previous = F.pad(blank, (0, 0, 1, -1), value=NEVER)
     label_of_previous = F.pad(label, (1, -1, 1, -1), value=NEVER)
-    blank_into = blank_of_previous * (1 - begins)
-    return (
-        torch.stack((blank_into, blank.flip(1, 2))),
-        torch.stack((label_of_previous, label.flip(1, 2))),
-        1 - torch.stack((begins, ends.flip(1, 2))),
+    blank_into = blank_of_previous * (1 - begins)  # 0 in the first cell
+    # Turning reverses the arcs: the arcs that leave a cell lead into its image.
+    turned_blank_into = blank.flip(1, 2)
+    turned_label_into = label.flip(1, 2)
+    turned_begins = ends.flip(1, 2)
+    return _Arcs(
+        blank=torch.stack((blank_into, turned_blank_into)),
+        label=torch.stack((label_of_previous, turned_label_into)),
+        has_past=1 - torch.stack((begins, turned_begins)),
     )
 
 
-def _normalised_variables(
-    blank_into: Tensor, label_into: Tensor, continues: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the recursion over the results of ``_arcs_into``. Return four tensors (B, D, P).
-
-    They are the normalised variables of the lattice, and for the turned lattice the normalised variables, the
-    variables before their normalisation, and the log-odds of the label against the blank into each cell.
-    """
-    steps = blank_into.shape[2]
-    # A device records each part of the diagonals as a graph. Equal parts share one graph, so the last part is
-    # padded.
-    count, size = equal_parts(steps)
-    padding = (0, 0, 0, count * size - steps)
-    blank_into = F.pad(blank_into, padding)
-    label_into = F.pad(label_into, padding)
-    continues = F.pad(continues, padding)
-    variables = torch.zeros_like(blank_into[:, :, 0])  # (2, B, P) of one diagonal
-    parts = []
-    for start in range(0, steps, size):
-        part = slice(start, start + size)
-        *results, variables = _part_of_diagonals(
-            blank_into[:, :, part], label_into[:, :, part], continues[:, :, part], variables
+def _recursion(arcs: _Arcs) -> _Variables:
+    """Run the recursion in parts of equal length, and turn the results of the turned lattice back."""
+    diagonals = arcs.blank.shape[2]
+    # A device that records graphs records one for each length of a part. So all parts have one length, and
+    # the last one is padded.
+    count, length = equal_parts(diagonals)
+    padding = (0, 0, 0, count * length - diagonals)
+    blank, label, has_past = (F.pad(values, padding) for values in arcs)
+    past = torch.zeros_like(blank[:, :, 0])  # (2, B, P). The first diagonal has no past, so it is not read.
+    parts_of_variables = []
+    parts_of_turned_totals = []
+    parts_of_turned_log_odds = []
+    for start in range(0, diagonals, length):
+        part = slice(start, start + length)
+        part_variables, part_totals, part_log_odds, past = _part_of_diagonals(
+            blank[:, :, part], label[:, :, part], has_past[:, :, part], past
         )
-        parts.append(results)
-    alpha, beta, totals, log_odds = zip(*parts, strict=True)
-    return (
-        torch.cat(alpha, 1)[:, :steps],
-        torch.cat(beta, 1)[:, :steps],
-        torch.cat(totals, 1)[:, :steps],
-        torch.cat(log_odds, 1)[:, :steps],
+        parts_of_variables.append(part_variables)
+        parts_of_turned_totals.append(part_totals)
+        parts_of_turned_log_odds.append(part_log_odds)
+    variables = torch.cat(parts_of_variables, 2)[:, :, :diagonals]
+    alpha = variables[0]  # The lazy device lacks the operation that unpacks a tensor.
+    turned_beta = variables[1]
+    turned_totals = torch.cat(parts_of_turned_totals, 1)[:, :diagonals]
+    turned_log_odds = torch.cat(parts_of_turned_log_odds, 1)[:, :diagonals]
+    turned_subtracted = _subtracted(turned_totals, turned_beta)
+    return _Variables(
+        alpha=alpha,
+        beta=turned_beta.flip(1, 2),
+        subtracted=turned_subtracted.flip(1),
+        # The arcs into a cell of the turned lattice are the arcs that leave its image.
+        label_log_odds=turned_log_odds.flip(1, 2),
     )
 
 
 @GraphFunction
 def _part_of_diagonals(
-    blank_into: Tensor, label_into: Tensor, continues: Tensor, variables: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the four results of ``_normalised_variables`` for d diagonals, each (B, d, P).
+    blank: Tensor, label: Tensor, has_past: Tensor, past: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the recursion over d diagonals. The first three arguments (2, B, d, P) are a part of ``_Arcs``.
 
-    ``variables`` (2, B, P) are those of the diagonal before. The fifth result (2, B, P) are those of the last
-    diagonal, for the next call.
+    ``past`` (2, B, P) are the normalised variables of the diagonal before. The results are:
+
+    - (2, B, d, P) the normalised variables,
+    - (B, d, P) the variables of the turned lattice before their normalisation,
+    - (B, d, P) the log-odds of the label against the blank into each cell of the turned lattice,
+    - (2, B, P) the normalised variables of the last diagonal, for the next part.
     """
-    alphas, betas, totals, by_labels, by_blanks = [], [], [], [], []
-    for d in range(blank_into.shape[2]):
-        # blank_into + continues * variables
-        by_blank = torch.addcmul(blank_into[:, :, d], continues[:, :, d], variables)
-        by_label = label_into[:, :, d] + F.pad(variables, (1, -1), value=NEVER)
+    variables = []
+    turned_totals = []
+    turned_by_blank = []
+    turned_by_label = []
+    for d in range(blank.shape[2]):
+        by_blank = torch.addcmul(blank[:, :, d], has_past[:, :, d], past)  # blank + has_past * past
+        by_label = label[:, :, d] + F.pad(past, (1, -1), value=NEVER)
         total = torch.logaddexp(by_blank, by_label)
-        variables = total.log_softmax(-1)  # the total less its logsumexp over the diagonal
-        alphas.append(variables[0])
-        betas.append(variables[1])
-        totals.append(total[1])
-        by_labels.append(by_label[1])
-        by_blanks.append(by_blank[1])
-    log_odds = torch.stack(by_labels, 1) - torch.stack(by_blanks, 1)
-    return torch.stack(alphas, 1), torch.stack(betas, 1), torch.stack(totals, 1), log_odds, variables
+        past = total.log_softmax(-1)  # the total less its logsumexp over the diagonal
+        variables.append(past)
+        turned_totals.append(total[1])
+        turned_by_blank.append(by_blank[1])
+        turned_by_label.append(by_label[1])
+    turned_log_odds = torch.stack(turned_by_label, 1) - torch.stack(turned_by_blank, 1)
+    return torch.stack(variables, 2), torch.stack(turned_totals, 1), turned_log_odds, past
 
 
-def _log_likelihood(
-    turned_totals: Tensor, turned_beta: Tensor, frame_counts: Tensor, label_counts: Tensor
-) -> Tensor:
-    """Return the log-likelihood (B,): the sum of what the normalisation has subtracted.
+def _subtracted(totals: Tensor, normalised: Tensor) -> Tensor:
+    """Return what the normalisation has subtracted on each diagonal, (B, D).
 
-    The arguments (B, D, P) are the variables before and after the normalisation. Their difference is the same
-    in all cells of a diagonal. Cells without a path have variables near ``NEVER``, whose difference is not
-    exact, so the mean over the cells is taken, weighted by the probabilities exp(``turned_beta``).
+    The arguments (B, D, P) are the variables before and after it. Their difference is the same in all cells
+    of a diagonal. But where no path leads, the variables are near ``NEVER``, and the difference is not exact.
+    So the result is the mean of the differences, weighted by the probabilities exp(``normalised``).
     """
-    difference = turned_totals - turned_beta
-    weighted = difference * turned_beta.exp()
-    subtracted = weighted.sum(-1).flip(1)  # (B, D)
+    difference = totals - normalised
+    probability = normalised.exp()
+    return (difference * probability).sum(-1)
+
+
+def _log_likelihood(subtracted: Tensor, frame_counts: Tensor, label_counts: Tensor) -> Tensor:
+    """Return the log-likelihood (B,), the sum of ``subtracted`` (B, D) up to the last cell's diagonal."""
     last_diagonal = frame_counts[:, None] - 1 + label_counts[:, None]
     is_padding = indices(subtracted.shape[1], subtracted) > last_diagonal
     return subtracted.masked_fill(is_padding, 0).sum(-1)

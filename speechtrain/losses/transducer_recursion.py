@@ -44,18 +44,19 @@ It is half of -``NEVER``, because the other terms of a loss are far smaller.
 class Posteriors(NamedTuple):
     """The loss, and the posterior probabilities of cells and arcs if the labels are known.
 
-    The share of an arc is the fraction of the paths through its cell that continue by the arc, from 0 to 1.
+    The share of an arc is the probability that a path continues by the arc, if it passes through its cell.
     """
 
     loss: Tensor  # (B,)
     occupancy: Tensor  # (B, T, P) probability that a path passes through the cell, 0 outside the lattice
     label_share: Tensor  # (B, T, P) the share of the next label
-    duration_shares: tuple[Tensor, ...] = ()  # for each duration: (B, T, P) the share of arcs that have it
+    duration_shares: tuple[Tensor, ...] = ()  # for each duration: (B, T, P) the sum of shares of its arcs
 
     def without_impossible(self, is_impossible: Tensor) -> Posteriors:
         """Return the posteriors in which the utterances ``is_impossible`` (B,) have no gradient.
 
-        Their loss is +inf, and their occupancy is 0.
+        Their loss is +inf, and their occupancy is 0. Their label shares may be inf or NaN, so they become 0.
+        Duration shares are results of a softmax, which are finite.
         """
         is_impossible_cell = is_impossible[:, None, None]
         return Posteriors(  # torch.compile of torch 2.7 does not trace _replace.

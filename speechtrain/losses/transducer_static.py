@@ -94,7 +94,7 @@ class StaticJoint(JointNetwork):
         weight = gradient.flatten(0, 2).t() @ hidden.flatten(0, 2)
         slope = self.slope_(hidden)
         if self.settings.activation != "relu":  # Dropped units of relu have the slope 0 already.
-            slope = self.dropout.with_dropped(slope, frame)
+            slope = self.dropout.drop(slope, frame)
         unit_gradient = (gradient @ self.weight).to(wide) * slope
         return Gradients(unit_gradient.sum(2), unit_gradient.sum(1), weight.to(wide), bias=bias)
 
@@ -132,7 +132,7 @@ class StaticJoint(JointNetwork):
         """
         sums = encoder[:, :, None] + self.prediction[:, None]
         hidden = ACTIVATIONS[self.settings.activation](sums)
-        return self.dropout.with_dropped(hidden, frame).to(self.settings.dtype)
+        return self.dropout.drop(hidden, frame).to(self.settings.dtype)
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits of symbols (…, V) and of durations (…, K) for hidden units (…, H)."""

@@ -87,4 +87,4 @@ def joint_dropout_mask(
     )
     dropout = Dropout(settings, batch, hidden, seed_halves=torch.tensor([seed]).view(torch.int32))
     ones = torch.ones(batch, frames, positions, hidden)
-    return dropout.with_dropped(ones, torch.arange(frames)) > 0, settings.scale
+    return dropout.drop(ones, torch.arange(frames)) > 0, settings.scale
