@@ -126,7 +126,7 @@ class Saving:
         self._earlier_buffers = [(buffer, buffer.clone()) for buffer in self._stored_buffers]
 
     @contextlib.contextmanager
-    def prevent_save_after_error(self, parts: Parts) -> Iterator[None]:
+    def without_save_after_error(self, parts: Parts) -> Iterator[None]:
         """Return a context for an update. After an error in it nothing is saved, as weights may be mixed."""
         self._data_state = None
         yield

@@ -52,15 +52,15 @@ def bad_updates_error(
     )
 
 
-def refuse_untrained(progress: Progress, update: UpdateRecord | None) -> None:
+def refuse_untrained(progress: Progress, record: UpdateRecord | None) -> None:
     """Raise Diverged or DataError for a run that has ended and has skipped each of its updates.
 
-    ``update`` is the latest one of this start, if there is one.
+    ``record`` is of the latest update of this start, if there is one.
     """
     steps = progress.step
     if not 0 < steps == progress.skipped_updates:
         return
-    if update is not None and (emptiness := _emptiness(update.batch)):
+    if record is not None and (emptiness := _emptiness(record.batch)):
         raise DataError(f"nothing was learnt in {steps} updates. The last one had {emptiness}")
     raise Diverged(f"none of {steps} updates had a finite loss, so nothing was learnt")
 

@@ -237,7 +237,7 @@ class Planning:
     def correct(self, parts: Parts) -> None:
         """Revise a plan by time if that is due. The trainer calls this after each update and validation."""
 
-    def add_validation(self, seconds: float) -> None:
+    def record_validation(self, seconds: float) -> None:
         """Record the ``seconds`` that a whole validation and its checkpoint took."""
 
     def is_validation_step(self, step: int) -> bool:
@@ -307,7 +307,7 @@ class TimedPlanning(Planning):
             self._revise(parts)
         self._apply_revision(parts)
 
-    def add_validation(self, seconds: float) -> None:
+    def record_validation(self, seconds: float) -> None:
         self.plan.seconds_per_validation = seconds
         self._mark_s += seconds  # This time does not belong to updates.
 

@@ -4,6 +4,14 @@ The order of an update is: next batch, prepare, move, forward, backward, mark st
 learning rate, unscale, clip, optimizer step, average. Then log, save and validate if they are due.
 
 The status of a run is None while the run continues.
+
+All parts of a run read one ``Progress``. Each field has one place that changes it:
+
+- ``run_update``: the step and the seconds of the run, which ``_validate`` and a plan by time also renew.
+- ``accumulate``: the divisor, once in a run.
+- ``_count_result`` and ``_count_update``: the other counts.
+- ``_log_epoch``: where the epoch began.
+- ``Validation.run``: the metrics and their step.
 """
 
 from __future__ import annotations
@@ -14,7 +22,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -57,7 +64,7 @@ class Trainer:
     - ``group`` connects the ranks. By default this process trains alone.
     - ``checkpointer`` writes ``run_dir/checkpoints`` by default, and keeps ``config.keep`` checkpoints.
     - ``seed`` determines all random numbers of the updates.
-    - ``policy`` has the kernels that the task already uses. By default, ``fit`` applies the default policy of
+    - ``policy`` has the kernels that the task already uses. Without it, ``fit`` applies the default policy of
       the device and the precision to the task.
     - ``stop_requested`` says whether the run must end after the present update.
     """
@@ -82,11 +89,11 @@ class Trainer:
         self.checkpointer = checkpointer or Checkpointer(run_dir, config.keep)
         self.seed = seed
         self.policy = policy or device.policy(self.precision.dtype)
-        self._applies_policy = policy is None
+        self._task_has_policy = policy is not None
         self.stop_requested = stop_requested
-        self.progress = Progress()
+        self.progress = Progress()  # ``Parts.progress`` is the same object
         self.latest_batch: Batch | None = None  # of training or evaluation. Messages of errors describe it
-        self.update = device.update(self.precision, config.clip)
+        self.update = device.update(self.precision, config.clip)  # changes the weights by the gradients
         self.validation = Validation(
             device,
             self.policy,
@@ -94,21 +101,28 @@ class Trainer:
             tracker=tracker,
             target=config.target,
             stop_requested=self.stop_requested,
-            noted=self._noted,
+            record_latest=self._record_latest,
         )
         self.saving = Saving(self.group, self.checkpointer, tracker, config.on_save_error)
-        self._start_clock = 0.0  # ``time.perf_counter`` at the start of a run without interruptions
         planning_class = TimedPlanning if is_planned_by_time(config) else Planning
         self.planning = planning_class(
-            config, device, self.group, tracker, self.run_dir, self._wall_seconds, self.validation.evaluate
+            config,
+            device,
+            self.group,
+            tracker,
+            run_dir=self.run_dir,
+            wall_seconds=self._wall_seconds,
+            evaluate=self.validation.evaluate,
         )
+        self._earlier_s = 0.0  # the seconds of the earlier starts of the run
+        self._start_s = time.perf_counter()  # when this start began, by the clock of the process
 
     def _wall_seconds(self) -> float:
-        """Return the seconds of the run, the sum over its starts. The trainer has no other clock."""
-        return time.perf_counter() - self._start_clock
+        """Return the seconds of the run: of its earlier starts, and of this one. There is no other clock."""
+        return self._earlier_s + time.perf_counter() - self._start_s
 
-    def _noted(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield each of ``batches``, after it has become the latest batch."""
+    def _record_latest(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield each of ``batches``, and make it the latest batch before."""
         for batch in batches:
             self.latest_batch = batch
             yield batch
@@ -147,7 +161,7 @@ class Trainer:
         config, progress, world = self.config, self.progress, self.group.world
         config.require_end()
         first_profiled, last_profiled = profile_steps(config.profile)
-        if self._applies_policy:
+        if not self._task_has_policy:
             apply_policy(task, self.policy)
             compile_module(task, self.policy, len(data.shapes()))
         parts = Parts(
@@ -165,7 +179,8 @@ class Trainer:
         if checkpoint is not None:
             self.saving.restore(parts, checkpoint)
         wrapped = self.group.wrap(task)
-        self._start_clock = time.perf_counter() - progress.wall_s
+        self._earlier_s = progress.wall_s
+        self._start_s = time.perf_counter()
         try:
             with self.saving.save_after_error(parts):
                 task.train()
@@ -173,64 +188,71 @@ class Trainer:
                 self._warm_up(parts, wrapped)
                 graphs = self.device.graphs()
                 self.planning.start(parts)
-                batches = self._noted(data.train(world.rank, world.size, config.accumulate))
+                batches = self._record_latest(data.train(world.rank, world.size, config.accumulate))
                 status = self._catch_up(parts)
 
-                update = None
+                record = None  # of the latest update of this start
                 profile = None
                 sums = MetricSums()  # the metrics since the last log line
-                since = replace(progress)  # the progress at the last log line
-                start_s = self._wall_seconds()
+                last_logged = replace(progress)  # a copy of the progress at the last log line
+                update_start_s = self._wall_seconds()
                 while status is None:
                     if progress.step + 1 == first_profiled:
                         profile = start_profile()
-                    update = self.run_update(parts, wrapped, batches)
+                    record = self.run_update(parts, wrapped, batches)
+                    batch = record.batch
                     step = progress.step
-                    status = self.planning.status(step, update.batch.is_stop_requested, update.batch.is_late)
 
-                    # All work is due at the end of the run. The weights are saved before their validation, so
-                    # that an error in it loses no update.
+                    # 1. Decide what follows the update. At the end of the run, all of it does.
+                    status = self.planning.status(step, batch.is_stop_requested, batch.is_late)
                     is_validation_step = self.planning.is_validation_step(step)
-                    validates = self.validation.is_due(parts, status, is_validation_step)
+                    is_validation_due = self.validation.is_due(parts, status, is_validation_step)
                     is_save_step = config.save_every is not None and step % config.save_every == 0
-                    saves = validates or is_save_step or status is not None
-                    logs = saves or step % config.log_every == 0
+                    is_save_due = is_validation_due or is_save_step or status is not None
+                    is_log_due = is_save_due or step % config.log_every == 0
 
-                    # On a device with static shapes, the results are read only with a log line.
-                    for result in self.update.results(logs):
-                        self._count_result(result, update.batch)
-                    if logs:
+                    # 2. Count the update. This raises after too many skipped updates. On a device with static
+                    # shapes, the results are read only with a log line.
+                    for result in self.update.results(is_log_due):
+                        self._count_result(result, batch)
+                    if is_log_due:
                         self.group.rank_status.begin_phase(step, "log")
                         self.device.synchronize()  # The time of an update includes all of its work.
-                    end_s = self._wall_seconds()
-                    self._count_update(parts, update.batch, end_s - start_s)
-                    start_s = end_s
-                    sums.merge(update.batch.sums)
-                    if logs:
-                        self.log(parts, update, sums, since)
+                    update_end_s = self._wall_seconds()
+                    self._count_update(parts, batch, update_end_s - update_start_s)
+                    update_start_s = update_end_s
+                    sums.merge(batch.sums)
+
+                    # 3. Log. This raises after a collapse, so the collapsed weights are not saved below.
+                    if is_log_due:
+                        self.log(parts, record, sums, since=last_logged)
                         graphs = self._check_graphs(graphs)
                         self._check_collapse(task, sums.means())
                         sums = MetricSums()
-                        since = replace(progress)
+                        last_logged = replace(progress)
                     self._log_epoch(parts)
-                    if profile is not None and (step >= last_profiled or status is not None):
+                    is_profile_complete = step >= last_profiled or status is not None
+                    if profile is not None and is_profile_complete:
                         name = f"profile-{first_profiled}-{last_profiled}.json"
                         write_profile(profile, self.run_dir / name)
                         profile = None
 
-                    if saves:
+                    # 4. Save, then validate, so that an error in the validation loses no update.
+                    if is_save_due:
                         self.saving.save(parts, is_last=status is not None)
-                        if validates:
-                            status = self._validate(parts, status)
+                    if is_validation_due:
+                        status = self._validate(parts, status)
+                    if is_save_due:
                         # The time of checkpoints and validations does not count as training time.
-                        start_s = self._wall_seconds()
+                        update_start_s = self._wall_seconds()
         except Preempted:
-            # Other ranks may still wait for this one, so only a single rank may end without an error.
+            # A stop request came while this rank waited for a data worker. Other ranks may still wait for
+            # this one, so only a single rank may end without an error.
             if world.size > 1:
                 raise
             return Status.PREEMPTED
         if status is not Status.PREEMPTED:
-            refuse_untrained(progress, update)
+            refuse_untrained(progress, record)
         return status
 
     def run_update(self, parts: Parts, wrapped: nn.Module, batches: Iterator[Batch]) -> UpdateRecord:
@@ -239,13 +261,15 @@ class Trainer:
         ``wrapped`` is the task in the wrapper of the group, such as DDP.
         """
         progress = self.progress
-        step = progress.step + 1
-        parts.task.planned_updates = self.planning.expected_updates(progress.step)
-        parts.task.advance(progress.step, seed_at(self.seed, RunStream.UPDATE_SEED, step))
+        completed = progress.step
+        step = completed + 1
+        # A task may plan by these numbers, for example the updates after which its encoder is trained.
+        parts.task.planned_updates = self.planning.expected_updates(completed)
+        parts.task.advance(completed, seed_at(self.seed, RunStream.UPDATE_SEED, step))
         batch = self.accumulate(parts.task, wrapped, batches, step)
         self.group.rank_status.begin_phase(step, "update")
         rate = parts.schedule.rate(step)
-        with self.saving.prevent_save_after_error(parts):
+        with self.saving.without_save_after_error(parts):
             norm = self.update(parts.trained, rate, batch.scale, batch.healthy)
             self.device.mark_step()
             progress.step = step
@@ -259,13 +283,14 @@ class Trainer:
         begin_phase = self.group.rank_status.begin_phase
         micro_batches: list[Batch] = []
         loss_details: list[LossDetails] = []
-        weights, finite_flags = [], []
+        weights = []
+        finite_losses = []  # for each micro-batch: () 1 if its loss is finite, else 0
         sums = MetricSums()
         data_wait_s = 0.0
         self.saving.begin_update()
         for index in range(self.config.accumulate):
-            # The number of the micro-batch in the global batch addresses its random numbers. It does not
-            # depend on the number of ranks, so neither do they.
+            # The random numbers of a micro-batch have its number in the global batch as their address. So
+            # they do not depend on the number of ranks.
             address = (step, index * world.size + world.rank)
             begin_phase(step, "data")
             wait_start_s = self._wall_seconds()
@@ -282,30 +307,26 @@ class Trainer:
             with nullcontext() if is_last else self.group.no_sync(wrapped):
                 with self.policy.autocast(self.device.name):
                     loss: Loss = wrapped(device_batch)
-                if not progress.backward_divisor:
-                    # The host reads the weight only once in a run, because checkpoints contain the divisor.
-                    first_weight = float(self.group.sum(loss.weight.detach().clone()))
-                    update_weight = max(1.0, first_weight * self.config.accumulate)
-                    # Division by a power of two is exact.
-                    progress.backward_divisor = 2.0 ** round(math.log2(update_weight))
+                if not progress.backward_divisor:  # only in the first update of a run
+                    progress.backward_divisor = self._choose_divisor(loss)
                 begin_phase(step, "backward")
                 self.precision.backward(scale_scalar(loss.total, 1.0 / progress.backward_divisor))
 
             weights.append(loss.weight)
-            finite_flags.append(torch.isfinite(loss.total.detach()).to(torch.float32))
+            finite_losses.append(torch.isfinite(loss.total.detach()).to(torch.float32))
             sums.add({"loss": (loss.total.detach(), loss.weight), **loss.metrics})
             loss_details += self.update.loss_details(loss)
             self.device.mark_step()
 
         begin_phase(step, "all-reduce")
-        weight, is_stop_requested, is_late, is_infinite = self.group.all_reduce_status(
-            torch.stack(weights).sum(),
-            stop=self.stop_requested(),
-            late=self.planning.is_late(),
-            skip=torch.stack(finite_flags).sum() < self.config.accumulate,
+        rank_weight = torch.stack(weights).sum()
+        has_nonfinite_loss = torch.stack(finite_losses).sum() < self.config.accumulate
+        global_status = self.group.all_reduce_status(
+            rank_weight, stop=self.stop_requested(), late=self.planning.is_late(), skip=has_nonfinite_loss
         )
-        # An update needs finite losses, and a usable recording on any rank.
-        healthy = (~is_infinite).to(weight.dtype) * weight.bool().to(weight.dtype)
+        weight = global_status.weight
+        # An update needs finite losses on all ranks, and a usable recording on any rank.
+        healthy = (~global_status.skip).to(weight.dtype) * weight.bool().to(weight.dtype)
         # ``full_like`` is needed, because a Python number would turn this lazy scalar into fp64.
         scale = torch.full_like(weight, progress.backward_divisor) / weight.clamp(min=1.0)
         return GlobalBatch(
@@ -316,9 +337,19 @@ class Trainer:
             weight=weight,
             scale=scale,
             healthy=healthy,
-            is_stop_requested=is_stop_requested,
-            is_late=is_late,
+            is_stop_requested=global_status.stop,
+            is_late=global_status.late,
         )
+
+    def _choose_divisor(self, loss: Loss) -> float:
+        """Return the divisor of all losses before backward, from the first micro-batch of the run.
+
+        It is about the weight of an update. The host reads the weight from the device here, only once in a
+        run, because checkpoints contain the divisor.
+        """
+        micro_batch_weight = float(self.group.sum(loss.weight.detach().clone()))
+        update_weight = max(1.0, micro_batch_weight * self.config.accumulate)
+        return 2.0 ** round(math.log2(update_weight))  # Division by a power of two is exact.
 
     def _warm_up(self, parts: Parts, wrapped: nn.Module) -> None:
         """Compile the graphs before the first update, on a device that compiles them in advance."""
@@ -331,8 +362,13 @@ class Trainer:
             self.device.mark_step()
             return norm  # What is alive at ``mark_step`` is an output of the graph, as in an update.
 
-        evaluate = partial(self.validation.evaluate, parts)
-        self.device.warm_up(lambda: compile_graphs(parts, self.device, self.tracker, run_step, evaluate))
+        def evaluate(sets: dict[str, Iterable[Batch]]) -> object:
+            return self.validation.evaluate(parts, sets)
+
+        def rehearse() -> None:
+            compile_graphs(parts, self.device, self.tracker, run_step, evaluate)
+
+        self.device.warm_up(rehearse)
         self.update.results(True)  # The results of the warm-up are discarded.
 
     def _catch_up(self, parts: Parts) -> Status | None:
@@ -344,7 +380,7 @@ class Trainer:
         step = progress.step
         stop, late = self.stop_requested(), self.planning.is_late()
         status = self.planning.status(step, self.group.any(stop), self.group.any(late))
-        is_validated = progress.validated and progress.validated == step
+        is_validated = step > 0 and progress.validated == step
         if is_validated and self.validation.is_target_reached(parts):
             # The previous start reached the target, and was killed before it wrote its result.
             status = Status.TARGET
@@ -362,17 +398,18 @@ class Trainer:
         It differs from ``status`` if the target is reached, if a stop is requested, or if the corrected plan
         ends here.
         """
-        start_s = self.progress.wall_s
+        update_end_s = self.progress.wall_s
         validation_status = self.validation.run(parts, status)
         self.progress.wall_s = self._wall_seconds()
         if validation_status is not None:
-            # The run ends here, and the save before the validation may have failed.
+            # The run ends here. This does nothing if the save before the validation has succeeded.
             self.saving.save(parts, is_last=True)
             status = validation_status
         self.saving.add_validation(parts, is_last=status is not None)
         if status is not None:
             return status
-        self.planning.add_validation(self._wall_seconds() - start_s)
+        # The save before the validation belongs to the time of the validation.
+        self.planning.record_validation(self._wall_seconds() - update_end_s)
         self.planning.correct(parts)
         return self.planning.status(self.progress.step, stop=False, late=False)
 
@@ -398,7 +435,8 @@ class Trainer:
     def _count_update(self, parts: Parts, batch: GlobalBatch, seconds: float) -> None:
         """Add an update of ``seconds`` to the progress.
 
-        Utterances and seconds of audio are estimates: this rank's counts times the number of ranks.
+        Utterances and seconds of audio are estimates: this rank's counts times the number of ranks. The
+        earlier starts of a run may have had other numbers of updates in an epoch, so ``epochs`` is a sum.
         """
         progress, ranks = self.progress, self.group.world.size
         progress.train_s += seconds
@@ -412,7 +450,7 @@ class Trainer:
         """Log the metrics ``sums`` and the speed since the progress ``since``, after the latest update.
 
         The throughput is this rank's times the number of ranks. ``data_wait`` is the fraction of the time
-        that this rank waited for data.
+        that this rank waited for data. ``epoch`` is a fraction, by the updates of an epoch in this start.
         """
         progress = self.progress
         seconds = max(1e-9, progress.train_s - since.train_s)
@@ -429,10 +467,13 @@ class Trainer:
         self.tracker.log("train", values)
 
     def _log_epoch(self, parts: Parts) -> None:
-        """Log an event if the latest update is the last one of an epoch."""
+        """Log an event if the latest update is the last one of an epoch.
+
+        An event needs whole updates, so the updates of an epoch are rounded here.
+        """
         progress = self.progress
-        epoch, updates_in_epoch = divmod(progress.step, max(1, round(parts.updates_per_epoch)))
-        if updates_in_epoch:
+        epoch, updates_in_next = divmod(progress.step, max(1, round(parts.updates_per_epoch)))
+        if updates_in_next > 0:
             return
         seconds = progress.train_s - progress.epoch_start_s
         speed = (progress.utterances - progress.epoch_start_utterances) / max(1e-9, seconds)

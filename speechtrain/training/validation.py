@@ -31,7 +31,7 @@ class Validation:
     tracker: Tracker
     target: float | None  # ``trainer.target``, a value of the task's best metric, or None
     stop_requested: Callable[[], bool]
-    noted: Callable[[Iterable[Batch]], Iterable[Batch]]  # yields the batches, and remembers the latest one
+    record_latest: Callable[[Iterable[Batch]], Iterable[Batch]]  # yields batches, and stores the latest one
     _warned: set[tuple[str, str]] = field(default_factory=set)  # names of sets, and kinds of warnings
 
     def is_due(self, parts: Parts, status: Status | None, is_validation_step: bool) -> bool:
@@ -80,7 +80,7 @@ class Validation:
 
         sets: dict[str, Iterable[Batch]] = {}
         for name, batches in parts.data.valid(group.world.rank, group.world.size).items():
-            sets[name] = self.noted(batches)
+            sets[name] = self.record_latest(batches)
         return self.evaluate(parts, sets, is_stop_requested, decoder)
 
     def _evaluate_with_final_decoder(self, parts: Parts) -> dict[str, Outcome]:

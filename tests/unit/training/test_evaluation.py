@@ -246,7 +246,7 @@ def test_a_contradiction_is_logged_once_for_a_set() -> None:
         updates_per_epoch=1.0,
     )
     validation = Validation(
-        CPU(), PLAIN, SingleProcess(), Kept(), target=None, stop_requested=lambda: False, noted=iter
+        CPU(), PLAIN, SingleProcess(), Kept(), target=None, stop_requested=lambda: False, record_latest=iter
     )
     for parts.progress.step in (1, 2):
         assert validation.run(parts) is None
