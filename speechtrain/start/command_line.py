@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from speechtrain.errors import ConfigError, nearest
@@ -34,7 +33,10 @@ _PRINTING_FLAGS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 """Options of Hydra with which a command prints something and starts no run."""
 _RECIPE = "write a recipe, DIR/recipe/NAME.yaml: --config-dir DIR recipe=NAME"
 _SUBSTITUTES = {
-    **dict.fromkeys(("--config-name", "-cn", "--config-path", "-cp"), _RECIPE),
+    "--config-name": _RECIPE,
+    "-cn": _RECIPE,
+    "--config-path": _RECIPE,
+    "-cp": _RECIPE,
     "--experimental-rerun": "speechtrain train RUN continues a run, and RUN/config.yaml has its config",
     "--hydra-help": "speechtrain train --help shows the usage, --cfg hydra the settings of Hydra",
 }
@@ -44,11 +46,21 @@ _OPENING = ("[", "{", "'", '"')
 """First characters of lists, mappings and quoted texts in Hydra's syntax. In such a value, only words beyond
 ASCII are rewritten. They are quoted."""
 _SOURCES = re.compile(r"\+{0,2}(data\.(train|valid(\.[\w-]+)?)|augment\.(noise|rooms))")
-"""The keys whose values are sources of recordings."""
-_PATHS = re.compile(r".*\.(path|root|cache|model|lm|hostfile|recipe_cache)|\+{0,2}init_from|run_dir")
+"""The keys whose values are sources of recordings. ``+`` and ``++`` add a key that the config lacks."""
+_PATHS = re.compile(r"\+{0,2}(init_from|run_dir|.+\.(path|root|cache|model|lm|hostfile|recipe_cache))")
 """The other keys whose values are paths."""
-_TOKEN = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^]\[{},:'"]+|.""", re.DOTALL)
-"""A part of a list or mapping in Hydra's syntax: a quoted text, an unquoted text, or a punctuation mark."""
+_ALL_CHOICES = re.compile(r"glob\([^()]*\)")
+"""A value that sweeps the choices of a group. Hydra has ``exclude`` as an option of it."""
+_TOKEN = re.compile(
+    r"""
+      '(?:\\.|[^'\\])*'     # a text in single quotes, in which a backslash protects the next character
+    | "(?:\\.|[^"\\])*"     # the same in double quotes
+    | [^]\[{},:'"]+         # a text without quotes
+    | .                     # a punctuation mark
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+"""A part of a list or mapping in Hydra's syntax."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,8 @@ class Command:
     # The value of the last run_dir=. None without it, and for a sweep, whose jobs have a directory each.
     run_dir: Path | None
     external_launch: ExternalLaunch | None  # set if another program, such as mpirun, has started the ranks
-    swept: tuple[str, ...] = ()  # the keys that differ between the jobs of a sweep
+    # In the command of one job of a sweep: the keys that differ between the jobs. ``sweep`` sets it.
+    swept: tuple[str, ...] = ()
 
     @property
     def prints(self) -> bool:
@@ -141,50 +154,47 @@ def _explicit_run_dir(overrides: Sequence[str]) -> Path | None:
 
 
 def translate_arguments(argv: Sequence[str]) -> list[str]:
-    """Translate arguments in the syntax of other toolkits into Hydra's syntax.
+    """Return the arguments in Hydra's syntax. Arguments that are not KEY=VALUE stay as they are.
 
-    - The name of an existing file or folder is quoted, as is each value of ``run_dir``, and ``~/`` becomes
-      the home folder. So a name may contain any signs of Hydra's syntax.
-    - ``data.train=a.jsonl,b.jsonl`` becomes a list, because Hydra would read it as a sweep. So do
-      ``augment.noise`` and ``augment.rooms``.
-    - ``data.valid.NAME=…`` and ``data.valid={NAME: …}`` get ``++``, by which ``replaced_values.replace_sets``
-      knows that they define sets.
-    - Texts with letters beyond ASCII are quoted, because Hydra cannot read them otherwise.
-    - ``glob(*)``, which sweeps all choices of a group, excludes the YAML files whose names start with ``_``.
-    - ``final_decoder=`` chooses from the group of decoders.
-    - ``allow_targets=`` becomes an environment variable, so that no file can set it.
+    ``allow_targets=`` is removed, and sets an environment variable. So no file can allow classes.
     """
     from speechtrain.start.schema import BORROWED_GROUPS
     from speechtrain.start.targets import ALLOW_TARGETS
 
-    rewritten = []
+    translated = []
     for argument in argv:
         key, equals, value = argument.partition("=")
-        if key == "allow_targets" and equals:
+        if not equals or key.startswith("-"):
+            translated.append(argument)
+        elif key == "allow_targets":
             os.environ[ALLOW_TARGETS] = value.strip("[]")
-            continue
-        if equals and not key.startswith("-"):
+        else:
             key, value = _translate(key, value)
-            key = BORROWED_GROUPS.get(key, key)
-        rewritten.append(f"{key}{equals}{value}")
-    return rewritten
+            key = BORROWED_GROUPS.get(key, key)  # ``final_decoder=`` chooses from the group of decoders.
+            translated.append(f"{key}={value}")
+    return translated
 
 
 def _translate(key: str, value: str) -> tuple[str, str]:
-    """Return the key and the value of an override in Hydra's syntax."""
+    """Return the key and the value of an override in Hydra's syntax.
+
+    The rules are applied in this order, because a later one must see the quotes of an earlier one:
+
+    1. ``~/`` at the start of a value is the home folder.
+    2. The name of a file or folder is quoted, because it may contain any sign of Hydra's syntax.
+    3. Sources of recordings may be written with commas, and named sets may be new.
+    4. ``glob(*)`` excludes the YAML files whose names start with ``_``, which are no choices.
+    5. Texts beyond ASCII are quoted, because Hydra cannot read them otherwise.
+    """
     value = _with_home(value)
-    if _SOURCES.fullmatch(key) or _PATHS.fullmatch(key):
-        value = _quoted_name(key, value)
-    if _SOURCES.fullmatch(key):
-        key, value = _rewrite_sources(key, value)
-    if re.fullmatch(r"glob\([^()]*\)", value) and "exclude" not in value:
-        return key, f"{value.removesuffix(')')},exclude=_*)"
-    if value.isascii() or "${" in value:
-        return key, value
-    # Hydra reads letters beyond ASCII only in quotes.
-    if value.startswith(_OPENING):
-        return key, _TOKEN.sub(_quoted_token, value)
-    return key, _quoted_parts(value)
+    is_source = bool(_SOURCES.fullmatch(key))
+    if is_source or _PATHS.fullmatch(key):
+        value = _quoted_name(value, may_be_absent=key == "run_dir")
+    if is_source:
+        key, value = _translate_sources(key, value)
+    if _ALL_CHOICES.fullmatch(value) and "exclude" not in value:
+        return key, value.removesuffix(")") + ",exclude=_*)"
+    return key, _quoted_beyond_ascii(value)
 
 
 def _with_home(value: str) -> str:
@@ -192,28 +202,51 @@ def _with_home(value: str) -> str:
     return os.path.expanduser(value) if value.startswith("~/") else value
 
 
-def _quoted_name(key: str, value: str) -> str:
+def _quoted_name(value: str, may_be_absent: bool) -> str:
     """Return the value of a path's key, which is quoted if it is a name that Hydra would read otherwise.
 
-    A list, a reference or a text that the user has quoted stays, unless a file has this name.
+    The name of an existing file or folder is always quoted. With ``may_be_absent``, as for a new run
+    directory, each text is quoted that is not null, a reference or quoted by the user.
     """
-    if PLAIN.fullmatch(value) or not value:
+    if not value or PLAIN.fullmatch(value):
         return value
-    is_text = unquoted(value) == value and "${" not in value and value != "null"
-    # A run directory may not exist yet, so it is quoted without a look at the disk.
-    is_run_dir = key == "run_dir" and is_text
-    return quoted(value) if is_run_dir or os.path.lexists(value) else value
+    if os.path.lexists(value):
+        return quoted(value)
+    is_quoted = unquoted(value) != value
+    is_reference = "${" in value
+    if not may_be_absent or is_quoted or is_reference or value == "null":
+        return value
+    return quoted(value)
 
 
-def _rewrite_sources(key: str, value: str) -> tuple[str, str]:
-    """Return key and value of ``data.train=``, ``data.valid=`` or another source in Hydra's syntax."""
-    if "," in value and not value.lstrip().startswith(_OPENING):
-        # Hydra does not merge a list into data.valid, which is a mapping of named sets. So the paths stay one
-        # text, which the reader of the sets splits.
-        value = quoted(value) if key.endswith("data.valid") else f"[{_quoted_parts(value)}]"
-    if key.startswith("data.valid") and value != "{}":  # ``{}`` removes all sets.
-        key = f"++{key}"  # ``++`` allows a name that the default config lacks.
+def _translate_sources(key: str, value: str) -> tuple[str, str]:
+    """Return the key and the value of sources of recordings in Hydra's syntax.
+
+    Hydra would read ``a.jsonl,b.jsonl`` as a sweep. It becomes a list, or for ``data.valid``, which is a
+    mapping of named sets, a quoted text, which the reader of the sets splits: Hydra merges no list into a
+    mapping.
+
+    ``data.valid=`` and ``data.valid.NAME=`` get ``++``, with which a set may be new. By it
+    ``replaced_values.replace_sets`` knows that they define sets. ``data.valid={}``, which removes all sets,
+    stays.
+    """
+    has_commas = "," in value and not value.lstrip().startswith(_OPENING)
+    if has_commas and key.endswith("data.valid"):
+        value = quoted(value)
+    elif has_commas:
+        value = f"[{_quoted_parts(value)}]"
+    if key.startswith("data.valid") and value != "{}":
+        key = f"++{key}"
     return key, value
+
+
+def _quoted_beyond_ascii(value: str) -> str:
+    """Return a value whose texts beyond ASCII are quoted. A value with a reference stays as it is."""
+    if value.isascii() or "${" in value:
+        return value
+    if value.startswith(_OPENING):
+        return _TOKEN.sub(_quoted_token, value)
+    return _quoted_parts(value)
 
 
 def _quoted_parts(value: str) -> str:
@@ -222,7 +255,7 @@ def _quoted_parts(value: str) -> str:
 
 
 def _quoted_token(match: re.Match[str]) -> str:
-    """Return a part of a list or mapping (``_TOKEN``). An unquoted text beyond ASCII is quoted."""
+    """Return a part of a list or mapping, a match of ``_TOKEN``. Only a text without quotes changes."""
     token = match[0]
     return token if token.isascii() or token.startswith(_OPENING) else quoted(token.strip())
 
@@ -240,9 +273,12 @@ def split_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             overrides.append(argument)
             continue
         options.append(argument)
-        takes_value = argument in _VALUES
-        if takes_value:
-            options.extend(islice(arguments, 1))  # the value, if the argument is not the last one
+        if argument in _VALUES:
+            value = next(arguments, None)
+            if (
+                value is not None
+            ):  # Otherwise the option is the last argument, and ``check_flags`` refuses it.
+                options.append(value)
     return options, overrides
 
 

@@ -25,12 +25,18 @@ from speechtrain.start.targets import parameter_types, target_class
 _FORMAT = 3
 """The format of ``config.yaml``, which is its first number."""
 _REFERENCE = re.compile(
-    r"""\$\{oc\.env:(?P<variable>\w+),[ ]*
-    (?: '(?P<quoted>[^'\\$]*)' | "(?P<double_quoted>[^"'\\$]*)" | (?P<unquoted>[^'"\\{}[\],]*) )
-    [ ]*\}""",
+    r"""
+    \$\{oc\.env:(?P<variable>\w+),[ ]*
+    (?:
+        '(?P<single_quoted>[^'\\$]*)'
+        | "(?P<double_quoted>[^"'\\$]*)"
+        | (?P<unquoted>[^'"\\{}[\],]*)  # neither quotes nor brackets, and one argument
+    )
+    [ ]*\}
+    """,
     re.VERBOSE,
 )
-"""A reference to an environment variable with a default."""
+"""A reference to an environment variable with a default. A default that no run can store does not match."""
 
 
 def load(path: Path) -> DictConfig:
@@ -66,7 +72,8 @@ def dump(config: DictConfig) -> str:
     not resolve.
     """
     content = OmegaConf.to_container(config, resolve=False)
-    # The schema would refuse a text, such as ``${oc.env:NAME,1}``, in the place of a number.
+    # A config without the types of the schema. With them, a reference, which is a text, could not take the
+    # place of a number below.
     untyped = OmegaConf.create(typing.cast("dict[str, Any]", content))
     values = resolve(untyped)
     with _references_to_environment():
@@ -80,26 +87,31 @@ def _references_to_environment() -> Iterator[None]:
     """Return a context in which ``${oc.env:NAME,default}`` resolves to its own text, in the form to store.
 
     So all values that read the environment become references, also those that read it through another key.
+    OmegaConf has one table of resolvers for the whole process, so no other thread may resolve a config here.
     """
 
-    def reference(name: Any, *default: Any) -> str:
+    def own_text(name: Any, *default: Any) -> str:
         if not default:
-            return f"${{oc.env:{name}}}"
-        value = "null" if default[0] is None else f"'{default[0]}'"
-        return f"${{oc.env:{name},{value}}}"
+            return "${oc.env:" + str(name) + "}"
+        return _reference(name, default[0])
 
-    OmegaConf.register_new_resolver("oc.env", reference, replace=True)
+    OmegaConf.register_new_resolver("oc.env", own_text, replace=True)
     try:
         yield
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
+def _reference(variable: str, default: Any) -> str:
+    """Return a reference to an environment variable with a default, in the form to store."""
+    argument = "null" if default is None else f"'{default}'"
+    return "${oc.env:" + variable + "," + argument + "}"
+
+
 def _check_storable(key: str, value: Any, stored: Any) -> None:
     """Raise ConfigError for a value that a run cannot store.
 
-    ``stored`` is the ``value`` of ``key`` with references to the environment. A reference may stand in the
-    place of a text or of null.
+    ``stored`` is the ``value`` of ``key`` with references to the environment.
     """
     if isinstance(value, dict) and isinstance(stored, dict) and value.keys() == stored.keys():
         for name in value:
@@ -111,8 +123,9 @@ def _check_storable(key: str, value: Any, stored: Any) -> None:
         return
     if isinstance(value, float) and math.isnan(value):
         raise ConfigError(f"{key}: nan is no value that a run stores. As a text, write \"'nan'\"")
-    is_reference_to_text_or_null = isinstance(stored, str) and isinstance(value, str | None)
-    is_allowed = value == stored or is_reference_to_text_or_null
+    # If the two differ, the value comes from the environment. A reference may stand for a text or for null.
+    is_text_for_text_or_null = isinstance(stored, str) and isinstance(value, str | None)
+    is_allowed = value == stored or is_text_for_text_or_null
     if not is_allowed or not is_storable(str(stored)):
         raise ConfigError(f"{key}: a run stores values and ${{oc.env:NAME,default}} only. Write one of them")
 
@@ -134,10 +147,12 @@ def resolve(config: DictConfig) -> dict[str, Any]:
 def with_absolute_paths(config: DictConfig, group_key: str = "") -> DictConfig:
     """Make the paths in ``config`` absolute in place, and return it.
 
-    Paths are the values of constructor parameters of the type ``FilePath``, and ``init_from``. ``group_key``
-    is the key of ``config`` in the whole config, or empty for the whole config itself.
+    Paths are the values of constructor parameters of the type ``FilePath``, and the root key ``init_from``.
+    ``group_key`` is the key of ``config`` in the whole config, or empty for the whole config itself.
     """
-    annotations: dict[str, Any] = {"init_from": FilePath}
+    annotations: dict[str, Any] = {}
+    if not group_key:
+        annotations["init_from"] = FilePath
     if "_target_" in config:
         annotations = parameter_types(target_class(str(config._target_), group_key), include_extras=True)
     values: Any = OmegaConf.to_container(config)
@@ -146,9 +161,11 @@ def with_absolute_paths(config: DictConfig, group_key: str = "") -> DictConfig:
             continue
         if _has_paths(annotations.get(key)):
             config[key] = with_absolute_path(value)
-        is_value = not OmegaConf.is_interpolation(config, key)
-        if is_value and isinstance(config[key], DictConfig):
-            with_absolute_paths(config[key], f"{group_key}.{key}".lstrip("."))
+        if OmegaConf.is_interpolation(config, key):  # A read of the key would resolve it.
+            continue
+        node = config[key]
+        if isinstance(node, DictConfig):
+            with_absolute_paths(node, f"{group_key}.{key}".lstrip("."))
     return config
 
 
@@ -158,21 +175,27 @@ def _has_paths(annotation: Any) -> bool:
 
 
 def with_absolute_path(value: Any) -> Any:
-    """Return the value of a key for paths with absolute paths.
+    """Return the value of a key for paths with absolute paths. ``value`` has one of five forms:
 
-    ``value`` is a path or several paths with commas between them, a list of these, the mapping of a source
-    with the key ``path``, or a mapping of sources by name. A mapping with ``_target_`` names a class instead
-    of a path, and is returned unchanged.
+    - a text: a path, or several paths with commas between them,
+    - a list of values,
+    - a source, which is a mapping with the key ``path``,
+    - a mapping with ``_target_``, which names a class instead of a path. It is returned unchanged,
+    - a mapping of values by name.
+
+    Other values, such as null, are returned unchanged.
     """
     if isinstance(value, str):
         return _absolute_text(value)
     if isinstance(value, list):
         return [with_absolute_path(item) for item in value]
-    if not isinstance(value, dict) or "_target_" in value:
+    if not isinstance(value, dict):
+        return value
+    if "_target_" in value:
         return value
     if "path" in value:
         return value | {"path": with_absolute_path(value["path"])}
-    return {name: with_absolute_path(source) for name, source in value.items()}
+    return {name: with_absolute_path(named_value) for name, named_value in value.items()}
 
 
 def _absolute_text(text: str) -> str:
@@ -194,9 +217,9 @@ def _absolute_text(text: str) -> str:
 
 
 def _with_absolute_default(reference: re.Match[str]) -> str:
-    """Return a reference to the environment (``_REFERENCE``) whose default has absolute paths."""
+    """Return a reference to the environment, a match of ``_REFERENCE``, whose default has absolute paths."""
     unquoted = reference["unquoted"]
     if unquoted is not None and unquoted.strip().lower() in ("", "null"):  # no default, or null
         return reference[0]
-    default = unquoted or reference["quoted"] or reference["double_quoted"] or ""
-    return f"${{oc.env:{reference['variable']},'{_absolute_text(default.strip())}'}}"
+    default = unquoted or reference["single_quoted"] or reference["double_quoted"] or ""
+    return _reference(reference["variable"], _absolute_text(default.strip()))
