@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import subprocess
 import sysconfig
@@ -36,14 +37,15 @@ MINUTES = (2, 10, 60)
 
 def joined(folder: Path, path: Path, minutes: float) -> Path:
     """Write the recordings below ``folder`` end to end, in several rounds, into one WAV file."""
-    from speechtrain.data.audio import read_file
+    from speechtrain.data.pieces import recordings
 
     files = sorted(file for file in folder.rglob("*") if file.suffix in (".wav", ".flac", ".opus"))
     with soundfile.SoundFile(path, "w", RATE, 1) as out:
         for file in itertools.cycle(files):
             if out.frames >= minutes * 60 * RATE:
                 break
-            out.write(read_file(str(file), RATE))
+            (recording,) = recordings(str(file), RATE, math.inf)
+            out.write(recording.read(0.0, recording.seconds))
             out.write(np.zeros(RATE // 2, np.float32))
     return path
 

@@ -91,21 +91,6 @@ def read_with_faults(
         return _read_mixed(cut, sample_rate), []
 
 
-def read_file(
-    path: str, sample_rate: int, start: float = 0.0, seconds: float | None = None, channel: int | None = None
-) -> Samples:
-    """Return the samples (S,) of an audio file: mono, float32, at ``sample_rate``.
-
-    ``channel`` counts from 0. None is the mean of all channels. The samples begin at ``start`` seconds and
-    last ``seconds``, or to the end of the file if this is None. Raises Unusable, as ``read_cut`` does, or
-    if the channels are opposed.
-    """
-    samples, rate, _ = _decode(path, start, seconds)
-    mono, faults = _to_mono(samples, path, channel)
-    refuse_opposed_channels(faults)
-    return check_and_resample(mono, rate, sample_rate, path=path)
-
-
 def change_rate(samples: Samples, rate: int, new_rate: int) -> Samples:
     """Return samples (S,) at ``new_rate``, as ``ceil(S × new_rate / rate)`` samples.
 

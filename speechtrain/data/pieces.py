@@ -9,20 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from speechtrain.data.audio import (
     check_seconds,
     first_file,
-    read_file,
     read_with_faults,
     refuse_opposed_channels,
 )
 from speechtrain.data.formats.folder import AUDIO_SUFFIXES, AudioFolder, Folder
 from speechtrain.data.formats.lhotse_cuts import Samples, is_simple
-from speechtrain.data.formats.manifests import SEGMENT, Record, seconds_of
+from speechtrain.data.formats.manifests import SEGMENT, Record, seconds_of, simple_cut
 from speechtrain.data.loader import REASONS
 from speechtrain.data.prepare.cut_files import cuts_of
 from speechtrain.data.recordings import Unusable, header_or_none, read_header
@@ -120,10 +118,11 @@ def _file_recording(
 ) -> Recording | RecordingError:
     try:
         seconds = read_header(path).duration
-        check_seconds(seconds, max_seconds, path)
     except Unusable as problem:
         return recording_error(problem, path, path)
-    return Recording(path, path, seconds, partial(read_file, path, sample_rate, channel=channel), sample_rate)
+    # As a segment, the file may be longer than its header says.
+    cut = simple_cut(path, path, 0.0, seconds, text="", segment=True)
+    return _cut_recording(cut, path, sample_rate, max_seconds, channel)
 
 
 def _cut_recording(

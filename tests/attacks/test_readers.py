@@ -25,7 +25,7 @@ from speechtrain.launchers.ssh import Ssh
 from speechtrain.batch import Skip
 from speechtrain.checkpoint.checkpointer import Checkpointer
 from speechtrain.commands.report import run as report
-from speechtrain.data.audio import read_cut, read_file
+from speechtrain.data.audio import read_cut
 from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, UnknownField, known_cut
 from speechtrain.data.recordings import Unusable
 from speechtrain.data.skips import SkipLog
@@ -43,6 +43,7 @@ from speechtrain.text.vocabulary import SentencePiece
 from speechtrain.tracking.console import TextLog
 from speechtrain.tracking.jsonl import Jsonl
 from speechtrain.tracking.tensorboard import TensorBoard
+from tests.support.audio_files import read_file
 from tests.support.checkpoints import restore
 
 from . import payloads as p

@@ -13,11 +13,11 @@ import torch
 
 from speechtrain.batch import Batch
 from speechtrain.data.acoustics import Acoustics, add_noise, reverberate, shorten
-from speechtrain.data.audio import read_file
 from speechtrain.data.module import SpeechData
 from speechtrain.data.sampler import BatchLimits
 from speechtrain.errors import DataError
 from speechtrain.text.vocabulary import Characters
+from tests.support.audio_files import read_file
 
 RATE = 16_000
 _CHANGED = r"augment\.noise or augment\.rooms have changed since the checkpoint"

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import soundfile
 
-from speechtrain.data.audio import change_rate, read_cut, read_file
+from speechtrain.data.audio import change_rate, read_cut
 from speechtrain.data.recordings import Unusable, read_header
 from speechtrain.data.speed import change_speed
 from speechtrain.data.voice_activity import is_silent
+from tests.support.audio_files import read_file
 
 RATE = 16_000
 TONE = (0.1 * np.sin(np.arange(2 * RATE) * 0.1)).astype(np.float32)

@@ -17,9 +17,10 @@ import pytest
 import soundfile
 
 from speechtrain.batch import Skip
-from speechtrain.data.audio import Unusable, read_cut, read_file, read_with_faults
+from speechtrain.data.audio import Unusable, read_cut, read_with_faults
 from speechtrain.data.formats.manifests import simple_cut
 from speechtrain.data.module import SpeechData
+from speechtrain.data.pieces import Recording, recordings
 from speechtrain.data.recordings import read_header
 from speechtrain.data.sampler import BatchLimits
 from speechtrain.data.skips import SkipLog, most_bad
@@ -297,7 +298,10 @@ def test_a_channel_is_read_unless_the_manifest_names_one(cache: Path, tmp_path: 
     for channel, expected in ((None, (left + right) / 2), (0, left), (1, right)):
         samples, faults = read_with_faults(cut, RATE, channel=channel)
         np.testing.assert_allclose(samples, expected, atol=1e-6)
-        np.testing.assert_array_equal(read_file(str(path), RATE, channel=channel), samples)
+        (recording,) = recordings(str(path), RATE, 60.0, channel)
+        assert isinstance(recording, Recording)
+        ((_, piece),) = recording.pieces(20.0)
+        np.testing.assert_array_equal(piece, samples)
         assert faults == []
     with pytest.raises(
         Unusable, match=r"no_channel: .*two\.wav: it has 2 channels, and channel 2 counts from 0"

@@ -14,7 +14,7 @@ import torch
 
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import key_of
-from speechtrain.data.audio import read_file, standardise
+from speechtrain.data.audio import standardise
 from speechtrain.data.index import open_index
 from speechtrain.data.loader import audio_row
 from speechtrain.data.module import SpeechData
@@ -22,6 +22,7 @@ from speechtrain.data.sampler import BatchLimits
 from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
 from speechtrain.text.vocabulary import Characters, NoText
+from tests.support.audio_files import read_file
 from tests.support.samplers import new_sampler
 
 RATE = 16_000

@@ -16,7 +16,6 @@ from speechtrain.data.audio import (
     Unusable,
     change_rate,
     read_cut,
-    read_file,
 )
 from speechtrain.data.index import open_index
 from speechtrain.data.loader import EvaluationLoader, TrainingLoader, audio_row, collate
@@ -26,6 +25,7 @@ from speechtrain.data.speed import change_speed
 from speechtrain.data.static_shapes import Shape
 from speechtrain.data.workers import Workers
 from speechtrain.text.vocabulary import Characters
+from tests.support.audio_files import read_file
 
 RATE = 16_000
 

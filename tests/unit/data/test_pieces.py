@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import soundfile
 
-from speechtrain.data.audio import read_file
 from speechtrain.data.pieces import Recording, piece_end, recordings
 from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
+from tests.support.audio_files import read_file
 
 RATE = 16_000
 DAY = 86_400.0

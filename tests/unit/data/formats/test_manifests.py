@@ -18,7 +18,7 @@ import pytest
 import soundfile
 
 from speechtrain.data import audio
-from speechtrain.data.audio import change_rate, read_cut, read_file
+from speechtrain.data.audio import change_rate, read_cut
 from speechtrain.data.formats import manifests
 from speechtrain.data.index import open_index
 from speechtrain.data.loader import _MANY_LABELS, EvaluationLoader
@@ -31,6 +31,7 @@ from speechtrain.errors import DataError
 from speechtrain.inference.loaded_run import LONGEST_SECONDS as LONGEST
 from speechtrain.text.normalise import NORMALISERS
 from speechtrain.text.vocabulary import Characters
+from tests.support.audio_files import read_file
 from tests.support.cuts import lhotse_cuts
 
 MIB = 2**20

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from speechtrain.data.audio import files_of, read_cut, read_file, recording_of
+from speechtrain.data.audio import files_of, read_cut, recording_of
 from speechtrain.data.formats.shar import Shar
 from speechtrain.data.index import open_index
 from speechtrain.data.module import SpeechData
@@ -24,6 +24,7 @@ from speechtrain.data.sources import open_source
 from speechtrain.data.tar_members import file_of
 from speechtrain.errors import DataError
 from speechtrain.text.vocabulary import Characters
+from tests.support.audio_files import read_file
 from tests.support.shar import RATE, write_shar
 
 
