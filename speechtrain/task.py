@@ -193,6 +193,13 @@ class Task(nn.Module, ABC):
         """
         raise ConfigError(f"{type(self).__name__} does not transcribe speech")
 
+    def stream(self, context: Sequence[int] | None, decoder: Any) -> Any:
+        """Return the recognition of one recording whose samples arrive in pieces (``TextStream``).
+
+        Raises ConfigError for a task, an encoder or a decoder that needs whole recordings.
+        """
+        raise ConfigError(f"{type(self).__name__} does not transcribe speech")
+
     def advance(self, step: int, seed: int) -> None:
         """Prepare for the next update, such as a temperature or frozen parameters.
 

@@ -44,6 +44,7 @@ def parser() -> Parser:
             "speechtrain transcribe RUN talk.mp3 FOLDER",
             "speechtrain transcribe run_dir=RUN talk.mp3 --format srt",
             "speechtrain transcribe RUN talk.mp3 decoder=beam device.threads=1",
+            "arecord -q -t raw -f S16_LE -r 16000 | speechtrain transcribe RUN --stream",
         ],
         exit_codes="0 done, 2 usage, 3 some recordings cannot be read and the others are transcribed, "
         "4 machine, 5 no run or no usable checkpoint",
@@ -94,6 +95,22 @@ def parser() -> Parser:
         help="write a file for each recording to DIR, with the folders below the common folder of all "
         "recordings. The same command continues: it leaves out what is written",
     )
+    parser.add_argument(
+        "--stream",
+        action="store_true",
+        help="print the text while it is spoken: of one recording, or of 16-bit PCM on standard input. On a "
+        "terminal the last line is rewritten, elsewhere each event is an object of JSON",
+    )
+    parser.add_argument(
+        "--realtime",
+        action="store_true",
+        help="with --stream and a recording: read it as slowly as it was spoken, and print delays of words",
+    )
+    parser.add_argument(
+        "--context",
+        metavar="L,C,R",
+        help="with --stream: frames before a chunk, in it and after it (default: the run's largest)",
+    )
     return parser
 
 
@@ -107,6 +124,8 @@ def run(argv: list[str]) -> int:
     sources = [text for text in arguments.audio if text not in overrides]
     if arguments.list is not None:
         sources += _lines_of(arguments.list)
+    if arguments.stream:
+        return _stream(arguments, overrides, sources)
     _check_arguments(arguments, sources)
     from speechtrain.inference.loaded_run import load
 
@@ -154,6 +173,27 @@ def run(argv: list[str]) -> int:
         if failures and count > 1:
             print_notice(f"{failures} of {count} recordings failed")
     return DataError.exit_code if failures else 0
+
+
+def _stream(arguments: argparse.Namespace, overrides: list[str], sources: list[str]) -> int:
+    """Print the text of one recording while it arrives."""
+    if len(sources) > 1 or arguments.out is not None or arguments.format not in ("text", "json"):
+        raise ConfigError("--stream reads one recording or standard input, and prints text or JSON")
+    source = sources[0] if sources else "-"
+    if arguments.realtime and source == "-":
+        raise ConfigError("--realtime needs a recording. Standard input has its own speed")
+    context = None
+    if arguments.context is not None:
+        numbers = arguments.context.split(",")
+        if len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
+            raise ConfigError(f"--context {arguments.context}: give three numbers of frames, such as 120,9,0")
+        context = [int(number) for number in numbers]
+    from speechtrain.commands._stream import transcribe_stream
+    from speechtrain.inference.loaded_run import load
+
+    loaded = load(arguments.run, *overrides, checkpoint=arguments.checkpoint, config_dir=arguments.config_dir)
+    transcribe_stream(loaded, source, context, arguments.realtime, arguments.format == "json")
+    return 0
 
 
 def _lines_of(path: Path) -> list[str]:

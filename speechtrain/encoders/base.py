@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import EncoderStream, uniform_at
-from speechtrain.encoders.stream import Context, FrameStream, StreamTiming
+from speechtrain.encoders.stream import FrameStream, StreamTiming
 from speechtrain.errors import ConfigError, require_contract
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.features.logmel_stream import LogMelStream
+from speechtrain.nn.conformer import Context
 
 
 class Encoder(nn.Module, ABC):

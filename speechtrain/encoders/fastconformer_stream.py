@@ -11,16 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speechtrain.encoders.fastconformer import (
+from speechtrain.encoders.stream import FrameStream
+from speechtrain.nn.conformer import (
     CausalConvolution,
     ConformerLayer,
+    Context,
     Halving,
     Subsampling,
     as_mask,
     embedded_distances,
     in_context,
 )
-from speechtrain.encoders.stream import Context, FrameStream
 
 
 class SubsamplingStream:

@@ -13,10 +13,11 @@ from torch import Tensor
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware
 from speechtrain.encoders.base import LogMelEncoder
-from speechtrain.encoders.stream import Context, FrameStream, Stage
+from speechtrain.encoders.stream import FrameStream, Stage
 from speechtrain.errors import ConfigError
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
+from speechtrain.nn.conformer import Context
 from speechtrain.nn.lstm import LSTM
 from speechtrain.nn.norm import MaskedBatchNorm
 from speechtrain.nn.segments import run_stacks

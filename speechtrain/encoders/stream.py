@@ -5,15 +5,13 @@ Legend: B rows, S samples, T frames, W width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-Context = Sequence[int]
-"""[left, chunk, right]: the frames to which a frame attends, as ``fastconformer.in_context`` explains."""
+from speechtrain.nn.conformer import Context
 
 _MOST_SAMPLES = 100_000
 """Samples of one step. Attention needs memory for each pair of frames of a step."""

@@ -29,6 +29,8 @@ from speechtrain.data.voice_activity import pause_middles, speech_spans
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError, first_line, require_least
 from speechtrain.inference.open_run import OpenedRun, open_run
+from speechtrain.inference.samples import scale_to_one
+from speechtrain.inference.stream import RecognitionStream
 from speechtrain.inference.transcript import Segment, Transcript
 from speechtrain.start.compose import process_lock
 from speechtrain.training.evaluation import Outcome, evaluate
@@ -173,6 +175,20 @@ class LoadedRun:
             raise TranscriptionError(results)
         return transcripts
 
+    def stream(
+        self, context: Sequence[int] | None = None, decoder: str = "", **options: Any
+    ) -> RecognitionStream:
+        """Return a stream, which recognises speech whose samples arrive in pieces.
+
+        ``context`` is [left, chunk, right] in frames of the encoder. By default, it is the largest one for
+        which the run was trained. ``decoder`` and ``options`` are those of ``transcribe``.
+
+        Raises ConfigError for a run whose model needs whole recordings.
+        """
+        opened = self.opened
+        call_decoder = opened.used.decoder(decoder, options) if decoder or options else opened.task.decoder
+        return RecognitionStream(opened, self._computing, context, call_decoder)
+
     def features(self, audio: Audio | Iterable[Audio]) -> list[np.ndarray]:
         """Return the encoder's output (T, W) for each recording: T frames of width W, fp32.
 
@@ -279,7 +295,7 @@ class LoadedRun:
         """Return a recording of samples (S,) or of (samples, rate in Hz). Raises Unusable."""
         try:
             samples, rate = source if isinstance(source, tuple) else (source, self.sample_rate)
-            waveform, rate = _scale_to_one(samples), int(rate)
+            waveform, rate = scale_to_one(samples), int(rate)
         except Exception as error:  # The objects of a program may raise any error.
             raise Unusable("unreadable", f"{name}: {first_line(error)}. {_AUDIO_ADVICE}") from None
         if waveform.ndim != 1 or not len(waveform):
@@ -378,34 +394,6 @@ class LoadedRun:
         if encoder is None:
             raise ConfigError(f"{type(self.opened.task).__name__} has no encoder, and so no features")
         return cast("Encoder", encoder)
-
-
-def _scale_to_one(audio: Any) -> Samples:
-    """Return samples in fp32. Integers are scaled to [-1, 1] by the range of their type.
-
-    The middle of an unsigned range becomes 0. Raises TypeError for other types. Integers of 64 bits are
-    refused, because NumPy also uses this type for lists and sums of smaller integers, so the range is
-    unknown.
-    """
-    if isinstance(audio, bytearray | memoryview):
-        audio = bytes(audio)  # NumPy would take it for integers.
-    if isinstance(audio, Tensor):
-        audio = audio.detach().cpu()
-        if audio.is_floating_point():
-            audio = audio.float()  # NumPy lacks bfloat16.
-    samples = np.asarray(audio)
-    if samples.dtype.kind == "f":
-        with np.errstate(over="ignore"):  # An infinite sample is refused later.
-            return np.require(samples, np.float32, ["C", "W"])  # torch wants an array that may be written.
-    is_unsigned = samples.dtype.kind == "u"
-    is_integer = is_unsigned or samples.dtype.kind == "i"
-    bits = 8 * samples.dtype.itemsize
-    if not is_integer or bits == 64:
-        kind = samples.dtype if samples.ndim else type(audio).__name__
-        raise TypeError(f"samples of type {kind}")
-    full_scale = 2.0 ** (bits - 1)
-    middle = full_scale if is_unsigned else 0.0
-    return ((samples - middle) / full_scale).astype(np.float32)
 
 
 def _is_forked() -> bool:

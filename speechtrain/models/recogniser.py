@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,14 +17,32 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware
-from speechtrain.decoding.base import Decoder, Hypothesis, Scorer
+from speechtrain.decoding.base import Decoder, Hypothesis, Scorer, SearchStream
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.encoders.base import Encoder
-from speechtrain.encoders.stream import StreamTiming
+from speechtrain.encoders.stream import FrameStream, StreamTiming
 from speechtrain.errors import ConfigError, require_contract
 from speechtrain.metrics import delay_counts, error_rates
+from speechtrain.nn.conformer import Context
 from speechtrain.task import Evaluation, Example, Loss, Sums, Task, examples_of, require_sums
 from speechtrain.text.vocabulary import Tokenizer
+
+
+@dataclass(frozen=True)
+class TextStream:
+    """The encoder and the search of one recording whose samples arrive in pieces."""
+
+    recogniser: Recogniser
+    encoder: FrameStream
+    search: SearchStream
+
+    def step(self, samples: Tensor) -> Tensor:
+        """Append samples (1, S), and return new frames (1, T, ·) for ``search``."""
+        return self.recogniser.search_frames(self.encoder.step(samples))
+
+    def finish(self) -> Tensor:
+        """Return the last frames (1, T, ·) for ``search``."""
+        return self.recogniser.search_frames(self.encoder.finish())
 
 
 class Recogniser(Task, PolicyAware):
@@ -93,9 +111,13 @@ class Recogniser(Task, PolicyAware):
 
     @property
     def frame_seconds(self) -> float:
-        """Seconds from one encoder frame to the next, as the mean over 100 seconds of audio."""
+        """Seconds from one encoder frame to the next.
+
+        The frames of 100 s are counted between two lengths, because the ends of a recording add frames.
+        """
         seconds = 100
-        return seconds / self.encoder.frames(seconds * self.encoder.sample_rate)
+        samples = seconds * self.encoder.sample_rate
+        return seconds / (self.encoder.frames(2 * samples) - self.encoder.frames(samples))
 
     def apply_policy(self, policy: ComputePolicy) -> None:
         self.policy = policy
@@ -184,6 +206,9 @@ class Recogniser(Task, PolicyAware):
             metrics[f"delay_{look_ahead}"] = (total, torch.tensor(len(delays), dtype=torch.float64))
             delays_by_name[f"delay_{look_ahead}_90"] = delay_counts(delays)
         return Evaluation(metrics, examples, delays_by_name)
+
+    def stream(self, context: Context | None, decoder: Decoder) -> TextStream:
+        return TextStream(self, self.encoder.stream(context), decoder.stream(self.scorer()))
 
     def word_delays(self, offline: Hypothesis, streamed: Hypothesis, timing: StreamTiming) -> Iterator[float]:
         """Yield the delay in seconds of each word that both hypotheses have, in audio time.

@@ -1,8 +1,8 @@
 """The config keys that follow from a run's training data: the labels, and the keys of a recipe's table.
 
-The labels follow from the data with ``tokenizer=auto``. The tables of ``recipe=scratch`` and
-``recipe=finetune`` are in ``sizing.py``. The data is read once, when a new run starts. The values are stored
-in the run's config.yaml, so ranks, restarts and other commands do not read the data again.
+The labels follow from the data with ``tokenizer=auto``. The tables of the recipes ``scratch``, ``streaming``
+and ``finetune`` are in ``sizing.py``. The data is read once, when a new run starts. The values are stored in
+the run's config.yaml, so ranks, restarts and other commands do not read the data again.
 """
 
 from __future__ import annotations
@@ -143,11 +143,11 @@ def _open_max_seconds(config: DictConfig, explicit_keys: Collection[str]) -> flo
     """Raise ``data.max_seconds`` to the upper limit, so that long recordings are read.
 
     Return the default of the data, from which ``_raise_max_seconds`` begins. Return None if
-    ``data.max_seconds`` stays: if it is explicit or high enough, or if the recipe is not ``scratch``.
+    ``data.max_seconds`` stays: if it is explicit or high enough, or if the recipe is ``finetune``.
     """
     max_seconds = float(config.data.get("max_seconds") or math.inf)
     is_explicit = _is_explicit("data.max_seconds", explicit_keys)
-    if config.from_data != "scratch" or max_seconds >= LONG or is_explicit:
+    if config.from_data == "finetune" or max_seconds >= LONG or is_explicit:
         return None
     config.data.max_seconds = LONG
     return max_seconds

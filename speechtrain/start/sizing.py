@@ -1,4 +1,4 @@
-"""The tables of ``recipe=scratch`` and ``recipe=finetune``: config keys that follow from data and time.
+"""The tables of the recipes scratch, streaming and finetune: config keys that follow from data and time.
 
 The lengths of frames, the small network and its batch size were measured on four hours of field recordings
 (docs/decisions, number 12).
@@ -59,6 +59,8 @@ _SPEED = 60.0  # hours of speech on which one core trains the small network in o
 _FRAMES = ((10, 8), (15, 4), (10, 4), (15, 2), (10, 2))
 # Frames for each label of fast speech. At 1.8 the loss fell more slowly, at 1.2 CTC could not align.
 _FRAMES_PER_LABEL = 2.0
+# The look-aheads of a streaming encoder, and how far it looks back.
+_LOOK_AHEADS_MS, _HISTORY_MS = (0, 160, 320), 4800
 # The weight of the auxiliary CTC loss. With 0.3 the encoder learnt too late, and 3 brought no gain.
 _CTC_WEIGHT = 1.0
 _NETWORKS = (
@@ -143,6 +145,20 @@ def scratch(speech: Speech) -> dict[str, Any]:
     }
 
 
+def streaming(speech: Speech) -> dict[str, Any]:
+    """Return the config keys that ``recipe=streaming`` sets, with their values.
+
+    They are those of ``recipe=scratch``, and the contexts of which each micro-batch draws one. The last one
+    is the whole recording.
+    """
+    settings = scratch(speech)
+    frame_ms = round(1000 * settings["encoder.features.hop_seconds"]) * settings["encoder.subsampling"]
+    contexts: list[list[int] | None] = []
+    for look_ahead_ms in _LOOK_AHEADS_MS:
+        contexts.append([_HISTORY_MS // frame_ms, look_ahead_ms // frame_ms + 1, 0])
+    return {**settings, "encoder.contexts": [*contexts, None]}
+
+
 def finetune(speech: Speech) -> dict[str, Any]:
     """Return the config keys that ``recipe=finetune`` sets, with their values.
 
@@ -194,5 +210,5 @@ def _mask(share: float, length: int) -> dict[str, Any] | None:
     return {"_target_": _SPAN_MASK, "probability": share, "length": length} if share else None
 
 
-TABLES = {"scratch": scratch, "finetune": finetune}
+TABLES = {"scratch": scratch, "streaming": streaming, "finetune": finetune}
 """The function of each value of ``from_data``."""

@@ -42,6 +42,15 @@ def small_encoder(choice: str) -> list[str]:
     return [f"encoder={choice}", *SMALL_ENCODERS[choice]]
 
 
+STREAMING = (
+    *TINY[:6],
+    *small_encoder("fastconformer_tiny"),
+    *("encoder.causal=true", "encoder.features.normalise=none", "encoder.contexts=[[16,1,0],[16,4,0],null]"),
+    *("model.prediction.hidden=16", "model.prediction.embedding=8", "model.joint.hidden=16"),
+)
+"""Keys of a tiny run that can stream."""
+
+
 def end_of_program(path: Path, *arguments: str) -> int | str | None:
     """Run a program of Python in this process. Return its exit code, or the line of a failure."""
     with pytest.MonkeyPatch.context() as patch:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import STATIC, apply_policy
-from speechtrain.encoders import fastconformer
 from speechtrain.encoders.fastconformer import FastConformer
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
+from speechtrain.nn import conformer
 from speechtrain.start.build import build_encoder
 from speechtrain.start.compose import compose
 from speechtrain.start.run_config import run_config
@@ -127,7 +127,7 @@ def test_slices_of_rows_change_the_memory_and_no_value(monkeypatch: pytest.Monke
     kept = []
 
     def gradients(values_of_slice: int) -> tuple[list[Tensor], int]:
-        monkeypatch.setattr(fastconformer, "_SLICE_VALUES", values_of_slice)
+        monkeypatch.setattr(conformer, "_SLICE_VALUES", values_of_slice)
         made, kept[:] = encoder().subsampling, []
         x = torch.randn(5, 90, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):

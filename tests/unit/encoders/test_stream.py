@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch
 from speechtrain.encoders.base import LogMelEncoder
-from speechtrain.encoders.fastconformer import FastConformer, in_context
+from speechtrain.encoders.fastconformer import FastConformer
 from speechtrain.encoders.lstm import LSTMEncoder
-from speechtrain.encoders.stream import Context, FrameStream
+from speechtrain.encoders.stream import FrameStream
 from speechtrain.errors import ConfigError
 from speechtrain.features.logmel import LogMel
+from speechtrain.nn.conformer import Context, in_context
 from tests.support.dependence import dependence, last_blocks
 from tests.support.noise import batch
 
@@ -168,9 +169,9 @@ def test_what_cannot_stream_says_why() -> None:
 
 @pytest.mark.parametrize("context", [[8, 4], [8, 0, 0], [-1, 4, 0]])
 def test_a_wrong_context_is_named(context: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"\[left, chunk, right\]"):
+    with pytest.raises(ConfigError, match=r"\[left, chunk, right\]"):
         conformer(context=context)
-    with pytest.raises(ValueError, match=r"\[left, chunk, right\]"):
+    with pytest.raises(ConfigError, match=r"\[left, chunk, right\]"):
         conformer(contexts=[None, context])
 
 
