@@ -72,8 +72,8 @@ MAY_IMPORT = {
         "start text.vocabulary training"
     ),
     "commands": (
-        "checkpoint data decoding.base devices export inference interop launch.launcher rank report start study "
-        "text training.evaluation"
+        "checkpoint data decoding.base devices export inference interop launch.launcher rank report start "
+        "study text training.evaluation"
     ),
 }
 
