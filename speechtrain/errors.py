@@ -41,6 +41,10 @@ class ConfigError(SpeechtrainError):
     exit_code = 2
 
 
+class NeedsWholeRecordings(ConfigError):
+    """A part or a setting that cannot encode a stream."""
+
+
 class DataError(SpeechtrainError):
     """A missing or unusable manifest, recording, transcript or tokenizer.
 

@@ -5,6 +5,7 @@ Legend: B rows, S samples, T frames, M mel bins, L layers.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import EncoderStream, uniform_at
 from speechtrain.encoders.stream import FrameStream, StreamTiming
-from speechtrain.errors import ConfigError, require_contract
+from speechtrain.errors import NeedsWholeRecordings, require_contract
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.features.logmel_stream import LogMelStream
 from speechtrain.nn.conformer import Context
+
+_CHECKED_PIECE = 1237  # samples of a piece, which is no multiple of a hop
 
 
 class Encoder(nn.Module, ABC):
@@ -85,17 +88,33 @@ class Encoder(nn.Module, ABC):
         require_contract(not self.has_exact_frames or counts == frame_counts, self, problem)
         if not self.reads_padding:
             self._check_padding(batch, frames, counts)
+        with contextlib.suppress(NeedsWholeRecordings):
+            self._check_stream(batch)
 
     def _check_padding(self, batch: Batch, frames: Tensor, counts: list[int]) -> None:
         """Raise ConfigError if another second of padding changes ``frames`` (B, T, width)."""
         padded_audio = nn.functional.pad(batch.audio, (0, self.sample_rate))
         padded_frames, _ = self(self.prepare(replace(batch, audio=padded_audio), 0))
         for row, count in enumerate(counts):
-            difference = (padded_frames[row, :count] - frames[row, :count]).abs()
-            # The rounding errors of bf16 are about 0.01 of the largest value.
-            is_equal = bool((difference <= 0.05 * frames[row, :count].abs().max()).all())
+            is_equal = _is_close(padded_frames[row, :count], frames[row, :count])
             problem = "the frames of a row depend on its padding. Mask it, or set reads_padding = True"
             require_contract(is_equal, self, problem)
+
+    def _check_stream(self, batch: Batch) -> None:
+        """Raise ConfigError if the frames of a stream are not those of one pass, for the first row."""
+        context = self.timings[-1].context if self.timings else None
+        stream = self.stream(context, keys=batch.keys[:1])
+        length = int(batch.audio_lengths[0])
+        audio = batch.audio[:1, :length]
+        row = replace(batch, audio=audio, audio_lengths=batch.audio_lengths[:1], keys=batch.keys[:1])
+        frames, lengths = self.encode(self.prepare(row, 0), context)
+        pieces = [stream.step(piece) for piece in torch.split(audio, _CHECKED_PIECE, dim=1)]
+        streamed = torch.cat([*pieces, stream.finish()], dim=1)
+        count = int(lengths[0])
+        problem = f"stream gives {streamed.shape[1]} frames, and forward {count}"
+        require_contract(streamed.shape[1] == count, self, problem)
+        problem = "the frames of stream are not those of forward with the same context"
+        require_contract(_is_close(streamed, frames[:, :count]), self, problem)
 
     def advance(self, step: int, seed: int) -> None:
         """Prepare for the next update. ``Task.advance`` calls this and explains ``step`` and ``seed``."""
@@ -115,11 +134,10 @@ class Encoder(nn.Module, ABC):
         ``context`` limits attention, and the encoder's own is the default. ``keys`` (B,) select the dither,
         as in ``forward``. By default, all are 0.
 
-        Raises ConfigError for an encoder that needs whole recordings.
+        Raises NeedsWholeRecordings, a ConfigError, for an encoder that cannot stream.
         """
-        raise ConfigError(
-            f"{type(self).__name__} needs whole recordings. For a stream, train another encoder"
-        )
+        name = type(self).__name__
+        raise NeedsWholeRecordings(f"{name} needs whole recordings. For a stream, train another encoder")
 
     @abstractmethod
     def frames(self, samples: int) -> int:
@@ -160,6 +178,11 @@ class LogMelEncoder(Encoder):
         if keys is None:
             keys = torch.zeros(rows, dtype=torch.int64, device=device)
         return LogMelStream(self.features, rows, keys)
+
+
+def _is_close(frames: Tensor, expected: Tensor) -> bool:
+    """Return whether the frames are equal up to rounding. That of bf16 is about 0.01 of the largest value."""
+    return bool(((frames - expected).abs() <= 0.05 * expected.abs().max()).all())
 
 
 def layer_drop_factors(seed: int, layers: int, probability: float) -> Tensor:

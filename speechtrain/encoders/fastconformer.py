@@ -20,7 +20,7 @@ from speechtrain.counter_rng import EncoderStream, uniform_at
 from speechtrain.encoders.base import LogMelEncoder, layer_drop_factors
 from speechtrain.encoders.fastconformer_stream import LayerStream, SubsamplingStream
 from speechtrain.encoders.stream import FrameStream, StreamTiming
-from speechtrain.errors import ConfigError, require_least, require_shares
+from speechtrain.errors import ConfigError, NeedsWholeRecordings, require_least, require_shares
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.nn.conformer import (
@@ -185,12 +185,12 @@ class FastConformer(LogMelEncoder):
         if context is None and limited:
             context = max(limited, key=lambda each: each[1] + each[2])
         if not self.causal:
-            raise ConfigError(
+            raise NeedsWholeRecordings(
                 "encoder.causal=false: this encoder reads whole recordings. For a stream, train with "
                 "encoder.causal=true"
             )
         if context is None:
-            raise ConfigError("encoder.context=null: a stream needs a context, such as [120,9,0]")
+            raise NeedsWholeRecordings("encoder.context=null: a stream needs a context, such as [120,9,0]")
         _check_context(context)
         layers = [LayerStream(layer, context, rows) for layer in self.layers]
         subsampling = SubsamplingStream(self.subsampling, self.scale, rows)

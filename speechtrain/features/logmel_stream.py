@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speechtrain.errors import ConfigError
+from speechtrain.errors import NeedsWholeRecordings
 from speechtrain.features.logmel import LogMel
 from speechtrain.nn.full_precision import full_precision
 
@@ -20,17 +20,17 @@ class LogMelStream:
     warp and mask. Between the pieces, the stream stores about two windows and a hop of samples, and the
     columns of an incomplete frame.
 
-    Raises ConfigError for settings of ``log_mel`` that need the whole recording.
+    Raises NeedsWholeRecordings, a ConfigError, for settings of ``log_mel`` that need the whole recording.
     """
 
     def __init__(self, log_mel: LogMel, rows: int = 1, keys: Tensor | None = None) -> None:
         if log_mel.normalise != "none":
-            raise ConfigError(
+            raise NeedsWholeRecordings(
                 f"encoder.features.normalise={log_mel.normalise} needs the whole recording. "
                 "A stream needs encoder.features.normalise=none"
             )
         if log_mel.trim_silence_db is not None:
-            raise ConfigError(
+            raise NeedsWholeRecordings(
                 f"encoder.features.trim_silence_db={log_mel.trim_silence_db} needs the whole recording. "
                 "A stream needs encoder.features.trim_silence_db=null"
             )

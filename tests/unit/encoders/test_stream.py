@@ -242,3 +242,37 @@ def test_a_causal_encoder_is_transformers_streaming_fastconformer(lookahead: int
         expected = theirs(features, attention_mask=mask, num_lookahead_tokens=lookahead).last_hidden_state
     for number, count in enumerate(counts.tolist()):
         torch.testing.assert_close(frames[number, :count], expected[number, :count], rtol=0, atol=1e-5)
+
+
+class WrongStream(FastConformer):
+    """A stream that begins anew with each piece, as an engineer could write it first."""
+
+    def stream(
+        self, context: Context | None = None, rows: int = 1, keys: Tensor | None = None
+    ) -> FrameStream:
+        encoder = super()
+
+        class Forgetful(FrameStream):
+            def step(self, samples: Tensor) -> Tensor:
+                stream = encoder.stream(context, rows, keys)
+                return torch.cat([stream.step(samples), stream.finish()], dim=1)
+
+            def finish(self) -> Tensor:
+                return torch.zeros(1, 0, 32)
+
+        return Forgetful()
+
+
+def test_a_stream_of_a_plug_in_is_compared_with_its_forward_pass() -> None:
+    given = row(0.1 * torch.randn(1, 20_000))
+    conformer(contexts=[[8, 4, 0], None]).check(given)
+    lstm().check(given)
+    lstm(feature_norm=True).check(given)
+    settings = {"width": 32, "layers": 1, "feed_forward": 48, "heads": 4, "subsampling": 4, "channels": 8}
+    wrong = WrongStream(log_mel(), causal=True, contexts=[[8, 4, 0]], **settings).eval()
+    with pytest.raises(ConfigError, match=r"WrongStream.* stream gives \d+ frames"):
+        wrong.check(given)
+    early = conformer(context=[8, 4, 0])
+    early.stream = lambda *arguments, **options: conformer(context=[8, 1, 0]).stream([8, 1, 0])  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="the frames of stream are not those of forward"):
+        early.check(given)
