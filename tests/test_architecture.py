@@ -281,7 +281,7 @@ TOUCH_FILES = {
     "commands/_cli.py": "a new temporary file",
     "launchers/kubernetes.py": "a template of the package",
     "launchers/slurm.py": "a template of the package, and the log, which is checked before",
-    "export/recognise.py": "its own folder, in a Python without speechtrain",
+    "export/greedy_search.py": "its own folder, in a Python without speechtrain",
     "export/recording.py": "a recording that the user names, in a Python without speechtrain",
     "export/recognise_sherpa.py": "its own folder, in a Python without speechtrain",
     "files.py": "the door",

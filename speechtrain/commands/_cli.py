@@ -97,6 +97,16 @@ def add_command(commands: Any, name: str, meaning: str, example: str, program: s
     )
 
 
+def parse_context(text: str | None) -> list[int] | None:
+    """Return the frames of ``--context L,C,R``. None is the default. Raises ConfigError for another form."""
+    if text is None:
+        return None
+    numbers = text.split(",")
+    if len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
+        raise ConfigError(f"--context {text}: give three numbers of frames, such as 120,9,0")
+    return [int(number) for number in numbers]
+
+
 def console(run: Callable[[list[str]], int]) -> Callable[[], NoReturn]:
     """Return the entry point of a program: it calls ``run`` with the process's arguments, and exits.
 

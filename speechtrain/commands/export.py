@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speechtrain.commands._card import add_card_options, card_options, write_card
-from speechtrain.commands._cli import Parser, console
+from speechtrain.commands._cli import Parser, console, parse_context
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.files import writing
 
@@ -32,7 +32,8 @@ def parser() -> Parser:
         "by --from, or one of the two to the other by both options. "
         "Every conversion runs the model of Hugging Face and the one of speechtrain on the same audio. If "
         "they differ by more than 1e-4, it writes nothing. --to onnx writes a recogniser for ONNX Runtime, "
-        "and --to sherpa for sherpa-onnx. Its texts on the evaluation sets must be the texts of the run.",
+        "and --to sherpa for sherpa-onnx. Its texts on the evaluation sets must be the texts of the run. If "
+        "the run has encoder.causal=true, the recogniser reads a stream.",
         examples=[
             "speechtrain export RUN --to huggingface --out FOLDER",
             "speechtrain export RUN --to onnx --out FOLDER",
@@ -70,6 +71,12 @@ def parser() -> Parser:
         default="inside",
         help="with --to onnx: in the graph of the encoder, which then reads the waveform (default), or in a "
         "graph of their own",
+    )
+    build.add_argument(
+        "--context",
+        metavar="L,C,R",
+        help="with --to onnx or sherpa, and encoder.causal=true: frames before a chunk, in it and after it, "
+        "which is 0 (default: the run's largest)",
     )
     build.add_argument("--force", action="store_true", help="replace existing files at --out")
     add_card_options(build)
@@ -175,17 +182,23 @@ def _export_runtime(arguments: argparse.Namespace) -> None:
     except ImportError as error:
         raise MachineError(f"--to {form}: {error}. Install it: pip install -e '.[export]'") from None
     from speechtrain.export import onnx_folder
+    from speechtrain.export.streaming_graphs import stream_context
     from speechtrain.interop.wav2vec2_hf import replacing_files
 
     loaded = load_for_onnx(arguments.source, arguments.checkpoint)
     arguments.checkpoint = loaded.checkpoint.name
+    context = stream_context(loaded.opened.task, parse_context(arguments.context))
     with writing(f"--out {arguments.out}", _FIX), replacing_files(arguments.out) as folder:
-        if form == "onnx":
-            lines = onnx_folder.write(loaded, folder, has_features=arguments.features == "inside")
-        else:
+        if form == "sherpa":
             from speechtrain.export import sherpa_folder
 
             lines = sherpa_folder.write(loaded, folder)
+        elif context is None:
+            lines = onnx_folder.write(loaded, folder, has_features=arguments.features == "inside")
+        else:
+            lines = onnx_folder.write_stream(loaded, folder, context)
+    if context is not None:
+        print(f"a stream with the context {list(context)}: a chunk of {context[1]} frames")
     print(f"{arguments.out}: python recognise.py RECORDING")
     for line in lines:
         print(line)

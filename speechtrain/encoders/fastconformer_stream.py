@@ -41,12 +41,12 @@ class SubsamplingStream:
 
     def step(self, x: Tensor) -> Tensor:
         """Map log-mel frames (B, T, M) to the new subsampled frames (B, T', D)."""
-        return self._project(self.halvings.step(x[..., None, :]))
+        return self.project(self.halvings.step(x[..., None, :]))
 
     def finish(self) -> Tensor:
-        return self._project(self.halvings.finish())
+        return self.project(self.halvings.finish())
 
-    def _project(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor) -> Tensor:
         """Map the convolutions' outputs (B, T, C, M') to frames (B, T, D)."""
         y: Tensor = self.linear(x.flatten(2)) * self.scale
         return y
@@ -72,7 +72,7 @@ class HalvingStream:
         if not outputs:
             bins = self.convolution.halved(x.shape[3])
             return x.new_zeros(len(x), 0, self.convolution.out_channels, bins)
-        return self._convolved(read)
+        return self.convolved(read)
 
     def finish(self) -> Tensor:
         """Return the last output, which reads a zero after the last of an even number of inputs."""
@@ -81,7 +81,8 @@ class HalvingStream:
             return self.step(self.inputs.new_zeros(rows, 1, channels, bins))
         return self.step(self.inputs.new_zeros(rows, 0, channels, bins))
 
-    def _convolved(self, x: Tensor) -> Tensor:
+    def convolved(self, x: Tensor) -> Tensor:
+        """Return the outputs (B, T, ·, ·) of the layers for inputs (B, 2 · T + 1, C, M)."""
         convolution: Any = self.convolution
         x = F.pad(x.transpose(1, 2), (2, 1))  # the bins
         y = F.conv2d(x, convolution.weight, convolution.bias, stride=2, groups=convolution.groups)
@@ -110,7 +111,6 @@ class LayerStream:
         self.queries, self.keys, self.values = empty, empty, empty
         convolution = layer.conv
         assert isinstance(convolution, CausalConvolution)
-        self.convolution = convolution
         self.gated = weight.new_zeros(rows, convolution.history, width)  # the last inputs of the convolution
 
     def step(self, x: Tensor) -> Tensor:
@@ -143,10 +143,9 @@ class LayerStream:
         queries = self.queries[:, :count]
         x = x + self.layer.self_attn.attend(queries, self.keys, self.values, distances, mask)
         self._drop(count)
-        gated = torch.cat([self.gated, self.convolution.gated(self.layer.norm_conv(x))], dim=1)
-        self.gated = gated[:, count:].clone()
-        x = x + self.convolution.convolved(gated)
-        return self.layer.after_convolution(x)
+        y, gated = after_attention(self.layer, x, self.gated)
+        self.gated = gated.clone()
+        return y
 
     def _drop(self, count: int) -> None:
         """Drop the first ``count`` waiting frames, and the keys that no later chunk reads.
@@ -161,3 +160,14 @@ class LayerStream:
         self.keys = self.keys[:, dropped_keys:].clone()
         self.values = self.values[:, dropped_keys:].clone()
         self.first_key = first_key
+
+
+def after_attention(layer: Any, x: Tensor, gated: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output (B, T, D) of a layer for frames ``x`` (B, T, D), to which attention is added.
+
+    ``gated`` (B, k − 1, D) are the inputs of the causal convolution before these frames. The second result
+    are those before the next frames.
+    """
+    inputs = torch.cat([gated, layer.conv.gated(layer.norm_conv(x))], dim=1)
+    y: Tensor = layer.after_convolution(x + layer.conv.convolved(inputs))
+    return y, inputs[:, x.shape[1] :]

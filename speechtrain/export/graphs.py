@@ -29,6 +29,7 @@ from speechtrain.nn.prediction import LSTMPrediction, Prediction, StatelessPredi
 # ONNX Runtime has no strided views. It computes the spectrum fastest as a convolution.
 _POLICY = ComputePolicy(spectrum="conv", attention="slices", conv="conv1d", feature_frames=0)
 _EXAMPLE_SECONDS = 2.0
+_FOLDED = 2**26  # values of the largest constant that is computed at the export
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,8 @@ def write_graph(graph: Graph, path: Path) -> None:
         raise ConfigError(f"{graph.key}: torch cannot write it as ONNX ({reason}). Choose another") from None
     # The rules that optimize=True adds remove additions of constants up to 1e-8, such as features.log_floor.
     optimizer.inline(program.model)
-    optimizer.fold_constants(program.model)
+    # The distances of a stream do not change, so their keys are computed here.
+    optimizer.fold_constants(program.model, input_size_limit=_FOLDED, output_size_limit=_FOLDED)
     optimizer.remove_unused_nodes(program.model)
     program.model.metadata_props.update(graph.metadata)
     program.save(path)

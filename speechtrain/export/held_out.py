@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from speechtrain.data.loader import audio_row, collate
+from speechtrain.decoding.greedy import Greedy
+from speechtrain.encoders.stream import Context
 from speechtrain.errors import DataError
+from speechtrain.files import write_json
 from speechtrain.inference.loaded_run import LONGEST_SECONDS, LoadedRun
 from speechtrain.metrics import error_rates
 
-Export = Callable[[np.ndarray], str]
-"""The text of samples (S,) by an export in one precision."""
+TextOf = Callable[[np.ndarray], str]
+"""The text of samples (S,) by PyTorch, or by an export in one precision."""
 
 _ROUNDED_SHARE = 0.01
 """Fraction of the recordings whose fp32 text may differ, because sums are rounded in another order."""
@@ -29,23 +36,22 @@ class Utterance:
     reference: str  # the transcript in the form in which error rates count it
 
 
-def check(loaded: LoadedRun, exports: Mapping[str, Export]) -> dict[str, Any]:
-    """Return the error rates of PyTorch and of each precision on the run's evaluation sets.
+def check(loaded: LoadedRun, recognisers: Mapping[str, TextOf]) -> dict[str, Any]:
+    """Return the error rates of each recogniser on the run's evaluation sets.
 
-    ``differences`` lists the recordings whose fp32 text differs from PyTorch's text. Two scores that are
-    nearly equal can cause this. Raises DataError if more than one recording and more than a hundredth of
-    them differ.
+    ``recognisers`` are pytorch and the precisions fp32 and int8 of the export. ``differences`` lists the
+    recordings whose fp32 text differs from PyTorch's text. Two scores that are nearly equal can cause this.
+    Raises DataError if more than one recording and more than a hundredth of them differ.
     """
-    pairs = {name: list[tuple[str, str]]() for name in ("pytorch", *exports)}
+    pairs = {name: list[tuple[str, str]]() for name in recognisers}
     differences = []
     for utterance in utterances(loaded):
-        torch_text = text_of(loaded, utterance.samples)
-        pairs["pytorch"].append((utterance.reference, torch_text))
-        for precision, export in exports.items():
-            text = export(utterance.samples)
-            pairs[precision].append((utterance.reference, text))
-            if precision == "fp32" and text.strip() != torch_text.strip():
-                differences.append({"id": utterance.id, "export": text, "pytorch": torch_text})
+        texts = {name: text_of(utterance.samples) for name, text_of in recognisers.items()}
+        for name, text in texts.items():
+            pairs[name].append((utterance.reference, text))
+        if texts["fp32"].strip() != texts["pytorch"].strip():
+            difference = {"id": utterance.id, "export": texts["fp32"], "pytorch": texts["pytorch"]}
+            differences.append(difference)
     count = len(pairs["pytorch"])
     if len(differences) > max(1, _ROUNDED_SHARE * count):
         first = "{id}: the text of the export is {export!r:.200}, and PyTorch's is {pytorch!r:.200}"
@@ -54,10 +60,17 @@ def check(loaded: LoadedRun, exports: Mapping[str, Export]) -> dict[str, Any]:
             "so nothing is written. Report the encoder and this line"
         )
     rates = {}
-    for name, texts in pairs.items():
-        counts = error_rates(texts)
+    for name, text_pairs in pairs.items():
+        counts = error_rates(text_pairs)
         rates[name] = {metric: float(errors / units) for metric, (errors, units) in counts.items()}
     return {"recordings": count, "differences": differences, "error_rates": rates}
+
+
+def write_check(loaded: LoadedRun, recognisers: Mapping[str, TextOf], folder: Path) -> list[str]:
+    """Write the result of ``check`` as error_rates.json into ``folder``. Return lines for the user."""
+    result = check(loaded, recognisers)
+    write_json(folder / "error_rates.json", result)
+    return lines(result)
 
 
 def lines(result: dict[str, Any]) -> list[str]:
@@ -79,6 +92,25 @@ def text_of(loaded: LoadedRun, samples: np.ndarray) -> str:
     (transcript,) = loaded.transcribe(samples, batch=1, piece_seconds=LONGEST_SECONDS)
     texts = [segment.hypothesis.text.strip() for segment in transcript.segments]
     return " ".join([text for text in texts if text])
+
+
+@torch.no_grad()
+def text_in_context(
+    loaded: LoadedRun, context: Context, samples: np.ndarray, most_frames: int = sys.maxsize
+) -> str:
+    """Return PyTorch's text of samples (S,) in one pass, whose attention is limited to ``context``.
+
+    At most ``most_frames`` frames are searched. As in a stream, the position selects the dither, and no limit
+    of labels follows from the length of the recording.
+    """
+    task: Any = loaded.opened.task
+    task.encoder.context = context
+    batch = collate([audio_row("", samples, task.sample_rate)], task.sample_rate)
+    frames, lengths = task.encoder.encode(replace(batch, keys=torch.zeros_like(batch.keys)))
+    settings = task.decoder
+    decoder = Greedy(settings.max_symbols_per_step, settings.max_symbols or sys.maxsize)
+    (hypothesis,) = task.hypotheses(frames, lengths.clamp(max=most_frames), decoder)
+    return str(hypothesis.text)
 
 
 def utterances(loaded: LoadedRun) -> Iterator[Utterance]:

@@ -42,6 +42,6 @@ def settings(loaded: LoadedRun, graphs: Mapping[str, Graph]) -> dict[str, Any]:
         "durations": durations,
         "states": states,
         "max_symbols_per_step": task.decoder.max_symbols_per_step,
-        "max_symbols": task.decoder.max_symbols,
+        "max_symbols": None if kind == "ctc" else task.decoder.max_symbols,
         "features": features,
     }

@@ -6,19 +6,26 @@ The export is checked on the run's held-out recordings before the folder is writ
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from speechtrain.data import voice_activity
 from speechtrain.decoding.greedy import Greedy
+from speechtrain.encoders.stream import Context
 from speechtrain.errors import ConfigError
 from speechtrain.export import held_out
 from speechtrain.export.graphs import Graph, graphs_of, write_graph
+from speechtrain.export.greedy_search import open_sessions
 from speechtrain.export.model_json import settings
 from speechtrain.export.recognise import open_export, transcribe
+from speechtrain.export.recognise_stream import texts_of
+from speechtrain.export.streaming_graphs import stream_settings, streaming_graphs
 from speechtrain.files import sha256, write_json
 from speechtrain.inference.loaded_run import LoadedRun
 from speechtrain.models.ctc import CTC
@@ -26,6 +33,7 @@ from speechtrain.models.rnnt import RNNT
 from speechtrain.run_directory import provenance
 
 PRECISIONS = ("fp32", "int8")
+_PIECE_SAMPLES = 1000  # of a recording in the check of a stream
 
 
 def write(loaded: LoadedRun, folder: Path, has_features: bool) -> list[str]:
@@ -42,22 +50,46 @@ def write(loaded: LoadedRun, folder: Path, has_features: bool) -> list[str]:
         _merge_features(folder)
     content = settings(loaded, graphs) | {"sha256": digests(folder)}
     write_json(folder / "model.json", content | provenance(loaded.opened.run.run_dir))
-    copy_programs(folder, "recognise.py")
-    exports = {}
+    copy_programs(folder, "recognise.py", "recording.py", "greedy_search.py", voice_activity.__file__)
+    recognisers = {"pytorch": partial(held_out.text_of, loaded)}
     for precision in PRECISIONS:
         model, sessions = open_export(folder, precision)  # type: ignore[no-untyped-call]
-        exports[precision] = partial(transcribe, model, sessions)
-    result = held_out.check(loaded, exports)
-    write_json(folder / "error_rates.json", result)
-    return held_out.lines(result)
+        recognisers[precision] = partial(transcribe, model, sessions)
+    return held_out.write_check(loaded, recognisers, folder)
 
 
-def copy_programs(folder: Path, recognise: str) -> None:
-    """Copy the program ``recognise``, a file of this package, and its modules into ``folder``."""
+def write_stream(loaded: LoadedRun, folder: Path, context: Context) -> list[str]:
+    """Write the export of a causal run, which recognises a stream with ``context``. ``write`` has the rest.
+
+    The features have a graph of their own, because only some of them are new when a chunk arrives.
+    """
+    task = greedy_task(loaded, "--to onnx")
+    graphs = streaming_graphs(task, context)
+    write_graphs(graphs, folder)
+    content = settings(loaded, graphs) | {"stream": stream_settings(task, graphs["encoder"], context)}
+    content |= {"sha256": digests(folder)} | provenance(loaded.opened.run.run_dir)
+    write_json(folder / "model.json", content)
+    copy_programs(folder, "recognise_stream.py", "greedy_search.py")
+    recognisers = {"pytorch": partial(held_out.text_in_context, loaded, context)}
+    for precision in PRECISIONS:
+        model, sessions = open_sessions(folder, precision)  # type: ignore[no-untyped-call]
+        recognisers[precision] = partial(_streamed_text, model, sessions)
+    return held_out.write_check(loaded, recognisers, folder)
+
+
+def _streamed_text(model: Any, sessions: Any, samples: np.ndarray) -> str:
+    """Return the text of a recording that arrives in pieces, without the ends of utterances."""
+    pieces = np.array_split(samples, math.ceil(len(samples) / _PIECE_SAMPLES))
+    *_, (text, _) = texts_of(model, sessions, pieces, math.inf)  # type: ignore[no-untyped-call]
+    return str(text)
+
+
+def copy_programs(folder: Path, program: str, *modules: str) -> None:
+    """Copy a program of this package as recognise.py into ``folder``, and its modules."""
     here = Path(__file__).parent
-    shutil.copy(here / recognise, folder / "recognise.py")
-    shutil.copy(here / "recording.py", folder)
-    shutil.copy(voice_activity.__file__, folder)
+    shutil.copy(here / program, folder / "recognise.py")
+    for module in modules:
+        shutil.copy(here / module, folder)
 
 
 def greedy_task(loaded: LoadedRun, option: str) -> Any:
@@ -98,11 +130,21 @@ def write_graphs(graphs: Mapping[str, Graph], folder: Path) -> None:
                 source,
                 target,
                 op_types_to_quantize=["MatMul", "Gemm", "LSTM"],
+                nodes_to_exclude=_products_with_tensors(source),
                 weight_type=QuantType.QInt8,
                 per_channel=True,
             )
         finally:
             logging.root.setLevel(level)
+
+
+def _products_with_tensors(file: Path) -> list[str]:
+    """Return the products of a graph with a constant of more than two axes, which has no form of 8 bits."""
+    import onnx
+
+    graph = onnx.load(file).graph
+    tensors = {constant.name for constant in graph.initializer if len(constant.dims) > 2}
+    return [node.name for node in graph.node if node.op_type == "MatMul" and tensors & set(node.input)]
 
 
 def _merge_features(folder: Path) -> None:

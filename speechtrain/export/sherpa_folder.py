@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speechtrain.data import voice_activity
 from speechtrain.encoders.base import LogMelEncoder
 from speechtrain.errors import ConfigError
 from speechtrain.export import held_out
@@ -111,14 +112,12 @@ def write(loaded: LoadedRun, folder: Path) -> list[str]:
         "sha256": sums,
     }
     write_json(folder / "model.json", settings | provenance(loaded.opened.run.run_dir))
-    copy_programs(folder, "recognise_sherpa.py")
-    exports = {}
+    copy_programs(folder, "recognise_sherpa.py", "recording.py", voice_activity.__file__)
+    recognisers = {"pytorch": partial(held_out.text_of, loaded)}
     for precision in PRECISIONS:
         model, recogniser = open_recogniser(folder, precision)  # type: ignore[no-untyped-call]
-        exports[precision] = partial(transcribe, model, recogniser)
-    result = held_out.check(loaded, exports)
-    write_json(folder / "error_rates.json", result)
-    return held_out.lines(result)
+        recognisers[precision] = partial(transcribe, model, recogniser)
+    return held_out.write_check(loaded, recognisers, folder)
 
 
 def require_fit(task: Any) -> None:

@@ -149,7 +149,10 @@ def test_recognise_names_a_missing_package(folder: Path, monkeypatch: pytest.Mon
     assert error.endswith("Install it: pip install numpy onnxruntime soundfile")
 
 
-@pytest.mark.parametrize("name", ["recognise.py", "recognise_sherpa.py", "recording.py"])
+@pytest.mark.parametrize(
+    "name",
+    ["recognise.py", "recognise_sherpa.py", "recognise_stream.py", "greedy_search.py", "recording.py"],
+)
 def test_recognise_has_no_assertions_which_python_removes(name: str) -> None:
     program = ast.parse(Path(recognise.__file__).with_name(name).read_text())
     assert not [node.lineno for node in ast.walk(program) if isinstance(node, ast.Assert)]
@@ -159,7 +162,7 @@ def test_recognise_needs_three_packages(folder: Path) -> None:
     text = "\n".join([path.read_text() for path in folder.glob("*.py")])
     imports = [line.split()[1] for line in text.splitlines() if line.strip().startswith(("import ", "from "))]
     packages = {name.partition(".")[0] for name in imports} - set(sys.stdlib_module_names)
-    modules = {"recording", "voice_activity", "speechtrain"}  # The export has the first two of them.
+    modules = {"greedy_search", "recording", "voice_activity", "speechtrain"}  # The export has three of them.
     assert packages - modules == {"numpy", "onnxruntime", "soundfile"}
 
 

@@ -1,0 +1,174 @@
+"""The graph of one step of a causal FastConformer: the log-mel frames of a chunk to the encoder's frames.
+
+The state of the stream is an input and an output, in three tensors with the names of NeMo's exports. All of
+them are 0 before the first chunk, and no size depends on the recording.
+
+Legend: B rows, T log-mel frames of a chunk, F features, C frames of a chunk, L layers, A frames of attention
+before the chunk, D width, N values that the convolutions store.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speechtrain.encoders.fastconformer import FastConformer, as_mask, embedded_distances
+from speechtrain.encoders.fastconformer_stream import LayerStream, SubsamplingStream, after_attention
+from speechtrain.encoders.stream import Context
+from speechtrain.errors import ConfigError
+from speechtrain.export.graphs import Graph, graphs_of
+
+CACHES = ("cache_last_channel", "cache_last_time", "cache_last_channel_len")
+
+
+class StreamingEncoder(nn.Module):
+    """Maps the log-mel frames of a chunk to frames, and the state before the chunk to the state after it.
+
+    The inputs are:
+
+    - ``features`` (B, T, F)
+    - ``length`` (B,): log-mel frames from the first one of the chunk to the end of the recording. It is T or
+      more before the end, and 0 or less after it.
+    - ``cache_last_channel`` (B, L, A, 2 · D): keys and values of the last A frames
+    - ``cache_last_time`` (B, 1, 1, N): the inputs of the convolutions that later frames read
+    - ``cache_last_channel_len`` (B,): the number of the A frames that have arrived
+
+    The outputs are frames (B, C, D), the number of them (B,) that are in the recording, and the caches.
+
+    Raises ConfigError for a context with frames after the chunk.
+    """
+
+    def __init__(self, encoder: FastConformer, context: Context) -> None:
+        super().__init__()
+        self.left, self.chunk, right = context
+        if right:
+            raise ConfigError(
+                f"--context {self.left},{self.chunk},{right}: a graph reads no frame after the chunk. "
+                f"Export --context {self.left},{self.chunk},0"
+            )
+        self.encoder = encoder
+        self.chunk_features = self.chunk * encoder.factor  # T
+        self.subsampling = SubsamplingStream(encoder.subsampling, encoder.scale, rows=1)
+        halvings: Any = self.subsampling.halvings.stages
+        layers = [LayerStream(layer, context, rows=1) for layer in encoder.layers]
+        states: list[Tensor] = [halving.inputs for halving in halvings]
+        states += [layer.gated for layer in layers]
+        self.halvings = halvings
+        self.state_shapes = [state.shape[1:] for state in states]
+        self.state_sizes = [shape.numel() for shape in self.state_shapes]
+
+    def first_inputs(self, rows: int) -> dict[str, Tensor]:
+        """Return the inputs of the first step by their names, with features of noise."""
+        width, layers = self.encoder.width, len(self.encoder.layers)
+        generator = torch.Generator().manual_seed(0)
+        shape = (rows, self.chunk_features, self.encoder.subsampling.mels)
+        caches = (
+            torch.zeros(rows, layers, self.left, 2 * width),
+            torch.zeros(rows, 1, 1, sum(self.state_sizes)),
+            torch.zeros(rows, dtype=torch.int64),
+        )
+        return {
+            "features": torch.randn(shape, generator=generator),
+            "length": torch.full((rows,), self.chunk_features),
+            **dict(zip(CACHES, caches, strict=True)),
+        }
+
+    def forward(
+        self, features: Tensor, length: Tensor, attention: Tensor, convolutions: Tensor, arrived: Tensor
+    ) -> tuple[Tensor, ...]:
+        flat_states = torch.split(convolutions.flatten(1), self.state_sizes, dim=1)
+        states = []
+        for flat_state, shape in zip(flat_states, self.state_shapes, strict=True):
+            states.append(flat_state.view(-1, *shape))
+        halvings = len(self.halvings)
+        x, length, halving_states = self._subsampled(features, length, states[:halvings])
+        key = torch.arange(self.left + self.chunk)
+        is_allowed = (key >= self.left - arrived[:, None]) & (key < self.left + length[:, None])
+        mask = as_mask(is_allowed[:, None, None])
+        next_attention, gated_states = [], []
+        layers = zip(self.encoder.layers, attention.unbind(1), states[halvings:], strict=True)
+        for layer, stored, gated in layers:
+            x, keys_values, gated = self._layer(layer, x, stored, gated, mask)
+            next_attention.append(keys_values)
+            gated_states.append(gated)
+        next_states = [state.flatten(1) for state in halving_states + gated_states]
+        next_convolutions = torch.cat(next_states, dim=1)[:, None, None]
+        next_arrived = (arrived + self.chunk).clamp(max=self.left)
+        count = length.clamp(0, self.chunk)
+        return x, count, torch.stack(next_attention, dim=1), next_convolutions, next_arrived
+
+    def _subsampled(
+        self, features: Tensor, length: Tensor, states: list[Tensor]
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Return subsampled frames (B, C, D), the frames to the end of the recording (B,), and the states."""
+        x = features[:, :, None]  # (B, T, channels, bins)
+        next_states = []
+        for halving, stored in zip(self.halvings, states, strict=True):
+            inputs = torch.cat([stored, x], dim=1)
+            next_states.append(inputs[:, -2:])
+            length = halving.convolution.halved(length)
+            x = halving.convolved(inputs[:, :-1])
+            is_valid = torch.arange(x.shape[1]) < length[:, None]
+            x = x * is_valid[:, :, None, None]
+        return self.subsampling.project(x), length, next_states
+
+    def _layer(
+        self, layer: Any, x: Tensor, stored: Tensor, gated: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the output (B, C, D) of a layer, and its state after the chunk.
+
+        ``stored`` (B, A, 2 · D) are keys and values, and ``gated`` are inputs of the convolution.
+        """
+        x = layer.before_attention(x)
+        queries, *new = layer.self_attn.project(layer.norm_self_att(x))
+        new_keys_values = torch.stack(new, dim=2)  # (B, C, 2, heads, ·)
+        keys_values = torch.cat([stored, new_keys_values.flatten(2)], dim=1)
+        keys, values = torch.unflatten(keys_values, 2, new_keys_values.shape[2:]).unbind(2)
+        distances = embedded_distances(self.left + self.chunk - 1, 1 - self.chunk, x)
+        x = x + layer.self_attn.attend(queries, keys, values, distances, mask)
+        y, gated = after_attention(layer, x, gated)
+        return y, keys_values[:, self.chunk :], gated
+
+
+def stream_context(task: Any, context: Context | None) -> Context | None:
+    """Return the context of the stream that an export of ``task`` reads. None: it reads whole recordings.
+
+    By default, it is that of ``Encoder.stream``. Raises ConfigError for a context that cannot be used.
+    """
+    if context is None and not getattr(getattr(task, "encoder", None), "causal", False):
+        return None
+    layer: Any = task.encoder.stream(context).stages[-1]
+    used_context: Context = layer.context
+    return used_context
+
+
+def streaming_graphs(task: Any, context: Context) -> dict[str, Graph]:
+    """Return the graphs of ``graphs_of``, of which the encoder computes one step of a stream."""
+    graphs = graphs_of(task)
+    encoder: Any = graphs["encoder"].module
+    step = StreamingEncoder(encoder.encoder, context)
+    outputs = ("frames", "frame_count", *(f"next_{name}" for name in CACHES))
+    graphs["encoder"] = Graph(step, step.first_inputs(rows=1), outputs)
+    return graphs
+
+
+def stream_settings(task: Any, encoder: Graph, context: Context) -> dict[str, Any]:
+    """Return sizes in log-mel frames or samples, and the shapes of states, which a program needs.
+
+    A program computes the features of a chunk from ``look_back_features`` frames before it, to
+    ``look_ahead_samples`` after the first sample of the next chunk. So the ends of this audio, which the
+    front end extends, change no frame of the chunk.
+    """
+    log_mel = task.encoder.features
+    hop = log_mel.hop * log_mel.splice
+    return {
+        "context": list(context),
+        "chunk_features": encoder.inputs["features"].shape[1],
+        "hop_samples": hop,
+        "look_back_features": math.ceil((log_mel.width + 2) / hop),
+        "look_ahead_samples": max(0, log_mel.width - log_mel.front_end.left - log_mel.hop),
+        "states": {name: list(encoder.inputs[name].shape) for name in CACHES},
+    }
