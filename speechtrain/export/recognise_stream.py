@@ -17,14 +17,15 @@ except ImportError as error:
     sys.exit(f"recognise.py: {error}. Install it: pip install numpy onnxruntime")
 
 
-def texts_of(model, sessions, pieces, endpoint_seconds):
+def texts_of(model, sessions, pieces):
     """Yield the text so far and whether it is final, after each chunk of mono fp32 samples in pieces (S,)."""
+    endpoint_seconds = model["stream"]["endpoint_seconds"] or float("inf")
     labels, blanks, state = [], 0, {}
     for frames in frames_of(model, sessions, pieces):
         for frame in frames:
             new_labels = labels_of(model, sessions, state, frame)
             blanks = 0 if new_labels else blanks + 1
-            if len(labels) <= (model["max_symbols"] or float("inf")):
+            if model["max_symbols"] is None or len(labels) <= model["max_symbols"]:
                 labels += new_labels
         is_final = bool(labels) and blanks * model["frame_seconds"] >= endpoint_seconds
         yield spelled(model, labels), is_final
@@ -85,13 +86,12 @@ if __name__ == "__main__":
         prog="recognise.py", description="Print the text of speech as it arrives."
     )
     parser.add_argument("--int8", action="store_true", help="use weights of 8 bits")
-    parser.add_argument("--endpoint", type=float, default=0.8, help="seconds of the pause after an utterance")
     parser.add_argument("wav", nargs="?", metavar="WAV", help="instead of 16-bit PCM on standard input")
     options = parser.parse_args()
     try:
         model, sessions = open_sessions(Path(__file__).parent, "int8" if options.int8 else "fp32")
         samples = pieces_of(options.wav, model["sample_rate"])
-        for text, is_final in texts_of(model, sessions, samples, options.endpoint):
+        for text, is_final in texts_of(model, sessions, samples):
             if sys.stdout.isatty() or (is_final and text):
                 print(text, end="\n" if is_final else "\r", flush=True)
     except KeyboardInterrupt:

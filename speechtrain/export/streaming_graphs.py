@@ -166,6 +166,7 @@ def stream_settings(task: Any, encoder: Graph, context: Context) -> dict[str, An
     hop = log_mel.hop * log_mel.splice
     return {
         "context": list(context),
+        "endpoint_seconds": task.decoder.endpoint_seconds,
         "chunk_features": encoder.inputs["features"].shape[1],
         "hop_samples": hop,
         "look_back_features": math.ceil((log_mel.width + 2) / hop),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from speechtrain.export.greedy_search import open_sessions
 from tests.support.tiny_run import TINY, end_of_program, small_encoder, untrained
 
 CAUSAL = ("encoder.causal=true", "encoder.context=[10,3,0]", "encoder.features.normalise=none")
+CAUSAL = (*CAUSAL, "decoder.endpoint_seconds=null")
 KEYS = [key for key in TINY if not key.startswith("encoder.")] + small_encoder("fastconformer_tiny")
 
 
@@ -81,12 +81,12 @@ def test_the_frames_of_the_program_are_those_of_the_stream(
 def test_the_program_reads_a_microphone_and_a_file(run_directory: Path, folder: Path, tmp_path: Path) -> None:
     samples = words(run_directory)
     pcm = write_wav(tmp_path / "a.wav", samples)
-    command = [sys.executable, "-O", str(folder / "recognise.py"), "--endpoint", "1e9"]
+    command = [sys.executable, "-O", str(folder / "recognise.py")]
     of_file = subprocess.run([*command, str(tmp_path / "a.wav")], capture_output=True)
     of_microphone = subprocess.run(command, input=pcm, capture_output=True)
     model, sessions = open_sessions(folder, "fp32")  # type: ignore[no-untyped-call]
     read = np.frombuffer(pcm, "<i2").astype(np.float32) / 32768
-    *_, (text, is_final) = recognise_stream.texts_of(model, sessions, [read], math.inf)  # type: ignore[no-untyped-call]
+    *_, (text, is_final) = recognise_stream.texts_of(model, sessions, [read])  # type: ignore[no-untyped-call]
     assert is_final
     assert text
     assert of_microphone.stdout.decode() == of_file.stdout.decode() == f"{text}\n"
@@ -101,7 +101,8 @@ def test_a_pause_ends_an_utterance(monkeypatch: pytest.MonkeyPatch) -> None:
         recognise_stream, "labels_of", lambda *arguments: [arguments[3]] if arguments[3] else []
     )
     model = {"max_symbols": None, "frame_seconds": 0.04, "labels": ["", "a", "b", "c", "d"]}
-    events = list(recognise_stream.texts_of(model, None, [], 0.2))  # type: ignore[no-untyped-call]
+    model["stream"] = {"endpoint_seconds": 0.2}
+    events = list(recognise_stream.texts_of(model, None, []))  # type: ignore[no-untyped-call]
     texts = ["ab", "ab", "abc", "abc", "abc", "abc", "d", "d"]
     assert [text for text, _ in events] == texts
     assert [is_final for _, is_final in events] == [False] * 5 + [True, False, True]
