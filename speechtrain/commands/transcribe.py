@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from speechtrain import __version__
-from speechtrain.commands._cli import Parser, console
+from speechtrain.commands._cli import Parser, console, parse_context
 from speechtrain.commands._results import OUT_FIX, Input, Outcome, ResultFolder, print_outcome
 from speechtrain.errors import ConfigError, DataError, RecordingError, escape_controls, print_notice
 from speechtrain.files import writing
@@ -182,12 +182,7 @@ def _stream(arguments: argparse.Namespace, overrides: list[str], sources: list[s
     source = sources[0] if sources else "-"
     if arguments.realtime and source == "-":
         raise ConfigError("--realtime needs a recording. Standard input has its own speed")
-    context = None
-    if arguments.context is not None:
-        numbers = arguments.context.split(",")
-        if len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
-            raise ConfigError(f"--context {arguments.context}: give three numbers of frames, such as 120,9,0")
-        context = [int(number) for number in numbers]
+    context = parse_context(arguments.context)
     from speechtrain.commands._stream import transcribe_stream
     from speechtrain.inference.loaded_run import load
 

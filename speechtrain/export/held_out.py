@@ -14,11 +14,11 @@ import torch
 
 from speechtrain.data.loader import audio_row, collate
 from speechtrain.decoding.greedy import Greedy
-from speechtrain.encoders.stream import Context
 from speechtrain.errors import DataError
 from speechtrain.files import write_json
 from speechtrain.inference.loaded_run import LONGEST_SECONDS, LoadedRun
 from speechtrain.metrics import error_rates
+from speechtrain.nn.conformer import Context
 
 TextOf = Callable[[np.ndarray], str]
 """The text of samples (S,) by PyTorch, or by an export in one precision."""

@@ -17,7 +17,6 @@ import numpy as np
 
 from speechtrain.data import voice_activity
 from speechtrain.decoding.greedy import Greedy
-from speechtrain.encoders.stream import Context
 from speechtrain.errors import ConfigError
 from speechtrain.export import held_out
 from speechtrain.export.graphs import Graph, graphs_of, write_graph
@@ -30,6 +29,7 @@ from speechtrain.files import sha256, write_json
 from speechtrain.inference.loaded_run import LoadedRun
 from speechtrain.models.ctc import CTC
 from speechtrain.models.rnnt import RNNT
+from speechtrain.nn.conformer import Context
 from speechtrain.run_directory import provenance
 
 PRECISIONS = ("fp32", "int8")

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speechtrain.encoders.fastconformer import FastConformer, as_mask, embedded_distances
+from speechtrain.encoders.fastconformer import FastConformer
 from speechtrain.encoders.fastconformer_stream import LayerStream, SubsamplingStream, after_attention
-from speechtrain.encoders.stream import Context
 from speechtrain.errors import ConfigError
 from speechtrain.export.graphs import Graph, graphs_of
+from speechtrain.nn.conformer import Context, as_mask, embedded_distances
 
 CACHES = ("cache_last_channel", "cache_last_time", "cache_last_channel_len")
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from speechtrain.encoders.fastconformer import FastConformer
-from speechtrain.encoders.stream import Context
 from speechtrain.errors import ConfigError
 from speechtrain.export.streaming_graphs import CACHES, StreamingEncoder, stream_context
+from speechtrain.nn.conformer import Context
 from tests.support.streams import KEY, conformer, one_pass, pieces, streamed
 
 
