@@ -88,12 +88,11 @@ def read_command(argv: Sequence[str]) -> Command:
     """Return the command of the arguments ``argv``.
 
     The rank of this process comes from the environment. ``allow_targets=`` becomes an environment variable.
-    Raises ConfigError for an option that is refused, for a path that is no run directory, and if another
-    program has started several ranks and ``argv`` has no ``run_dir=``.
+    Raises ConfigError for a path that is no run directory, and if another program has started several ranks
+    and ``argv`` has no ``run_dir=``.
     """
     argv = without_local_rank(argv)
     flags, texts = split_options(argv)
-    check_flags(flags)  # It precedes the other texts, because the value of an unknown option is one of them.
     overrides = translate_arguments([_with_run_dir(text) for text in texts])
     is_sweep = "-m" in flags or "--multirun" in flags
     run_dir = None if is_sweep else _explicit_run_dir(overrides)
@@ -263,30 +262,36 @@ def _quoted_token(match: re.Match[str]) -> str:
 def split_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return two lists: Hydra's options with their values, and the overrides.
 
-    Hydra's parser accepts options only before or after all overrides.
+    Hydra's parser accepts options only before or after all overrides. A word after an option that
+    ``check_flags`` refuses is its value, so that no error about this word comes first.
     """
     options = []
     overrides = []
+    may_be_value = False  # whether the option before is a refused one
     arguments = iter(argv)
     for argument in arguments:
-        if not argument.startswith("-"):
+        if argument.startswith("-"):
+            options.append(argument)
+            if argument in _VALUES:
+                value = next(arguments, None)
+                if value is not None:  # Otherwise the option is the last argument, which is refused.
+                    options.append(value)
+            may_be_value = argument.partition("=")[0] not in {*_VALUES, *_SWITCHES}
+        elif may_be_value and "=" not in argument:
+            may_be_value = False
+            options.append(argument)
+        else:
+            may_be_value = False
             overrides.append(argument)
-            continue
-        options.append(argument)
-        if argument in _VALUES:
-            value = next(arguments, None)
-            if (
-                value is not None
-            ):  # Otherwise the option is the last argument, and ``check_flags`` refuses it.
-                options.append(value)
     return options, overrides
 
 
 def check_command(command: Command) -> None:
-    """Raise ConfigError for a setting ``hydra…=`` that has no effect.
+    """Raise ConfigError for an unknown option, for a wrong value of one, and for a setting of Hydra.
 
-    These settings say how Hydra runs a sweep, so only a sweep has them.
+    The settings ``hydra…=`` say how Hydra runs a sweep, so only a sweep has them.
     """
+    check_flags(command.flags)
     for override in command.overrides:
         key = key_of_override(override)
         if key == "hydra.verbose":
