@@ -17,7 +17,7 @@ from speechtrain.errors import ConfigError
 from speechtrain.nn.conformer import Context, in_context
 from tests.support.dependence import dependence, last_blocks
 from tests.support.noise import batch
-from tests.support.streams import KEY, conformer, log_mel, lstm, one_pass, pieces, streamed
+from tests.support.streams import KEY, conformer, log_mel, lstm, one_pass, pieces, row, streamed
 
 CONTEXTS = ([16, 4, 0], [8, 1, 0], [10, 3, 2], [5, 1, 1], [64, 8, 0], [0, 2, 1])
 
