@@ -40,6 +40,7 @@ the function compiles in dozens of pieces, anew for each shape.
 
 Loss: Graves, "Sequence transduction with recurrent neural networks" (2012), sections 2.4 and 2.5.
 Yu et al., "FastEmit: low-latency streaming ASR with sequence-level emission regularization" (ICASSP 2021).
+Kang et al., "Delay-penalized transducer for low-latency streaming ASR" (ICASSP 2023).
 Xu et al., "Efficient sequence transduction by jointly predicting tokens and durations" (ICML 2023).
 """
 
@@ -76,6 +77,7 @@ def transducer_loss(
     dropout: float = 0.0,
     seed: int | Tensor = 0,
     fastemit: float = 0.0,
+    delay_penalty: float = 0.0,
     durations: Sequence[int] = (),
     sigma: float = 0.0,
     compute_dtype: torch.dtype | None = None,
@@ -107,6 +109,9 @@ def transducer_loss(
       tensor, or its two int32 halves (2,) with the lower half first.
     - ``fastemit`` multiplies the gradient of label arcs by 1 + ``fastemit``. The value of the loss does not
       change. With durations it must be 0.
+    - ``delay_penalty`` times (T - 1) / 2 - t is added to the log-probability of each label in frame t of T
+      frames, so paths with early labels are favoured. The loss contains it, and may then be negative.
+      ``fastemit`` multiplies the gradient of this loss. Pass 0 in evaluation.
     - ``durations``, in frames and ascending, select the TDT loss. ``weight`` (V + K, H) and ``bias``
       (V + K,) then have a row for each duration after the rows of the symbols.
     - ``sigma`` is subtracted from the log-probability of every symbol of the TDT loss, which favours paths of
@@ -128,7 +133,7 @@ def transducer_loss(
     lengths and labels are not checked, because a read would stall a device. The loss is then undefined for an
     id of V or more.
     """
-    _check_settings(activation, dropout, fastemit, chunk, keep)
+    _check_settings(activation, dropout, fastemit, delay_penalty, chunk, keep)
     durations = _check_durations(durations, fastemit, sigma)
     tensors = (encoder, prediction, weight, bias, labels, encoder_lengths, label_lengths)
     _check_tensors(blank, len(durations), *tensors)
@@ -144,6 +149,7 @@ def transducer_loss(
         keep=keep,
         durations=durations,
         sigma=sigma,
+        delay_penalty=delay_penalty,
     )
     return _losses(settings, tensors, seed, static)
 
@@ -186,14 +192,17 @@ def _seed_halves(seed: int | Tensor, device: torch.device) -> Tensor:
     return halves.reshape(2).to(device)
 
 
-def _check_settings(activation: str, dropout: float, fastemit: float, chunk: int, keep: int) -> None:
+def _check_settings(
+    activation: str, dropout: float, fastemit: float, delay_penalty: float, chunk: int, keep: int
+) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}. It must be {' or '.join(ACTIVATIONS)}")
     if not (dropout >= 0 and round(dropout * 65536) < 65536):
         raise ValueError(f"dropout is {dropout}. It must be at least 0 and below 1")
-    if not (fastemit >= 0 and chunk >= 1 and keep >= 0):
+    if not (fastemit >= 0 and delay_penalty >= 0 and chunk >= 1 and keep >= 0):
         raise ValueError(
-            f"fastemit is {fastemit}, chunk {chunk}, keep {keep}. They must be at least 0, 1 and 0"
+            f"fastemit is {fastemit}, delay_penalty {delay_penalty}, chunk {chunk}, keep {keep}. "
+            "They must be at least 0, 0, 1 and 0"
         )
 
 

@@ -1,4 +1,4 @@
-"""What both forms of the joint of the transducer loss share: parameters and factors of the gradient.
+"""What both forms of the joint of the transducer loss share: parameters, penalty, factors of the gradient.
 
 ``RaggedJoint`` and ``StaticJoint`` compute the joint in the cells of the lattice, forward and backward.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.losses.transducer_dropout import Dropout, NoDropout
-from speechtrain.losses.transducer_lattice import Inputs, Settings, lattice_shape
+from speechtrain.losses.transducer_lattice import Inputs, Settings, indices, lattice_shape
 from speechtrain.losses.transducer_recursion import Posteriors
 
 ACTIVATIONS = {"relu": torch.relu_, "tanh": torch.tanh_}
@@ -42,6 +42,21 @@ class JointNetwork:
         return hidden.square_().neg_().add_(1)
 
 
+def arcs_with_penalty(settings: Settings, arcs: Sequence[Tensor], frame_counts: Tensor) -> Sequence[Tensor]:
+    """Return ``arcs``, each (B, T, P), with the delay penalty on labels, for utterances of T frames (B,).
+
+    A label that leaves frame t gets ``delay_penalty`` * ((T - 1) / 2 - t) (Kang et al., 2023).
+    """
+    if not settings.delay_penalty:
+        return arcs
+    blank, label, *durations = arcs
+    # The lazy device computes the product of integers and 0.5 in float64.
+    middle = (frame_counts.to(label.dtype) - 1) * 0.5
+    frames_to_middle = middle[:, None] - indices(label.shape[1], label)  # (B, T)
+    label = label + settings.delay_penalty * frames_to_middle[:, :, None]
+    return [blank, label, *durations]
+
+
 def gradient_factors(settings: Settings, posteriors: Posteriors, arcs: Sequence[Tensor]) -> list[Tensor]:
     """Return the factors from which the gradient over the logits of each cell is computed, each (B, T, P).
 
@@ -49,8 +64,8 @@ def gradient_factors(settings: Settings, posteriors: Posteriors, arcs: Sequence[
     blank, next label and each duration. The gradient over a logit is the weight times the logit's difference.
     The share of all other symbols is 0, so their difference is their softmax.
 
-    ``arcs`` are the log-probabilities (B, T, P) of blank, next label and each duration. The differences are
-    computed in full precision, because their terms cancel.
+    ``arcs`` are the log-probabilities (B, T, P) of blank, next label and each duration, without penalty. The
+    differences are computed in full precision, because their terms cancel.
     """
     blank, label, *durations = arcs
     label_share = posteriors.label_share

@@ -30,6 +30,7 @@ class Settings:
     keep: int  # bytes
     durations: tuple[int, ...] = ()  # frames
     sigma: float = 0.0
+    delay_penalty: float = 0.0
 
     @property
     def wide(self) -> torch.dtype:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from speechtrain.losses.transducer_durations import posteriors_of_durations
 from speechtrain.losses.transducer_frames import posteriors_by_frames
-from speechtrain.losses.transducer_joint import ACTIVATIONS, JointNetwork, gradient_factors
+from speechtrain.losses.transducer_joint import ACTIVATIONS, JointNetwork, arcs_with_penalty, gradient_factors
 from speechtrain.losses.transducer_lattice import (
     Cells,
     Gradients,
@@ -67,7 +67,8 @@ class RaggedJoint(JointNetwork):
     def posteriors(self, group: slice) -> Posteriors:
         """Return the posteriors of the utterances ``group``, whose arcs must be computed."""
         lengths = self.frame_counts[group], self.label_counts[group]
-        arcs = [log_p[group] for log_p in self.arcs]
+        arcs: Sequence[Tensor] = [log_p[group] for log_p in self.arcs]
+        arcs = arcs_with_penalty(self.settings, arcs, self.frame_counts[group])
         if self.settings.durations:
             return posteriors_of_durations(self.settings, [log_p.double() for log_p in arcs], *lengths)
         blank, label = arcs

@@ -11,7 +11,7 @@ from torch import Tensor
 from speechtrain.compute_policy import GraphFunction
 from speechtrain.losses.transducer_diagonals import posteriors_by_diagonals
 from speechtrain.losses.transducer_durations import posteriors_of_durations
-from speechtrain.losses.transducer_joint import ACTIVATIONS, JointNetwork
+from speechtrain.losses.transducer_joint import ACTIVATIONS, JointNetwork, arcs_with_penalty
 from speechtrain.losses.transducer_lattice import Gradients, Inputs, Settings, indices, next_labels
 from speechtrain.losses.transducer_recursion import Posteriors
 
@@ -44,6 +44,7 @@ class StaticJoint(JointNetwork):
 
     def posteriors(self, arcs: Sequence[Tensor]) -> Posteriors:
         """Return the posteriors of ``arcs``, the results of ``log_probabilities``."""
+        arcs = arcs_with_penalty(self.settings, arcs, self.frame_counts)
         lengths = self.frame_counts, self.label_counts
         if self.settings.durations:
             return posteriors_of_durations(self.settings, arcs, *lengths)

@@ -30,8 +30,8 @@ class RNNT(Recogniser):
     """RNN-T recognition, trained by the exact transducer loss.
 
     ``ctc_weight`` is the weight of an additional CTC loss on the encoder. ``fastemit`` is the lambda of Yu et
-    al. (2021). A joint with durations makes the model a TDT (Xu et al., 2023), whose logit
-    under-normalisation is ``sigma``.
+    al. (2021), and ``delay_penalty`` the lambda of Kang et al. (2023), which is 0 in evaluation. A joint with
+    durations makes the model a TDT (Xu et al., 2023), whose logit under-normalisation is ``sigma``.
 
     If ``joint_rows`` is above 0, the joint and the loss are computed for slices of this number of rows, one
     after the other. This limits their memory to one slice. A slice is cut to its longest row unless shapes
@@ -50,8 +50,9 @@ class RNNT(Recogniser):
         encoder_lr_scale: float = 1.0,
         joint_rows: int = 0,
         sigma: float = 0.0,
+        delay_penalty: float = 0.0,
     ) -> None:
-        require_least(0, fastemit=fastemit, joint_rows=joint_rows)
+        require_least(0, fastemit=fastemit, delay_penalty=delay_penalty, joint_rows=joint_rows)
         super().__init__(tokenizer, encoder, freeze_encoder_steps, encoder_lr_scale)
         self.prediction = prediction or LSTMPrediction()
         self.prediction.connect(tokenizer.size - 1)
@@ -63,6 +64,7 @@ class RNNT(Recogniser):
         self.ctc_weight = ctc_weight
         self.ctc = nn.Linear(encoder.width, tokenizer.size) if ctc_weight > 0 else None
         self.fastemit, self.joint_rows, self.sigma = fastemit, joint_rows, sigma
+        self.delay_penalty = delay_penalty
 
     @property
     def dropout(self) -> float:
@@ -141,6 +143,7 @@ class RNNT(Recogniser):
     ) -> Tensor:
         """Return the transducer loss (B,) of the two projected inputs of the joint."""
         policy, joint = self.policy, self.joint
+        delay_penalty = self.delay_penalty if self.training else 0.0
         return transducer_loss(
             encoder,
             prediction,
@@ -153,6 +156,7 @@ class RNNT(Recogniser):
             dropout=self.dropout,
             seed=seed,
             fastemit=self.fastemit,
+            delay_penalty=delay_penalty,
             durations=joint.durations,
             sigma=self.sigma,
             static=policy.transducer == "static",

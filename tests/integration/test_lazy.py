@@ -27,6 +27,7 @@ MODELS = {
         *("model.prediction.embedding=8", "model.joint.hidden=16", "decoder.max_symbols=20"),
         *("encoder.dropout=0", "model.prediction.dropout=0", "model.joint.dropout=0.1"),
         *("encoder.features.dither=0", "augment.warp=0", "trainer.ema=0.9"),
+        "model.delay_penalty=0.01",
     ],
     "wav2vec2": [
         *("schedule=constant", "schedule.warmup_steps=100"),

@@ -68,6 +68,24 @@ class Problem:
         return loss.detach(), torch.autograd.grad((loss * self.upstream).sum(), leaves)
 
 
+def earliness(frames: int) -> Tensor:
+    """How many frames before the middle each of T ``frames`` is (T, 1), in float64."""
+    return torch.tensor([(frames - 1) / 2 - t for t in range(frames)], dtype=torch.float64)[:, None]
+
+
+def plain_settings(dropout: float = 0.0) -> Settings:
+    return Settings(
+        blank=0,
+        activation="relu",
+        dropout=dropout,
+        fastemit=0.0,
+        dtype=torch.float32,
+        skip_below=0.0,
+        chunk=1,
+        keep=0,
+    )
+
+
 def joint_dropout_mask(
     batch: int, frames: int, positions: int, hidden: int, *, rate: float, seed: int
 ) -> tuple[Tensor, float]:
@@ -75,16 +93,7 @@ def joint_dropout_mask(
 
     The second result is the factor of these units.
     """
-    settings = Settings(
-        blank=0,
-        activation="relu",
-        dropout=rate,
-        fastemit=0.0,
-        dtype=torch.float32,
-        skip_below=0.0,
-        chunk=1,
-        keep=0,
-    )
+    settings = plain_settings(rate)
     dropout = Dropout(settings, batch, hidden, seed_halves=torch.tensor([seed]).view(torch.int32))
     ones = torch.ones(batch, frames, positions, hidden)
     return dropout.drop(ones, torch.arange(frames)) > 0, settings.scale

@@ -251,6 +251,7 @@ OVERRIDES = [
     ("optimizer=adamw8bit device=hpu", "optimizer=adamw8bit does not run on device=hpu"),
     ("model.joint_rows=-1", "model.joint_rows is -1: it must be at least 0"),
     ("model.fastemit=-0.1", "model.fastemit is -0.1: it must be at least 0"),
+    ("model.delay_penalty=-0.1", "model.delay_penalty is -0.1: it must be at least 0"),
     ("model.joint.durations=[1,0]", "model.joint.durations is [1, 0]. It must be whole numbers of frames"),
     ("model.joint.durations=[0]", "model.joint.durations is [0]. It must be whole numbers of frames"),
     ("model.sigma=0.1", "model.sigma=0.1: it must be at least 0, and 0 without joint.durations"),

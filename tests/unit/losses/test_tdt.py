@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.losses.transducer import transducer_loss
-from tests.support.lattices import NAMES, Problem, joint_dropout_mask
+from tests.support.lattices import NAMES, Problem, earliness, joint_dropout_mask
 from tools.rehearsal.operations import GAUDI
 from tools.rehearsal.recorder import Recorder
 
@@ -84,6 +84,7 @@ def oracle(
     sigma: float = 0.0,
     rate: float = 0.0,
     seed: int = 0,
+    delay_penalty: float = 0.0,
 ) -> tuple[Tensor, list[Tensor]]:
     inputs, kept, scale = problem.leaves(), None, 1.0
     if rate:
@@ -91,7 +92,11 @@ def oracle(
         kept, scale = joint_dropout_mask(*shape, rate=rate, seed=seed)
     at = logits(problem, inputs, kept, scale)
     rows = range(len(problem.frames))
-    losses = [plain_loss(*split(problem, at, row, durations, sigma), durations) for row in rows]
+    losses = []
+    for row in rows:
+        blank, label, log_d = split(problem, at, row, durations, sigma)
+        label = label + delay_penalty * earliness(len(label))
+        losses.append(plain_loss(blank, label, log_d, durations))
     loss = torch.stack(losses)
     gradients = torch.autograd.grad((loss * problem.upstream).sum(), inputs, allow_unused=True)
     return loss.detach(), [
@@ -157,6 +162,16 @@ def test_ragged_lattices_in_float64(durations: tuple[int, ...], even: bool) -> N
         assert_gradients(gradients, true, 1e-12)
         assert loss[4] == 0
         assert not gradients[0][4].any()
+
+
+@FORMS
+@SETS
+def test_delay_penalty(static: bool, durations: tuple[int, ...]) -> None:
+    problem = drawn(*RAGGED, durations)
+    true_loss, true = oracle(problem, durations, sigma=0.05, delay_penalty=0.3)
+    loss, gradients = run(problem, durations, static=static, chunk=7, sigma=0.05, delay_penalty=0.3)
+    torch.testing.assert_close(loss, true_loss, rtol=1e-12, atol=1e-12)
+    assert_gradients(gradients, true, 1e-12)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.losses.transducer_dropout import mix, mix_in_place
+from speechtrain.losses.transducer_joint import arcs_with_penalty
 from speechtrain.losses.transducer_ragged import RaggedJoint
-from tests.support.lattices import NAMES, Problem, joint_dropout_mask
+from tests.support.lattices import NAMES, Problem, earliness, joint_dropout_mask, plain_settings
 
 FORMS = pytest.mark.parametrize("static", [False, True], ids=["rows", "static"])
 UPSTREAM = pytest.mark.parametrize("is_even", [False, True], ids=["uneven", "even"])
@@ -65,10 +67,15 @@ def plain_loss(blank: Tensor, label: Tensor) -> Tensor:
 
 
 def oracle(
-    problem: Problem, rate: float = 0.0, seed: int = 0, fastemit: float = 0.0, activation: str = "relu"
+    problem: Problem,
+    rate: float = 0.0,
+    seed: int = 0,
+    fastemit: float = 0.0,
+    activation: str = "relu",
+    delay_penalty: float = 0.0,
 ) -> tuple[Tensor, list[Tensor]]:
     """Losses and gradients over whole lattices in float64. FastEmit is applied to the gradient of label arcs,
-    between the recursion and the softmax."""
+    between the recursion and the softmax. The delay penalty is added to the label arcs."""
     kept, scale = None, 1.0
     if rate:
         shape = (*problem.inputs[0].shape[:2], problem.inputs[1].shape[1], problem.inputs[0].shape[2])
@@ -81,7 +88,7 @@ def oracle(
         blank = log_p[..., problem.blank]
         label = log_p[:, :-1].gather(-1, target.expand(len(log_p), -1)[..., None])[..., 0]
         leaf_blank, leaf_label = blank.detach().requires_grad_(), label.detach().requires_grad_()
-        loss = plain_loss(leaf_blank, leaf_label)
+        loss = plain_loss(leaf_blank, leaf_label + delay_penalty * earliness(len(log_p)))
         losses.append(loss.detach())
         above = problem.upstream[row]
         of_blank, of_label = torch.autograd.grad(loss, (leaf_blank, leaf_label), allow_unused=True)
@@ -127,6 +134,56 @@ def test_every_alignment_enumerated(frames: int, symbols: int, static: bool) -> 
         paths.append(total + log_p[t, u, problem.blank])
     loss, _ = problem.run(static=static)
     torch.testing.assert_close(loss[0], -torch.logsumexp(torch.stack(paths), 0), rtol=1e-12, atol=1e-12)
+
+
+@FORMS
+def test_a_path_is_penalised_by_the_frames_of_its_labels(static: bool) -> None:
+    """Three frames: a label gets lambda in the first, nothing in the second and -lambda in the last."""
+    problem = Problem.draw([3], [1])
+    log_p = arcs(problem, problem.leaves(), 0, None, 1.0).detach()
+    paths = []
+    for label_frame, penalty in enumerate([0.7, 0.0, -0.7]):
+        before = log_p[:label_frame, 0, problem.blank].sum()
+        label = log_p[label_frame, 0, int(problem.labels[0, 0])] + penalty
+        after = log_p[label_frame:, 1, problem.blank].sum()
+        paths.append(before + label + after)
+    loss, _ = problem.run(static=static, delay_penalty=0.7)
+    torch.testing.assert_close(loss[0], -torch.logsumexp(torch.stack(paths), 0), rtol=1e-12, atol=1e-12)
+
+
+@FORMS
+@UPSTREAM
+@pytest.mark.parametrize("seed", range(10))
+def test_delay_penalty_of_ragged_lattices(static: bool, is_even: bool, seed: int) -> None:
+    """Lengths, chunks and lambda are random. One utterance has no frames, and one has no labels."""
+    draw = Random(seed)
+    frames = [0, *(draw.randint(1, 9) for _ in range(4))]
+    symbols = [3, 0, *(draw.randint(1, 6) for _ in range(3))]
+    problem = Problem.draw(frames, symbols, spread=draw.choice([0.5, 1.0, 4.0]), seed=seed)
+    problem = problem.evenly() if is_even else problem
+    fastemit, delay_penalty = draw.choice([0.0, 0.1]), draw.choice([0.003, 0.1, 2.0])
+    true_loss, true = oracle(problem, 0.25, seed, fastemit, delay_penalty=delay_penalty)
+    options = {"dropout": 0.25, "seed": seed, "fastemit": fastemit, "delay_penalty": delay_penalty}
+    options |= {"chunk": draw.choice([1, 7, 1024]), "keep": draw.choice([0, BYTES_OF_20_CELLS, 2**20])}
+    loss, gradients = problem.run(static=static, **options)
+    torch.testing.assert_close(loss, true_loss, rtol=1e-11, atol=1e-11)
+    assert_gradients(gradients, true, 1e-11)
+    assert loss[0] == 0
+    assert not gradients[0][0].any()
+
+
+@FORMS
+@pytest.mark.parametrize("delay_penalty", [0.01, 0.3])
+def test_delay_penalty_in_fp32(static: bool, delay_penalty: float) -> None:
+    true_loss, true = oracle(REALISTIC, delay_penalty=delay_penalty)
+    loss, gradients = REALISTIC.run(torch.float32, static=static, delay_penalty=delay_penalty)
+    torch.testing.assert_close(loss.double(), true_loss, rtol=2e-6, atol=1e-5)
+    assert_gradients(gradients, true, 3e-6)
+
+
+def test_without_delay_penalty_the_arcs_are_the_same_tensors() -> None:
+    arcs_of_batch = [torch.zeros(1, 2, 3), torch.zeros(1, 2, 3)]
+    assert arcs_with_penalty(plain_settings(), arcs_of_batch, torch.tensor([2])) is arcs_of_batch
 
 
 @FORMS
@@ -555,11 +612,12 @@ def test_contents_that_cannot_be(change: dict[str, Any], message: str) -> None:
         {"dropout": 1.0},
         {"dropout": -0.1},
         {"fastemit": -1.0},
+        {"delay_penalty": -1.0},
         {"chunk": 0},
         {"activation": "gelu"},
         {"compute_dtype": torch.float16},
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"dropout|fastemit|compute_dtype|activation"):
+    with pytest.raises(ValueError, match=r"dropout|delay_penalty -1|fastemit is -1|chunk 0|dtype|activation"):
         RAGGED.run(**options)

@@ -219,6 +219,22 @@ def test_evaluation_reports_corpus_sums() -> None:
     assert float(result.metrics["loss"][1]) == 1.0
 
 
+def test_delay_penalty_is_in_the_loss_of_training_only() -> None:
+    """Two utterances of one label. The loss of a penalised label lies within lambda times half the frames."""
+    without_dropout = "model.joint.dropout=0", "model.prediction.dropout=0"
+    model = built("model=rnnt_small", *without_dropout, "model.delay_penalty=0.1")
+    batch = noise.batch(19200, 12800, labels=[[1], [2]])
+    encoded, lengths = model.eval().encoder.encode(batch)
+    evaluation, _ = model.losses(encoded, lengths, batch)
+    training, _ = model.train().losses(encoded, lengths, batch)
+    model.delay_penalty = 0.0
+    plain, _ = model.losses(encoded, lengths, batch)
+    assert torch.equal(evaluation, plain)
+    difference = (training - plain).abs()
+    assert (difference > 0).all()
+    assert (difference < 0.1 * (lengths - 1) / 2).all()
+
+
 TDT = "model.joint.durations=[0,1,2,3,4]"
 
 
