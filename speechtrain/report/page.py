@@ -32,6 +32,7 @@ _TRAIN_CHARTS = {  # title and unit of each metric
     "data_wait": ("Waiting for data", "%"),
     "memory_mib": ("Memory", "MiB"),
 }
+_NOISY = ("grad_norm",)  # the metrics in ``_TRAIN_CHARTS`` that are smoothed
 _MIN_SMOOTHED = 10  # the fewest values of a curve that is smoothed
 _MAX_CHARTS = 200  # A task has up to 30, and each takes 5 ms.
 _PACKAGES = ("python", "speechtrain", "torch", "numpy", "hydra-core", "omegaconf", "lhotse", "soundfile")
@@ -102,7 +103,7 @@ def _union(groups: Iterable[Iterable[str]]) -> list[str]:
 
 
 def _charts(runs: Sequence[Run], names: Sequence[str]) -> Iterable[Chart]:
-    losses = _train_lines(runs, names, "loss", smooth=True) + _valid_lines(runs, names, "loss")
+    losses = _smooth_train_lines(runs, names, "loss") + _valid_lines(runs, names, "loss")
     yield Chart("Loss", losses, maybe_log=True)
     # WER, then other error rates, then the other metrics of validation
     valid_metrics = _union(run.valid for run in runs)
@@ -112,12 +113,12 @@ def _charts(runs: Sequence[Run], names: Sequence[str]) -> Iterable[Chart]:
             lines = _valid_lines(runs, names, metric)
             yield Chart(_heading(metric), lines, _unit(metric), from_zero=is_rate, maybe_log=is_rate)
     for metric, (title, unit) in _TRAIN_CHARTS.items():
-        is_noisy = metric == "grad_norm"
-        lines = _train_lines(runs, names, metric, smooth=is_noisy)
-        yield Chart(title, lines, unit, from_zero=True, maybe_log=is_noisy)
+        lines_of = _smooth_train_lines if metric in _NOISY else _train_lines
+        lines = lines_of(runs, names, metric)
+        yield Chart(title, lines, unit, from_zero=True, maybe_log=metric in _NOISY)
     for metric in _union(run.train for run in runs):
         if metric != "loss" and metric not in _TRAIN_CHARTS:
-            lines = _train_lines(runs, names, metric, smooth=True)
+            lines = _smooth_train_lines(runs, names, metric)
             yield Chart(f"{_heading(metric)} in training", lines, _unit(metric))
 
 
@@ -125,17 +126,25 @@ def _unit(metric: str) -> str:
     return "%" if is_error_rate(metric) else ""
 
 
-def _train_lines(runs: Sequence[Run], names: Sequence[str], metric: str, smooth: bool) -> list[Line]:
-    """Return a line of another colour for each run. One run alone also has its curve before smoothing."""
+def _train_lines(runs: Sequence[Run], names: Sequence[str], metric: str) -> list[Line]:
+    """Return a line of another colour for each run."""
     lines = []
     labels = ["train"] if len(runs) == 1 else names
     for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
-        line = Line(label, run.train.get(metric, Curve()), index)
-        if smooth and len(line.curve.x) >= _MIN_SMOOTHED:
-            if len(runs) == 1:
-                lines.append(replace(line, is_faint=True))
-            line = replace(line, curve=smooth_curve(line.curve))
-        lines.append(line)
+        lines.append(Line(label, run.train.get(metric, Curve()), index))
+    return lines
+
+
+def _smooth_train_lines(runs: Sequence[Run], names: Sequence[str], metric: str) -> list[Line]:
+    """Return a smoothed line for each run. One run alone also has its curve before smoothing."""
+    lines = []
+    for line in _train_lines(runs, names, metric):
+        if len(line.curve.x) < _MIN_SMOOTHED:
+            lines.append(line)
+            continue
+        if len(runs) == 1:
+            lines.append(replace(line, is_faint=True))
+        lines.append(replace(line, curve=smooth_curve(line.curve)))
     return lines
 
 
