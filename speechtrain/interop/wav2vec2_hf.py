@@ -272,14 +272,15 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
         for our_name, foreign_name in _WEIGHT_NORM_NAMES.items():
             name = name.replace(foreign_name, our_name)
         tensors[prefix + name] = tensor
-    is_encoder = "quantizer.codevectors" not in tensors
-    model_class = transformers.Wav2Vec2ForPreTraining
-    if is_encoder:
-        model_class = transformers.Wav2Vec2Model
+    if "quantizer.codevectors" in tensors:
+        model_class, describe = transformers.Wav2Vec2ForPreTraining, _pretraining_model_of
+    else:
+        model_class, describe = transformers.Wav2Vec2Model, _encoder_of
         # Without the prefix, only the heads of fine-tuned models remain. They are left out.
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(_PREFIX)}
-    pretrained = _describe(folder, config, is_encoder)
-    shapes = pretrained.shapes()
+    with _explain_config(folder):
+        pretrained = describe(folder, config)
+        shapes = pretrained.shapes()
     if "encoder.projection.weight" not in shapes:
         _drop_identity(tensors, folder)
     masks_frames = config.get("mask_time_prob", 0.05)
@@ -299,15 +300,18 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
 
 def read_arguments(folder: Path) -> Pretrained:
     """Return the encoder of the model in ``folder``, without its weights. Raises DataError."""
-    return _describe(folder, _read_config(folder), is_encoder=True)
+    config = _read_config(folder)
+    with _explain_config(folder):
+        pretrained = _encoder_of(folder, config)
+        pretrained.shapes()  # Raises for sizes that are out of range.
+    return pretrained
 
 
-def _describe(folder: Path, config: Mapping[str, Any], is_encoder: bool) -> Pretrained:
-    """Return the model that ``config`` describes, without its weights. Raises DataError."""
+@contextmanager
+def _explain_config(folder: Path) -> Iterator[None]:
+    """Return a context in which each error of wrong values in config.json becomes a DataError."""
     try:
-        pretrained = _parse_config(folder, config, is_encoder)
-        pretrained.shapes()
-        return pretrained
+        yield
     except (ConfigError, TypeError, RuntimeError, *MALFORMED) as error:
         reason = one_line(str(error), 120)
         raise DataError(f"{folder / 'config.json'} does not describe a wav2vec 2.0 model: {reason}") from None
@@ -399,12 +403,13 @@ def _drop_identity(tensors: dict[str, Tensor], folder: Path) -> None:
         )
 
 
-def _parse_config(folder: Path, config: Mapping[str, Any], is_encoder: bool) -> Pretrained:
-    """Return our arguments for a config, without weights. Wrong values raise errors of many types."""
+def _encoder_of(folder: Path, config: Mapping[str, Any]) -> Pretrained:
+    """Return the encoder that a config describes, without weights.
+
+    Wrong values raise errors of many types, here and in ``_pretraining_model_of``.
+    """
     encoder = _ENCODER.read(config)
-    norm = encoder["conv_norm"]
-    if norm not in _PUBLISHED_ENCODER:
-        norm = "group"  # The encoder's constructor later refuses the unknown norm, with a good message.
+    norm = _published_norm(encoder)
     conv_sizes = [config.get(key, default) for key, default in _CONVOLUTION.items()]
     conv_layers = []
     for channels, kernel, stride in zip(*conv_sizes, strict=False):
@@ -420,8 +425,21 @@ def _parse_config(folder: Path, config: Mapping[str, Any], is_encoder: bool) -> 
         "channel_mask": channel_mask,
         **_PUBLISHED_ENCODER[norm],
     }
-    model = {} if is_encoder else _MODEL.read(config) | _PUBLISHED_MODEL[norm]
+    return Pretrained(encoder, {}, weights={})
+
+
+def _pretraining_model_of(folder: Path, config: Mapping[str, Any]) -> Pretrained:
+    """Return the model with its quantiser that a config describes, without weights."""
+    encoder = _encoder_of(folder, config).encoder
+    model = _MODEL.read(config) | _PUBLISHED_MODEL[_published_norm(encoder)]
     return Pretrained(encoder, model, weights={})
+
+
+def _published_norm(encoder: Mapping[str, Any]) -> str:
+    """Return the norm of the published model with the values that the format does not store."""
+    norm = str(encoder["conv_norm"])
+    # The encoder's constructor later refuses an unknown norm, with a good message.
+    return norm if norm in _PUBLISHED_ENCODER else "group"
 
 
 def config_of(pretrained: Pretrained) -> dict[str, Any]:
