@@ -17,6 +17,7 @@ from speechtrain.compute_policy import ComputePolicy, usable_cpus
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.optim.optimizer_step import HostCheckedUpdate, Update
 from speechtrain.precision import NAMES, Precision
+from speechtrain.trainer_config import TrainerConfig
 
 _CORES_OF_ACCELERATOR = 100  # A plan of a run counts an accelerator as this number of CPU cores.
 
@@ -145,6 +146,9 @@ class Device(ABC):
                 f"data.shapes=0: device={self.name} compiles a graph for every shape. Set data.shapes=8"
             )
 
+    def check_settings(self, settings: TrainerConfig) -> None:  # noqa: B027 - nothing is a sensible default
+        """Raise ConfigError if this device cannot train with ``settings``."""
+
     @abstractmethod
     def open(self, local_rank: int = 0) -> None:
         """Claim the chip for this process. Raises MachineError if that fails."""
@@ -213,6 +217,10 @@ class Device(ABC):
         This is called after both are built and before a checkpoint is read.
         """
         return module, optimizer
+
+    def check_parts(self, check: Callable[[], None]) -> None:
+        """Call ``check``, which computes two recordings before the first update, and raises ConfigError."""
+        check()
 
     def update(self, precision: Precision, clip: float) -> Update:
         """Return how a run updates its weights. Gradients are clipped to the norm ``clip`` unless it is 0."""

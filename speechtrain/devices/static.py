@@ -9,8 +9,10 @@ import torch
 
 from speechtrain.compute_policy import STATIC, ComputePolicy
 from speechtrain.devices.base import Device
+from speechtrain.errors import ConfigError
 from speechtrain.optim.optimizer_step import BranchFreeUpdate, Update
 from speechtrain.precision import Precision
+from speechtrain.trainer_config import TrainerConfig
 
 
 class StaticDevice(Device):
@@ -26,6 +28,16 @@ class StaticDevice(Device):
             autocast_dtype=policy.autocast_dtype,
             product_dtype=policy.product_dtype,
         )
+
+    def check_settings(self, settings: TrainerConfig) -> None:
+        if settings.checkpoint_layers:
+            raise ConfigError(
+                f"trainer.checkpoint_layers=true: device={self.name} records graphs, which compute nothing "
+                "twice. Set trainer.checkpoint_layers=false"
+            )
+
+    def check_parts(self, check: Callable[[], None]) -> None:
+        """Compute nothing, because the check would compile graphs. The doctor makes it on the CPU."""
 
     def update(self, precision: Precision, clip: float) -> Update:
         return BranchFreeUpdate(precision, clip)

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -78,11 +79,7 @@ def train(
     early_lines = buffer_log_lines()
 
     device = run.device.build()
-    if settings.checkpoint_layers and device.static_shapes:
-        raise ConfigError(
-            f"trainer.checkpoint_layers=true: device={device.name} records graphs, which compute nothing "
-            "twice. Set trainer.checkpoint_layers=false"
-        )
+    device.check_settings(settings)
     precision = open_device(device, run.precision.build(), world.local_rank)
     group, checkpointer = open_ranks(settings, world, device, run_dir=run.run_dir)
     attempt.group, attempt.checkpointer = group, checkpointer
@@ -105,10 +102,9 @@ def train(
         entries |= load_initial_weights(run, task, tokenizer)
     # A tensor of the device has the torch device as attribute.
     task.to(device.tensor(torch.zeros(())).device)
-    # On a device with static shapes, the check would compile graphs. The doctor makes it on the CPU.
-    if not world.rank and not device.static_shapes:
+    if not world.rank:
         with device.policy(precision.dtype).autocast(device.name):
-            check_contract(task, data, device.move, world.size)
+            device.check_parts(partial(check_contract, task, data, device.move, world.size))
     policy, policy_record = resolve_policy(
         device, precision, group, run_dir=run.run_dir, task=task, data=data
     )
