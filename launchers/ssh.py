@@ -250,7 +250,7 @@ class _Connections:
         Raises KeyboardInterrupt after two signals.
         """
         try:
-            return wait_for_job(self._exit_code, self._stop, _POLL_SECONDS)
+            return wait_for_job(self._poll, self._stop, _POLL_SECONDS, start=self._connect)
         finally:
             for client in self.clients:
                 client.process.kill()
@@ -258,14 +258,13 @@ class _Connections:
                 for reader in client.readers:
                     reader.join(self.grace)
 
-    def _exit_code(self) -> int | None:
-        """Return the highest exit code of the clients, or None while one of them runs.
+    def _connect(self) -> None:
+        """Start the clients."""
+        for host, command in self.commands:
+            self.clients.append(_Client(host, command))
 
-        The first call starts the clients. The others send the requests that are due.
-        """
-        if not self.clients:
-            for host, command in self.commands:
-                self.clients.append(_Client(host, command))
+    def _poll(self) -> int | None:
+        """Send the requests that are due. Return the clients' highest exit code, or None while one runs."""
         current_time = time.monotonic()
         ended = [client for client in self.clients if client.process.poll() is not None]
         if ended and self.requests is None:

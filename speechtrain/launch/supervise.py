@@ -52,10 +52,14 @@ def stop_signals(receive: Callable[[], None]) -> Iterator[None]:
 
 
 def wait_for_job(
-    exit_code: Callable[[], int | None], stop: Callable[[int], bool], poll_seconds: float
+    exit_code: Callable[[], int | None],
+    stop: Callable[[int], bool],
+    poll_seconds: float,
+    start: Callable[[], None] = lambda: None,
 ) -> int:
     """Wait until a job on other machines has ended, and return its exit code.
 
+    - ``start()`` is called first. Signals count from then on, so none is lost while the job starts.
     - ``exit_code()`` returns None while the job runs. It is called every ``poll_seconds``.
     - ``stop(signals)`` asks the cluster to stop the job, and returns whether the cluster accepted. After a
       SIGINT or SIGTERM it is called with the number of signals so far, at each poll until it returns True.
@@ -71,6 +75,7 @@ def wait_for_job(
     accepted_count = 0  # the signals for which the cluster has accepted the stop request
     pause = min(0.1, poll_seconds)
     with stop_signals(receive):
+        start()
         while True:
             current_count = signal_count  # A further signal may come while ``stop`` runs.
             if current_count > accepted_count and stop(current_count):
