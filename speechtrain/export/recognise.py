@@ -1,6 +1,5 @@
 """Print the texts of recordings with the export in this folder: python recognise.py [--int8] RECORDING..."""
 
-import argparse
 import math
 import sys
 import zlib
@@ -11,10 +10,10 @@ try:
 
     if __package__:
         from speechtrain.export.greedy_search import labels_of, open_sessions, run, spelled
-        from speechtrain.export.recording import read_recording, text_of
+        from speechtrain.export.recording import main, text_of
     else:  # An export has copies of the modules.
         from greedy_search import labels_of, open_sessions, run, spelled
-        from recording import read_recording, text_of
+        from recording import main, text_of
 except (ImportError, OSError) as error:  # soundfile raises OSError if its C library is missing.
     sys.exit(f"recognise.py: {error}. Install it: pip install numpy onnxruntime soundfile")
 
@@ -48,28 +47,5 @@ def decode(model, sessions, samples):
     return spelled(model, labels)
 
 
-def main():
-    """Print the name and the text of each recording. Return 1 if one of them cannot be read, otherwise 0."""
-    parser = argparse.ArgumentParser(prog="recognise.py", description="Print the text of each recording.")
-    parser.add_argument("--int8", action="store_true", help="use weights of 8 bits")
-    parser.add_argument("recordings", nargs="+", metavar="RECORDING")
-    arguments = parser.parse_args()
-    folder = Path(__file__).parent
-    try:
-        model, sessions = open_export(folder, "int8" if arguments.int8 else "fp32")
-    except Exception as error:  # A damaged file can raise errors of many types.
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        sys.exit(f"recognise.py: the export in {folder} is damaged: {reason:.300}")
-    exit_code = 0
-    for path in arguments.recordings:
-        try:
-            samples = read_recording(path, model["sample_rate"])
-            print(path, transcribe(model, sessions, samples), sep="\t", flush=True)
-        except Exception as error:
-            print(f"recognise.py: {path}: {error}".partition("\n")[0], file=sys.stderr)
-            exit_code = 1
-    return exit_code
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Path(__file__).parent, open_export, transcribe))

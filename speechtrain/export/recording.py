@@ -1,6 +1,8 @@
 """Reads recordings and finds their speech. Each export has a copy of this file for its program."""
 
+import argparse
 import math
+import sys
 
 import numpy as np
 import soundfile
@@ -9,6 +11,31 @@ if __package__:
     from speechtrain.data.voice_activity import speech_spans
 else:  # An export has a copy of this module, too.
     from voice_activity import speech_spans
+
+
+def main(folder, open_export, transcribe):
+    """Print the name and the text of each recording. Return 1 if one of them cannot be read, otherwise 0.
+
+    ``open_export`` and ``transcribe`` are functions of the program, whose export is in ``folder``.
+    """
+    parser = argparse.ArgumentParser(prog="recognise.py", description="Print the text of each recording.")
+    parser.add_argument("--int8", action="store_true", help="use weights of 8 bits")
+    parser.add_argument("recordings", nargs="+", metavar="RECORDING")
+    arguments = parser.parse_args()
+    try:
+        model, recogniser = open_export(folder, "int8" if arguments.int8 else "fp32")
+    except Exception as error:  # A damaged file can raise errors of many types.
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        sys.exit(f"recognise.py: the export in {folder} is damaged: {reason:.300}")
+    exit_code = 0
+    for path in arguments.recordings:
+        try:
+            samples = read_recording(path, model["sample_rate"])
+            print(path, transcribe(model, recogniser, samples), sep="\t", flush=True)
+        except Exception as error:
+            print(f"recognise.py: {path}: {error}".partition("\n")[0], file=sys.stderr)
+            exit_code = 1
+    return exit_code
 
 
 def text_of(samples, model, decode):
