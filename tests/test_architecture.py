@@ -211,7 +211,6 @@ def test_the_trainer_and_the_networks_do_not_ask_for_static_shapes() -> None:
 
 
 MAY_COMPARE_NAMES = {
-    "interop/weights.py": "YAML files of the package, which are read without their classes",
     "text/huggingface.py": "a panic of Rust code, whose class cannot be imported",
     "training/autotune.py": "a stored choice, which is of another device",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,11 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from speechtrain.checkpoint.checkpointer import WEIGHTS, Checkpointer
-from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
-from speechtrain.errors import ConfigError, DataError, SpeechtrainError
+from speechtrain.errors import ConfigError, DataError
 from speechtrain.files import absolute_path
 from speechtrain.interop import hub, parakeet_hf, wav2vec2_fairseq, wav2vec2_hf
-from speechtrain.interop.pretrained import Pretrained, Shapes
+from speechtrain.interop.pretrained import Pretrained
 from speechtrain.text.huggingface import HuggingFace
 
 _LOG = logging.getLogger(__name__)
@@ -180,49 +178,10 @@ def initialise(module: nn.Module, weights: Mapping[str, Tensor], path: str) -> I
 
 
 def _encoder_advice(weights: Mapping[str, Tensor]) -> str:
-    """Return advice for a user whose encoder does not fit ``weights``.
-
-    It lists the ``encoder=`` choices with the shapes of the weights. If there are none, it says what to do.
-    """
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items() if name.startswith("encoder.")}
-    if not shapes:
+    """Return advice for a user whose encoder does not fit ``weights``."""
+    if not any(name.startswith("encoder.") for name in weights):
         return "it has no encoder"
-    choices = [name for name, choice_shapes in _encoder_choices().items() if choice_shapes == shapes]
-    if choices:
-        return f"encoder={' or '.join(choices)} fits"
-    if "encoder.subsampling.linear.weight" in shapes:
-        return "recipe=finetune takes encoder, model and tokenizer from it"
-    if "encoder.mask_embedding" in shapes:
-        return (
-            "no encoder= choice has its shapes: set the keys below encoder. as in the run that wrote "
-            "it, or import it with speechtrain export --from, which writes a choice that fits"
-        )
-    return "use the encoder= of the run that wrote it"
-
-
-def _encoder_choices() -> dict[str, Shapes]:
-    """Return the shapes of each wav2vec 2.0 encoder in conf/encoder, by the name of the choice."""
-    folder = Path(str(importlib.resources.files("speechtrain.conf")), "encoder")
-    files = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(folder.glob("*.yaml"))}
-    choices = {}
-    for choice, content in files.items():
-        arguments: dict[str, Any] = {}
-        # As in Hydra, the file's own keys replace those in its bases.
-        for base in content.pop("defaults", ()):
-            arguments.update(files.get(str(base), {}))
-        arguments.update(content)
-        is_base_file = choice.startswith("_")
-        if is_base_file or arguments.pop("_target_", None) != _ENCODER:
-            continue
-        arguments.update({"mask": None, "channel_mask": None})
-        try:
-            with torch.device("meta"):
-                encoder = Wav2Vec2Encoder(**arguments)
-        except (SpeechtrainError, TypeError):  # This choice needs a value from another group.
-            continue
-        state = encoder.state_dict()
-        choices[choice] = {f"encoder.{name}": tuple(tensor.shape) for name, tensor in state.items()}
-    return choices
+    return "encoder=finetuned takes the encoder of a run or of a published model"
 
 
 def write_imported(pretrained: Pretrained, folder: Path) -> None:

@@ -87,7 +87,7 @@ def test_an_encoder_is_initialised_whole_or_not_at_all(model: Pretrained) -> Non
     del small["_target_"]
     shipped = Wav2Vec2Encoder(**(small | {"mask": None}))
     weights = {f"encoder.{n}": v for n, v in shipped.state_dict().items()}
-    with pytest.raises(ConfigError, match="encoder=wav2vec2_small fits"):
+    with pytest.raises(ConfigError, match="encoder=finetuned takes"):
         initialise(task, weights, "x")
 
 
