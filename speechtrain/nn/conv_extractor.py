@@ -168,22 +168,25 @@ class _NormOverTime(Function):
         return x_gradient, row_weight_gradient.sum((0, 1)), row_bias_gradient.sum((0, 1)), None
 
 
-class InstanceNorm(nn.GroupNorm):
+class InstanceNorm(nn.GroupNorm, PolicyAware):
     """GroupNorm with one group for each channel, over the frames of a row (B, T, C), in fp32 or wider.
 
     It is computed as instance norm, which has the same formula: the biased variance, and one scale and shift
     for each channel. Instance norm is a single operation even on devices that decompose group norm.
 
-    ``time_major`` is whether the input is in the order (B, T, C) of memory. The output does not depend on it.
     As in upstream, the statistics include the padding of a row.
     """
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels, channels)
-        self.time_major = False
+        self.apply_policy(ComputePolicy())
+
+    def apply_policy(self, policy: ComputePolicy) -> None:
+        # These convolutions write the order (B, T, C) of memory. The norm's output does not depend on it.
+        self._is_time_major = policy.conv == "matmul"
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.time_major:
+        if self._is_time_major:
             y: Tensor = _NormOverTime.apply(x, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
             return y
         channel_major = at_least_fp32(x.transpose(1, 2))
@@ -213,8 +216,6 @@ class ConvBlock(nn.Module, PolicyAware):
 
     def apply_policy(self, policy: ComputePolicy) -> None:
         self._convolve, self._dtype = CONVOLUTIONS[policy.conv], policy.autocast_dtype
-        if isinstance(self.norm, InstanceNorm):
-            self.norm.time_major = policy.conv == "matmul"
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.conv.weight, self.conv.bias

@@ -85,12 +85,12 @@ def test_all_forms_share_parameters_and_results(norm: str, bias: bool) -> None:
                 assert float((ours - theirs).abs().max()) < tolerance * 4 * largest
 
 
-@pytest.mark.parametrize("time_major", [False, True])
+@pytest.mark.parametrize("conv", CONVOLUTIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_instance_norm_is_group_norm_with_a_group_a_channel(dtype: torch.dtype, time_major: bool) -> None:
+def test_instance_norm_is_group_norm_with_a_group_a_channel(dtype: torch.dtype, conv: str) -> None:
     torch.manual_seed(0)
     norm = InstanceNorm(6).to(dtype)
-    norm.time_major = time_major
+    apply_policy(norm, ComputePolicy(conv=conv))
     torch.nn.init.normal_(norm.weight)
     torch.nn.init.normal_(norm.bias)
     x = (torch.randn(3, 50, 6, dtype=dtype) * 3 + 1).requires_grad_()
