@@ -86,15 +86,21 @@ class RaggedJoint(JointNetwork):
         flat_weight = weight.flatten()
         flat_differences = [difference.flatten() for difference in differences]
         local_cells = matters.flatten().nonzero()[:, 0]
-        subsets = {True: local_cells}  # by whether the logits of the cells are stored
+        subsets = [(local_cells, self._read_logits)]
         if not self.stores_all:
             has_row = self.stored_row[local_cells + first_cell] >= 0
-            subsets = {True: local_cells[has_row], False: local_cells[~has_row]}
-        for is_stored, subset in subsets.items():
+            subsets = [
+                (local_cells[has_row], self._read_logits),
+                (local_cells[~has_row], self._compute_logits),
+            ]
+        for subset, logits_of in subsets:
             for _, local in self._chunks(subset):
                 cells = self._cell_indices(local + first_cell)
+                hidden = self._hidden(cells)
+                logits, _ = self.settings.split_logits(logits_of(cells, hidden))
                 chunk_differences = [difference[local] for difference in flat_differences]
-                self._add_cell_gradients(cells, is_stored, flat_weight[local], chunk_differences)
+                gradient = self._logit_gradient(cells, logits, flat_weight[local], chunk_differences)
+                self._add_cell_gradients(cells, hidden, gradient)
 
     def gradients(self) -> Gradients:
         """Return the sums of the gradients, in the shapes of the inputs."""
@@ -182,17 +188,11 @@ class RaggedJoint(JointNetwork):
         is_stored[most_paths] = True
         return is_stored
 
-    def _add_cell_gradients(
-        self, cells: Cells, is_stored: bool, weight: Tensor, differences: list[Tensor]
-    ) -> None:
-        """Add the gradients of N cells to the sums.
+    def _add_cell_gradients(self, cells: Cells, hidden: Tensor, gradient: Tensor) -> None:
+        """Add the gradients of N cells with ``hidden`` (N, H) to the sums.
 
-        ``weight`` (N,) and ``differences``, each (N,), are the results of ``gradient_factors`` for the
-        cells.
+        ``gradient`` (N, V + K) is the gradient over the logits.
         """
-        hidden = self._hidden(cells)
-        symbol_logits, _ = self.settings.split_logits(self._logits(cells, hidden, is_stored))
-        gradient = self._logit_gradient(cells, symbol_logits, weight, differences)
         wide = self.settings.wide
         self.sums.bias.add_(gradient.sum(0, dtype=wide))
         if wide == self.settings.dtype:
@@ -211,7 +211,11 @@ class RaggedJoint(JointNetwork):
     def _logit_gradient(
         self, cells: Cells, symbol_logits: Tensor, weight: Tensor, differences: list[Tensor]
     ) -> Tensor:
-        """Return the gradient (N, V + K) over the logits. ``symbol_logits`` is (N, V)."""
+        """Return the gradient (N, V + K) over the logits. ``symbol_logits`` is (N, V).
+
+        ``weight`` (N,) and ``differences``, each (N,), are the results of ``gradient_factors`` for the
+        cells.
+        """
         dtype = self.settings.dtype
         blank, label, *durations = (difference.to(dtype) for difference in differences)
         gradient = self.buffers.softmax[: len(symbol_logits)]
@@ -224,14 +228,15 @@ class RaggedJoint(JointNetwork):
         gradient *= weight[:, None].to(dtype)
         return gradient
 
-    def _logits(self, cells: Cells, hidden: Tensor, is_stored: bool) -> Tensor:
-        """Return the logits (N, V + K) of cells, from ``stored_logits`` if they are stored there."""
-        logits = self.buffers.logits[: len(hidden)]
-        if is_stored:
-            # A cell outside the lattice has no row. Its gradient is computed only if its weight is NaN.
-            rows = self.stored_row[cells.flat].clamp(min=0)
-            return torch.index_select(self.stored_logits, 0, rows, out=logits)
-        return torch.addmm(self.bias, hidden, self.weight.t(), out=logits)
+    def _read_logits(self, cells: Cells, hidden: Tensor) -> Tensor:
+        """Return the logits (N, V + K) of cells from ``stored_logits``."""
+        # A cell outside the lattice has no row. Its gradient is computed only if its weight is NaN.
+        rows = self.stored_row[cells.flat].clamp(min=0)
+        return torch.index_select(self.stored_logits, 0, rows, out=self.buffers.logits[: len(hidden)])
+
+    def _compute_logits(self, cells: Cells, hidden: Tensor) -> Tensor:
+        """Return the logits (N, V + K) of cells with ``hidden`` (N, H)."""
+        return torch.addmm(self.bias, hidden, self.weight.t(), out=self.buffers.logits[: len(hidden)])
 
     def _hidden(self, cells: Cells) -> Tensor:
         """Return the hidden units (N, H) after dropout. The weight contains the scale of dropout."""
