@@ -230,7 +230,8 @@ def _print_start(config: DictConfig, job: Job, launcher: Launcher, parts: StartP
     tokenizer_class = part_of(config, "tokenizer").part_class
     if parts and parts.encoder and isinstance(parts.tokenizer, tokenizer_class):
         with contextlib.suppress(SpeechtrainError, RuntimeError):
-            raise_or_warn(parts.data.crowded_transcripts(parts.encoder.frames), is_warning=True)
+            if problem := parts.data.crowded_transcripts(parts.encoder.frames):
+                errors.print_notice(f"warning: {problem}")
     lines = f"{launcher.render(job)}\n"
     stored = copy.deepcopy(config)
     stored.dry_run = False
@@ -249,8 +250,9 @@ def _warn_of_unused_folder(data: Any) -> None:
     folder = os.environ.get("DATASET_DIR", "").rstrip("/")
     if folder and folder not in str(data):
         overrides = f"data=fsdd, or data=manifest data.train={folder}"
-        problem = f"DATASET_DIR={folder} is set, but this run reads other data. Add {overrides}"
-        raise_or_warn(problem, is_warning=True)
+        errors.print_notice(
+            f"warning: DATASET_DIR={folder} is set, but this run reads other data. Add {overrides}"
+        )
 
 
 def _check_resume(config: DictConfig) -> None:
@@ -337,7 +339,7 @@ def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
     try:
         events = run_directory.read_metrics(run_dir).rows
     except OSError as error:  # The log is too large, or its disk is gone.
-        raise_or_warn(f"no advice: {error.filename}: {error.strerror}", is_warning=True)
+        errors.print_notice(f"warning: no advice: {error.filename}: {error.strerror}")
     else:
         for line in advice(result, events):
             print_line(line)
