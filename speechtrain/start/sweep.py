@@ -350,16 +350,12 @@ class _Jobs:
         keys = [sort_key(job.metric, job.metrics, job.metric_mode) for job in self.results]
         has_speeds = any(job_result.speed for job_result in self.results)
         has_policies = len({job_result.computes for job_result in self.results} - {""}) > 1
-        rows = [["job", "metric", "status", "speed" if has_speeds else "", "overrides"]]
-        if has_policies:
-            rows[0].append("computes")
+        names = ["job", "metric", "status", "speed" if has_speeds else "", "overrides"]
+        rows = [[*names, "computes" if has_policies else ""]]
         for number, (job_result, key) in enumerate(zip(self.results, keys, strict=True), 1):
             is_best = job_result.metric is not None and key == min(keys) and keys.count(key) == 1
             overrides = f"{job_result.overrides}  (best)" if is_best else job_result.overrides
-            rows.append(
-                [f"job {number}", job_result.metric_text, job_result.status, job_result.speed, overrides]
-            )
-            if has_policies:
-                rows[-1].append(job_result.computes)
+            cells = [f"job {number}", job_result.metric_text, job_result.status, job_result.speed, overrides]
+            rows.append([*cells, job_result.computes if has_policies else ""])
         for line in table_lines(rows):
             print_line(line)
