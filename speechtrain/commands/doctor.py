@@ -320,10 +320,10 @@ def _open(run: RunConfig, device: Device) -> tuple[Precision | None, Finding]:
 
 def _describe_optimizer(run: RunConfig, task: Task, parameters: int) -> str:
     """Return the optimizer's class, and the memory of a rank that does not depend on the batch."""
-    from speechtrain.start.build import build_optimizer, rank_bytes
+    from speechtrain.start.build import build_optimizer, bytes_per_weight
 
     optimizer = build_optimizer(run, task.parameter_groups())
-    gib = rank_bytes(run, parameters) / 2**30
+    gib = bytes_per_weight(run) * parameters / 2**30
     return (
         f"{type(optimizer).__name__}, weights, gradients, state and average take {gib:.2f} GiB of each rank"
     )

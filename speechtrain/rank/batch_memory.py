@@ -15,7 +15,7 @@ from speechtrain.start.auto_memory import (
     store_batch_memory,
     with_batch_memory,
 )
-from speechtrain.start.build import rank_bytes
+from speechtrain.start.build import bytes_per_weight
 from speechtrain.start.run_config import RunConfig
 from speechtrain.task import Task
 
@@ -46,7 +46,7 @@ def free_batch_memory(run: RunConfig, device: Device, task: Task) -> float:
     rank. Raises MachineError if no memory is left.
     """
     free_bytes = device.free_memory(_local_ranks())
-    model_bytes = rank_bytes(run, sum(p.numel() for p in task.parameters()))
+    model_bytes = int(bytes_per_weight(run) * sum(p.numel() for p in task.parameters()))
     if free_bytes <= model_bytes:
         model_size = f"{model_bytes / 2**30:.2f} GiB of weights, gradients and state"
         raise MachineError(

@@ -108,7 +108,7 @@ def dry_build(run: RunConfig) -> StartParts:
     tokenizer = run.tokenizer.build()
     # This constructs the optimizer. The schedule refers to its learning rate, so the optimizer's error about
     # a wrong rate must come first.
-    copies = copies_of_weights(run)
+    weight_bytes = bytes_per_weight(run)
     run.schedule.build(steps_per_epoch=1, planned_steps=1)
     data = build_data(run, tokenizer)
     network = network_without_values(run, tokenizer)
@@ -122,19 +122,11 @@ def dry_build(run: RunConfig) -> StartParts:
             f"data.sample_rate={data_rate}: the encoder expects {encoder_rate} Hz. Set both to one rate"
         )
     weights = sum(p.numel() for p in model.parameters())
-    return StartParts(tokenizer, data, encoder, int(copies * weights * 4))
+    return StartParts(tokenizer, data, encoder, int(weight_bytes * weights))
 
 
-def rank_bytes(run: RunConfig, weights: int) -> int:
-    """Return the bytes of a rank's weights, gradients, optimizer state and weight average.
-
-    ``weights`` is the number of weights, which are fp32.
-    """
-    return int(copies_of_weights(run) * weights * 4)
-
-
-def copies_of_weights(run: RunConfig) -> float:
-    """Return the memory of a rank as a multiple of the model's weights in fp32.
+def bytes_per_weight(run: RunConfig) -> float:
+    """Return the memory of a rank for each weight of the model, which is fp32.
 
     It counts weights, gradients, the optimizer's state and the average of the weights.
     """
@@ -150,7 +142,7 @@ def copies_of_weights(run: RunConfig) -> float:
     average_copies = 1 if run.trainer.ema else 0
     copies = 2 + sum(state) / probe.nbytes + average_copies  # 2: weights and gradients
     shards = 1 if run.trainer.shard == "none" else run.world_size
-    return copies / shards
+    return copies / shards * probe.itemsize
 
 
 def network_without_values(run: RunConfig, tokenizer: Tokenizer) -> tuple[Encoder, Task] | None:
