@@ -29,14 +29,19 @@ def handles_signal(pid: int, number: int) -> bool:
     return False
 
 
-def children_of(pid: int, all_generations: bool = False) -> set[int]:
-    """Return the pids of the children of ``pid``, with ``all_generations`` of all its descendants."""
-    return {child.pid for child in _children(pid, all_generations)}
+def children_of(pid: int) -> set[int]:
+    """Return the pids of the children of ``pid``."""
+    return {child.pid for child in _children(pid)}
 
 
-def _children(pid: int, all_generations: bool = False) -> list[psutil.Process]:
+def descendants_of(pid: int) -> set[int]:
+    """Return the pids of the children of ``pid``, of their children, and so on."""
+    return {child.pid for child in _children(pid, recursive=True)}
+
+
+def _children(pid: int, recursive: bool = False) -> list[psutil.Process]:
     try:
-        return psutil.Process(pid).children(all_generations)
+        return psutil.Process(pid).children(recursive)
     except psutil.Error:  # The process has ended.
         return []
 
@@ -85,7 +90,7 @@ def kill_descendants(pid: int) -> None:
 
     A worker in the stopped state (SIGSTOP) would otherwise outlive the rank.
     """
-    for descendant in children_of(pid, all_generations=True):
+    for descendant in descendants_of(pid):
         kill(descendant)
 
 

@@ -23,7 +23,13 @@ from typing import IO
 from speechtrain.errors import EXIT_PREEMPTED, print_notice
 from speechtrain.files import open_append
 from speechtrain.launch.launcher import PARENT, WORKER
-from speechtrain.launch.process_tree import children_of, descendants_running, handles_signal, kill
+from speechtrain.launch.process_tree import (
+    children_of,
+    descendants_of,
+    descendants_running,
+    handles_signal,
+    kill,
+)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1  # the option of Linux's prctl that sends a signal when the parent process ends
@@ -189,7 +195,7 @@ class _Child:
 
     def kill(self) -> None:
         """Kill the child's session and all descendants, some of which may have sessions of their own."""
-        descendants = children_of(self.pid, all_generations=True)  # A process without a parent is not found.
+        descendants = descendants_of(self.pid)  # A process without a parent is not found.
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         for pid in descendants:

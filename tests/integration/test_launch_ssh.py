@@ -18,7 +18,7 @@ import pytest
 
 from speechtrain.devices.cpu import CPU
 from speechtrain.launch.node_agent import MODULE
-from speechtrain.launch.process_tree import children_of
+from speechtrain.launch.process_tree import children_of, descendants_of
 
 from .conftest import DEADLINE, Command, finish, wait_for
 from .engines import ENGINES, SIZES, STEPS, assert_same, prepared, processes_of, skip_without
@@ -54,7 +54,7 @@ class Hosts:
     def lose(self, index: int) -> None:
         """Kill a host's sshd and all that it has started, as a power cut would."""
         daemon = self.daemons[index]
-        for pid in (*children_of(daemon.pid, all_generations=True), daemon.pid):
+        for pid in (*descendants_of(daemon.pid), daemon.pid):
             os.kill(pid, signal.SIGKILL)
         daemon.wait()
 
