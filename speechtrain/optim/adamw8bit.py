@@ -33,13 +33,8 @@ def _library() -> Any:
 @cache
 def _maps(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the values (256,) of the 8-bit codes of the first and of the second moment."""
-    return torch.tensor(_codes(signed=True), device=device), torch.tensor(_codes(signed=False), device=device)
-
-
-@cache
-def _codes(signed: bool) -> list[float]:
-    codes: list[float] = _library().create_dynamic_map(signed=signed).tolist()
-    return codes
+    create_map = _library().create_dynamic_map
+    return create_map(signed=True).to(device), create_map(signed=False).to(device)
 
 
 class AdamW8bit(TensorwiseOptimizer):
