@@ -196,7 +196,8 @@ def new_config(command: Command) -> DictConfig:
     check_device(group_choices, config)
     config.run_dir = str(command.run_dir or Path("new").resolve())
     with_absolute_paths(config)
-    follow_data(config, explicit_keys(command.overrides, {}), is_plan=settle_needs(config))
+    if not settle_needs(config):
+        follow_data(config, explicit_keys(command.overrides, {}))
     return config
 
 

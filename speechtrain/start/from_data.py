@@ -71,18 +71,17 @@ def explicit_keys(overrides: Sequence[str], user_files: Mapping[str, str]) -> se
     return keys - {"data"}  # ``data=NAME`` only says which data is read. It fixes no key below ``data``.
 
 
-def follow_data(config: DictConfig, explicit_keys: Collection[str], *, is_plan: bool = False) -> None:
+def follow_data(config: DictConfig, explicit_keys: Collection[str]) -> None:
     """Set the keys of ``config`` that its training data decides, except ``explicit_keys``.
 
     ``config.from_data`` becomes a text with the size of the data and these keys, for the start line of the
-    log. An explicit number of steps or epochs first removes a recipe's ``max_hours``. A plan (``is_plan``)
-    has no data that could be read, so nothing else is set.
+    log. An explicit number of steps or epochs first removes a recipe's ``max_hours``.
 
     Raises ConfigError if the data set does not list its recordings, DataError if it has no transcript or
     cannot be read on this host.
     """
     drop_recipe_hours(config, explicit_keys)
-    if is_plan or (config.from_data is None and not _has_open_alphabet(config)):
+    if config.from_data is None and not _has_open_alphabet(config):
         return
     check(config)  # Reading the data may take minutes, so the errors of the config come first.
     _check_table_name(config)

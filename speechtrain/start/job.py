@@ -21,7 +21,7 @@ from speechtrain.start.from_data import explicit_keys, follow_data
 from speechtrain.start.on_host import raise_or_warn
 from speechtrain.start.recipe_needs import needs_of, settle_needs
 from speechtrain.start.resolved import with_absolute_paths
-from speechtrain.start.resume import config_to_continue, continue_own_run, run_to_continue
+from speechtrain.start.resume import config_to_continue, continue_own_run, drop_recipe_hours, run_to_continue
 from speechtrain.start.run_name import base_folder, run_name
 from speechtrain.start.start import start_run
 from speechtrain.start.user_yaml import user_yaml_files
@@ -82,8 +82,10 @@ def _new_config(job: Command, composed: Composed, run_dir: Path, user_files: Map
         keys.add("world_size")
         if config.world_size == 1:
             config.world_size = job.external_launch.world.size
-    is_plan = settle_needs(config)  # A dry run with missing data only prints a plan.
-    follow_data(config, keys, is_plan=is_plan)
+    if settle_needs(config):  # A dry run with missing data only prints a plan.
+        drop_recipe_hours(config, keys)
+    else:
+        follow_data(config, keys)
     return config
 
 
