@@ -62,16 +62,14 @@ class EMA(Average):
     """The exponential moving average ``e = d · e + (1 − d) · p`` in fp32, which starts at the module's state.
 
     Floating-point parameters and buffers are averaged. Other buffers, such as BatchNorm's counters, are
-    copied. d is ``decay``. With ``warmup``, d is ``min(decay, (1 + n) / (10 + n))`` in the n-th update,
-    counted from 0, so that early averages do not consist of the initial weights. ``module`` decides names and
-    shapes.
+    copied. In the n-th update, counted from 0, d is ``min(decay, (1 + n) / (10 + n))``. So early averages do
+    not consist of the initial weights. ``module`` decides names and shapes.
     """
 
-    def __init__(self, module: nn.Module, decay: float, warmup: bool = True) -> None:
+    def __init__(self, module: nn.Module, decay: float) -> None:
         if not 0 < decay < 1:
             raise ValueError(f"decay is {decay}. It must be above 0 and below 1. NoEMA does not average")
         self.decay = decay
-        self.warmup = warmup
         self.updates = 0
         self._average = {}
         for name, tensor in _tensors(module).items():
@@ -80,9 +78,7 @@ class EMA(Average):
 
     @torch.no_grad()
     def update(self, module: nn.Module, is_counted: Tensor | None = None) -> None:
-        decay = self.decay
-        if self.warmup:
-            decay = min(decay, (1 + self.updates) / (10 + self.updates))
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         self.updates += 1
         tensors = _tensors(module)
         averages, values = [], []
