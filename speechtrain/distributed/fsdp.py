@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,10 +76,6 @@ class ShardedGroup(TorchGroup):
         self._share_buffers(module)
         self._sharded_module = module
         return _FSDPWrapper(module)
-
-    def no_sync(self, module: nn.Module) -> AbstractContextManager[object]:
-        assert isinstance(module, _FSDPWrapper)
-        return module.no_sync()
 
     def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> GlobalStatus:
         if self._sharded_module is not None:

@@ -193,8 +193,9 @@ class TorchGroup(Group):
                 self._averaged_buffers.append(buffer)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[object]:
-        assert isinstance(module, _DDPWrapper)
-        return module.no_sync()
+        wrapper: Any = module  # from ``wrap``
+        context: AbstractContextManager[object] = wrapper.no_sync()
+        return context
 
     def sum(self, tensor: Tensor) -> Tensor:
         total = tensor.detach().clone()
