@@ -163,9 +163,9 @@ def read_bytes(path: str | Path, limit: int = MOST_BYTES, follow: bool = False) 
         return file.read(limit)
 
 
-def read_text(path: str | Path, errors: str = "strict") -> str:
+def read_text(path: str | Path) -> str:
     """Return the UTF-8 text of a file, which must not be a link. Raises OSError or ValueError."""
-    return read_bytes(path).decode("utf-8", errors)
+    return read_bytes(path).decode()
 
 
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # The loader of libyaml is twice as fast.
