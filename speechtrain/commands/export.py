@@ -190,9 +190,12 @@ def _export_runtime(arguments: argparse.Namespace) -> None:
     context = stream_context(loaded.opened.task, parse_context(arguments.context))
     with writing(f"--out {arguments.out}", _FIX), replacing_files(arguments.out) as folder:
         if form == "sherpa":
-            from speechtrain.export import sherpa_folder
+            from speechtrain.export import sherpa_folder, sherpa_stream
 
-            lines = sherpa_folder.write(loaded, folder)
+            if context is None:
+                lines = sherpa_folder.write(loaded, folder)
+            else:
+                lines = sherpa_stream.write(loaded, folder, context)
         elif context is None:
             lines = onnx_folder.write(loaded, folder, has_features=arguments.features == "inside")
         else:

@@ -28,7 +28,9 @@ def open_recogniser(folder, precision):
         if hashlib.sha256(Path(path).read_bytes()).hexdigest() != digests[name]:
             raise ValueError(f"{path} is not the exported file")
     sizes = {"sample_rate": model["sample_rate"], "feature_dim": model["mels"]}
-    if "model" in files:
+    if "stream" in model:
+        recogniser = sherpa_onnx.OnlineRecognizer.from_transducer(**files, **sizes)
+    elif "model" in files:
         recogniser = sherpa_onnx.OfflineRecognizer.from_nemo_ctc(**files, **sizes)
     else:
         kind = "nemo_transducer"
@@ -47,6 +49,12 @@ def decode(model, recogniser, samples):
     missing = max(0, model["sample_rate"] // 10 - len(samples))  # The features need a tenth of a second.
     stream = recogniser.create_stream()
     stream.accept_waveform(model["sample_rate"], np.pad(samples, (0, missing)))
+    if "stream" in model:  # Without silence at the end, the last samples would fill no chunk.
+        stream.accept_waveform(model["sample_rate"], np.zeros(model["stream"]["silence_samples"], np.float32))
+        stream.input_finished()
+        while recogniser.is_ready(stream):
+            recogniser.decode_stream(stream)
+        return recogniser.get_result(stream).strip()
     recogniser.decode_stream(stream)
     return stream.result.text.strip()
 

@@ -99,20 +99,8 @@ def write(loaded: LoadedRun, folder: Path) -> list[str]:
     PyTorch's texts.
     """
     task = greedy_task(loaded, "--to sherpa")
-    require_fit(task)
-    write_graphs(sherpa_graphs(task), folder)
-    write_text(folder / "tokens.txt", tokens(task.tokenizer.spelling()))
-    sums = digests(folder)
-    for graph_sums in sums.values():
-        graph_sums["tokens"] = sha256(folder / "tokens.txt")
-    settings = {
-        "sample_rate": task.sample_rate,
-        "mels": task.encoder.features.mels,
-        "longest_pause": loaded.longest_pause,
-        "sha256": sums,
-    }
-    write_json(folder / "model.json", settings | provenance(loaded.opened.run.run_dir))
-    copy_programs(folder, "recognise_sherpa.py", "recording.py", voice_activity.__file__)
+    require_fit(task, sherpa_features(task.sample_rate, has_joint=hasattr(task, "joint")))
+    write_model(loaded, folder, sherpa_graphs(task), {})
     recognisers = {"pytorch": partial(held_out.text_of, loaded)}
     for precision in PRECISIONS:
         model, recogniser = open_recogniser(folder, precision)  # type: ignore[no-untyped-call]
@@ -120,22 +108,45 @@ def write(loaded: LoadedRun, folder: Path) -> list[str]:
     return held_out.write_check(loaded, recognisers, folder)
 
 
-def require_fit(task: Any) -> None:
-    """Raise ConfigError that names the keys which keep sherpa-onnx from running ``task``."""
+def write_model(loaded: LoadedRun, folder: Path, graphs: dict[str, Graph], settings: dict[str, Any]) -> None:
+    """Write the graphs, the labels, model.json with ``settings``, and the program."""
+    task: Any = loaded.opened.task
+    write_graphs(graphs, folder)
+    write_text(folder / "tokens.txt", tokens(task.tokenizer.spelling()))
+    sums = digests(folder)
+    for graph_sums in sums.values():
+        graph_sums["tokens"] = sha256(folder / "tokens.txt")
+    content = {
+        "sample_rate": task.sample_rate,
+        "mels": task.encoder.features.mels,
+        "longest_pause": loaded.longest_pause,
+        **settings,
+        "sha256": sums,
+    }
+    write_json(folder / "model.json", content | provenance(loaded.opened.run.run_dir))
+    copy_programs(folder, "recognise_sherpa.py", "recording.py", voice_activity.__file__)
+
+
+def require_fit(task: Any, features: dict[str, Any]) -> None:
+    """Raise ConfigError that names the keys which keep sherpa-onnx from running ``task``.
+
+    ``features`` are the arguments of LogMel that it needs.
+    """
     encoder = task.encoder
     if not isinstance(encoder, LogMelEncoder):
         name = type(encoder).__name__
         raise ConfigError(
             f"--to sherpa needs log-mel features, and encoder is {name}. Choose another encoder"
         )
-    joint = getattr(task, "joint", None)
+    log_mel = encoder.features
+    seconds = {"window_seconds": log_mel.width, "hop_seconds": log_mel.hop}
     problems = []
-    for key, value in sherpa_features(encoder.features.sample_rate, has_joint=joint is not None).items():
-        own_value = getattr(encoder.features, key)
+    for key, value in features.items():
+        own_value = seconds[key] / log_mel.sample_rate if key in seconds else getattr(log_mel, key)
         is_near = isinstance(value, float) and math.isclose(own_value, value, rel_tol=1e-3)
         if own_value != value and not is_near:
             problems.append(f"encoder.features.{key}={value}")
-    durations = list(getattr(joint, "durations", ()))
+    durations = list(getattr(getattr(task, "joint", None), "durations", ()))
     if durations != list(range(len(durations))):
         problems.append(f"model.joint.durations={list(range(len(durations)))}".replace(" ", ""))
     if problems:
@@ -155,8 +166,8 @@ def sherpa_features(sample_rate: int, has_joint: bool) -> dict[str, Any]:
     return {
         "form": form,
         "padding": "reflect",
-        "width": window_samples,
-        "hop": round(0.01 * sample_rate),
+        "window_seconds": 0.025,
+        "hop_seconds": 0.01,
         "n_fft": 2 ** (window_samples - 1).bit_length(),
         "f_min": 0.0,
         "f_max": f_max,
@@ -186,34 +197,51 @@ def tokens(spelling: list[str]) -> str:
 def sherpa_graphs(task: Any) -> dict[str, Graph]:
     """Return the graphs of a recogniser with the inputs, outputs and metadata that sherpa-onnx expects."""
     graphs = graphs_of(task)
-    log_mel = task.encoder.features
-    factor = round(task.frame_seconds / log_mel.frame_seconds)
-    metadata = {"normalize_type": "per_feature", "feat_dim": str(log_mel.mels)}
-    metadata["vocab_size"] = str(task.tokenizer.blank)
+    encoder = graphs["encoder"].module
     if "joint" not in graphs:
-        module = _CTC(graphs["encoder"].module, graphs["ctc"].module, factor)
-        metadata |= {"model_type": "EncDecCTCModelBPE", "subsampling_factor": "1"}
+        module = _CTC(encoder, graphs["ctc"].module, _subsampling(task))
+        metadata = {"model_type": "EncDecCTCModelBPE", "subsampling_factor": "1"}
+        metadata |= {"normalize_type": "per_feature", **_sizes(task)}
         return {"model": _encoder_graph(graphs["encoder"], module, ("logprobs",), metadata)}
-    prediction = _prediction_graph(graphs["prediction"])
-    layers, _, hidden = prediction.inputs["state0"].shape
-    metadata |= {"model_type": "EncDecHybridRNNTCTCBPEModel", "subsampling_factor": str(factor)}
-    metadata |= {"pred_rnn_layers": str(layers), "pred_hidden": str(hidden)}
+    parts = transducer_parts(graphs)
+    metadata = {"normalize_type": "per_feature", **transducer_metadata(task, parts["decoder"])}
     if task.joint.durations:
         metadata["url"] = "tdt"  # sherpa-onnx finds the kind of the model in it.
     outputs = ("outputs", "encoded_lengths")
+    return {"encoder": _encoder_graph(graphs["encoder"], _Transducer(encoder), outputs, metadata), **parts}
+
+
+def transducer_metadata(task: Any, decoder: Graph) -> dict[str, str]:
+    """Return the metadata of a transducer's encoder, without the kind of its normalisation."""
+    layers, _, hidden = decoder.inputs["state0"].shape
+    return {
+        **_sizes(task),
+        "model_type": "EncDecHybridRNNTCTCBPEModel",
+        "subsampling_factor": str(_subsampling(task)),
+        "pred_rnn_layers": str(layers),
+        "pred_hidden": str(hidden),
+    }
+
+
+def _sizes(task: Any) -> dict[str, str]:
+    return {"feat_dim": str(task.encoder.features.mels), "vocab_size": str(task.tokenizer.blank)}
+
+
+def _subsampling(task: Any) -> int:
+    """Return the number of log-mel frames for each frame of the encoder."""
+    log_mel_frames: float = task.frame_seconds / task.encoder.features.frame_seconds
+    return round(log_mel_frames)
+
+
+def transducer_parts(graphs: dict[str, Graph]) -> dict[str, Graph]:
+    """Return the decoder and the joiner of a transducer from the graphs of ``graphs_of``."""
     frame, prediction_output = graphs["joint"].inputs.values()
     joint_inputs = {
         "encoder_outputs": frame[:, :, None],
         "decoder_outputs": prediction_output[:, :, None],
     }
-    joint = _Joint(graphs["joint"].module)
-    return {
-        "encoder": _encoder_graph(
-            graphs["encoder"], _Transducer(graphs["encoder"].module), outputs, metadata
-        ),
-        "decoder": prediction,
-        "joiner": Graph(joint, joint_inputs, ("outputs",), key="model.joint"),
-    }
+    joiner = Graph(_Joint(graphs["joint"].module), joint_inputs, ("outputs",), key="model.joint")
+    return {"decoder": _prediction_graph(graphs["prediction"]), "joiner": joiner}
 
 
 def _encoder_graph(

@@ -263,11 +263,22 @@ class KaldiHannFrontEnd(_KaldiFrontEnd):
         return hann(samples / self.width)
 
 
+class KaldiOnlineFrontEnd(KaldiHannFrontEnd):
+    """``form=kaldi_online``: the front end of sherpa-onnx for the streams of NeMo's transducers.
+
+    It is that of the CTC models, but the logarithm is ln max(x, floor), as in Kaldi.
+    """
+
+    def logarithm(self, mel: Tensor) -> Tensor:
+        return mel.clamp(min=self.log_floor).log()
+
+
 FRONT_ENDS: dict[str, type[FrontEnd]] = {
     "dali": DaliFrontEnd,
     "torch": TorchFrontEnd,
     "parakeet": ParakeetFrontEnd,
     "kaldi": KaldiFrontEnd,
     "kaldi_hann": KaldiHannFrontEnd,
+    "kaldi_online": KaldiOnlineFrontEnd,
 }
 """The front ends by the names of ``form``."""

@@ -192,19 +192,23 @@ def test_nemo_front_end_of_kaldi_native_fbank_coincides() -> None:
     close(ours[0, : len(expected)], expected[: int(count)], 1e-3)
 
 
-def sherpa_features(wave: Array, rate: int, window: str, high: float) -> Array:
-    """Features as sherpa-onnx 2.0.1 computes them by kaldi-native-fbank for models of NeMo."""
+def sherpa_energies(wave: Array, rate: int, window: str, high: float, *, log: bool = False) -> Array:
+    """Energies as sherpa-onnx 2.0.1 computes them by kaldi-native-fbank for models of NeMo."""
     options = kaldi_native_fbank.FbankOptions()
     frames, mel = options.frame_opts, options.mel_opts
     frames.dither, frames.samp_freq, frames.snip_edges = 0.0, rate, False
     frames.remove_dc_offset, frames.window_type = False, window
     mel.num_bins, mel.low_freq, mel.high_freq, mel.is_librosa = 40, 0.0, high, True
-    options.use_log_fbank = False
+    options.use_log_fbank = log
     fbank = kaldi_native_fbank.OnlineFbank(options)
     fbank.accept_waveform(rate, wave.tolist())
     fbank.input_finished()
-    energies = np.stack([fbank.get_frame(index) for index in range(fbank.num_frames_ready)])
-    features: Array = np.log(energies + 2.0**-24)
+    return np.stack([fbank.get_frame(index) for index in range(fbank.num_frames_ready)])
+
+
+def sherpa_features(*arguments: Any) -> Array:
+    """Features of whole recordings, as sherpa-onnx 2.0.1 computes them for models of NeMo."""
+    features: Array = np.log(sherpa_energies(*arguments) + 2.0**-24)
     return (features - features.mean(0)) / (features.std(0) + 1e-5)
 
 
@@ -219,6 +223,18 @@ def test_kaldi_forms_coincide_with_kaldi_native_fbank(form: str, window: str, hi
         assert count == model.frames(len(wave))
         close(row[:count], sherpa_features(wave, rate, window, high), 2e-3)
         assert row[count:].abs().max() == 0
+
+
+def test_the_online_form_coincides_with_kaldi_native_fbank() -> None:
+    settings = {"window_seconds": 0.025, "mels": 40, "splice": 1, "normalise": "none"}
+    model = LogMel(form="kaldi_online", log_floor=2.0**-23, **settings)
+    for loudness in (1.0, 1e-4):
+        wave = loudness * speech(15999, 3)
+        features, _ = run(model, np.concatenate([wave, np.zeros(3000, np.float32)]))
+        expected = sherpa_energies(
+            np.concatenate([wave, np.zeros(3000, np.float32)]), 16000, "hann", 0, log=True
+        )
+        close(features[0], expected, 2e-3)
 
 
 def test_frame_counts_of_the_references() -> None:
