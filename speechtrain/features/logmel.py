@@ -264,6 +264,10 @@ class LogMel(MovedModule, PolicyAware):
         x = self._normalised(x, weight, self.front_end.over_deviation)
         return self.spliced(mask(x, counts)), lengths
 
+    def normalised_columns(self, x: Tensor) -> Tensor:
+        """Return columns (B, C, M) normalised one by one. ``normalise`` is a name in OF_COLUMNS."""
+        return self._normalised(x, torch.ones_like(x[..., :1]), self.front_end.over_deviation)
+
     def spliced(self, x: Tensor) -> Tensor:
         """Return output frames (B, T, F) of normalised columns (B, C, M)."""
         return self._padded(stack_time(x, self.splice))

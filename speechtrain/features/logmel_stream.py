@@ -10,6 +10,7 @@ from torch import Tensor
 
 from speechtrain.errors import NeedsWholeRecordings
 from speechtrain.features.logmel import LogMel
+from speechtrain.features.statistics import OF_COLUMNS
 from speechtrain.nn.full_precision import full_precision
 
 
@@ -24,10 +25,10 @@ class LogMelStream:
     """
 
     def __init__(self, log_mel: LogMel, rows: int = 1, keys: Tensor | None = None) -> None:
-        if log_mel.normalise != "none":
+        if log_mel.normalise not in OF_COLUMNS:
             raise NeedsWholeRecordings(
                 f"encoder.features.normalise={log_mel.normalise} needs the whole recording. "
-                "A stream needs encoder.features.normalise=none"
+                "A stream needs encoder.features.normalise=fixed, or none"
             )
         if log_mel.trim_silence_db is not None:
             raise NeedsWholeRecordings(
@@ -82,7 +83,7 @@ class LogMelStream:
         lengths = torch.full((self.audio.shape[0],), self.audio.shape[1], device=self.audio.device)
         with full_precision(self.audio.device):
             signal = front_end.signal(self.audio, lengths)[:, self.columns * front_end.hop - self.start :]
-            new_columns = self.log_mel.log_mel_columns(signal, count)
+            new_columns = self.log_mel.normalised_columns(self.log_mel.log_mel_columns(signal, count))
         self.columns = end
         self._drop_samples()
         return torch.cat([self.incomplete, new_columns], dim=1)

@@ -16,6 +16,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+# Of all bins of two corpora, with samples in [-1, 1] and a log_floor of 2^-24: −10.3 and 4.5 for four hours
+# of sentences, −10.2 and 3.4 for spoken digits. Without them, the zeros of padding and of masks would be
+# louder than any speech.
+_SPEECH_MEAN, _SPEECH_DEVIATION = -10.0, 4.5
 _LOUD_NATS = 8.0  # 35 dB. The pauses of a usual recording are lower, and its weakest consonants are higher.
 
 OverDeviation = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -24,6 +28,11 @@ OverDeviation = Callable[[Tensor, Tensor, Tensor], Tensor]
 def not_normalised(x: Tensor, weight: Tensor, over_deviation: OverDeviation) -> Tensor:
     """Return ``x`` as it is. A column then needs no other column."""
     return x * weight
+
+
+def normalised_by_constants(x: Tensor, weight: Tensor, over_deviation: OverDeviation) -> Tensor:
+    """Return ``x`` less the mean of usual speech, over its deviation. A column then needs no other column."""
+    return (x - _SPEECH_MEAN) / _SPEECH_DEVIATION * weight
 
 
 def normalised_by_all(x: Tensor, weight: Tensor, over_deviation: OverDeviation) -> Tensor:
@@ -63,5 +72,8 @@ def _normalised(x: Tensor, weight: Tensor, counted: Tensor, over_deviation: Over
 NORMALISATIONS = {
     "all": normalised_by_all,
     "loud": normalised_by_loud,
+    "fixed": normalised_by_constants,
     "none": not_normalised,
 }
+OF_COLUMNS = ("fixed", "none")
+"""The names in NORMALISATIONS that read one column at a time, as a stream needs."""

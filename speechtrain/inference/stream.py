@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _STEP_SECONDS = 1.0  # A longer piece of samples is recognised in steps, so its first text comes earlier.
 _FRAMES_PER_CHECK = 8  # The endpoint is looked for at each multiple, so it does not depend on the pieces.
+# The search stores the frames of an utterance. So it begins anew after 10 s without a label, and ends an
+# utterance that has no endpoint after 60 s.
+_LONGEST_SILENCE, _LONGEST_UTTERANCE = 10.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class RecognitionStream:
         self._opened, self._computing = opened, computing
         self._stream = opened.task.stream(context, decoder)
         self._search: SearchStream = self._stream.search
+        self._first_frame = 0  # of the present utterance
         self._has_samples = False
         self._last_text = ""  # of the last event, if it was not final
         self._has_ended = False
@@ -106,7 +110,7 @@ class RecognitionStream:
             count = _FRAMES_PER_CHECK - self._search.frame % _FRAMES_PER_CHECK
             with self._computing(), self._autocast():
                 self._search.step(frames[:, :count])
-                has_ended = self._search.frame % _FRAMES_PER_CHECK == 0 and self._search.is_ended
+                has_ended = self._search.frame % _FRAMES_PER_CHECK == 0 and self._utterance_has_ended()
             frames = frames[:, count:]
             if has_ended:
                 yield from self._ended_utterance()
@@ -115,6 +119,13 @@ class RecognitionStream:
             self._last_text = hypothesis.text
             settled = hypothesis.part(0, self._search.final_labels)
             yield StreamEvent(hypothesis.text, False, hypothesis.words, len(settled.words))
+
+    def _utterance_has_ended(self) -> bool:
+        """Return whether the search has found an endpoint, or has waited too long for one."""
+        search = self._search
+        seconds = (search.frame - self._first_frame) * search.scorer.frame_seconds
+        longest = _LONGEST_UTTERANCE if search.hypothesis.labels else _LONGEST_SILENCE
+        return search.is_ended or seconds >= longest
 
     @contextlib.contextmanager
     def _autocast(self) -> Iterator[None]:
@@ -125,6 +136,7 @@ class RecognitionStream:
         """Yield the final text of the present utterance, if it has one."""
         with self._computing(), self._autocast():
             hypothesis = self._search.finish()
+        self._first_frame = self._search.frame
         self._last_text = ""
         if hypothesis.text.strip():
             yield StreamEvent(hypothesis.text, True, hypothesis.words, len(hypothesis.words))

@@ -120,3 +120,13 @@ def test_a_run_that_cannot_stream_names_the_keys(tmp_path: Path) -> None:
         speechtrain.load(untrained(tmp_path / "lstm", *TINY)).stream()
     with pytest.raises(ConfigError, match="context"):
         speechtrain.load(untrained(tmp_path / "run", *STREAMING)).stream([1, 2])
+
+
+def test_an_utterance_without_an_endpoint_ends(loaded: LoadedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search would store all frames. The end is at the same frame for all pieces."""
+    monkeypatch.setattr("speechtrain.inference.stream._LONGEST_UTTERANCE", 0.6)
+    samples = speech(loaded, 2.0)
+    options = {"max_symbols_per_step": 1, "endpoint_seconds": None}
+    whole, pieced = (texts(events(loaded.stream([16, 1, 0], **options), samples, seed)) for seed in (3, 1))
+    assert len(whole) > 2
+    assert whole == pieced
