@@ -33,12 +33,7 @@ from speechtrain.export.streaming_graphs import CACHES, streaming_graphs
 from speechtrain.inference.loaded_run import LoadedRun
 from speechtrain.nn.conformer import Context
 
-_ONLINE_FEATURES = {
-    "sample_rate": 16000,
-    "form": "kaldi_online",
-    "log_floor": 2.0**-23,
-    "normalise": "none",
-}
+_ONLINE_FEATURES = {"sample_rate": 16000, "form": "kaldi_online", "log_floor": 2.0**-23}
 """The arguments of LogMel in which sherpa-onnx's features of a stream differ from those for CTC.
 
 The upper edge of its bands is 8000 Hz for every sample rate. Source: ``features.cc`` and
@@ -47,17 +42,21 @@ The upper edge of its bands is 8000 Hz for every sample rate. Source: ``features
 
 
 class _OnlineEncoder(nn.Module):
-    """Features (B, F, T) and the inputs of ``StreamingEncoder`` to frames (B, W, C) and its other outputs."""
+    """Log-mel columns (B, F, T) and the other inputs of ``StreamingEncoder`` to its outputs.
 
-    def __init__(self, step: nn.Module) -> None:
+    The frames are (B, W, C). The columns are normalised here, because sherpa-onnx has no constants for it.
+    """
+
+    def __init__(self, log_mel: nn.Module, step: nn.Module) -> None:
         super().__init__()
+        self.log_mel: Any = log_mel
         self.step = step
 
     def forward(
-        self, features: Tensor, length: Tensor, attention: Tensor, convolutions: Tensor, arrived: Tensor
+        self, columns: Tensor, length: Tensor, attention: Tensor, convolutions: Tensor, arrived: Tensor
     ) -> tuple[Tensor, ...]:
-        outputs = self.step(features.transpose(1, 2), length, attention, convolutions, arrived)
-        frames, *others = outputs
+        features = self.log_mel.normalised_columns(columns.transpose(1, 2))
+        frames, *others = self.step(features, length, attention, convolutions, arrived)
         return frames.transpose(1, 2), *others
 
 
@@ -73,7 +72,9 @@ def write(loaded: LoadedRun, folder: Path, context: Context) -> list[str]:
             "--to sherpa writes a stream of model=rnnt with model.joint.durations=[]. Train such a run, or "
             "use --to onnx"
         )
-    require_fit(task, sherpa_features(16000, has_joint=False) | _ONLINE_FEATURES)
+    features = sherpa_features(16000, has_joint=False) | _ONLINE_FEATURES
+    del features["normalise"]  # of whole recordings
+    require_fit(task, features)
     # sherpa-onnx computes a chunk when one more log-mel frame has arrived.
     silence = (context[1] * task.encoder.factor + 1) * task.encoder.features.hop
     settings = {"stream": {"context": list(context), "silence_samples": silence}}
@@ -116,7 +117,7 @@ def online_graphs(task: Any, context: Context) -> dict[str, Graph]:
             if axis > 0:
                 metadata[f"{name}_dim{axis}"] = size
     encoder = Graph(
-        _OnlineEncoder(step),
+        _OnlineEncoder(task.encoder.features, step),
         inputs,
         ("outputs", "encoded_lengths", *(f"{name}_next" for name in CACHES)),
         dict.fromkeys(inputs, (0,)),
