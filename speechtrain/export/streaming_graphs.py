@@ -61,19 +61,14 @@ class StreamingEncoder(nn.Module):
         self.state_sizes = [shape.numel() for shape in self.state_shapes]
 
     def first_inputs(self, rows: int) -> dict[str, Tensor]:
-        """Return the inputs of the first step by their names, with features of noise."""
-        width, layers = self.encoder.width, len(self.encoder.layers)
-        generator = torch.Generator().manual_seed(0)
-        shape = (rows, self.chunk_features, self.encoder.subsampling.mels)
-        caches = (
-            torch.zeros(rows, layers, self.left, 2 * width),
-            torch.zeros(rows, 1, 1, sum(self.state_sizes)),
-            torch.zeros(rows, dtype=torch.int64),
-        )
+        """Return the inputs of the first step by their names, with features of 0."""
+        encoder = self.encoder
         return {
-            "features": torch.randn(shape, generator=generator),
+            "features": torch.zeros(rows, self.chunk_features, encoder.subsampling.mels),
             "length": torch.full((rows,), self.chunk_features),
-            **dict(zip(CACHES, caches, strict=True)),
+            "cache_last_channel": torch.zeros(rows, len(encoder.layers), self.left, 2 * encoder.width),
+            "cache_last_time": torch.zeros(rows, 1, 1, sum(self.state_sizes)),
+            "cache_last_channel_len": torch.zeros(rows, dtype=torch.int64),
         }
 
     def forward(
@@ -84,18 +79,18 @@ class StreamingEncoder(nn.Module):
         for flat_state, shape in zip(flat_states, self.state_shapes, strict=True):
             states.append(flat_state.view(-1, *shape))
         halvings = len(self.halvings)
-        x, length, halving_states = self._subsampled(features, length, states[:halvings])
+        x, length, next_states = self._subsampled(features, length, states[:halvings])
         key = torch.arange(self.left + self.chunk)
         is_allowed = (key >= self.left - arrived[:, None]) & (key < self.left + length[:, None])
         mask = as_mask(is_allowed[:, None, None])
-        next_attention, gated_states = [], []
+        next_attention = []
         layers = zip(self.encoder.layers, attention.unbind(1), states[halvings:], strict=True)
         for layer, stored, gated in layers:
-            x, keys_values, gated = self._layer(layer, x, stored, gated, mask)
+            x, keys_values, next_gated = self._layer(layer, x, stored, gated, mask)
             next_attention.append(keys_values)
-            gated_states.append(gated)
-        next_states = [state.flatten(1) for state in halving_states + gated_states]
-        next_convolutions = torch.cat(next_states, dim=1)[:, None, None]
+            next_states.append(next_gated)
+        flat_states = tuple(state.flatten(1) for state in next_states)
+        next_convolutions = torch.cat(flat_states, dim=1)[:, None, None]
         next_arrived = (arrived + self.chunk).clamp(max=self.left)
         count = length.clamp(0, self.chunk)
         return x, count, torch.stack(next_attention, dim=1), next_convolutions, next_arrived
@@ -136,7 +131,7 @@ class StreamingEncoder(nn.Module):
 def stream_context(task: Any, context: Context | None) -> Context | None:
     """Return the context of the stream that an export of ``task`` reads. None: it reads whole recordings.
 
-    By default, it is that of ``Encoder.stream``. Raises ConfigError for a context that cannot be used.
+    By default, it is the context of ``Encoder.stream``. Raises ConfigError for a context that cannot be used.
     """
     if context is None and not getattr(getattr(task, "encoder", None), "causal", False):
         return None
