@@ -26,7 +26,7 @@ from speechtrain.errors import ConfigError, require_least
 _LABELS_PER_SECOND = 50  # Some models never stop to emit labels. Their rows end here.
 _LARGEST_FRAME_LIMIT = 1000  # labels of one frame, because a row has no other limit until its next frame
 _WINDOW = 3  # frames that one step searches
-# The host reads whether any row is left only after this number of steps, because each read stops the device.
+# The host reads whether any row of a batch is left only after this number of steps. A read stops the device.
 _STEPS_PER_READ = 4
 
 
@@ -100,11 +100,17 @@ class _TransducerSearch:
     """A search with the present frame, labels and prediction state of each row.
 
     The search carries on over any number of pieces of frames. ``row_limits`` (B,) is the number of labels
-    with which a row may still begin another frame. ``first_frame`` is the number of the first frame.
+    with which a row may still begin another frame. ``first_frame`` is the number of the first frame. The host
+    reads whether any row is left after each ``steps_per_read`` steps.
     """
 
     def __init__(
-        self, settings: Greedy, scorer: TransducerScorer, row_limits: Tensor, first_frame: int = 0
+        self,
+        settings: Greedy,
+        scorer: TransducerScorer,
+        row_limits: Tensor,
+        first_frame: int = 0,
+        steps_per_read: int = _STEPS_PER_READ,
     ) -> None:
         rows = len(row_limits)
         self.scorer = scorer
@@ -116,6 +122,7 @@ class _TransducerSearch:
         # With durations, the next frame is known only after the duration of the blank is computed.
         self.window = 1 if len(self.durations) else _WINDOW
         self.offsets = torch.arange(self.window, device=device)
+        self.steps_per_read = steps_per_read
         self.first_frame = first_frame  # the number of the piece's first frame
         # For each row (B,): its present frame in the piece, its labels in that frame, and all its labels.
         zeros = self.row.new_zeros(3, rows)
@@ -135,7 +142,7 @@ class _TransducerSearch:
         self.is_active = (self.frame < lengths) & (self.label_counts <= self.row_limits)
         steps = []
         while bool(self.is_active.any()):
-            for _ in range(_STEPS_PER_READ):
+            for _ in range(self.steps_per_read):
                 steps.append(self._step())
         if steps:
             self._add_labels(steps)
@@ -199,12 +206,16 @@ class _TransducerSearch:
         symbol = torch.where(emits, symbols[last_visit], self.scorer.blank)
         step = (symbol, self.frame + blanks, confidences[last_visit])
 
-        # Only a label advances the prediction network.
+        if self.steps_per_read > 1 or bool(emits.any()):
+            self._advance_prediction(emits, symbol)
+        self._move(emits, blanks, duration_logits[:, 0])
+        return step
+
+    def _advance_prediction(self, emits: Tensor, symbol: Tensor) -> None:
+        """Advance the prediction network by ``symbol`` (B,) in the rows that emit a label, ``emits`` (B,)."""
         prediction, state = self.scorer.step(symbol.masked_fill(~emits, 0), self.state)
         self.prediction = torch.where(emits[:, None], prediction, self.prediction)
         self.state = self.scorer.prediction.select(emits, state, self.state)
-        self._move(emits, blanks, duration_logits[:, 0])
-        return step
 
     def _move(self, emits: Tensor, blanks: Tensor, duration_logits: Tensor) -> None:
         """Advance each row by ``blanks`` (B,) frames, and by another one if it reaches the frame's limit.
@@ -240,7 +251,10 @@ class _TransducerStream(SearchStream):
     @torch.no_grad()
     def _begin(self) -> None:
         row_limits = torch.tensor([self.settings.max_symbols or sys.maxsize])
-        self.search = _TransducerSearch(self.settings, self.transducer, row_limits, self.frame)
+        # A stream is one row, most of whose steps are blanks. A read saves the prediction network's step.
+        self.search = _TransducerSearch(
+            self.settings, self.transducer, row_limits, self.frame, steps_per_read=1
+        )
 
     @torch.no_grad()
     def step(self, frames: Tensor) -> None:

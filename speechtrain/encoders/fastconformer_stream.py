@@ -91,6 +91,31 @@ class HalvingStream:
         return y.transpose(1, 2)
 
 
+class ChunkStream:
+    """Keeps frames (B, T, D) until the layers can compute a chunk. Each step of a layer costs time."""
+
+    def __init__(self, context: Context, no_frames: Tensor) -> None:
+        self.context = context
+        self.frames = no_frames  # (B, T, D) the frames that have not left
+        self.departed = 0
+
+    def step(self, x: Tensor) -> Tensor:
+        self.frames = torch.cat([self.frames, x], dim=1)
+        _, chunk, right = self.context
+        received = self.departed + self.frames.shape[1]
+        needed = max(0, received - right) // chunk * chunk + right
+        return self._depart(max(0, needed - self.departed))
+
+    def finish(self) -> Tensor:
+        return self._depart(self.frames.shape[1])
+
+    def _depart(self, count: int) -> Tensor:
+        departing = self.frames[:, :count]
+        self.frames = self.frames[:, count:].clone()
+        self.departed += departing.shape[1]
+        return departing
+
+
 class LayerStream:
     """A Conformer layer with causal convolution, whose attention is limited to ``context``.
 
@@ -115,6 +140,8 @@ class LayerStream:
 
     def step(self, x: Tensor) -> Tensor:
         """Append frames (B, T, D) and return the frames (B, T', D) of all chunks that are now complete."""
+        if not x.shape[1]:
+            return x
         x = self.layer.before_attention(x)
         queries, keys, values = self.layer.self_attn.project(self.layer.norm_self_att(x))
         self.waiting = torch.cat([self.waiting, x], dim=1)

@@ -106,6 +106,8 @@ class RecognitionStream:
         """Yield the events of the next frames (1, T, ·) of the search."""
         with self._computing(), self._autocast():
             frames = next_frames()
+        if not frames.shape[1]:
+            return
         while frames.shape[1]:
             count = _FRAMES_PER_CHECK - self._search.frame % _FRAMES_PER_CHECK
             with self._computing(), self._autocast():
