@@ -81,10 +81,10 @@ class DataModule(ABC):
         """
         return None
 
-    def recordings(self, normalise: Callable[[str], str]) -> Iterator[tuple[float, str]]:
+    def recordings(self, normalise_text: Callable[[str], str]) -> Iterator[tuple[float, str]]:
         """Yield the seconds and the transcript of each training recording.
 
-        ``normalise`` normalises the transcripts, except in sets whose specification names a normaliser.
+        ``normalise_text`` normalises the transcripts, except in sets whose specification names a normaliser.
         """
         return iter(())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from speechtrain.batch import Footprint
@@ -23,58 +22,65 @@ from speechtrain.data.workers import open_workers
 from speechtrain.files import FilePath
 from speechtrain.text.vocabulary import Tokenizer
 
-_Set = FilePath | dict[str, Any] | list[FilePath | dict[str, Any]]
+_Spec = FilePath | dict[str, Any] | list[FilePath | dict[str, Any]]
+"""A source as the user writes it: a path, a mapping with a path, a mapping of named sets, or a list."""
 
 
 class SpeechData(CheckedBatches):
     """Endless training batches and named evaluation sets, from manifests, folders or corpora.
 
-    ``train`` and each set of ``valid`` are one of the sources that ``open_source`` reads: a ``Source``, a
-    path, a mapping of a path, columns and facts, a list of these, or a mapping of named sets. If a set of
-    ``train`` has a weight, the recordings of an epoch are divided among the sets by weight (1 by default). A
-    ``valid`` without names is the set ``valid``. Sets are opened at first use, so evaluation needs no
-    training data.
-
+    - ``train`` is the source of the training recordings: a ``Source``, or what ``open_source`` reads. If it
+      is a mapping of named sets of which one has a weight, the recordings of an epoch are divided among the
+      sets by weight (1 by default). It is opened at first use, so evaluation needs no training data.
+    - ``valid`` is a mapping of named evaluation sets. Each set is a source, as ``train`` is. A single source
+      without a name is the set ``valid``.
+    - ``tokenizer`` converts transcripts to labels.
     - ``seed`` determines the order, the speeds and the crops of training.
     - ``batch`` limits the batches of training, and ``valid_batch`` the batches of evaluation.
     - ``speed`` is the lowest and highest speed factor of training recordings. Null means no change of speed.
     - ``acoustics`` adds recorded rooms and noise to training recordings. Null means none.
-    - ``longest_pause`` is the number of seconds that longer pauses are shortened to, in training and in
-      evaluation (``data.voice_activity``). Null keeps all recordings as they are.
+    - ``sample_rate`` is the rate in Hz to which all recordings are converted.
     - ``channel`` is the channel that is read of recordings with several, counted from 0. Null is their mean.
       A manifest that names channels has the priority.
     - ``min_seconds`` and ``max_seconds`` are the shortest and longest training recording, before the speed
-      change. ``skip_empty`` filters training recordings without a transcript, and ``allow_empty`` trains on
-      them. Evaluation sets are never filtered.
+      change. Evaluation sets are never filtered.
     - ``max_labels_per_second``: a training recording with more labels is bad (people speak 15 to 25
       characters per second, and RNN-T itself has no limit).
     - ``max_decoded_seconds``: a longer recording of an evaluation set is bad.
-    - ``hold_out``: without ``valid``, this share of the training recordings is the set ``held_out``.
+    - ``allow_empty`` trains also on recordings without a transcript, and ``skip_empty`` filters them. If both
+      are false, such a recording is bad.
+    - ``hold_out``: if ``valid`` is empty, this share of the training recordings is the set ``held_out``.
     - ``shapes`` is the largest number of fixed tensor shapes. 0 means that shapes vary.
-    - ``crop_seconds`` crops training recordings at random, to the shortest of their batch or, with
-      ``shapes``, to ``crop_seconds``. Null means no crop. Evaluation is not cropped.
+    - ``crop_seconds`` is the longest training recording after a crop at a random position. Null means no
+      crop. If shapes vary, a crop also shortens each recording to the shortest of its batch. Evaluation
+      recordings are not cropped.
+    - ``longest_pause`` is the number of seconds that longer pauses are shortened to, in training and in
+      evaluation (``data.voice_activity``). Null keeps all recordings as they are.
     - ``workers`` is the number of processes that load batches ahead. -1 is one fewer than the cores of this
       rank, but at most 8. With 0, this process loads.
     - ``timeout_seconds``: a worker that has not answered for this time is an error.
     - ``decoded_gib``: a rank keeps the decoded training recordings in memory if they need at most these GiB.
-      The rank replaces ``auto`` by a share of the free memory. Otherwise ``auto`` counts as 0.
+      A rank of ``speechtrain train`` replaces ``auto`` by a share of the free memory. In a program, ``auto``
+      is 0.
     - ``cache`` is the folder of the indices (see ``open_index``).
-    - ``max_bad`` and ``max_bad_share``: a bad recording becomes a padding row, and one of training is listed
-      in ``run_dir``. The run ends if more recordings of a set are bad than ``skips.most_bad`` allows.
+    - ``max_bad`` and ``max_bad_share``: a bad recording becomes a padding row. The run ends if more
+      recordings of a set are bad than ``skips.most_bad`` allows.
+    - ``run_dir`` is the folder of the run. It gets the lists of bad, of filtered and of held-out recordings.
+      Null writes no list.
     - ``footprint`` is the memory that the model predicts for a batch.
-    - ``initial_run`` is the run whose weights this one starts with. What it held out stays held out.
     - ``normalise``, set by the task, gives each recording zero mean and unit variance.
+    - ``initial_run`` is the run whose weights this one starts with. What it held out stays held out.
     - ``stop_requested``: if it returns true, a long wait for a batch raises Preempted.
 
     Raises ValueError for invalid arguments, DataError for unusable data.
     """
 
-    train_is_optional = True
+    train_is_optional = True  # ``speechtrain evaluate`` reads this (see ``DataModule``).
 
     def __init__(
         self,
-        train: Source | _Set,
-        valid: FilePath | list[FilePath | dict[str, Any]] | dict[str, Source | _Set],
+        train: Source | _Spec,
+        valid: FilePath | list[FilePath | dict[str, Any]] | dict[str, Source | _Spec],
         tokenizer: Tokenizer,
         seed: int = 1,
         batch: BatchLimits | None = None,
@@ -107,8 +113,8 @@ class SpeechData(CheckedBatches):
     ) -> None:
         check_audio(sample_rate, channel, crop_seconds, tokenizer)
         footprint = footprint or Footprint(0.0)
-        # The functions that make a loader get the index later, because sets are opened at first use.
-        shared: dict[str, Any] = {
+        # Both kinds of loader lack the index until their set is opened, at first use.
+        loader_arguments: dict[str, Any] = {
             "tokenizer": tokenizer,
             "max_labels_per_second": max_labels_per_second,
             "sample_rate": sample_rate,
@@ -122,50 +128,65 @@ class SpeechData(CheckedBatches):
             crop_seconds=crop_seconds,
             seed=seed,
             acoustics=acoustics or Acoustics(),
-            **shared,
+            **loader_arguments,
         )
-        new_evaluation_loader = partial(EvaluationLoader, max_decoded_seconds=max_decoded_seconds, **shared)
+        new_evaluation_loader = partial(
+            EvaluationLoader,
+            max_decoded_seconds=max_decoded_seconds,
+            **loader_arguments,
+        )
+        cache_folder = cache or ""
+        hold_out_share = 0.0 if valid else hold_out
         training_set = TrainingSet(
-            train,
-            cache or "",
-            Filters(min_seconds, max_seconds, skip_empty),
-            0.0 if valid else hold_out,
+            spec=train,
+            cache=cache_folder,
+            filters=Filters(min_seconds, max_seconds, skip_empty),
+            hold_out=hold_out_share,
             needs_text=tokenizer.reads_text and not allow_empty,
             run_dir=run_dir or "",
             initial_run=initial_run,
         )
-        recording_sets = named_sets(valid, cache or "") or training_set.held_out_sets()
-        valid_size = BatchSize(valid_batch or BatchLimits(count=16), footprint, shapes)
+        recording_sets = named_sets(valid, cache_folder) or training_set.held_out_sets()
+        evaluation_size = BatchSize(valid_batch or BatchLimits(count=16), footprint, shapes)
+        training_size = BatchSize(batch or BatchLimits(), footprint, shapes)
         data_workers = open_workers(workers, timeout_seconds, stop_requested)
         skips = SkipLog(run_dir or "", max_bad, max_bad_share)
         evaluation_sets = {
-            name: EvaluationSet(name, recordings, new_evaluation_loader, valid_size, data_workers, skips)
+            name: EvaluationSet(
+                name=name,
+                recordings=recordings,
+                new_loader=new_evaluation_loader,
+                size=evaluation_size,
+                workers=data_workers,
+                skips=skips,
+            )
             for name, recordings in recording_sets.items()
         }
         super().__init__(
-            training_set,
-            evaluation_sets,
-            data_workers,
-            skips,
-            new_training_loader,
-            BatchSize(batch or BatchLimits(), footprint, shapes),
-            speed or (1.0, 1.0),
-            decoded_gib,
+            training_set=training_set,
+            evaluation_sets=evaluation_sets,
+            workers=data_workers,
+            skips=skips,
+            new_loader=new_training_loader,
+            size=training_size,
+            speed=speed or (1.0, 1.0),
+            decoded_gib=decoded_gib,
         )
         self.sample_rate = sample_rate
 
-    def recordings(self, normalise: Callable[[str], str]) -> Iterator[tuple[float, str]]:
+    def recordings(self, normalise_text: Callable[[str], str]) -> Iterator[tuple[float, str]]:
         index = self.training_set.index
         for row in self.training_set.usable.tolist():
-            yield float(index.seconds[row]), index.text(row, normalise)
+            yield float(index.seconds[row]), index.text(row, normalise_text)
 
     def content(self) -> dict[str, str | float]:
         return {**self.training_set.content(), **self.loader.acoustics.content()}
 
     def counts(self) -> dict[str, int]:
         samples = {"train_samples": len(self.training_set.rows)}
-        for evaluation_set in islice(self.evaluation_sets.values(), 1):
-            samples["eval_samples"] = len(evaluation_set.recordings.rows)
+        first_set = next(iter(self.evaluation_sets.values()), None)
+        if first_set is not None:
+            samples["eval_samples"] = len(first_set.recordings.rows)
         return samples
 
     def report(self) -> dict[str, Any]:
@@ -191,15 +212,21 @@ class SpeechData(CheckedBatches):
             entries["decoded audio"] = "kept in memory"
         if training_set.hold_out:
             entries["held out"] = training_set.describe_held_out()
-        for number, (facts, positions) in enumerate(training_set.sets):
-            if facts.name:
-                seconds = training_set.index.seconds[training_set.rows[positions]]
-                description = [f"{len(seconds)} recordings", f"{hours(seconds):.2f} h"]
-                if sampler.random_cuts.sets:
-                    share = sampler.random_cuts.sets[number].count / len(sampler.random_cuts)
-                    description.append(f"{share:.1%} of an epoch")
-                description += filter(None, (facts.normaliser, facts.language))
-                entries[f"set {facts.name}"] = ", ".join(description)
+        weighted_sets = sampler.random_cuts.sets  # in the order of the sets, or empty if none has a weight
+        for set_number, (settings, positions) in enumerate(training_set.sets):
+            if not settings.name:
+                continue
+            rows = training_set.rows[positions]
+            seconds = training_set.index.seconds[rows]
+            description = [f"{len(rows)} recordings", f"{hours(seconds):.2f} h"]
+            if weighted_sets:
+                share_of_epoch = weighted_sets[set_number].count / len(sampler.random_cuts)
+                description.append(f"{share_of_epoch:.1%} of an epoch")
+            if settings.normaliser:
+                description.append(settings.normaliser)
+            if settings.language:
+                description.append(settings.language)
+            entries[f"set {settings.name}"] = ", ".join(description)
         return entries
 
     def close(self) -> None:

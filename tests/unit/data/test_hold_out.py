@@ -295,7 +295,7 @@ def mask_of(names: list[str], seconds: list[float], share: float, former: Sides,
         "recording": np.array([key_of(name) for name in names]),
         "cut": np.arange(len(names)),
     }
-    mask, _ = held_out(keys, np.array(seconds, np.float32), share, former=former)
+    mask, _ = held_out(keys, np.array(seconds, np.float32), share, former_sides=former)
     result: list[bool] = mask.tolist()
     return result
 
