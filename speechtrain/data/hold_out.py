@@ -4,7 +4,7 @@ The cuts are held out in groups: all cuts of a speaker, all cuts of a recording,
 the order in which they are applied:
 
 1. A recording that an earlier run or split trained on stays trained on, and one that it held out stays held
-   out. The rule does not apply if all recordings were trained on, because none would be left to hold out.
+   out. The rule does not apply if it would leave all recordings on one side.
 2. The groups are speakers if each cut names its speaker, otherwise recordings. Speakers who share a recording
    are one group, so that no recording is divided. But if the set is a single recording, each of its speakers
    is a group.
@@ -17,8 +17,10 @@ the order in which they are applied:
 6. A random number for the key of each group decides whether the group is held out (see ``_sample``). But if
    rule 1 has decided a recording of a group, the undecided recordings of the group are on its side. If it has
    decided recordings for both sides, they are trained on.
+7. If rule 6 would hold out no group, or all of several groups, a group with undecided recordings changes
+   sides. Decided recordings never do.
 
-A user may ask for speakers (then rules 4 and 5 do not apply), or for recordings (then only rules 1 and 6 do).
+A user may ask for speakers (then rules 4 and 5 do not apply), or for recordings (then rules 2 to 5 do not).
 """
 
 from __future__ import annotations
@@ -136,9 +138,7 @@ def held_out(
     has_several_recordings = len(np.unique(groups["recording"])) > 1
     if has_several_recordings:
         return held_out_recordings(groups, seconds, share, former_sides)
-    no_cuts = np.zeros(len(seconds), bool)
-    nothing_decided = _Decided(trained=no_cuts, held_out=no_cuts)
-    return _sample(groups["cut"], seconds, share, nothing_decided), "cut"
+    return _sample(groups["cut"], seconds, share, _nothing_decided(len(seconds))), "cut"
 
 
 def held_out_speakers(
@@ -162,9 +162,14 @@ def _decided(groups: Mapping[str, _Keys], former_sides: Sides) -> _Decided:
     """Return the cuts whose recordings stay on their former side (rule 1)."""
     is_trained = np.isin(groups["recording"], former_sides.trained)
     is_held_out = np.isin(groups["recording"], former_sides.held_out) & ~is_trained
-    if is_trained.all():
-        is_trained = np.zeros_like(is_trained)
+    if is_trained.all() or is_held_out.all():
+        return _nothing_decided(len(is_trained))
     return _Decided(is_trained, is_held_out)
+
+
+def _nothing_decided(cut_count: int) -> _Decided:
+    no_cuts = np.zeros(cut_count, bool)
+    return _Decided(trained=no_cuts, held_out=no_cuts)
 
 
 def _groups_of_speakers(groups: Mapping[str, _Keys], seconds: _Seconds, share: float) -> _Keys | None:
@@ -211,7 +216,9 @@ def _groups_of_speakers(groups: Mapping[str, _Keys], seconds: _Seconds, share: f
 
 
 def _sample(groups: _Keys, seconds: _Seconds, share: float, decided: _Decided) -> _Mask:
-    """Return a mask (N,) of the held-out cuts by rule 6. ``groups`` (N,) are the keys of the cuts' groups.
+    """Return a mask (N,) of the held-out cuts by the rules 6 and 7.
+
+    ``groups`` (N,) are the keys of the cuts' groups. If all cuts are in one group, all are held out.
 
     The result depends on the keys of the groups and on the share, but not on the run's seed. Each group is
     sampled independently, so that new recordings do not change which of the others are held out. If fewer
@@ -243,16 +250,18 @@ def _sample(groups: _Keys, seconds: _Seconds, share: float, decided: _Decided) -
         order = [group for group in np.argsort(random_numbers).tolist() if is_undecided[group]]
         is_sampled = _fill_share(stays_held_out, order, group_seconds, requested_seconds)
 
-    # There are several groups, so validation gets one of them, and training another.
+    # Rule 7: validation gets one of the groups, and training another.
+    is_undecided_cut = ~(decided.trained | decided.held_out)
+    has_undecided = np.zeros(len(group_keys), bool)
+    has_undecided[group_of_cut[is_undecided_cut]] = True
     if not is_sampled.any():
-        is_sampled[np.argmin(random_numbers)] = True
-    is_held_out: _Mask
+        numbers_of_undecided = np.where(has_undecided, random_numbers, np.inf)
+        is_sampled[np.argmin(numbers_of_undecided)] = True
     if is_sampled.all():
-        is_sampled[np.argmax(group_seconds)] = False
-        is_held_out = is_sampled[group_of_cut]
-        return is_held_out
+        seconds_of_undecided = np.where(has_undecided, group_seconds, -1.0)
+        is_sampled[np.argmax(seconds_of_undecided)] = False
     # A group may have recordings on both sides: a speaker, if an earlier run held out by recording.
-    is_held_out = is_sampled[group_of_cut] | decided.held_out
+    is_held_out: _Mask = is_sampled[group_of_cut] | decided.held_out
     return is_held_out & ~decided.trained
 
 

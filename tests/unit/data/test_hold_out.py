@@ -13,7 +13,13 @@ import soundfile
 from speechtrain.commands import prepare
 from speechtrain.counter_rng import key_of
 from speechtrain.data.equal_content import equal_files
-from speechtrain.data.hold_out import NO_SIDES, Sides, held_out, held_out_recordings
+from speechtrain.data.hold_out import (
+    NO_SIDES,
+    Sides,
+    held_out,
+    held_out_recordings,
+    held_out_speakers,
+)
 from speechtrain.data.index import Index, open_index
 from speechtrain.data.module import SpeechData
 from speechtrain.data.sampler import BatchLimits
@@ -317,6 +323,29 @@ def test_added_recordings_move_no_other_one(share: float, speakers: int) -> None
             assert speakers or count < 20 or share / 2 <= fraction <= 2 * share
             keys = np.array([key_of(name) for name in names[:count]])
             sides, previous = sides.with_more(keys[~np.array(mask)], keys[mask]), mask
+
+
+def test_the_longest_recording_stays_held_out_if_the_share_would_take_all() -> None:
+    former = Sides(held_out=np.array([key_of("long.wav")]))
+    assert mask_of(["long.wav", "new.wav"], [6.0, 1.0], 0.99, former, speakers=0) == [True, False]
+
+
+def test_recordings_are_sampled_anew_if_an_earlier_run_held_out_all() -> None:
+    names, seconds = [f"{i}.wav" for i in range(100)], [1.0] * 100
+    former = Sides(held_out=np.array([key_of(name) for name in names]))
+    assert mask_of(names, seconds, 0.1, former, 0) == mask_of(names, seconds, 0.1, NO_SIDES, 0)
+
+
+@pytest.mark.parametrize("speaker_of_new", ["a", "b"])
+def test_a_new_recording_is_held_out_if_each_speaker_was_trained_on(speaker_of_new: str) -> None:
+    speakers, recordings = ["a", "b", speaker_of_new], ["a.wav", "b.wav", "new.wav"]
+    keys = {
+        "speaker": np.array([key_of(name) for name in speakers]),
+        "recording": np.array([key_of(name) for name in recordings]),
+    }
+    former = Sides(trained=keys["recording"][:2])
+    mask, _ = held_out_speakers(keys, np.ones(3, np.float32), 0.3, former)
+    assert mask.tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("added", [1, 2, 30])
