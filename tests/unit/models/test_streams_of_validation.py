@@ -231,7 +231,7 @@ def test_the_contexts_of_a_causal_encoder_are_measured() -> None:
 
 def test_features_that_no_stream_has_are_refused() -> None:
     features = LogMel(mels=16, splice=1, normalise="loud")
-    with pytest.raises(ConfigError, match=r"encoder\.features\.normalise=none"):
+    with pytest.raises(ConfigError, match=r"encoder\.features\.normalise=fixed"):
         FastConformer(features, width=16, layers=1, heads=2, subsampling=4, causal=True, contexts=[[8, 4, 0]])
 
 
