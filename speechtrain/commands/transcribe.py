@@ -109,7 +109,7 @@ def parser() -> Parser:
     parser.add_argument(
         "--context",
         metavar="L,C,R",
-        help="with --stream: frames before a chunk, in it and after it (default: the run's largest)",
+        help="with --stream: frames before a chunk, in it and after it (default: the run's)",
     )
     return parser
 

@@ -108,6 +108,12 @@ def test_the_stored_state_does_not_grow(made: Any) -> None:
     assert sizes[-1] > 1000
 
 
+def test_the_context_of_a_stream_is_the_encoders_then_the_largest_of_training() -> None:
+    contexts = [[8, 1, 0], [8, 4, 0], None, [8, 2, 0]]
+    assert conformer(contexts=contexts).stream().stages[2].context == [8, 4, 0]  # type: ignore[attr-defined]
+    assert conformer(contexts=contexts, context=[8, 2, 0]).stream().stages[2].context == [8, 2, 0]  # type: ignore[attr-defined]
+
+
 def test_what_cannot_stream_says_why() -> None:
     with pytest.raises(ConfigError, match=r"encoder\.causal=true"):
         FastConformer(log_mel(), width=32, layers=1, heads=4, feed_forward=32, subsampling=4).stream()
