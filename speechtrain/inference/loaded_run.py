@@ -180,8 +180,9 @@ class LoadedRun:
     ) -> RecognitionStream:
         """Return a stream, which recognises speech whose samples arrive in pieces.
 
-        ``context`` is [left, chunk, right] in frames of the encoder. By default, it is the run's, or the largest one for
-        which the run was trained. ``decoder`` and ``options`` are those of ``transcribe``.
+        ``context`` is [left, chunk, right] in frames of the encoder. By default, it is ``encoder.context``, or
+        the largest one for which the run was trained. ``decoder`` and ``options`` are those of
+        ``transcribe``.
 
         Raises ConfigError for a run whose model needs whole recordings.
         """
