@@ -180,7 +180,7 @@ class LoadedRun:
     ) -> RecognitionStream:
         """Return a stream, which recognises speech whose samples arrive in pieces.
 
-        ``context`` is [left, chunk, right] in frames of the encoder. By default, it is ``encoder.context``, or
+        ``context`` is [left, chunk, right] in frames of the encoder. The default is ``encoder.context``, or
         the largest one for which the run was trained. ``decoder`` and ``options`` are those of
         ``transcribe``.
 
