@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,12 @@ from speechtrain.batch import Batch, Skip
 from speechtrain.checkpoint.checkpointer import Checkpointer
 from speechtrain.checkpoint.state_file import read_state
 from speechtrain.devices.cpu import CPU
+from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, DataError, Diverged, MachineError, Preempted
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.schedules import Constant
 from speechtrain.precision import FP16
+from speechtrain.task import Loss
 from speechtrain.trainer_config import TrainerConfig, planned_steps
 from speechtrain.training.trainer import Trainer
 from tests.support.small_trainer import Counted, Line, NormalisedLine, Recorder, Rig
@@ -40,6 +44,31 @@ def test_a_reader_of_fit_is_soon_at_the_step_of_the_optimizer(tmp_path: Path) ->
     trainer = Trainer(settings, CPU(), tmp_path, Recorder())
     trainer.fit(task, Counted(), Noted(task.parameters(), lr=0.0), Constant(peak=0.0), NoEMA())
     assert functions.index("fit") + 1 <= 5
+
+
+def test_ranks_sum_their_gradients_in_the_last_micro_batch_only(tmp_path: Path) -> None:
+    """The gradients of the others are only added up on their rank."""
+    backwards: list[str] = []
+
+    class Ranks(SingleProcess):
+        @contextmanager
+        def no_sync(self, module: nn.Module) -> Iterator[None]:
+            backwards.append("alone")
+            yield
+            backwards.append("end")
+
+    class Watched(Line):
+        def forward(self, batch: Batch) -> Loss:
+            backwards.append("forward")
+            return super().forward(batch)
+
+    task = Watched()
+    settings = TrainerConfig(max_steps=2, accumulate=3, log_every=1, ema=0.0, validate_every=None)
+    trainer = Trainer(settings, CPU(), tmp_path, Recorder(), group=Ranks())
+    optimizer = torch.optim.SGD(task.parameters(), lr=0.0)
+    trainer.fit(task, Counted(), optimizer, Constant(peak=0.0), NoEMA())
+    update = [*["alone", "forward", "end"] * 2, "forward"]
+    assert backwards[: 2 * len(update)] == update * 2
 
 
 def test_draws_on_the_host_have_an_address_of_their_own(tmp_path: Path) -> None:
