@@ -9,12 +9,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from difflib import SequenceMatcher
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from speechtrain.errors import FORMAT_CHARACTERS, ConfigError, DataError, escape_controls, print_notice
 from speechtrain.files import json_text
+from speechtrain.inference.transcript import Transcript, word_content
 
 if TYPE_CHECKING:
     from speechtrain.data.formats.lhotse_cuts import Samples
@@ -29,12 +31,17 @@ _CLEAR_LINE = "\r\x1b[K"
 
 
 def transcribe_stream(
-    loaded: LoadedRun, source: str, context: list[int] | None, realtime: bool, as_json: bool
+    loaded: LoadedRun,
+    source: str,
+    context: list[int] | None,
+    channel: int | None,
+    realtime: bool,
+    as_json: bool,
 ) -> None:
     """Print the text of ``source``, the path of a recording or ``-`` for standard input.
 
-    With ``realtime``, a recording is read as slowly as it was spoken. Ctrl-C ends the stream, as the end of
-    the audio does.
+    ``channel`` of a recording is read, and None is the run's. With ``realtime``, a recording is read as
+    slowly as it was spoken. Ctrl-C ends the stream, as the end of the audio does.
     """
     clock = _Clock()
     show = _show_json if as_json or not sys.stdout.isatty() else _show_line
@@ -43,9 +50,9 @@ def transcribe_stream(
             pieces = _standard_input(session.sample_rate, copy)
             source = copy.name
         else:
-            pieces = _recording(loaded, source)
+            pieces = _recording(loaded, source, channel)
             if realtime:
-                pieces = clock.at_speed_of_speech(pieces, session.sample_rate)
+                pieces = _at_speed_of_speech(pieces, session.sample_rate)
         with contextlib.suppress(KeyboardInterrupt):
             for samples in pieces:
                 with clock.computing(len(samples) / session.sample_rate):
@@ -60,7 +67,9 @@ def transcribe_stream(
             show(event)
         print_notice(clock.speed())
         if clock.is_live and clock.words:
-            print_notice(clock.delays(loaded.transcribe(source)[0].words))
+            (transcript,) = loaded.transcripts(loaded.recordings(source, channel))
+            if isinstance(transcript, Transcript):
+                print_notice(clock.delays(transcript.words))
 
 
 def _standard_input(sample_rate: int, copy: Any) -> Iterator[Samples]:
@@ -73,7 +82,7 @@ def _standard_input(sample_rate: int, copy: Any) -> Iterator[Samples]:
             f"arecord -q -t raw -f S16_LE -r {sample_rate} | speechtrain transcribe RUN --stream"
         )
     print_notice(f"standard input: 16-bit PCM, one channel, {sample_rate} Hz")
-    rest = b""
+    odd_byte = b""  # the first half of a sample
     is_first = True
     with soundfile.SoundFile(copy, "w", sample_rate, 1, "PCM_16", format="WAV") as recording:
         size = 2 * round(_LIVE_SECONDS * sample_rate)
@@ -84,21 +93,38 @@ def _standard_input(sample_rate: int, copy: Any) -> Iterator[Samples]:
                     f"convert it: ffmpeg -i FILE -f s16le -ac 1 -ar {sample_rate} -"
                 )
             is_first = False
-            received = rest + received
+            received = odd_byte + received
             complete = len(received) // 2 * 2
-            rest = received[complete:]
+            odd_byte = received[complete:]
             samples = np.frombuffer(received[:complete], "<i2")
             recording.write(samples)
             yield samples
 
 
-def _recording(loaded: LoadedRun, source: str) -> Iterator[Samples]:
-    """Yield the samples of a recording. Raises DataError if it cannot be read."""
-    (recording,) = loaded.recordings(source)
+def _recording(loaded: LoadedRun, source: str, channel: int | None) -> Iterator[Samples]:
+    """Yield the samples of a recording. Raises DataError if it cannot be read, ConfigError for several."""
+    recordings = list(islice(loaded.recordings(source, channel), 2))
+    if len(recordings) != 1:
+        count = "several recordings" if recordings else "no recording"
+        raise ConfigError(f"--stream reads one recording, and {source} has {count}. Name a file")
+    (recording,) = recordings
     if isinstance(recording, DataError):
         raise recording
     for _, samples in recording.pieces(_FILE_SECONDS):
         yield samples
+
+
+def _at_speed_of_speech(pieces: Iterator[Samples], sample_rate: int) -> Iterator[Samples]:
+    """Yield short parts of ``pieces``, each of them when it has been spoken."""
+    size = round(_LIVE_SECONDS * sample_rate)
+    beginning = time.monotonic()
+    spoken_seconds = 0.0
+    for piece in pieces:
+        for start in range(0, len(piece), size):
+            part = piece[start : start + size]
+            spoken_seconds += len(part) / sample_rate
+            time.sleep(max(0.0, beginning + spoken_seconds - time.monotonic()))
+            yield part
 
 
 def _show_line(event: StreamEvent) -> None:
@@ -111,10 +137,7 @@ def _show_json(event: StreamEvent) -> None:
     """Print the event as a line of JSON. Only a final text has its words."""
     content: dict[str, Any] = {"text": event.text, "final": event.is_final}
     if event.is_final:
-        content["words"] = []
-        for word in event.words:
-            times = {"start": round(word.start, 3), "end": round(word.end, 3)}
-            content["words"].append({"word": word.text, **times, "confidence": round(word.confidence, 3)})
+        content["words"] = [word_content(word) for word in event.words]
     print(json_text(content), flush=True)
 
 
@@ -135,18 +158,6 @@ class _Clock:
         """Whether the audio arrived as slowly as it was spoken."""
         return self._arrival_seconds >= _LIVE_SHARE * self._audio_seconds > 0
 
-    def at_speed_of_speech(self, pieces: Iterator[Samples], sample_rate: int) -> Iterator[Samples]:
-        """Yield short parts of ``pieces``, each of them when it has been spoken."""
-        size = round(_LIVE_SECONDS * sample_rate)
-        self._start = time.monotonic()
-        spoken_seconds = 0.0
-        for piece in pieces:
-            for start in range(0, len(piece), size):
-                part = piece[start : start + size]
-                spoken_seconds += len(part) / sample_rate
-                time.sleep(max(0.0, self._start + spoken_seconds - time.monotonic()))
-                yield part
-
     @contextlib.contextmanager
     def computing(self, audio_seconds: float) -> Iterator[None]:
         """Return a context in which audio of ``audio_seconds`` is recognised."""
@@ -161,16 +172,16 @@ class _Clock:
 
     def note(self, event: StreamEvent) -> None:
         """Note which words are settled now. A word is settled when its text has changed for the last time."""
-        now = time.monotonic() - self._start
+        seconds = time.monotonic() - self._start
         count = len(event.words) if event.is_final else event.settled
         settled = []
         for number, word in enumerate(event.words[:count]):
             is_known = number < len(self._settled) and self._settled[number][0] == word.text
-            settled.append(self._settled[number] if is_known else (word.text, now))
+            settled.append(self._settled[number] if is_known else (word.text, seconds))
         self._settled = settled
         if event.is_final:
-            for word, (_, seconds) in zip(event.words, settled, strict=True):
-                self.words.append((word, seconds))
+            for word, (_, settled_seconds) in zip(event.words, settled, strict=True):
+                self.words.append((word, settled_seconds))
             self._settled = []
 
     def speed(self) -> str:

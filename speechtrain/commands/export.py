@@ -76,7 +76,7 @@ def parser() -> Parser:
         "--context",
         metavar="L,C,R",
         help="with --to onnx or sherpa, and encoder.causal=true: frames before a chunk, in it and after it, "
-        "which is 0 (default: the run's largest)",
+        "which is 0 (default: the context of the run's streams)",
     )
     build.add_argument("--force", action="store_true", help="replace existing files at --out")
     add_card_options(build)

@@ -182,12 +182,15 @@ def _stream(arguments: argparse.Namespace, overrides: list[str], sources: list[s
     source = sources[0] if sources else "-"
     if arguments.realtime and source == "-":
         raise ConfigError("--realtime needs a recording. Standard input has its own speed")
+    if arguments.channel is not None and (source == "-" or arguments.channel < 0):
+        raise ConfigError(f"--channel {arguments.channel}: name a channel of a recording, from 0 on")
     context = parse_context(arguments.context)
     from speechtrain.commands._stream import transcribe_stream
     from speechtrain.inference.loaded_run import load
 
     loaded = load(arguments.run, *overrides, checkpoint=arguments.checkpoint, config_dir=arguments.config_dir)
-    transcribe_stream(loaded, source, context, arguments.realtime, arguments.format == "json")
+    as_json = arguments.format == "json"
+    transcribe_stream(loaded, source, context, arguments.channel, arguments.realtime, as_json)
     return 0
 
 

@@ -181,13 +181,14 @@ class FastConformer(LogMelEncoder):
     def stream(
         self, context: Context | None = None, rows: int = 1, keys: Tensor | None = None
     ) -> FrameStream:
-        if context is None:
-            context = self.context or self._largest_context()
         if not self.causal:
             raise NeedsWholeRecordings(
                 "encoder.causal=false: this encoder reads whole recordings. For a stream, train with "
                 "encoder.causal=true"
             )
+        context = self.context if context is None else context
+        if context is None and self.timings:
+            context = max(self.timings, key=lambda timing: timing.milliseconds).context
         if context is None:
             raise NeedsWholeRecordings("encoder.context=null: a stream needs a context, such as [120,9,0]")
         _check_context(context)
@@ -195,11 +196,6 @@ class FastConformer(LogMelEncoder):
         subsampling = SubsamplingStream(self.subsampling, self.scale, rows)
         chunks = ChunkStream(context, self.subsampling.linear.weight.new_zeros(rows, 0, self.width))
         return FrameStream(self.feature_stream(rows, keys), subsampling, chunks, *layers)
-
-    def _largest_context(self) -> Context | None:
-        """Return the context of training with the longest look-ahead, or None if none is limited."""
-        limited = [context for context in self.contexts or () if context is not None]
-        return max(limited, key=lambda context: context[1] + context[2], default=None)
 
     def frames(self, samples: int) -> int:
         return self.subsampling.subsampled(self.features.frames(samples))

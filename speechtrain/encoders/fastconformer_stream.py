@@ -76,10 +76,9 @@ class HalvingStream:
 
     def finish(self) -> Tensor:
         """Return the last output, which reads a zero after the last of an even number of inputs."""
-        rows, _, channels, bins = self.inputs.shape
-        if self.inputs.shape[1] == 2:
-            return self.step(self.inputs.new_zeros(rows, 1, channels, bins))
-        return self.step(self.inputs.new_zeros(rows, 0, channels, bins))
+        rows, stored, channels, bins = self.inputs.shape
+        is_even = stored == 2
+        return self.step(self.inputs.new_zeros(rows, int(is_even), channels, bins))
 
     def convolved(self, x: Tensor) -> Tensor:
         """Return the outputs (B, T, ·, ·) of the layers for inputs (B, 2 · T + 1, C, M)."""

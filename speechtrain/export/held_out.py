@@ -104,9 +104,8 @@ def text_in_context(
     of labels follows from the length of the recording.
     """
     task: Any = loaded.opened.task
-    task.encoder.context = context
     batch = collate([audio_row("", samples, task.sample_rate)], task.sample_rate)
-    frames, lengths = task.encoder.encode(replace(batch, keys=torch.zeros_like(batch.keys)))
+    frames, lengths = task.encoder.encode(replace(batch, keys=torch.zeros_like(batch.keys)), context)
     settings = task.decoder
     decoder = Greedy(settings.max_symbols_per_step, settings.max_symbols or sys.maxsize)
     (hypothesis,) = task.hypotheses(frames, lengths.clamp(max=most_frames), decoder)

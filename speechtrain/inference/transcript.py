@@ -151,10 +151,7 @@ class Transcript:
         content["text"] = self.text
         content["seconds"] = round(self.seconds, 3)
         content["score"] = round(self.score, 4)
-        content["words"] = []
-        for word in self.words:
-            times = {"start": round(word.start, 3), "end": round(word.end, 3)}
-            content["words"].append({"word": word.text, **times, "confidence": round(word.confidence, 3)})
+        content["words"] = [word_content(word) for word in self.words]
         if len(self.segments) == 1:
             hypothesis = self.segments[0].hypothesis
             if hypothesis.alternatives:
@@ -164,6 +161,12 @@ class Transcript:
                     for alternative in hypothesis.alternatives
                 ]
         return content
+
+
+def word_content(word: Word) -> dict[str, Any]:
+    """Return a word as a mapping for JSON."""
+    times = {"start": round(word.start, 3), "end": round(word.end, 3)}
+    return {"word": word.text, **times, "confidence": round(word.confidence, 3)}
 
 
 def utf8(path: str) -> str:

@@ -125,6 +125,7 @@ def test_standard_input_without_samples_has_no_text(
         (["a.wav", "b.wav"], "one recording"),
         (["a.wav", "--format", "srt"], "text or JSON"),
         (["--realtime"], "needs a recording"),
+        (["--channel", "0"], "a channel of a recording"),
         (["--context", "16,4"], "three numbers"),
         (["--context", "16,0,0", "a.wav"], "chunk at least 1"),
     ],
@@ -132,3 +133,20 @@ def test_standard_input_without_samples_has_no_text(
 def test_wrong_arguments_are_named(run_dir: str, arguments: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         run([run_dir, "--stream", *arguments])
+
+
+def test_a_channel_is_read_and_a_folder_of_several_recordings_is_refused(
+    run_dir: str, samples: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = np.random.default_rng(1).permutation(samples)
+    soundfile.write(tmp_path / "a.wav", samples, RATE, "PCM_16")
+    soundfile.write(tmp_path / "two.wav", np.stack([other, samples], axis=1), RATE, "PCM_16")
+    assert run([run_dir, str(tmp_path / "a.wav"), "--stream"]) == 0
+    alone = capsys.readouterr().out
+    assert run([run_dir, str(tmp_path / "two.wav"), "--stream", "--channel", "1"]) == 0
+    assert capsys.readouterr().out == alone
+    with pytest.raises(ConfigError, match="several recordings"):
+        run([run_dir, str(tmp_path), "--stream"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises((ConfigError, DataError)):
+        run([run_dir, str(tmp_path / "empty"), "--stream"])
