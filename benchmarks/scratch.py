@@ -1,15 +1,17 @@
 """Error rates of `recipe=scratch` on a user's recordings, and whether it ends in time.
 
     python benchmarks/scratch.py speech --data MANIFEST --hours 0.5 --seeds 1 2 3 --stopped 2 --out DIR
+    python benchmarks/scratch.py streaming --data MANIFEST --hours 0.5 --seeds 1 2 3 --out DIR
     python benchmarks/scratch.py small --data FSDD_FOLDER --hours 0.05 --out DIR
     python benchmarks/scratch.py pretrained --data MANIFEST --hours 0.5 --seeds 1 2 --out DIR
 
 `speech` trains once for each seed. The run of --stopped gets SIGINT at 40 % of its time, and is then
-continued by the same command. `small` trains on small sets: a CSV, ten recordings, one recording, and a
-folder in which every third transcript is missing. Its --data has the recordings of FSDD
-(DIGIT_SPEAKER_NUMBER.wav). `pretrained` pretrains for --hours on all of the audio. It then trains CTC on a
-tenth of the transcripts, from that encoder and from the encoder of a single update, for the same number of
-updates.
+continued by the same command. `streaming` trains `recipe=scratch` and `recipe=streaming` in turns, and
+evaluates each run by greedy and by beam search, with the whole recording and for each look-ahead. `small`
+trains on small sets: a CSV, ten recordings, one recording, and a folder in which every third transcript is
+missing. Its --data has the recordings of FSDD (DIGIT_SPEAKER_NUMBER.wav). `pretrained` pretrains for --hours
+on all of the audio. It then trains CTC on a tenth of the transcripts, from that encoder and from the encoder
+of a single update, for the same number of updates.
 
 Every run is a console command and stays in --out. A run that exists there is continued. Tables are Markdown.
 KEY=VALUE arguments go to every run.
@@ -101,6 +103,37 @@ def speech(options: argparse.Namespace) -> None:
         print_row(*cells, percent(metrics["cer"]), percent(metrics["wer"]))
 
 
+def streaming(options: argparse.Namespace) -> None:
+    """Print the error rates of both recipes, and of each look-ahead with the delays of its words."""
+    print("| seed | recipe | updates | look-ahead | CER | WER | CER, beam | WER, beam | delay | 90 % |")
+    print("|" + "---|" * 10)
+    for seed in options.seeds:
+        for recipe in ("scratch", "streaming"):
+            run_dir = options.out / f"{recipe}-{seed}"
+            overrides = [f"recipe={recipe}", f"data.train={options.data}"]
+            overrides += [f"trainer.max_hours={options.hours}", f"seed={seed}", *options.overrides]
+            _, last_line = train(run_dir, overrides)
+            result = result_of(run_dir)
+            if not result:
+                print_row(seed, recipe, last_line)
+                continue
+            greedy, beam = evaluation(run_dir), evaluation(run_dir, "decoder=beam")
+            for end in sorted(name.removeprefix("cer") for name in greedy if name.startswith("cer")):
+                rates = [percent(greedy[f"{unit}{end}"]) for unit in ("cer", "wer")]
+                rates += [percent(beam[f"{unit}{end}"]) for unit in ("cer", "wer")]
+                delays = [greedy.get(f"delay{end}", "–"), greedy.get(f"delay{end}_90", "–")]
+                print_row(seed, recipe, result["steps"], end.lstrip("_") or "all", *rates, *delays)
+
+
+def evaluation(run_dir: Path, *arguments: str) -> dict[str, Any]:
+    """Return the metrics of the only set of ``speechtrain evaluate``."""
+    command = [str(TRAIN.parent / "speechtrain-evaluate"), str(run_dir), "--json", *arguments]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    (metrics,) = json.loads(process.stdout)["metrics"].values()
+    found: dict[str, Any] = metrics
+    return found
+
+
 @dataclass
 class SmallSet:
     """A data set, and its hours if the table shows them."""
@@ -166,12 +199,10 @@ def folder_of(folder: Path, rows: list[tuple[Path, str]]) -> Path:
 
 def wer_on_training_set(run_dir: Path, data: Path) -> float | None:
     """Return the WER on the training data, or None if the evaluation fails."""
-    command = [str(TRAIN.parent / "speechtrain-evaluate"), str(run_dir), "--set", f"own={data}", "--json"]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    if process.returncode != 0:
+    try:
+        return float(evaluation(run_dir, "--set", f"own={data}")["wer"])
+    except subprocess.CalledProcessError:
         return None
-    metrics = json.loads(process.stdout)["metrics"]
-    return float(metrics["own"]["wer"])
 
 
 def write_splits(manifest: Path, out: Path) -> None:
@@ -227,7 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("speech", "small", "pretrained"))
+    parser.add_argument("what", choices=("speech", "streaming", "small", "pretrained"))
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -237,7 +268,8 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=1600, help="updates of fine-tuning (pretrained)")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    {"speech": speech, "small": small, "pretrained": pretrained}[options.what](options)
+    programs = {"speech": speech, "streaming": streaming, "small": small, "pretrained": pretrained}
+    programs[options.what](options)
 
 
 if __name__ == "__main__":

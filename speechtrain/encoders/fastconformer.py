@@ -8,7 +8,7 @@ Legend: B rows, T frames, M mel bins, D width, L layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -37,6 +37,7 @@ from speechtrain.nn.conformer import (
 )
 from speechtrain.nn.dropout import Dropout
 
+_CAUSAL_CONVOLUTIONS: dict[str, Callable[..., nn.Module]] = {"past": CausalConvolution, "chunk": Convolution}
 _ALL_FRAMES = (0, 2**30, 0)  # a context without limits, because all frames are in one chunk
 
 
@@ -49,8 +50,11 @@ class FastConformer(LogMelEncoder):
     - ``residual_dropout`` applies to each branch of a layer. NeMo has it, transformers does not.
     - ``layer_drop`` is the probability with which an update skips a layer, as in ``Transformer``.
     - ``scale_input`` multiplies the subsampled frames by the square root of ``width``.
-    - ``causal``: subsampling and convolutions read no later frame, and LayerNorm replaces their BatchNorm. A
-      stream needs this.
+    - ``causal``: subsampling reads no later frame, and convolutions as ``causal_convolution`` says. A stream
+      needs this.
+    - ``causal_convolution`` is ``past`` or ``chunk``. ``past`` convolutions read no later frame and have a
+      LayerNorm (``CausalConvolution``). ``chunk`` convolutions read the later frames of their chunk and have
+      a BatchNorm (``Convolution``).
     - ``context`` [left, chunk, right] limits attention, as ``in_context`` explains. Null allows all frames.
     - ``contexts``: a micro-batch of training draws its context from this list, in which null is all frames.
       ``context`` then serves evaluation only. If ``causal``, an evaluation also measures the limited contexts
@@ -84,6 +88,7 @@ class FastConformer(LogMelEncoder):
         attention_bias: bool = True,
         convolution_bias: bool = True,
         causal: bool = False,
+        causal_convolution: str = "past",
         context: Context | None = None,
         contexts: Sequence[Context | None] | None = None,
     ) -> None:
@@ -96,10 +101,12 @@ class FastConformer(LogMelEncoder):
         if width % heads or width % 2:
             raise ValueError(f"width is {width}: it must be even and a multiple of heads, {heads}")
         _check_frame_settings(kernel, subsampling, features.features)
+        if causal_convolution not in _CAUSAL_CONVOLUTIONS:
+            raise ValueError(f"causal_convolution is {causal_convolution}: it must be past or chunk")
         for each in (context, *(contexts or ())):
             _check_context(each)
         halving = CausalHalving if causal else Halving
-        convolution = CausalConvolution if causal else Convolution
+        convolution = _CAUSAL_CONVOLUTIONS[causal_convolution] if causal else Convolution
         self.subsampling = Subsampling(features.features, subsampling, channels, width, halving)
         new_convolution = partial(convolution, width, kernel, convolution_bias)
         new_layer = partial(ConformerLayer, width, feed_forward, heads, new_convolution, residual_dropout)
@@ -155,9 +162,12 @@ class FastConformer(LogMelEncoder):
         x = self.dropout(x * self.scale)
         frames = x.shape[1]
         positions = self.position_dropout(embedded_distances(frames - 1, 1 - frames, x))
-        mask = self._attention_mask(lengths, frames, self.context if context is None else context)
+        context = self.context if context is None else context
+        mask = self._attention_mask(lengths, frames, context)
+        # Without ``causal``, only attention is limited, as in published models.
+        chunk = context[1] if self.causal and context is not None else None
         for index, layer in enumerate(self.layers):
-            y = layer(x, lengths, positions, mask)
+            y = layer(x, lengths, positions, mask, chunk)
             if keep is not None:
                 factor = keep[index].to(x.dtype)
                 y = y * factor + x * (1 - factor)

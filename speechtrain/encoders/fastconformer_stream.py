@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from speechtrain.encoders.stream import FrameStream
 from speechtrain.nn.conformer import (
-    CausalConvolution,
     ConformerLayer,
     Context,
     Halving,
@@ -116,7 +115,7 @@ class ChunkStream:
 
 
 class LayerStream:
-    """A Conformer layer with causal convolution, whose attention is limited to ``context``.
+    """A Conformer layer whose attention and convolution are limited to ``context``.
 
     A chunk is computed when the ``right`` frames after it have arrived. So a stream of L layers reads
     L · right frames beyond the end of a chunk.
@@ -133,9 +132,9 @@ class LayerStream:
         empty = weight.new_zeros(rows, 0, heads, width // heads)
         self.waiting = weight.new_zeros(rows, 0, width)  # (B, T, D) the frames that have not left
         self.queries, self.keys, self.values = empty, empty, empty
-        convolution = layer.conv
-        assert isinstance(convolution, CausalConvolution)
-        self.gated = weight.new_zeros(rows, convolution.history, width)  # the last inputs of the convolution
+        convolution: Any = layer.conv
+        self.convolution = convolution
+        self.gated = weight.new_zeros(rows, convolution.history, width)  # the convolution's last inputs
 
     def step(self, x: Tensor) -> Tensor:
         """Append frames (B, T, D) and return the frames (B, T', D) of all chunks that are now complete."""
@@ -169,9 +168,9 @@ class LayerStream:
         queries = self.queries[:, :count]
         x = x + self.layer.self_attn.attend(queries, self.keys, self.values, distances, mask)
         self._drop(count)
-        y, gated = after_attention(self.layer, x, self.gated)
-        self.gated = gated.clone()
-        return y
+        inputs = torch.cat([self.gated, self.convolution.gated(self.layer.norm_conv(x))], dim=1)
+        self.gated = inputs[:, count:].clone()
+        return self.layer.after_convolution(x + self.convolution.convolved(inputs, self.context[1]))
 
     def _drop(self, count: int) -> None:
         """Drop the first ``count`` waiting frames, and the keys that no later chunk reads.
@@ -186,14 +185,3 @@ class LayerStream:
         self.keys = self.keys[:, dropped_keys:].clone()
         self.values = self.values[:, dropped_keys:].clone()
         self.first_key = first_key
-
-
-def after_attention(layer: Any, x: Tensor, gated: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output (B, T, D) of a layer for frames ``x`` (B, T, D), to which attention is added.
-
-    ``gated`` (B, k − 1, D) are the inputs of the causal convolution before these frames. The second result
-    are those before the next frames.
-    """
-    inputs = torch.cat([gated, layer.conv.gated(layer.norm_conv(x))], dim=1)
-    y: Tensor = layer.after_convolution(x + layer.conv.convolved(inputs))
-    return y, inputs[:, x.shape[1] :]

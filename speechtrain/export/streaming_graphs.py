@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.encoders.fastconformer import FastConformer
-from speechtrain.encoders.fastconformer_stream import LayerStream, SubsamplingStream, after_attention
+from speechtrain.encoders.fastconformer_stream import LayerStream, SubsamplingStream
 from speechtrain.errors import ConfigError
 from speechtrain.export.graphs import Graph, graphs_of
 from speechtrain.nn.conformer import Context, as_mask, embedded_distances
@@ -83,10 +83,11 @@ class StreamingEncoder(nn.Module):
         key = torch.arange(self.left + self.chunk)
         is_allowed = (key >= self.left - arrived[:, None]) & (key < self.left + length[:, None])
         mask = as_mask(is_allowed[:, None, None])
+        is_valid = is_allowed[:, self.left :, None].to(x.dtype)  # (B, C, 1)
         next_attention = []
         layers = zip(self.encoder.layers, attention.unbind(1), states[halvings:], strict=True)
         for layer, stored, gated in layers:
-            x, keys_values, next_gated = self._layer(layer, x, stored, gated, mask)
+            x, keys_values, next_gated = self._layer(layer, x, stored, gated, mask, is_valid)
             next_attention.append(keys_values)
             next_states.append(next_gated)
         flat_states = tuple(state.flatten(1) for state in next_states)
@@ -111,11 +112,12 @@ class StreamingEncoder(nn.Module):
         return self.subsampling.project(x), length, next_states
 
     def _layer(
-        self, layer: Any, x: Tensor, stored: Tensor, gated: Tensor, mask: Tensor
+        self, layer: Any, x: Tensor, stored: Tensor, gated: Tensor, mask: Tensor, is_valid: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output (B, C, D) of a layer, and its state after the chunk.
 
         ``stored`` (B, A, 2 · D) are keys and values, and ``gated`` are inputs of the convolution.
+        ``is_valid`` (B, C, 1) is 0 for the frames after the recording, which no convolution may read.
         """
         x = layer.before_attention(x)
         queries, *new = layer.self_attn.project(layer.norm_self_att(x))
@@ -124,8 +126,10 @@ class StreamingEncoder(nn.Module):
         keys, values = torch.unflatten(keys_values, 2, new_keys_values.shape[2:]).unbind(2)
         distances = embedded_distances(self.left + self.chunk - 1, 1 - self.chunk, x)
         x = x + layer.self_attn.attend(queries, keys, values, distances, mask)
-        y, gated = after_attention(layer, x, gated)
-        return y, keys_values[:, self.chunk :], gated
+        new_gated = layer.conv.gated(layer.norm_conv(x)) * is_valid
+        inputs = torch.cat([gated, new_gated], dim=1)
+        y = layer.after_convolution(x + layer.conv.convolved(inputs, self.chunk))
+        return y, keys_values[:, self.chunk :], inputs[:, self.chunk :]
 
 
 def stream_context(task: Any, context: Context | None) -> Context | None:

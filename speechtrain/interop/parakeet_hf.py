@@ -29,6 +29,7 @@ from speechtrain.interop import nemotron_hf, wav2vec2_hf
 from speechtrain.interop.pretrained import MOST_LAYERS, Settings, not_exportable
 from speechtrain.models.ctc import CTC
 from speechtrain.models.rnnt import RNNT
+from speechtrain.nn.conformer import Convolution
 from speechtrain.nn.joint import Joint
 from speechtrain.nn.prediction import LSTMPrediction
 from speechtrain.text.huggingface import HuggingFace
@@ -340,6 +341,8 @@ def _encoder_config(encoder: Any) -> dict[str, Any]:
     layer: Any = encoder.layers[0]
     if features.form != "parakeet" or features.padding != "constant" or features.log_floor != 2.0**-24:
         raise not_exportable("encoder.features with another form, padding or log_floor than Parakeet's")
+    if encoder.causal and isinstance(layer.conv, Convolution):
+        raise not_exportable("encoder.causal_convolution=chunk")
     if encoder.causal and features.normalise != "none":
         raise not_exportable(f"encoder.causal=true with encoder.features.normalise={features.normalise}")
     arguments = {

@@ -211,6 +211,10 @@ class Convolution(nn.Module):
     """The Conformer's convolution: gated pointwise, depthwise over k frames, BatchNorm, SiLU, pointwise.
 
     The statistics of the BatchNorm count only valid frames. In transformers' model, padding also counts.
+
+    With ``chunk``, the frames are divided into chunks of this length, and the depthwise convolution reads 0
+    in place of the frames after the chunk of its frame (dynamic chunk convolution, Li et al., ICASSP 2023).
+    So the same weights serve whole recordings and streams.
     """
 
     def __init__(self, width: int, kernel: int, bias: bool) -> None:
@@ -219,11 +223,43 @@ class Convolution(nn.Module):
         self.depthwise_conv = nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=width, bias=bias)
         self.norm = MaskedBatchNorm(width)
         self.pointwise_conv2 = nn.Conv1d(width, width, 1, bias=bias)
+        self.history = kernel // 2  # frames that are read before a frame
 
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor, chunk: int | Tensor | None = None) -> Tensor:
         """Convolve frames (B, T, D) of rows with ``lengths`` (B,)."""
-        x = _gated(self.pointwise_conv1, x) * _valid_frames(x, lengths)
-        x = self.depthwise_conv(x.transpose(1, 2)).transpose(1, 2)
+        x = self.gated(x) * _valid_frames(x, lengths)
+        if chunk is None:
+            return self._projected(self.depthwise_conv(x.transpose(1, 2)).transpose(1, 2), lengths)
+        return self._projected(self._depthwise(F.pad(x, (0, 0, self.history, 0)), chunk), lengths)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """Return the input (B, T, D) of the depthwise convolution."""
+        return _gated(self.pointwise_conv1, x)
+
+    def convolved(self, x: Tensor, chunk: int) -> Tensor:
+        """Return the output (B, T, D) for gated frames (B, k // 2 + T, D). The first is a chunk's."""
+        y = self._depthwise(x, chunk)
+        lengths = torch.full((1,), y.shape[1], device=y.device)
+        return self._projected(y, lengths)
+
+    def _depthwise(self, x: Tensor, chunk: int | Tensor) -> Tensor:
+        """Return the depthwise convolution (B, T, D) in chunks of frames ``x`` (B, k // 2 + T, D)."""
+        weight, history = self.depthwise_conv.weight, self.history
+        frames = x.shape[1] - history
+        past = weight[:, :, : history + 1]
+        y = F.conv1d(x.transpose(1, 2), past, self.depthwise_conv.bias, groups=len(weight)).transpose(1, 2)
+        x = F.pad(x, (0, 0, 0, history))
+        frame = torch.arange(frames, device=x.device)
+        chunk_of_frame = torch.div(frame, chunk, rounding_mode="floor")
+        for distance in range(1, history + 1):
+            chunk_of_later = torch.div(frame + distance, chunk, rounding_mode="floor")
+            is_in_chunk = (chunk_of_later == chunk_of_frame)[:, None].to(x.dtype)
+            later = x[:, history + distance : history + distance + frames]
+            y = y + later * (weight[:, 0, history + distance] * is_in_chunk)
+        return y
+
+    def _projected(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """Return the module's output (B, T, D) for the output of the depthwise convolution."""
         return _pointwise(self.pointwise_conv2, F.silu(self.norm(at_least_fp32(x), lengths)))
 
 
@@ -241,16 +277,16 @@ class CausalConvolution(nn.Module):
         self.pointwise_conv2 = nn.Conv1d(width, width, 1, bias=bias)
         self.history = kernel - 1  # frames that are read before a frame
 
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        """Convolve frames (B, T, D) of rows with ``lengths`` (B,)."""
+    def forward(self, x: Tensor, lengths: Tensor, chunk: int | Tensor | None = None) -> Tensor:
+        """Convolve frames (B, T, D) of rows with ``lengths`` (B,). Chunks do not matter."""
         x = self.gated(x) * _valid_frames(x, lengths)
-        return self.convolved(F.pad(x, (0, 0, self.history, 0)))
+        return self.convolved(F.pad(x, (0, 0, self.history, 0)), chunk)
 
     def gated(self, x: Tensor) -> Tensor:
         """Return the input (B, T, D) of the depthwise convolution."""
         return _gated(self.pointwise_conv1, x)
 
-    def convolved(self, x: Tensor) -> Tensor:
+    def convolved(self, x: Tensor, chunk: int | Tensor | None) -> Tensor:
         """Return the output (B, T, D) for gated frames (B, k − 1 + T, D)."""
         x = self.depthwise_conv(x.transpose(1, 2)).transpose(1, 2)
         return _pointwise(self.pointwise_conv2, F.silu(self.norm(x)))
@@ -280,7 +316,7 @@ class ConformerLayer(nn.Module):
     """Feed-forward, attention, convolution, feed-forward, LayerNorm: (B, T, D) to (B, T, D).
 
     Each part is a residual branch behind a LayerNorm. The feed-forward branches count half (Gulati et al.).
-    ``new_convolution`` makes the convolution.
+    ``new_convolution`` makes the convolution, which reads ``chunk``.
     """
 
     def __init__(
@@ -303,10 +339,17 @@ class ConformerLayer(nn.Module):
         self.norm_self_att, self.norm_conv, self.norm_out = (nn.LayerNorm(width) for _ in range(3))
         self.dropout = Dropout(dropout)
 
-    def forward(self, x: Tensor, lengths: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        lengths: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        chunk: int | Tensor | None = None,
+    ) -> Tensor:
         x = self.before_attention(x)
         x = x + self.dropout(self.self_attn(self.norm_self_att(x), positions, mask))
-        x = x + self.dropout(self.conv(self.norm_conv(x), lengths))
+        x = x + self.dropout(self.conv(self.norm_conv(x), lengths, chunk))
         return self.after_convolution(x)
 
     def before_attention(self, x: Tensor) -> Tensor:

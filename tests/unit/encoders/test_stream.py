@@ -14,7 +14,7 @@ from speechtrain.encoders.fastconformer import FastConformer
 from speechtrain.encoders.lstm import LSTMEncoder
 from speechtrain.encoders.stream import FrameStream
 from speechtrain.errors import ConfigError
-from speechtrain.nn.conformer import Context, in_context
+from speechtrain.nn.conformer import Context, Convolution, in_context
 from tests.support.dependence import dependence, last_blocks
 from tests.support.noise import batch
 from tests.support.streams import KEY, conformer, log_mel, lstm, one_pass, pieces, row, streamed
@@ -29,9 +29,13 @@ def check(encoder: LogMelEncoder, context: Context | None, samples: int, seed: i
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("subsampling", [2, 4, 8])
-def test_streamed_frames_of_a_fastconformer_are_those_of_one_pass(context: Context, subsampling: int) -> None:
-    encoder = conformer(subsampling=subsampling, context=context)
+@pytest.mark.parametrize(
+    ("subsampling", "convolution"), [(2, "past"), (4, "past"), (4, "chunk"), (8, "chunk")]
+)
+def test_streamed_frames_of_a_fastconformer_are_those_of_one_pass(
+    context: Context, subsampling: int, convolution: str
+) -> None:
+    encoder = conformer(subsampling=subsampling, context=context, causal_convolution=convolution)
     for seed, samples in enumerate([1, 159, 160, 161, 401, 3000, 16001, 40000]):
         check(encoder, context, samples, 2 if samples > 10_000 else seed)
 
@@ -57,10 +61,11 @@ def test_several_recordings_stream_together() -> None:
         torch.testing.assert_close(frames[number : number + 1], alone, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("convolution", ["past", "chunk"])
 @pytest.mark.parametrize("context", [[8, 4, 0], [6, 1, 2]])
-def test_a_frame_depends_on_its_context_and_on_no_later_sample(context: Context) -> None:
+def test_a_frame_depends_on_its_context_and_on_no_later_sample(context: Context, convolution: str) -> None:
     """A frame is 640 samples. The look-ahead is the chunk, and ``right`` frames for each layer."""
-    encoder = conformer(context=context, layers=2)
+    encoder = conformer(context=context, layers=2, causal_convolution=convolution)
     audio = 0.1 * torch.randn(1, 640 * 30)
     last = last_blocks(dependence(lambda given: one_pass(encoder, given), audio, 640))
     _, chunk, right = context
@@ -164,6 +169,19 @@ def test_a_context_is_nemo_s_chunked_mask() -> None:
             for key in range(40):
                 distance = query // chunk - key // chunk
                 assert bool(mask[query, key]) == (0 <= distance <= left // chunk)
+
+
+def test_a_convolution_in_chunks_reads_recordings_that_end_with_the_chunk() -> None:
+    torch.manual_seed(1)
+    convolution = Convolution(6, 9, bias=True).double().eval()
+    x = torch.randn(2, 23, 6, dtype=torch.float64)
+    lengths = torch.tensor([23, 17])
+    for chunk in (1, 3, 4, 8, 23, 2**30):
+        frames = convolution(x, lengths, torch.tensor(chunk))
+        for start in range(0, 23, chunk):
+            end = min(start + chunk, 23)
+            cut = convolution(x[:, :end], lengths.clamp(max=end))
+            torch.testing.assert_close(frames[:, start:end], cut[:, start:], rtol=0, atol=1e-12)
 
 
 def published_names(name: str) -> str:

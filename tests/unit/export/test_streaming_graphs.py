@@ -37,9 +37,9 @@ def chained(encoder: FastConformer, context: Context, audio: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("context", [[16, 4, 0], [8, 1, 0], [3, 8, 0], [64, 8, 0]])
-@pytest.mark.parametrize("subsampling", [2, 8])
-def test_steps_have_the_frames_of_one_pass(context: Context, subsampling: int) -> None:
-    encoder = conformer(subsampling=subsampling, context=context)
+@pytest.mark.parametrize(("subsampling", "convolution"), [(2, "past"), (4, "chunk"), (8, "past")])
+def test_steps_have_the_frames_of_one_pass(context: Context, subsampling: int, convolution: str) -> None:
+    encoder = conformer(subsampling=subsampling, context=context, causal_convolution=convolution)
     for samples in (400, 5119, 5120, 5121, 16_001, 40_000):
         audio = 0.1 * torch.randn(1, samples)
         torch.testing.assert_close(
