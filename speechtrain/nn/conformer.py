@@ -254,8 +254,8 @@ class Convolution(nn.Module):
         for distance in range(1, history + 1):
             chunk_of_later = torch.div(frame + distance, chunk, rounding_mode="floor")
             is_in_chunk = (chunk_of_later == chunk_of_frame)[:, None].to(x.dtype)
-            later = x[:, history + distance : history + distance + frames]
-            y = y + later * (weight[:, 0, history + distance] * is_in_chunk)
+            tap = history + distance
+            y = torch.addcmul(y, x[:, tap : tap + frames], weight[:, 0, tap] * is_in_chunk)
         return y
 
     def _projected(self, x: Tensor, lengths: Tensor) -> Tensor:
