@@ -1,6 +1,6 @@
 """Error rates of a run with silence and noise before, after and between its held-out recordings.
 
-    python benchmarks/silence.py RUN [KEY=VALUE …] [--recordings N] [--room-tone]
+    python benchmarks/silence.py RUN [KEY=VALUE …] [--recordings N] [--room-tone] [--stream]
 
 Silence is zeros, or white noise of -60 and -40 dBFS. "Between" joins ten recordings, and is compared with the
 ten joined without silence. The program then transcribes half a minute of silence, hum and noise, and an hour
@@ -10,6 +10,8 @@ With --room-tone, the silence is the room of real recordings: the quietest half 
 played forwards and backwards, if it is 30 dB below the loudest tenth of a second. A recording without such a
 pause has the room of an earlier one. The program then prints the rates of the recordings alone, with 2 s of
 it before and after, and joined in tens with 1 to 6 s of it between.
+
+With --stream, the texts are those of `speechtrain.load(RUN).stream()`.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from speechtrain.metrics import error_rates
 Samples = NDArray[np.float32]
 Silence = Callable[[Samples, float], Samples]
 """Returns the silence of a number of seconds for a recording."""
+Recogniser = Callable[[Sequence[Samples]], list[str]]
+"""Returns the texts of recordings."""
 
 RATE = 16_000
 SECONDS = (0.5, 2.0, 5.0, 15.0)
@@ -83,14 +87,35 @@ KINDS: dict[str, Silence] = {
 }
 
 
-def rates(loaded: LoadedRun, recordings: Sequence[Samples], references: Sequence[str]) -> dict[str, float]:
+def offline(loaded: LoadedRun) -> Recogniser:
+    def texts(recordings: Sequence[Samples]) -> list[str]:
+        return [transcript.text for transcript in loaded.transcribe(recordings, batch=16)]
+
+    return texts
+
+
+def streamed(loaded: LoadedRun) -> Recogniser:
+    def text(samples: Samples) -> str:
+        with loaded.stream() as stream:
+            events = [*stream.feed(samples), *stream.finish()]
+        return " ".join(event.text for event in events if event.is_final)
+
+    def texts(recordings: Sequence[Samples]) -> list[str]:
+        return [text(samples) for samples in recordings]
+
+    return texts
+
+
+def rates(
+    recognise: Recogniser, recordings: Sequence[Samples], references: Sequence[str]
+) -> dict[str, float]:
     """Return WER and CER in percent."""
-    texts = [transcript.text for transcript in loaded.transcribe(recordings, batch=16)]
+    texts = recognise(recordings)
     totals = error_rates(zip(references, texts, strict=True))
     return {metric: 100.0 * float(errors / units) for metric, (errors, units) in totals.items()}
 
 
-def differences(loaded: LoadedRun, held_out: Sequence[Utterance], kinds: dict[str, Silence]) -> None:
+def differences(recognise: Recogniser, held_out: Sequence[Utterance], kinds: dict[str, Silence]) -> None:
     """Print the table of the error rates."""
     recordings = [utterance.samples for utterance in held_out]
     references = [utterance.reference for utterance in held_out]
@@ -103,8 +128,8 @@ def differences(loaded: LoadedRun, held_out: Sequence[Utterance], kinds: dict[st
             for ten in tens
         ]
 
-    alone = rates(loaded, recordings, references)
-    together = rates(loaded, joined(zeros, 0.0), joined_references)
+    alone = rates(recognise, recordings, references)
+    together = rates(recognise, joined(zeros, 0.0), joined_references)
     for name, clean in (("alone", alone), ("joined", together)):
         print(f"{name}: WER {clean['wer']:.2f} %, CER {clean['cer']:.2f} %", flush=True)
     print("\n| silence | seconds | before: WER, CER | after | between |\n|---|---|---|---|---|")
@@ -113,14 +138,14 @@ def differences(loaded: LoadedRun, held_out: Sequence[Utterance], kinds: dict[st
             before = [np.concatenate([silence(samples, seconds), samples]) for samples in recordings]
             after = [np.concatenate([samples, silence(samples, seconds)]) for samples in recordings]
             cells = [
-                cell(rates(loaded, before, references), alone),
-                cell(rates(loaded, after, references), alone),
-                cell(rates(loaded, joined(silence, seconds), joined_references), together),
+                cell(rates(recognise, before, references), alone),
+                cell(rates(recognise, after, references), alone),
+                cell(rates(recognise, joined(silence, seconds), joined_references), together),
             ]
             print(f"| {kind} | {seconds:g} | {' | '.join(cells)} |", flush=True)
 
 
-def room_tones(loaded: LoadedRun, held_out: Sequence[Utterance]) -> None:
+def room_tones(recognise: Recogniser, held_out: Sequence[Utterance]) -> None:
     """Print the error rates with the silence of rooms."""
     recordings = [utterance.samples for utterance in held_out]
     references = [utterance.reference for utterance in held_out]
@@ -144,7 +169,7 @@ def room_tones(loaded: LoadedRun, held_out: Sequence[Utterance]) -> None:
         ("1 to 6 s between ten", joined, joined_references),
     )
     for name, samples, texts in rows:
-        found = rates(loaded, samples, texts)
+        found = rates(recognise, samples, texts)
         print(f"| {name} | {found['cer']:.2f} | {found['wer']:.2f} |", flush=True)
 
 
@@ -152,7 +177,7 @@ def cell(found: dict[str, float], clean: dict[str, float]) -> str:
     return f"{found['wer'] - clean['wer']:+.2f}, {found['cer'] - clean['cer']:+.2f}"
 
 
-def words_of_silence(loaded: LoadedRun) -> None:
+def words_of_silence(recognise: Recogniser) -> None:
     """Print how many words the run finds where nobody speaks."""
     nothing = np.zeros(0, np.float32)
     time = np.arange(30 * RATE) / RATE
@@ -166,8 +191,8 @@ def words_of_silence(loaded: LoadedRun) -> None:
     }
     print("\n| recording | words |\n|---|---|")
     for name, samples in recordings.items():
-        (transcript,) = loaded.transcribe(samples)
-        print(f"| {name} | {len(transcript.text.split())} |", flush=True)
+        (text,) = recognise([samples])
+        print(f"| {name} | {len(text.split())} |", flush=True)
 
 
 def main() -> None:
@@ -178,17 +203,19 @@ def main() -> None:
     parser.add_argument(
         "--room-tone", action="store_true", help="use the silence of the recordings' rooms only"
     )
+    parser.add_argument("--stream", action="store_true", help="recognise the recordings as streams")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
     loaded = speechtrain.load(arguments.run, *arguments.overrides)
     if loaded.sample_rate != RATE:
         parser.error(f"the run has {loaded.sample_rate} Hz, not {RATE}")
     held_out = list(utterances(loaded))[: arguments.recordings]
+    recognise = streamed(loaded) if arguments.stream else offline(loaded)
     if arguments.room_tone:
-        room_tones(loaded, held_out)
+        room_tones(recognise, held_out)
         return
-    differences(loaded, held_out, KINDS)
-    words_of_silence(loaded)
+    differences(recognise, held_out, KINDS)
+    words_of_silence(recognise)
 
 
 if __name__ == "__main__":
