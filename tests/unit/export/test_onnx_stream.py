@@ -20,8 +20,10 @@ from speechtrain.export import held_out, recognise_stream
 from speechtrain.export.greedy_search import open_sessions
 from tests.support.tiny_run import TINY, end_of_program, small_encoder, untrained
 
-CAUSAL = ("encoder.causal=true", "encoder.context=[10,3,0]", "encoder.features.normalise=none")
-CAUSAL = (*CAUSAL, "decoder.endpoint_seconds=null")
+CAUSAL = (
+    *("encoder.causal=true", "encoder.causal_convolution=chunk", "encoder.context=[10,3,0]"),
+    *("encoder.features.normalise=none", "decoder.endpoint_seconds=null"),
+)
 KEYS = [key for key in TINY if not key.startswith("encoder.")] + small_encoder("fastconformer_tiny")
 
 
