@@ -167,6 +167,6 @@ def test_write_refuses_a_wrong_context(
 
 
 def test_write_refuses_features_of_whole_recordings(tmp_path: Path) -> None:
-    run = untrained(tmp_path / "run", *KEYS, *CAUSAL[:2], "encoder.features.normalise=all")
+    run = untrained(tmp_path / "run", *KEYS, *CAUSAL[:3], "encoder.features.normalise=all")
     with pytest.raises(ConfigError, match=r"A stream needs encoder\.features\.normalise=fixed, or none$"):
         export.run([str(run), "--to", "onnx", "--out", str(tmp_path / "out")])
