@@ -13,10 +13,11 @@ from torch import Tensor
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware
 from speechtrain.encoders.base import LogMelEncoder
-from speechtrain.encoders.stream import FrameStream, Stage
+from speechtrain.encoders.stream import FrameStream
 from speechtrain.errors import ConfigError
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
+from speechtrain.features.logmel_stream import LogMelStream
 from speechtrain.nn.conformer import Context
 from speechtrain.nn.lstm import LSTM
 from speechtrain.nn.norm import MaskedBatchNorm
@@ -117,11 +118,7 @@ class LSTMEncoder(LogMelEncoder, PolicyAware):
     ) -> FrameStream:
         if context is not None:
             raise ConfigError(f"context={list(context)}: an LSTM has no attention. Leave the context out")
-        stages: list[Stage] = [self.feature_stream(rows, keys)]
-        if self.feature_norm is not None:
-            stages.append(_NormStage(self.feature_norm))
-        first, second = _LSTMStage(self.pre_rnn, rows), _LSTMStage(self.post_rnn, rows)
-        return FrameStream(*stages, first, _StackStage(self.stack_time.factor, first.finish()), second)
+        return FrameStream(LogMelStream(self.features, rows, keys), _LSTMStream(self, rows))
 
     def frames(self, samples: int) -> int:
         return -(-self.features.frames(samples) // self.stack_time.factor)  # rounded up
@@ -143,52 +140,35 @@ def _select_rows(state: tuple[Tensor, Tensor], rows: Tensor) -> tuple[Tensor, Te
     return hidden[:, rows], cell[:, rows]
 
 
-class _NormStage:
-    """BatchNorm of the features. Its statistics are those of training."""
+class _LSTMStream:
+    """The network of an LSTM encoder. It stores the stacks' states and an incomplete group."""
 
-    def __init__(self, norm: MaskedBatchNorm) -> None:
-        self.norm = norm
-
-    def step(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x, torch.full((len(x),), x.shape[1], device=x.device))
-        return y
-
-    def finish(self) -> Tensor:
-        return self.norm.weight.new_zeros(1, 0, len(self.norm.weight))
-
-
-class _LSTMStage:
-    """An LSTM stack, which stores its state after the last frame."""
-
-    def __init__(self, lstm: LSTM, rows: int) -> None:
-        self.lstm = lstm
-        self.state = lstm.zeros(next(lstm.parameters()), rows)
+    def __init__(self, encoder: LSTMEncoder, rows: int) -> None:
+        self.encoder = encoder
+        log_mel = encoder.features
+        self.incomplete = log_mel.window.new_zeros(rows, 0, log_mel.features)  # (B, T, F), T below k
+        self.pre_state: tuple[Tensor, Tensor] | None = None
+        self.post_state: tuple[Tensor, Tensor] | None = None
 
     def step(self, x: Tensor) -> Tensor:
-        if not x.shape[1]:
-            return x.new_zeros(len(x), 0, self.lstm.lstm.hidden_size)
-        y: Tensor
-        y, self.state = self.lstm(x, self.state)
-        return y
-
-    def finish(self) -> Tensor:
-        """Return (B, 0, H), because every frame has left."""
-        hidden, _ = self.state
-        return hidden.new_zeros(hidden.shape[1], 0, hidden.shape[2])
-
-
-class _StackStage:
-    """StackTime, which stores the frames of an incomplete group."""
-
-    def __init__(self, factor: int, no_frames: Tensor) -> None:
-        self.factor = factor
-        self.incomplete = no_frames  # (B, T, H), fewer than ``factor`` frames
-
-    def step(self, x: Tensor) -> Tensor:
+        """Append features (B, T, F) and return the frames (B, T', H) of all groups that are now complete."""
+        factor = self.encoder.stack_time.factor
         x = torch.cat([self.incomplete, x], dim=1)
-        complete = x.shape[1] // self.factor * self.factor
+        complete = x.shape[1] // factor * factor
         self.incomplete = x[:, complete:].clone()
-        return stack_time(x[:, :complete], self.factor)
+        return self._encoded(x[:, :complete])
 
     def finish(self) -> Tensor:
-        return stack_time(self.incomplete, self.factor)
+        return self._encoded(self.incomplete)
+
+    def _encoded(self, x: Tensor) -> Tensor:
+        """Return the frames (B, ceil(T/k), H) of the next features (B, T, F)."""
+        encoder = self.encoder
+        rows, frames, _ = x.shape
+        if not frames:
+            return x.new_zeros(rows, 0, encoder.width)
+        if encoder.feature_norm is not None:
+            x = encoder.feature_norm(x, torch.full((rows,), frames, device=x.device))
+        x, self.pre_state = encoder.pre_rnn(x, self.pre_state)
+        x, self.post_state = encoder.post_rnn(stack_time(x, encoder.stack_time.factor), self.post_state)
+        return x
