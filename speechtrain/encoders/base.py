@@ -21,7 +21,6 @@ from speechtrain.encoders.stream import FrameStream, StreamTiming
 from speechtrain.errors import NeedsWholeRecordings, require_contract
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
-from speechtrain.features.logmel_stream import LogMelStream
 from speechtrain.nn.conformer import Context
 
 _CHECKED_PIECE = 1237  # samples of a piece, which is no multiple of a hop
@@ -171,13 +170,6 @@ class LogMelEncoder(Encoder):
             audio, batch.audio_lengths, keys=batch.keys, warp=warp, mask=self.augment.spectrogram
         )
         return frames
-
-    def feature_stream(self, rows: int, keys: Tensor | None) -> LogMelStream:
-        """Return the first stage of a stream: the log-mel frames of ``rows`` recordings in evaluation."""
-        device = self.features.window.device
-        if keys is None:
-            keys = torch.zeros(rows, dtype=torch.int64, device=device)
-        return LogMelStream(self.features, rows, keys)
 
 
 def _is_close(frames: Tensor, expected: Tensor) -> bool:

@@ -23,6 +23,7 @@ from speechtrain.encoders.stream import FrameStream, StreamTiming
 from speechtrain.errors import ConfigError, NeedsWholeRecordings, require_least, require_shares
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
+from speechtrain.features.logmel_stream import LogMelStream
 from speechtrain.nn.conformer import (
     CausalConvolution,
     CausalHalving,
@@ -123,7 +124,7 @@ class FastConformer(LogMelEncoder):
                 timing = StreamTiming(limited, layers, features.frame_seconds * subsampling)
                 timings.setdefault(timing.milliseconds, timing)
         if timings:
-            self.feature_stream(1, None)  # It refuses features for which a stream cannot be opened.
+            LogMelStream(features)  # It refuses features for which a stream cannot be opened.
         self.timings = tuple(timings.values())
 
     def advance(self, step: int, seed: int) -> None:
@@ -205,7 +206,7 @@ class FastConformer(LogMelEncoder):
         layers = [LayerStream(layer, context, rows) for layer in self.layers]
         subsampling = SubsamplingStream(self.subsampling, self.scale, rows)
         chunks = ChunkStream(context, self.subsampling.linear.weight.new_zeros(rows, 0, self.width))
-        return FrameStream(self.feature_stream(rows, keys), subsampling, chunks, *layers)
+        return FrameStream(LogMelStream(self.features, rows, keys), subsampling, chunks, *layers)
 
     def frames(self, samples: int) -> int:
         return self.subsampling.subsampled(self.features.frames(samples))

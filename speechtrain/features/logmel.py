@@ -167,7 +167,7 @@ class LogMel(MovedModule, PolicyAware):
             if self.trim_silence_db is not None:
                 audio, lengths = trim_silence(audio, lengths, self.trim_silence_db)
             signal = self.front_end.signal(self._dithered(audio, keys), lengths)
-            x = self.log_mel_columns(signal, self._columns(audio.shape[1]), warp)
+            x = self._log_mel_columns(signal, self._columns(audio.shape[1]), warp)
             return self._finish(x, self.front_end.columns(lengths), mask)
 
     def _columns(self, samples: int) -> int:
@@ -178,22 +178,16 @@ class LogMel(MovedModule, PolicyAware):
         """Return audio (B, S) with dither, as ``forward`` explains."""
         if self.training and self.dither != 0.0:
             return audio + self.dither * torch.randn_like(audio)
-        return self.with_fixed_dither(audio, keys)
-
-    def with_fixed_dither(self, audio: Tensor, keys: Tensor | None, start: int = 0) -> Tensor:
-        """Return audio (B, S) with the dither of evaluation, as ``forward`` explains.
-
-        The audio begins at sample ``start`` of its recordings. The dither of sample s is entry (key + s) of a
-        fixed table, which costs one read. A hash and Box-Muller on the device would cost twenty operations.
-        """
         if keys is None or self.dither == 0.0:
             return audio
-        samples = torch.arange(start, start + audio.shape[1], device=audio.device)
+        # The dither of sample s is entry (key + s) of a fixed table, which costs one read. A hash and
+        # Box-Muller on the device would cost twenty operations.
+        samples = torch.arange(audio.shape[1], device=audio.device)
         entries = (samples + keys[:, None]) & (DITHER_PERIOD - 1)  # The period is a power of 2.
         noise = self.noise.gather(0, entries.flatten())
         return audio + self.dither * noise.view_as(audio)
 
-    def log_mel_columns(self, signal: Tensor, columns: int, warp: Tensor | None = None) -> Tensor:
+    def _log_mel_columns(self, signal: Tensor, columns: int, warp: Tensor | None) -> Tensor:
         """Return the first ``columns`` log-mel columns (B, C, M) of a signal of ``FrontEnd.signal``.
 
         ``warp`` (B,) changes the mel filters.
@@ -246,7 +240,7 @@ class LogMel(MovedModule, PolicyAware):
     def _finish(
         self, x: Tensor, counts: Tensor, mask: Callable[[Tensor, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Normalise, mask and splice columns (B, C, M), of which the first ``counts`` (B,) are a row's.
+        """Normalise, mask, splice and pad columns (B, C, M), of which the first ``counts`` (B,) are a row's.
 
         Returns the output frames (B, T, F) and their number (B,).
         """
@@ -260,21 +254,15 @@ class LogMel(MovedModule, PolicyAware):
             weight = stack_time(weight, self.splice)[..., None]  # (B, T, splice, 1)
             x = self._normalised(x, weight, self.front_end.over_deviation)
             x = mask(x.flatten(2), lengths)
-            return self._padded(x), lengths
-        x = self._normalised(x, weight, self.front_end.over_deviation)
-        return self.spliced(mask(x, counts)), lengths
+        else:
+            x = self._normalised(x, weight, self.front_end.over_deviation)
+            x = stack_time(mask(x, counts), self.splice)
+        padding = self.features - x.shape[2]
+        return F.pad(x, (0, padding)), lengths
 
     def normalised_columns(self, x: Tensor) -> Tensor:
         """Return columns (B, C, M) normalised one by one. ``normalise`` is a name in OF_COLUMNS."""
         return self._normalised(x, torch.ones_like(x[..., :1]), self.front_end.over_deviation)
-
-    def spliced(self, x: Tensor) -> Tensor:
-        """Return output frames (B, T, F) of normalised columns (B, C, M)."""
-        return self._padded(stack_time(x, self.splice))
-
-    def _padded(self, x: Tensor) -> Tensor:
-        """Return ``x`` with F features, of which the last are 0."""
-        return F.pad(x, (0, self.features - x.shape[2]))
 
     def _constants(self) -> dict[str, Tensor]:
         """Return the buffers by their names. They are computed in float64 and returned in fp32."""

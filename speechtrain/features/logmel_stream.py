@@ -5,21 +5,22 @@ Legend: B rows, S samples, C columns, M mel bins, T output frames, F features of
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from speechtrain.errors import NeedsWholeRecordings
 from speechtrain.features.logmel import LogMel
 from speechtrain.features.statistics import OF_COLUMNS
-from speechtrain.nn.full_precision import full_precision
 
 
 class LogMelStream:
     """Computes the frames of ``rows`` recordings of the same length, which arrive in pieces.
 
     The frames of all pieces are those of one pass of ``log_mel`` in evaluation with ``keys`` (B,), without
-    warp and mask. Between the pieces, the stream stores about two windows and a hop of samples, and the
-    columns of an incomplete frame.
+    warp and mask. By default, all keys are 0. Between the pieces, the stream stores the samples of about two
+    windows and two frames.
 
     Raises NeedsWholeRecordings, a ConfigError, for settings of ``log_mel`` that need the whole recording.
     """
@@ -36,65 +37,49 @@ class LogMelStream:
                 "A stream needs encoder.features.trim_silence_db=null"
             )
         self.log_mel = log_mel
-        self.keys = keys
-        self.samples = 0  # received samples of a row
-        self.columns = 0  # computed columns of a row
-        self.start = 0  # position of the first stored sample in its recording, a multiple of the hop
-        self.audio = log_mel.window.new_zeros(rows, 0)  # (B, S) the stored samples
-        # (B, C, M) the columns of the next frame, which is not complete
-        self.incomplete = log_mel.window.new_zeros(rows, 0, log_mel.mels)
+        self.keys = log_mel.window.new_zeros(rows, dtype=torch.int64) if keys is None else keys
+        self.hop = log_mel.hop * log_mel.splice  # samples from one frame to the next
+        self.audio = log_mel.window.new_zeros(rows, 0)  # (B, S) the stored samples, which begin with a frame
+        self.departed = 0  # frames of the stored samples that have left
 
     def step(self, samples: Tensor) -> Tensor:
         """Append samples (B, S) and return the new frames (B, T, F), which no further sample changes.
 
         S may be any number, and T may be 0.
         """
-        samples = self.log_mel.with_fixed_dither(samples.float(), self.keys, self.samples)
-        self.audio = torch.cat([self.audio, samples], dim=1)
-        self.samples += samples.shape[1]
-        columns = self._columns_before(self._final_columns())
-        complete = columns.shape[1] // self.log_mel.splice * self.log_mel.splice
-        self.incomplete = columns[:, complete:].clone()  # A view would keep the memory of all columns.
-        return self.log_mel.spliced(columns[:, :complete])
+        self.audio = torch.cat([self.audio, samples.float()], dim=1)
+        stored = self.audio.shape[1]
+        front_end = self.log_mel.front_end
+        if stored <= front_end.left:
+            return self._frames_before(0)  # The reflection before the first sample has further samples.
+        complete_windows = (stored + front_end.left - front_end.width) // front_end.hop + 1
+        columns = min(complete_windows, front_end.columns(stored))
+        return self._frames_before(columns // self.log_mel.splice)
 
     def finish(self) -> Tensor:
         """Return the last frames (B, T, F). The stream has then ended."""
-        columns = self.log_mel.front_end.columns(self.samples) if self.samples else 0
-        return self.log_mel.spliced(self._columns_before(columns))
+        stored = self.audio.shape[1]
+        columns = self.log_mel.front_end.columns(stored) if stored else 0
+        return self._frames_before(math.ceil(columns / self.log_mel.splice))
 
-    def _final_columns(self) -> int:
-        """Return the number of columns that no further sample changes."""
-        front_end = self.log_mel.front_end
-        if self.samples <= front_end.left:
-            return 0  # The reflection before the first sample has further samples.
-        complete_windows = (self.samples + front_end.left - front_end.width) // front_end.hop + 1
-        return min(complete_windows, front_end.columns(self.samples))
+    def _frames_before(self, end: int) -> Tensor:
+        """Return the frames (B, T, F) from the first that has not left to before frame ``end``.
 
-    def _columns_before(self, end: int) -> Tensor:
-        """Return the columns (B, C, M) from the first of the next frame to before column ``end``.
-
-        The stored samples are extended as if they were recordings. Only windows at the ends read the
-        extension, and they are computed only where the recordings begin and end.
+        The stored samples are converted as if they were recordings. Only windows at the ends read the
+        extension, and these frames are returned only where the recordings begin and end.
         """
-        count = end - self.columns
-        if count <= 0:
-            return self.incomplete
-        front_end = self.log_mel.front_end
-        lengths = torch.full((self.audio.shape[0],), self.audio.shape[1], device=self.audio.device)
-        with full_precision(self.audio.device):
-            signal = front_end.signal(self.audio, lengths)[:, self.columns * front_end.hop - self.start :]
-            new_columns = self.log_mel.normalised_columns(self.log_mel.log_mel_columns(signal, count))
-        self.columns = end
-        self._drop_samples()
-        return torch.cat([self.incomplete, new_columns], dim=1)
-
-    def _drop_samples(self) -> None:
-        """Drop the samples that neither the next window nor the reflection at the end will read."""
-        front_end = self.log_mel.front_end
-        next_window = self.columns * front_end.hop - front_end.left
-        reflection = self.samples - front_end.width
-        # The reflection omits the last sample, and pre-emphasis reads the sample before.
-        first_needed = max(0, min(next_window, reflection) - 2)
-        start = first_needed // front_end.hop * front_end.hop
-        self.audio = self.audio[:, start - self.start :].clone()
-        self.start = start
+        rows, stored = self.audio.shape
+        if end <= self.departed:
+            return self.audio.new_zeros(rows, 0, self.log_mel.features)
+        lengths = torch.full((rows,), stored, device=self.audio.device)
+        frames, _ = self.log_mel(self.audio, lengths, keys=self.keys)
+        new_frames: Tensor = frames[:, self.departed : end]
+        # The samples that the next window and the reflection at the end need. Pre-emphasis reads the sample
+        # before, and the reflection omits the last one.
+        needed = self.log_mel.width + 2
+        dropped = max(0, min(end * self.hop, stored) - needed) // self.hop
+        self.departed = end - dropped
+        start = dropped * self.hop
+        self.audio = self.audio[:, start:].clone()  # A view would keep the memory of all samples.
+        self.keys = self.keys + start  # The dither of a sample depends on its position.
+        return new_frames
