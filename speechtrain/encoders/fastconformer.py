@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import EncoderStream, uniform_at
 from speechtrain.encoders.base import LogMelEncoder, layer_drop_factors
-from speechtrain.encoders.fastconformer_stream import ChunkStream, LayerStream, SubsamplingStream
+from speechtrain.encoders.fastconformer_stream import LayerStream, SubsamplingStream
 from speechtrain.encoders.stream import FrameStream, StreamTiming
 from speechtrain.errors import ConfigError, NeedsWholeRecordings, require_least, require_shares
 from speechtrain.features.augment import Augment
@@ -205,8 +205,7 @@ class FastConformer(LogMelEncoder):
         _check_context(context)
         layers = [LayerStream(layer, context, rows) for layer in self.layers]
         subsampling = SubsamplingStream(self.subsampling, self.scale, rows)
-        chunks = ChunkStream(context, self.subsampling.linear.weight.new_zeros(rows, 0, self.width))
-        return FrameStream(LogMelStream(self.features, rows, keys), subsampling, chunks, *layers)
+        return FrameStream(LogMelStream(self.features, rows, keys), subsampling, *layers)
 
     def frames(self, samples: int) -> int:
         return self.subsampling.subsampled(self.features.frames(samples))

@@ -18,7 +18,6 @@ from speechtrain.nn.conformer import (
     Halving,
     Subsampling,
     as_mask,
-    embedded_distances,
     in_context,
 )
 
@@ -89,99 +88,51 @@ class HalvingStream:
         return y.transpose(1, 2)
 
 
-class ChunkStream:
-    """Keeps frames (B, T, D) until the layers can compute a chunk. Each step of a layer costs time."""
-
-    def __init__(self, context: Context, no_frames: Tensor) -> None:
-        self.context = context
-        self.frames = no_frames  # (B, T, D) the frames that have not left
-        self.departed = 0
-
-    def step(self, x: Tensor) -> Tensor:
-        self.frames = torch.cat([self.frames, x], dim=1)
-        _, chunk, right = self.context
-        received = self.departed + self.frames.shape[1]
-        needed = max(0, received - right) // chunk * chunk + right
-        return self._depart(max(0, needed - self.departed))
-
-    def finish(self) -> Tensor:
-        return self._depart(self.frames.shape[1])
-
-    def _depart(self, count: int) -> Tensor:
-        departing = self.frames[:, :count]
-        self.frames = self.frames[:, count:].clone()
-        self.departed += departing.shape[1]
-        return departing
-
-
 class LayerStream:
     """A Conformer layer whose attention and convolution are limited to ``context``.
 
-    A chunk is computed when the ``right`` frames after it have arrived. So a stream of L layers reads
-    L · right frames beyond the end of a chunk.
+    Frames wait until all that their chunk reads have arrived, because each step of a layer costs time. So a
+    stream of L layers reads L · right frames beyond the end of a chunk.
     """
 
     def __init__(self, layer: nn.Module, context: Context, rows: int) -> None:
         assert isinstance(layer, ConformerLayer)
         self.layer, self.context = layer, context
-        self.received = 0  # frames that have arrived
-        self.computed = 0  # frames that have left
-        self.first_key = 0  # the frame of the first stored key
         weight = layer.norm_out.weight
         width, heads = len(weight), layer.self_attn.heads
-        empty = weight.new_zeros(rows, 0, heads, width // heads)
-        self.waiting = weight.new_zeros(rows, 0, width)  # (B, T, D) the frames that have not left
-        self.queries, self.keys, self.values = empty, empty, empty
         convolution: Any = layer.conv
-        self.convolution = convolution
+        self.waiting = weight.new_zeros(rows, 0, width)  # (B, T, D), and a chunk begins with the first
+        # (B, T, 2, H, ·) of the frames before
+        self.keys_values = weight.new_zeros(rows, 0, 2, heads, width // heads)
         self.gated = weight.new_zeros(rows, convolution.history, width)  # the convolution's last inputs
 
     def step(self, x: Tensor) -> Tensor:
         """Append frames (B, T, D) and return the frames (B, T', D) of all chunks that are now complete."""
-        if not x.shape[1]:
-            return x
-        x = self.layer.before_attention(x)
-        queries, keys, values = self.layer.self_attn.project(self.layer.norm_self_att(x))
         self.waiting = torch.cat([self.waiting, x], dim=1)
-        self.queries = torch.cat([self.queries, queries], dim=1)
-        self.keys = torch.cat([self.keys, keys], dim=1)
-        self.values = torch.cat([self.values, values], dim=1)
-        self.received += x.shape[1]
         _, chunk, right = self.context
-        complete = max(0, self.received - right) // chunk * chunk
-        return self._compute(max(complete, self.computed))
+        complete_chunks = max(0, self.waiting.shape[1] - right) // chunk
+        return self._compute(complete_chunks * chunk)
 
     def finish(self) -> Tensor:
-        return self._compute(self.received)
+        return self._compute(self.waiting.shape[1])
 
-    def _compute(self, end: int) -> Tensor:
-        """Return the frames from the first one that has not left to before frame ``end``."""
-        count = end - self.computed
+    def _compute(self, count: int) -> Tensor:
+        """Return the output for the first ``count`` waiting frames, and store what later frames read.
+
+        The copies free the memory of the dropped frames. The keys of the ``right`` frames after a chunk are
+        computed again with these frames.
+        """
         if not count:
             return self.waiting[:, :0]
-        x = self.waiting[:, :count]
-        device = x.device
-        query_frames = torch.arange(self.computed, end, device=device)
-        key_frames = torch.arange(self.first_key, self.received, device=device)
-        mask = as_mask(in_context(query_frames, key_frames, self.context))
-        distances = embedded_distances(end - 1 - self.first_key, self.computed - self.received + 1, x)
-        queries = self.queries[:, :count]
-        x = x + self.layer.self_attn.attend(queries, self.keys, self.values, distances, mask)
-        self._drop(count)
-        inputs = torch.cat([self.gated, self.convolution.gated(self.layer.norm_conv(x))], dim=1)
-        self.gated = inputs[:, count:].clone()
-        return self.layer.after_convolution(x + self.convolution.convolved(inputs, self.context[1]))
-
-    def _drop(self, count: int) -> None:
-        """Drop the first ``count`` waiting frames, and the keys that no later chunk reads.
-
-        The copies free the memory of the dropped frames.
-        """
-        self.computed += count
+        left, chunk, right = self.context
+        x = self.waiting[:, : count + right]
         self.waiting = self.waiting[:, count:].clone()
-        self.queries = self.queries[:, count:].clone()
-        first_key = max(self.first_key, self.computed - self.context[0])
-        dropped_keys = first_key - self.first_key
-        self.keys = self.keys[:, dropped_keys:].clone()
-        self.values = self.values[:, dropped_keys:].clone()
-        self.first_key = first_key
+        stored = self.keys_values.shape[1]
+        query_frames = torch.arange(count, device=x.device)
+        key_frames = torch.arange(-stored, x.shape[1], device=x.device)
+        mask = as_mask(in_context(query_frames, key_frames, self.context))
+        y, keys_values, gated = self.layer.step(x, self.keys_values, self.gated, mask, count, chunk)
+        end = stored + count
+        self.keys_values = keys_values[:, max(0, end - left) : end].clone()
+        self.gated = gated[:, count:].clone()
+        return y

@@ -19,7 +19,7 @@ from speechtrain.encoders.fastconformer import FastConformer
 from speechtrain.encoders.fastconformer_stream import LayerStream, SubsamplingStream
 from speechtrain.errors import ConfigError
 from speechtrain.export.graphs import Graph, graphs_of
-from speechtrain.nn.conformer import Context, as_mask, embedded_distances
+from speechtrain.nn.conformer import Context, as_mask
 
 CACHES = ("cache_last_channel", "cache_last_time", "cache_last_channel_len")
 
@@ -85,11 +85,13 @@ class StreamingEncoder(nn.Module):
         mask = as_mask(is_allowed[:, None, None])
         is_valid = is_allowed[:, self.left :, None].to(x.dtype)  # (B, C, 1)
         next_attention = []
-        layers = zip(self.encoder.layers, attention.unbind(1), states[halvings:], strict=True)
+        layers: Any = zip(self.encoder.layers, attention.unbind(1), states[halvings:], strict=True)
         for layer, stored, gated in layers:
-            x, keys_values, next_gated = self._layer(layer, x, stored, gated, mask, is_valid)
-            next_attention.append(keys_values)
-            next_states.append(next_gated)
+            keys_values = torch.unflatten(stored, 2, (2, layer.self_attn.heads, -1))
+            arguments = (keys_values, gated, mask, self.chunk, self.chunk, is_valid)
+            x, keys_values, gated = layer.step(x, *arguments)
+            next_attention.append(keys_values[:, self.chunk :].flatten(2))
+            next_states.append(gated[:, self.chunk :])
         flat_states = tuple(state.flatten(1) for state in next_states)
         next_convolutions = torch.cat(flat_states, dim=1)[:, None, None]
         next_arrived = (arrived + self.chunk).clamp(max=self.left)
@@ -110,26 +112,6 @@ class StreamingEncoder(nn.Module):
             is_valid = torch.arange(x.shape[1]) < length[:, None]
             x = x * is_valid[:, :, None, None]
         return self.subsampling.project(x), length, next_states
-
-    def _layer(
-        self, layer: Any, x: Tensor, stored: Tensor, gated: Tensor, mask: Tensor, is_valid: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output (B, C, D) of a layer, and its state after the chunk.
-
-        ``stored`` (B, A, 2 · D) are keys and values, and ``gated`` are inputs of the convolution.
-        ``is_valid`` (B, C, 1) is 0 for the frames after the recording, which no convolution may read.
-        """
-        x = layer.before_attention(x)
-        queries, *new = layer.self_attn.project(layer.norm_self_att(x))
-        new_keys_values = torch.stack(new, dim=2)  # (B, C, 2, heads, ·)
-        keys_values = torch.cat([stored, new_keys_values.flatten(2)], dim=1)
-        keys, values = torch.unflatten(keys_values, 2, new_keys_values.shape[2:]).unbind(2)
-        distances = embedded_distances(self.left + self.chunk - 1, 1 - self.chunk, x)
-        x = x + layer.self_attn.attend(queries, keys, values, distances, mask)
-        new_gated = layer.conv.gated(layer.norm_conv(x)) * is_valid
-        inputs = torch.cat([gated, new_gated], dim=1)
-        y = layer.after_convolution(x + layer.conv.convolved(inputs, self.chunk))
-        return y, keys_values[:, self.chunk :], inputs[:, self.chunk :]
 
 
 def stream_context(task: Any, context: Context | None) -> Context | None:

@@ -352,6 +352,37 @@ class ConformerLayer(nn.Module):
         x = x + self.dropout(self.conv(self.norm_conv(x), lengths, chunk))
         return self.after_convolution(x)
 
+    def step(
+        self,
+        x: Tensor,
+        keys_values: Tensor,
+        gated: Tensor,
+        mask: Tensor,
+        frames: int,
+        chunk: int,
+        is_valid: Tensor | float = 1.0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the output (B, Q, D) for the first Q ``frames`` of ``x`` (B, T, D), a part of a stream.
+
+        - ``keys_values`` (B, K, 2, H, ·) are the keys and values of frames before ``x``. In the second
+          result, those of ``x`` follow.
+        - ``gated`` (B, ·, D) are the inputs of the convolution before ``x``. In the third result, those of
+          the Q frames follow.
+        - ``mask`` broadcasts to (B, 1, Q, K + T). The convolution reads ``chunk``.
+        - ``is_valid`` (B, Q, 1) is 0 for the frames after a recording, which no convolution may read.
+        """
+        stored = keys_values.shape[1]
+        x = self.before_attention(x)
+        queries, *new = self.self_attn.project(self.norm_self_att(x))
+        keys_values = torch.cat([keys_values, torch.stack(new, dim=2)], dim=1)
+        keys, values = keys_values.unbind(2)
+        distances = embedded_distances(stored + frames - 1, 1 - x.shape[1], x)
+        x = x[:, :frames] + self.self_attn.attend(queries[:, :frames], keys, values, distances, mask)
+        convolution: Any = self.conv
+        gated = torch.cat([gated, convolution.gated(self.norm_conv(x)) * is_valid], dim=1)
+        y = self.after_convolution(x + convolution.convolved(gated, chunk))
+        return y, keys_values, gated
+
     def before_attention(self, x: Tensor) -> Tensor:
         """Add the first feed-forward branch to ``x`` (B, T, D)."""
         branch = self.feed_forward1(self.norm_feed_forward1(x))
