@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from speechtrain.files import write_json
 from speechtrain.inference.loaded_run import LONGEST_SECONDS, LoadedRun
 from speechtrain.metrics import error_rates
 from speechtrain.nn.conformer import Context
+
+PRECISIONS = ("fp32", "int8")
+"""The precisions of the weights of an export."""
 
 TextOf = Callable[[np.ndarray], str]
 """The text of samples (S,) by PyTorch, or by an export in one precision."""
@@ -66,8 +70,21 @@ def check(loaded: LoadedRun, recognisers: Mapping[str, TextOf]) -> dict[str, Any
     return {"recordings": count, "differences": differences, "error_rates": rates}
 
 
-def write_check(loaded: LoadedRun, recognisers: Mapping[str, TextOf], folder: Path) -> list[str]:
-    """Write the result of ``check`` as error_rates.json into ``folder``. Return lines for the user."""
+def write_check(
+    loaded: LoadedRun,
+    folder: Path,
+    text_of: TextOf,
+    open_export: Callable[[Path, str], tuple[Any, Any]],
+    transcribe: Callable[[Any, Any, np.ndarray], str],
+) -> list[str]:
+    """Write error_rates.json, the result of ``check``, into ``folder``. Return lines for the user.
+
+    ``text_of`` is PyTorch's text. ``open_export`` returns the model.json and the recogniser of a precision,
+    with which ``transcribe`` returns the text of the export.
+    """
+    recognisers = {"pytorch": text_of}
+    for precision in PRECISIONS:
+        recognisers[precision] = partial(transcribe, *open_export(folder, precision))
     result = check(loaded, recognisers)
     write_json(folder / "error_rates.json", result)
     return lines(result)

@@ -21,6 +21,7 @@ from speechtrain.errors import ConfigError
 from speechtrain.export import held_out
 from speechtrain.export.graphs import Graph, graphs_of, write_graph
 from speechtrain.export.greedy_search import open_sessions
+from speechtrain.export.held_out import PRECISIONS
 from speechtrain.export.model_json import settings
 from speechtrain.export.recognise import open_export, transcribe
 from speechtrain.export.recognise_stream import texts_of
@@ -32,7 +33,6 @@ from speechtrain.models.rnnt import RNNT
 from speechtrain.nn.conformer import Context
 from speechtrain.run_directory import provenance
 
-PRECISIONS = ("fp32", "int8")
 _PIECE_SAMPLES = 1000  # of a recording in the check of a stream
 
 
@@ -51,11 +51,8 @@ def write(loaded: LoadedRun, folder: Path, has_features: bool) -> list[str]:
     content = settings(loaded, graphs) | {"sha256": digests(folder)}
     write_json(folder / "model.json", content | provenance(loaded.opened.run.run_dir))
     copy_programs(folder, "recognise.py", "recording.py", "greedy_search.py", voice_activity.__file__)
-    recognisers = {"pytorch": partial(held_out.text_of, loaded)}
-    for precision in PRECISIONS:
-        model, sessions = open_export(folder, precision)  # type: ignore[no-untyped-call]
-        recognisers[precision] = partial(transcribe, model, sessions)
-    return held_out.write_check(loaded, recognisers, folder)
+    text_of = partial(held_out.text_of, loaded)
+    return held_out.write_check(loaded, folder, text_of, open_export, transcribe)
 
 
 def write_stream(loaded: LoadedRun, folder: Path, context: Context) -> list[str]:
@@ -70,16 +67,13 @@ def write_stream(loaded: LoadedRun, folder: Path, context: Context) -> list[str]
     content |= {"sha256": digests(folder)} | provenance(loaded.opened.run.run_dir)
     write_json(folder / "model.json", content)
     copy_programs(folder, "recognise_stream.py", "greedy_search.py")
-    recognisers = {"pytorch": partial(held_out.text_in_context, loaded, context)}
-    for precision in PRECISIONS:
-        model, sessions = open_sessions(folder, precision)  # type: ignore[no-untyped-call]
-        model["stream"]["endpoint_seconds"] = None  # A recording is one text.
-        recognisers[precision] = partial(_streamed_text, model, sessions)
-    return held_out.write_check(loaded, recognisers, folder)
+    text_of = partial(held_out.text_in_context, loaded, context)
+    return held_out.write_check(loaded, folder, text_of, open_sessions, _streamed_text)
 
 
 def _streamed_text(model: Any, sessions: Any, samples: np.ndarray) -> str:
     """Return the text of a recording that arrives in pieces."""
+    model["stream"]["endpoint_seconds"] = None  # A recording is one text.
     pieces = np.array_split(samples, math.ceil(len(samples) / _PIECE_SAMPLES))
     *_, (text, _) = texts_of(model, sessions, pieces)  # type: ignore[no-untyped-call]
     return str(text)

@@ -21,7 +21,7 @@ from speechtrain.encoders.base import LogMelEncoder
 from speechtrain.errors import ConfigError
 from speechtrain.export import held_out
 from speechtrain.export.graphs import Graph, graphs_of
-from speechtrain.export.onnx_folder import PRECISIONS, copy_programs, digests, greedy_task, write_graphs
+from speechtrain.export.onnx_folder import copy_programs, digests, greedy_task, write_graphs
 from speechtrain.export.recognise_sherpa import open_recogniser, transcribe
 from speechtrain.files import sha256, write_json, write_text
 from speechtrain.inference.loaded_run import LoadedRun
@@ -101,11 +101,8 @@ def write(loaded: LoadedRun, folder: Path) -> list[str]:
     task = greedy_task(loaded, "--to sherpa")
     require_fit(task, sherpa_features(task.sample_rate, has_joint=hasattr(task, "joint")))
     write_model(loaded, folder, sherpa_graphs(task), {})
-    recognisers = {"pytorch": partial(held_out.text_of, loaded)}
-    for precision in PRECISIONS:
-        model, recogniser = open_recogniser(folder, precision)  # type: ignore[no-untyped-call]
-        recognisers[precision] = partial(transcribe, model, recogniser)
-    return held_out.write_check(loaded, recognisers, folder)
+    text_of = partial(held_out.text_of, loaded)
+    return held_out.write_check(loaded, folder, text_of, open_recogniser, transcribe)
 
 
 def write_model(loaded: LoadedRun, folder: Path, graphs: dict[str, Graph], settings: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from speechtrain.errors import ConfigError
 from speechtrain.export import held_out
 from speechtrain.export.graphs import Graph
-from speechtrain.export.onnx_folder import PRECISIONS, greedy_task
+from speechtrain.export.onnx_folder import greedy_task
 from speechtrain.export.recognise_sherpa import decode, open_recogniser
 from speechtrain.export.sherpa_folder import (
     require_fit,
@@ -79,11 +79,8 @@ def write(loaded: LoadedRun, folder: Path, context: Context) -> list[str]:
     silence = (context[1] * task.encoder.factor + 1) * task.encoder.features.hop
     settings = {"stream": {"context": list(context), "silence_samples": silence}}
     write_model(loaded, folder, online_graphs(task, context), settings)
-    recognisers = {"pytorch": partial(_text_before_silence, loaded, context, silence)}
-    for precision in PRECISIONS:
-        model, recogniser = open_recogniser(folder, precision)  # type: ignore[no-untyped-call]
-        recognisers[precision] = partial(decode, model, recogniser)
-    return held_out.write_check(loaded, recognisers, folder)
+    text_of = partial(_text_before_silence, loaded, context, silence)
+    return held_out.write_check(loaded, folder, text_of, open_recogniser, decode)
 
 
 def _text_before_silence(loaded: LoadedRun, context: Context, silence: int, samples: np.ndarray) -> str:
