@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -24,6 +24,13 @@ def character_errors(reference: str, hypothesis: str) -> tuple[int, int]:
     """
     characters = " ".join(reference.split())
     return Levenshtein.distance(characters, " ".join(hypothesis.split())), len(characters)
+
+
+def equal_words(words: Sequence[str], others: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Yield the positions of the words that an alignment with the fewest errors leaves as they are."""
+    for block in Levenshtein.opcodes(words, others).as_matching_blocks():
+        for offset in range(block.size):
+            yield block.a + offset, block.b + offset
 
 
 def error_rates(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[Tensor, Tensor]]:

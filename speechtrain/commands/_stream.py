@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from difflib import SequenceMatcher
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import numpy as np
 from speechtrain.errors import FORMAT_CHARACTERS, ConfigError, DataError, escape_controls, print_notice
 from speechtrain.files import json_text
 from speechtrain.inference.transcript import Transcript, word_content
+from speechtrain.metrics import equal_words
 
 if TYPE_CHECKING:
     from speechtrain.data.formats.lhotse_cuts import Samples
@@ -55,15 +55,9 @@ def transcribe_stream(
                 pieces = _at_speed_of_speech(pieces, session.sample_rate)
         with contextlib.suppress(KeyboardInterrupt):
             for samples in pieces:
-                with clock.computing(len(samples) / session.sample_rate):
-                    events = list(session.feed(samples))
-                for event in events:
-                    clock.note(event)
+                for event in clock.timed(session.feed(samples), len(samples) / session.sample_rate):
                     show(event)
-        with clock.computing(0.0):
-            events = list(session.finish())
-        for event in events:
-            clock.note(event)
+        for event in clock.timed(session.finish(), 0.0):
             show(event)
         print_notice(clock.speed())
         if clock.is_live and clock.words:
@@ -147,7 +141,8 @@ class _Clock:
     def __init__(self) -> None:
         # The words of final texts, each with the seconds at which it was settled.
         self.words: list[tuple[Word, float]] = []
-        self._settled: list[tuple[str, float]] = []  # the settled words of the present utterance
+        # Those seconds, by the position and the text of the settled words of the present utterance.
+        self._settled: dict[tuple[int, str], float] = {}
         self._start = time.monotonic()
         self._audio_seconds = 0.0  # that have arrived
         self._computing_seconds = 0.0
@@ -158,31 +153,29 @@ class _Clock:
         """Whether the audio arrived as slowly as it was spoken."""
         return self._arrival_seconds >= _LIVE_SHARE * self._audio_seconds > 0
 
-    @contextlib.contextmanager
-    def computing(self, audio_seconds: float) -> Iterator[None]:
-        """Return a context in which audio of ``audio_seconds`` is recognised."""
+    def timed(self, events: Iterator[StreamEvent], audio_seconds: float) -> list[StreamEvent]:
+        """Return the events of audio of ``audio_seconds`` that has arrived."""
         start = time.monotonic()
         if not self._audio_seconds:
             self._start = start - audio_seconds  # A microphone may be opened late.
         if audio_seconds:
             self._audio_seconds += audio_seconds
             self._arrival_seconds = start - self._start
-        yield
-        self._computing_seconds += time.monotonic() - start
+        found = list(events)
+        end = time.monotonic()
+        self._computing_seconds += end - start
+        for event in found:
+            self._note(event, end - self._start)
+        return found
 
-    def note(self, event: StreamEvent) -> None:
+    def _note(self, event: StreamEvent, seconds: float) -> None:
         """Note which words are settled now. A word is settled when its text has changed for the last time."""
-        seconds = time.monotonic() - self._start
-        count = len(event.words) if event.is_final else event.settled
-        settled = []
-        for number, word in enumerate(event.words[:count]):
-            is_known = number < len(self._settled) and self._settled[number][0] == word.text
-            settled.append(self._settled[number] if is_known else (word.text, seconds))
-        self._settled = settled
+        for position, word in enumerate(event.words[: event.settled]):
+            self._settled.setdefault((position, word.text), seconds)
         if event.is_final:
-            for word, (_, settled_seconds) in zip(event.words, settled, strict=True):
-                self.words.append((word, settled_seconds))
-            self._settled = []
+            for position, word in enumerate(event.words):
+                self.words.append((word, self._settled[position, word.text]))
+            self._settled.clear()
 
     def speed(self) -> str:
         """Return a line with the real-time factor."""
@@ -196,12 +189,11 @@ class _Clock:
         that are known. A word that differs there is not counted.
         """
         texts = [word.text for word, _ in self.words]
-        matcher = SequenceMatcher(None, texts, [word.text for word in offline_words], autojunk=False)
+        offline_texts = [word.text for word in offline_words]
         delays = []
-        for block in matcher.get_matching_blocks():
-            for offset in range(block.size):
-                _, seconds = self.words[block.a + offset]
-                delays.append(seconds - offline_words[block.b + offset].end)
+        for position, offline_position in equal_words(texts, offline_texts):
+            _, seconds = self.words[position]
+            delays.append(seconds - offline_words[offline_position].end)
         if not delays:
             return "delays: no word of the stream is in the text of the whole recording"
         median, high = np.percentile(delays, [50, 90])

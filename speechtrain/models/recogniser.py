@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
 from speechtrain.batch import Batch
@@ -22,7 +21,7 @@ from speechtrain.decoding.greedy import Greedy
 from speechtrain.encoders.base import Encoder
 from speechtrain.encoders.stream import FrameStream, StreamTiming
 from speechtrain.errors import ConfigError, require_contract
-from speechtrain.metrics import delay_counts, error_rates
+from speechtrain.metrics import delay_counts, equal_words, error_rates
 from speechtrain.nn.conformer import Context
 from speechtrain.task import Evaluation, Example, Loss, Sums, Task, examples_of, require_sums
 from speechtrain.text.vocabulary import Tokenizer
@@ -216,16 +215,14 @@ class Recogniser(Task, PolicyAware):
         It is the time from the end of the word in ``offline`` to the departure of the frame in which the last
         label of the word begins in ``streamed``. The departure may be after the end of a recording.
         """
-        words, streamed_words = offline.words, streamed.words
         frame_seconds = self.frame_seconds  # the unit of the times of hypotheses
-        steps = Levenshtein.opcodes([word.text for word in words], [word.text for word in streamed_words])
-        for block in steps.as_matching_blocks():
-            for index in range(block.size):
-                word, streamed_word = words[block.a + index], streamed_words[block.b + index]
-                last_label = bisect_left(streamed.times, streamed_word.end) - 1
-                frame = round(streamed.times[last_label] / frame_seconds)
-                end = round(word.end / frame_seconds)
-                yield (timing.departure(frame) - end) * timing.frame_seconds
+        texts = [word.text for word in offline.words]
+        streamed_texts = [word.text for word in streamed.words]
+        for position, streamed_position in equal_words(texts, streamed_texts):
+            last_label = bisect_left(streamed.times, streamed.words[streamed_position].end) - 1
+            frame = round(streamed.times[last_label] / frame_seconds)
+            end = round(offline.words[position].end / frame_seconds)
+            yield (timing.departure(frame) - end) * timing.frame_seconds
 
     def transcribe(self, batch: Batch, decoder: Decoder) -> list[Hypothesis]:
         encoded, lengths = self.encoder.encode(batch)
