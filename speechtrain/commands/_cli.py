@@ -97,10 +97,8 @@ def add_command(commands: Any, name: str, meaning: str, example: str, program: s
     )
 
 
-def parse_context(text: str | None) -> list[int] | None:
-    """Return the frames of ``--context L,C,R``. None is the default. Raises ConfigError for another form."""
-    if text is None:
-        return None
+def parse_context(text: str) -> list[int]:
+    """Return the frames of ``--context L,C,R``. Raises ConfigError for another form."""
     numbers = text.split(",")
     if len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
         raise ConfigError(f"--context {text}: give three numbers of frames, such as 120,9,0")

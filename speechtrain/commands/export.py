@@ -74,6 +74,7 @@ def parser() -> Parser:
     )
     build.add_argument(
         "--context",
+        type=parse_context,
         metavar="L,C,R",
         help="with --to onnx or sherpa, and encoder.causal=true: frames before a chunk, in it and after it, "
         "which is 0 (default: the context of the run's streams)",
@@ -187,7 +188,7 @@ def _export_runtime(arguments: argparse.Namespace) -> None:
 
     loaded = load_for_onnx(arguments.source, arguments.checkpoint)
     arguments.checkpoint = loaded.checkpoint.name
-    context = stream_context(loaded.opened.task, parse_context(arguments.context))
+    context = stream_context(loaded.opened.task, arguments.context)
     with writing(f"--out {arguments.out}", _FIX), replacing_files(arguments.out) as folder:
         if form == "sherpa":
             from speechtrain.export import sherpa_folder, sherpa_stream

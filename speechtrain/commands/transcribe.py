@@ -108,6 +108,7 @@ def parser() -> Parser:
     )
     parser.add_argument(
         "--context",
+        type=parse_context,
         metavar="L,C,R",
         help="with --stream: frames before a chunk, in it and after it (default: the run's)",
     )
@@ -184,13 +185,12 @@ def _stream(arguments: argparse.Namespace, overrides: list[str], sources: list[s
         raise ConfigError("--realtime needs a recording. Standard input has its own speed")
     if arguments.channel is not None and (source == "-" or arguments.channel < 0):
         raise ConfigError(f"--channel {arguments.channel}: name a channel of a recording, from 0 on")
-    context = parse_context(arguments.context)
     from speechtrain.commands._stream import transcribe_stream
     from speechtrain.inference.loaded_run import load
 
     loaded = load(arguments.run, *overrides, checkpoint=arguments.checkpoint, config_dir=arguments.config_dir)
     as_json = arguments.format == "json"
-    transcribe_stream(loaded, source, context, arguments.channel, arguments.realtime, as_json)
+    transcribe_stream(loaded, source, arguments.context, arguments.channel, arguments.realtime, as_json)
     return 0
 
 

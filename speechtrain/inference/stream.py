@@ -104,13 +104,13 @@ class RecognitionStream:
 
     def _events(self, next_frames: Callable[[], Tensor]) -> Iterator[StreamEvent]:
         """Yield the events of the next frames (1, T, ·) of the search."""
-        with self._computing(), self._autocast():
+        with self._inference():
             frames = next_frames()
         if not frames.shape[1]:
             return
         while frames.shape[1]:
             count = _FRAMES_PER_CHECK - self._search.frame % _FRAMES_PER_CHECK
-            with self._computing(), self._autocast():
+            with self._inference():
                 self._search.step(frames[:, :count])
                 has_ended = self._search.frame % _FRAMES_PER_CHECK == 0 and self._utterance_has_ended()
             frames = frames[:, count:]
@@ -130,13 +130,15 @@ class RecognitionStream:
         return search.is_ended or seconds >= longest
 
     @contextlib.contextmanager
-    def _autocast(self) -> Iterator[None]:
-        with torch.no_grad(), self._opened.policy.autocast(self._opened.device.name):
+    def _inference(self) -> Iterator[None]:
+        """Return a context in which the model computes without gradients."""
+        opened = self._opened
+        with self._computing(), torch.no_grad(), opened.policy.autocast(opened.device.name):
             yield
 
     def _ended_utterance(self) -> Iterator[StreamEvent]:
         """Yield the final text of the present utterance, if it has one."""
-        with self._computing(), self._autocast():
+        with self._inference():
             hypothesis = self._search.finish()
         self._first_frame = self._search.frame
         self._last_text = ""
