@@ -110,9 +110,8 @@ def online_graphs(task: Any, context: Context) -> dict[str, Graph]:
         **transducer_metadata(task, parts["decoder"]),
     }
     for name in CACHES[:2]:
-        for axis, size in enumerate(inputs[name].shape):
-            if axis > 0:
-                metadata[f"{name}_dim{axis}"] = size
+        for axis, size in enumerate(inputs[name].shape[1:], 1):
+            metadata[f"{name}_dim{axis}"] = size
     encoder = Graph(
         _OnlineEncoder(task.encoder.features, step),
         inputs,

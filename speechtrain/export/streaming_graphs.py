@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.encoders.fastconformer import FastConformer
-from speechtrain.encoders.fastconformer_stream import LayerStream, SubsamplingStream
+from speechtrain.encoders.fastconformer_stream import SubsamplingStream
 from speechtrain.errors import ConfigError
 from speechtrain.export.graphs import Graph, graphs_of
 from speechtrain.nn.conformer import Context, as_mask
@@ -52,12 +52,10 @@ class StreamingEncoder(nn.Module):
         self.encoder = encoder
         self.chunk_features = self.chunk * encoder.factor  # T
         self.subsampling = SubsamplingStream(encoder.subsampling, encoder.scale, rows=1)
-        halvings: Any = self.subsampling.halvings.stages
-        layers = [LayerStream(layer, context, rows=1) for layer in encoder.layers]
-        states: list[Tensor] = [halving.inputs for halving in halvings]
-        states += [layer.gated for layer in layers]
-        self.halvings = halvings
-        self.state_shapes = [state.shape[1:] for state in states]
+        self.halvings: Any = self.subsampling.halvings.stages
+        self.state_shapes = [halving.inputs.shape[1:] for halving in self.halvings]
+        layers: Any = encoder.layers
+        self.state_shapes += [torch.Size((layer.conv.history, encoder.width)) for layer in layers]
         self.state_sizes = [shape.numel() for shape in self.state_shapes]
 
     def first_inputs(self, rows: int) -> dict[str, Tensor]:
@@ -79,7 +77,16 @@ class StreamingEncoder(nn.Module):
         for flat_state, shape in zip(flat_states, self.state_shapes, strict=True):
             states.append(flat_state.view(-1, *shape))
         halvings = len(self.halvings)
-        x, length, next_states = self._subsampled(features, length, states[:halvings])
+        next_states = []
+        x = features[:, :, None]  # (B, T, channels, bins)
+        for halving, stored in zip(self.halvings, states[:halvings], strict=True):
+            inputs = torch.cat([stored, x], dim=1)
+            next_states.append(inputs[:, -2:])
+            x = halving.convolved(inputs[:, :-1])
+            length = halving.convolution.halved(length)
+            is_valid = torch.arange(x.shape[1]) < length[:, None]
+            x = x * is_valid[:, :, None, None]
+        x = self.subsampling.project(x)  # (B, C, D), and ``length`` (B,) frames are left of the recording
         key = torch.arange(self.left + self.chunk)
         is_allowed = (key >= self.left - arrived[:, None]) & (key < self.left + length[:, None])
         mask = as_mask(is_allowed[:, None, None])
@@ -97,21 +104,6 @@ class StreamingEncoder(nn.Module):
         next_arrived = (arrived + self.chunk).clamp(max=self.left)
         count = length.clamp(0, self.chunk)
         return x, count, torch.stack(next_attention, dim=1), next_convolutions, next_arrived
-
-    def _subsampled(
-        self, features: Tensor, length: Tensor, states: list[Tensor]
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return subsampled frames (B, C, D), the frames to the end of the recording (B,), and the states."""
-        x = features[:, :, None]  # (B, T, channels, bins)
-        next_states = []
-        for halving, stored in zip(self.halvings, states, strict=True):
-            inputs = torch.cat([stored, x], dim=1)
-            next_states.append(inputs[:, -2:])
-            length = halving.convolution.halved(length)
-            x = halving.convolved(inputs[:, :-1])
-            is_valid = torch.arange(x.shape[1]) < length[:, None]
-            x = x * is_valid[:, :, None, None]
-        return self.subsampling.project(x), length, next_states
 
 
 def stream_context(task: Any, context: Context | None) -> Context | None:
