@@ -30,6 +30,7 @@ from speechtrain.nn.conformer import (
     ConformerLayer,
     Context,
     Convolution,
+    GatedConvolution,
     Halving,
     Subsampling,
     as_mask,
@@ -38,7 +39,10 @@ from speechtrain.nn.conformer import (
 )
 from speechtrain.nn.dropout import Dropout
 
-_CAUSAL_CONVOLUTIONS: dict[str, Callable[..., nn.Module]] = {"past": CausalConvolution, "chunk": Convolution}
+_CAUSAL_CONVOLUTIONS: dict[str, Callable[..., GatedConvolution]] = {
+    "past": CausalConvolution,
+    "chunk": Convolution,
+}
 _ALL_FRAMES = (0, 2**30, 0)  # a context without limits, because all frames are in one chunk
 
 

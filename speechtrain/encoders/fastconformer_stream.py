@@ -63,8 +63,8 @@ class HalvingStream:
         self.inputs = weight.new_zeros(rows, 2, channels, bins)  # the inputs that later outputs read
 
     def step(self, x: Tensor) -> Tensor:
-        self.inputs = torch.cat([self.inputs, x.to(self.inputs.dtype)], dim=1)
-        outputs = max(0, (self.inputs.shape[1] - 1) // 2)
+        self.inputs = torch.cat([self.inputs, x], dim=1)
+        outputs = (self.inputs.shape[1] - 1) // 2
         read = self.inputs[:, : 2 * outputs + 1]
         self.inputs = self.inputs[:, 2 * outputs :].clone()
         if not outputs:
@@ -73,10 +73,12 @@ class HalvingStream:
         return self.convolved(read)
 
     def finish(self) -> Tensor:
-        """Return the last output, which reads a zero after the last of an even number of inputs."""
+        """Return the last output, which reads a zero after the last of an even number of inputs.
+
+        Two of their values are stored, and one of an odd number of inputs.
+        """
         rows, stored, channels, bins = self.inputs.shape
-        is_even = stored == 2
-        return self.step(self.inputs.new_zeros(rows, int(is_even), channels, bins))
+        return self.step(self.inputs.new_zeros(rows, stored - 1, channels, bins))
 
     def convolved(self, x: Tensor) -> Tensor:
         """Return the outputs (B, T, ·, ·) of the layers for inputs (B, 2 · T + 1, C, M)."""
@@ -100,11 +102,10 @@ class LayerStream:
         self.layer, self.context = layer, context
         weight = layer.norm_out.weight
         width, heads = len(weight), layer.self_attn.heads
-        convolution: Any = layer.conv
-        self.waiting = weight.new_zeros(rows, 0, width)  # (B, T, D), and a chunk begins with the first
-        # (B, T, 2, H, ·) of the frames before
+        self.waiting = weight.new_zeros(rows, 0, width)  # (B, T, D). The first one begins a chunk.
+        # (B, T, 2, H, ·) of the last ``left`` frames before
         self.keys_values = weight.new_zeros(rows, 0, 2, heads, width // heads)
-        self.gated = weight.new_zeros(rows, convolution.history, width)  # the convolution's last inputs
+        self.gated = weight.new_zeros(rows, layer.conv.history, width)  # the convolution's last inputs
 
     def step(self, x: Tensor) -> Tensor:
         """Append frames (B, T, D) and return the frames (B, T', D) of all chunks that are now complete."""

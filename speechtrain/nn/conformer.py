@@ -11,6 +11,7 @@ query and a key is the frame of the query minus the frame of the key.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -207,8 +208,32 @@ class FeedForward(nn.Module):
         return y
 
 
-class Convolution(nn.Module):
-    """The Conformer's convolution: gated pointwise, depthwise over k frames, BatchNorm, SiLU, pointwise.
+class GatedConvolution(nn.Module, ABC):
+    """What the convolutions share: gated pointwise, depthwise over k frames, ``norm``, SiLU, pointwise.
+
+    ``padding`` are the zeros at both ends of the depthwise convolution.
+    """
+
+    def __init__(self, width: int, kernel: int, bias: bool, padding: int, norm: nn.Module) -> None:
+        super().__init__()
+        self.pointwise_conv1 = nn.Conv1d(width, 2 * width, 1, bias=bias)
+        self.depthwise_conv = nn.Conv1d(width, width, kernel, padding=padding, groups=width, bias=bias)
+        self.norm = norm
+        self.pointwise_conv2 = nn.Conv1d(width, width, 1, bias=bias)
+        self.history = kernel - 1 - padding  # frames that are read before a frame
+
+    def gated(self, x: Tensor) -> Tensor:
+        """Return the input (B, T, D) of the depthwise convolution, a gated linear unit of ``x`` (B, T, D)."""
+        value, gate = _pointwise(self.pointwise_conv1, x).chunk(2, -1)
+        return value * gate.sigmoid()
+
+    @abstractmethod
+    def convolved(self, x: Tensor, chunk: int) -> Tensor:
+        """Return the output (B, T, D) for gated frames (B, ``history`` + T, D). The first is a chunk's."""
+
+
+class Convolution(GatedConvolution):
+    """The Conformer's convolution, with a BatchNorm.
 
     The statistics of the BatchNorm count only valid frames. In transformers' model, padding also counts.
 
@@ -218,12 +243,7 @@ class Convolution(nn.Module):
     """
 
     def __init__(self, width: int, kernel: int, bias: bool) -> None:
-        super().__init__()
-        self.pointwise_conv1 = nn.Conv1d(width, 2 * width, 1, bias=bias)
-        self.depthwise_conv = nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=width, bias=bias)
-        self.norm = MaskedBatchNorm(width)
-        self.pointwise_conv2 = nn.Conv1d(width, width, 1, bias=bias)
-        self.history = kernel // 2  # frames that are read before a frame
+        super().__init__(width, kernel, bias, kernel // 2, MaskedBatchNorm(width))
 
     def forward(self, x: Tensor, lengths: Tensor, chunk: int | Tensor | None = None) -> Tensor:
         """Convolve frames (B, T, D) of rows with ``lengths`` (B,)."""
@@ -232,12 +252,7 @@ class Convolution(nn.Module):
             return self._projected(self.depthwise_conv(x.transpose(1, 2)).transpose(1, 2), lengths)
         return self._projected(self._depthwise(F.pad(x, (0, 0, self.history, 0)), chunk), lengths)
 
-    def gated(self, x: Tensor) -> Tensor:
-        """Return the input (B, T, D) of the depthwise convolution."""
-        return _gated(self.pointwise_conv1, x)
-
     def convolved(self, x: Tensor, chunk: int) -> Tensor:
-        """Return the output (B, T, D) for gated frames (B, k // 2 + T, D). The first is a chunk's."""
         y = self._depthwise(x, chunk)
         lengths = torch.full((1,), y.shape[1], device=y.device)
         return self._projected(y, lengths)
@@ -263,39 +278,23 @@ class Convolution(nn.Module):
         return _pointwise(self.pointwise_conv2, F.silu(self.norm(at_least_fp32(x), lengths)))
 
 
-class CausalConvolution(nn.Module):
+class CausalConvolution(GatedConvolution):
     """The convolution of streaming Conformers: a frame reads the k − 1 frames before it and none after it.
 
-    LayerNorm replaces BatchNorm, as in NeMo's streaming models.
+    LayerNorm replaces BatchNorm, as in NeMo's streaming models. Chunks do not matter.
     """
 
     def __init__(self, width: int, kernel: int, bias: bool) -> None:
-        super().__init__()
-        self.pointwise_conv1 = nn.Conv1d(width, 2 * width, 1, bias=bias)
-        self.depthwise_conv = nn.Conv1d(width, width, kernel, groups=width, bias=bias)
-        self.norm = nn.LayerNorm(width)
-        self.pointwise_conv2 = nn.Conv1d(width, width, 1, bias=bias)
-        self.history = kernel - 1  # frames that are read before a frame
+        super().__init__(width, kernel, bias, 0, nn.LayerNorm(width))
 
     def forward(self, x: Tensor, lengths: Tensor, chunk: int | Tensor | None = None) -> Tensor:
-        """Convolve frames (B, T, D) of rows with ``lengths`` (B,). Chunks do not matter."""
+        """Convolve frames (B, T, D) of rows with ``lengths`` (B,)."""
         x = self.gated(x) * _valid_frames(x, lengths)
         return self.convolved(F.pad(x, (0, 0, self.history, 0)), chunk)
 
-    def gated(self, x: Tensor) -> Tensor:
-        """Return the input (B, T, D) of the depthwise convolution."""
-        return _gated(self.pointwise_conv1, x)
-
     def convolved(self, x: Tensor, chunk: int | Tensor | None) -> Tensor:
-        """Return the output (B, T, D) for gated frames (B, k − 1 + T, D)."""
         x = self.depthwise_conv(x.transpose(1, 2)).transpose(1, 2)
         return _pointwise(self.pointwise_conv2, F.silu(self.norm(x)))
-
-
-def _gated(conv: nn.Conv1d, x: Tensor) -> Tensor:
-    """Return the gated linear unit (B, T, D) of a pointwise convolution of ``x`` (B, T, D)."""
-    value, gate = _pointwise(conv, x).chunk(2, -1)
-    return value * gate.sigmoid()
 
 
 def _valid_frames(x: Tensor, lengths: Tensor) -> Tensor:
@@ -324,7 +323,7 @@ class ConformerLayer(nn.Module):
         width: int,
         feed_forward: int,
         heads: int,
-        new_convolution: Callable[[], nn.Module],
+        new_convolution: Callable[[], GatedConvolution],
         dropout: float,
         attention_dropout: float,
         activation_dropout: float,
@@ -378,9 +377,8 @@ class ConformerLayer(nn.Module):
         keys, values = keys_values.unbind(2)
         distances = embedded_distances(stored + frames - 1, 1 - x.shape[1], x)
         x = x[:, :frames] + self.self_attn.attend(queries[:, :frames], keys, values, distances, mask)
-        convolution: Any = self.conv
-        gated = torch.cat([gated, convolution.gated(self.norm_conv(x)) * is_valid], dim=1)
-        y = self.after_convolution(x + convolution.convolved(gated, chunk))
+        gated = torch.cat([gated, self.conv.gated(self.norm_conv(x)) * is_valid], dim=1)
+        y = self.after_convolution(x + self.conv.convolved(gated, chunk))
         return y, keys_values, gated
 
     def before_attention(self, x: Tensor) -> Tensor:
