@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import tempfile
 import time
@@ -76,20 +75,17 @@ def _standard_input(sample_rate: int, copy: Any) -> Iterator[Samples]:
             f"arecord -q -t raw -f S16_LE -r {sample_rate} | speechtrain transcribe RUN --stream"
         )
     print_notice(f"standard input: 16-bit PCM, one channel, {sample_rate} Hz")
-    odd_byte = b""  # the first half of a sample
     is_first = True
     with soundfile.SoundFile(copy, "w", sample_rate, 1, "PCM_16", format="WAV") as recording:
         size = 2 * round(_LIVE_SECONDS * sample_rate)
-        while received := os.read(sys.stdin.fileno(), size):
+        while received := sys.stdin.buffer.read(size):
             if is_first and received.startswith((b"RIFF", b"fLaC", b"OggS", b"ID3", b"caff")):
                 raise DataError(
                     "standard input is a file with a header, not raw PCM. Name the file instead, or "
                     f"convert it: ffmpeg -i FILE -f s16le -ac 1 -ar {sample_rate} -"
                 )
             is_first = False
-            received = odd_byte + received
-            complete = len(received) // 2 * 2
-            odd_byte = received[complete:]
+            complete = len(received) // 2 * 2  # Half a sample may be left at the end.
             samples = np.frombuffer(received[:complete], "<i2")
             recording.write(samples)
             yield samples
