@@ -52,9 +52,10 @@ class StreamingEncoder(nn.Module):
         self.encoder = encoder
         self.chunk_features = self.chunk * encoder.factor  # T
         self.subsampling = SubsamplingStream(encoder.subsampling, encoder.scale, rows=1)
-        self.halvings: Any = self.subsampling.halvings.stages
-        self.state_shapes = [halving.inputs.shape[1:] for halving in self.halvings]
+        halvings: Any = self.subsampling.halvings.stages
         layers: Any = encoder.layers
+        self.halvings = halvings
+        self.state_shapes = [halving.inputs.shape[1:] for halving in halvings]
         self.state_shapes += [torch.Size((layer.conv.history, encoder.width)) for layer in layers]
         self.state_sizes = [shape.numel() for shape in self.state_shapes]
 
