@@ -107,9 +107,11 @@ def _recording(loaded: LoadedRun, source: str, channel: int | None) -> Iterator[
 def _at_speed_of_speech(pieces: Iterator[Samples], sample_rate: int) -> Iterator[Samples]:
     """Yield short parts of ``pieces``, each of them when it has been spoken."""
     size = round(_LIVE_SECONDS * sample_rate)
-    beginning = time.monotonic()
+    beginning = 0.0
     spoken_seconds = 0.0
     for piece in pieces:
+        if not spoken_seconds:
+            beginning = time.monotonic()  # To open a recording takes time, in which nobody speaks.
         for start in range(0, len(piece), size):
             part = piece[start : start + size]
             spoken_seconds += len(part) / sample_rate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from speechtrain.commands import _stream
 from speechtrain.commands.transcribe import run
 from speechtrain.errors import ConfigError, DataError
 from tests.support.tiny_run import STREAMING, untrained
@@ -150,3 +151,22 @@ def test_a_channel_is_read_and_a_folder_of_several_recordings_is_refused(
     (tmp_path / "empty").mkdir()
     with pytest.raises((ConfigError, DataError)):
         run([run_dir, str(tmp_path / "empty"), "--stream"])
+
+
+def test_speech_begins_when_the_recording_has_been_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waits = [100.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        waits.append(round(seconds, 6))
+        now[0] += seconds
+
+    monkeypatch.setattr(_stream.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(_stream.time, "sleep", sleep)
+
+    def pieces() -> Iterator[np.ndarray]:
+        now[0] += 0.4  # The recording is opened.
+        yield np.zeros(4000, np.float32)
+
+    parts = list(_stream._at_speed_of_speech(pieces(), 16_000))
+    assert sum(map(len, parts)) == 4000
+    assert waits == [0.04] * 6 + [0.01]
