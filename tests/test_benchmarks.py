@@ -40,6 +40,7 @@ TRAINS = {
     "recipes",
     "scratch",
     "silence",
+    "streaming",
     "survival",
     "transcribe",
 }
