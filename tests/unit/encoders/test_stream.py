@@ -138,6 +138,11 @@ def test_a_wrong_context_is_named(context: list[int]) -> None:
         conformer(contexts=[None, context])
 
 
+def test_a_wrong_convolution_is_named() -> None:
+    with pytest.raises(ValueError, match="causal_convolution is future: it must be past or chunk"):
+        conformer(causal_convolution="future")
+
+
 def test_training_draws_a_context_for_each_micro_batch() -> None:
     contexts = [[16, 4, 0], [16, 2, 0], None]
     encoder, given = conformer(contexts=contexts).train(), batch(16_000)

@@ -19,6 +19,7 @@ from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.interop import parakeet_hf
 from speechtrain.interop.weights import read_nodes
+from speechtrain.nn.conformer import Convolution
 from tests.support.noise import batch
 from tests.support.published import BLANK, letters_tokenizer, task_of
 
@@ -300,6 +301,15 @@ def test_a_context_that_the_format_cannot_store_is_refused(
     task: Any = task_of(tmp_path / "in")
     vars(task.encoder).update(changes)
     with pytest.raises(ConfigError, match=f"{message}.* cannot be exported whole"):
+        parakeet_hf.write(task, task.state_dict(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_convolutions_that_read_their_chunk_are_refused(tmp_path: Path) -> None:
+    published(tmp_path / "in")
+    task: Any = task_of(tmp_path / "in")
+    task.encoder.layers[0].conv = Convolution(task.encoder.width, 9, True)
+    with pytest.raises(ConfigError, match=r"encoder\.causal_convolution=chunk cannot be exported whole"):
         parakeet_hf.write(task, task.state_dict(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
