@@ -121,8 +121,12 @@ def streaming(options: argparse.Namespace) -> None:
             for end in sorted(name.removeprefix("cer") for name in greedy if name.startswith("cer")):
                 rates = [percent(greedy[f"{unit}{end}"]) for unit in ("cer", "wer")]
                 rates += [percent(beam[f"{unit}{end}"]) for unit in ("cer", "wer")]
-                delays = [greedy.get(f"delay{end}", "–"), greedy.get(f"delay{end}_90", "–")]
+                delays = [seconds_cell(greedy.get(f"delay{end}{tail}")) for tail in ("", "_90")]
                 print_row(seed, recipe, result["steps"], end.lstrip("_") or "all", *rates, *delays)
+
+
+def seconds_cell(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f} s"
 
 
 def evaluation(run_dir: Path, *arguments: str) -> dict[str, Any]:
