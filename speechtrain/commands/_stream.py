@@ -151,20 +151,20 @@ class _Clock:
         """Whether the audio arrived as slowly as it was spoken."""
         return self._arrival_seconds >= _LIVE_SHARE * self._audio_seconds > 0
 
-    def timed(self, events: Iterator[StreamEvent], audio_seconds: float) -> list[StreamEvent]:
-        """Return the events of audio of ``audio_seconds`` that has arrived."""
+    def timed(self, pending: Iterator[StreamEvent], audio_seconds: float) -> list[StreamEvent]:
+        """Return the ``pending`` events of audio of ``audio_seconds`` that has arrived."""
         start = time.monotonic()
         if not self._audio_seconds:
             self._start = start - audio_seconds  # A microphone may be opened late.
         if audio_seconds:
             self._audio_seconds += audio_seconds
             self._arrival_seconds = start - self._start
-        found = list(events)
+        events = list(pending)
         end = time.monotonic()
         self._computing_seconds += end - start
-        for event in found:
+        for event in events:
             self._note(event, end - self._start)
-        return found
+        return events
 
     def _note(self, event: StreamEvent, seconds: float) -> None:
         """Note which words are settled now. A word is settled when its text has changed for the last time."""

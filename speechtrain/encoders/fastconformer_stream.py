@@ -103,7 +103,7 @@ class LayerStream:
         weight = layer.norm_out.weight
         width, heads = len(weight), layer.self_attn.heads
         self.waiting = weight.new_zeros(rows, 0, width)  # (B, T, D). The first one begins a chunk.
-        # (B, T, 2, H, ·) of the last ``left`` frames before
+        # (B, T, 2, H, ·): the keys and values of the last ``left`` frames before ``waiting``
         self.keys_values = weight.new_zeros(rows, 0, 2, heads, width // heads)
         self.gated = weight.new_zeros(rows, layer.conv.history, width)  # the convolution's last inputs
 

@@ -209,7 +209,7 @@ class FeedForward(nn.Module):
 
 
 class GatedConvolution(nn.Module, ABC):
-    """What the convolutions share: gated pointwise, depthwise over k frames, ``norm``, SiLU, pointwise.
+    """A Conformer's convolution: gated pointwise, depthwise over k frames, ``norm``, SiLU, pointwise.
 
     ``padding`` are the zeros at both ends of the depthwise convolution.
     """
@@ -363,10 +363,10 @@ class ConformerLayer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output (B, Q, D) for the first Q ``frames`` of ``x`` (B, T, D), a part of a stream.
 
-        - ``keys_values`` (B, K, 2, H, ·) are the keys and values of frames before ``x``. In the second
-          result, those of ``x`` follow.
-        - ``gated`` (B, ·, D) are the inputs of the convolution before ``x``. In the third result, those of
-          the Q frames follow.
+        - ``keys_values`` (B, K, 2, H, ·) are the keys and values of frames before ``x``. The second result
+          also has the keys and values of ``x``.
+        - ``gated`` (B, ·, D) are the inputs of the convolution before ``x``. The third result also has its
+          inputs of the Q frames.
         - ``mask`` broadcasts to (B, 1, Q, K + T). The convolution reads ``chunk``.
         - ``is_valid`` (B, Q, 1) is 0 for the frames after a recording, which no convolution may read.
         """

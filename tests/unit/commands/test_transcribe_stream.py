@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -160,8 +161,7 @@ def test_speech_begins_when_the_recording_has_been_opened(monkeypatch: pytest.Mo
         waits.append(round(seconds, 6))
         now[0] += seconds
 
-    monkeypatch.setattr(_stream.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(_stream.time, "sleep", sleep)
+    monkeypatch.setattr(_stream, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
 
     def pieces() -> Iterator[np.ndarray]:
         now[0] += 0.4  # The recording is opened.
