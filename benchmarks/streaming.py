@@ -3,12 +3,14 @@
     python benchmarks/streaming.py equal RUN        # frames and texts of a stream, and of one pass
     python benchmarks/streaming.py hour RUN         # real-time factor and memory
     python benchmarks/streaming.py delays RUN       # from the end of a word to its final text
+    python benchmarks/streaming.py words RUN --reference OTHER    # the same without computation
 
 RUN is a run of `recipe=streaming`. The audio is its held-out recordings. `equal` feeds five recordings
 sample by sample, 200 in random pieces, and 20 joined ones of three minutes each, for each context of
 `encoder.contexts`. `hour` joins the recordings to one hour, and feeds it in pieces of 300 ms with one thread.
 `delays` joins them to --minutes, with a second of their rooms' silence between them, and calls `speechtrain
-transcribe --stream --realtime` on one core.
+transcribe --stream --realtime` on one core. `words` shows what FastEmit and a delay penalty bring: a word
+ends where the run OTHER says with the whole recording, so a run that writes earlier has smaller delays.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from torch import Tensor
 
 from speechtrain import load
 from speechtrain.data.loader import audio_row, collate
+from speechtrain.decoding.base import Hypothesis
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.export.held_out import utterances
 from speechtrain.inference.loaded_run import LoadedRun
@@ -174,6 +177,33 @@ def delays(options: argparse.Namespace) -> None:
             print_row(f"{timing.milliseconds} ms", *process.stderr.splitlines()[-2:])
 
 
+@torch.no_grad()
+def words(options: argparse.Namespace) -> None:
+    """Print the delays of words in audio time, without computation, for each look-ahead."""
+    loaded, reference = load(options.run, "device=cpu"), load(options.reference, "device=cpu")
+    task = loaded.opened.task
+    recordings = [utterance.samples for utterance in utterances(loaded)]
+    print("| look-ahead | words | mean | 90 % |\n|---|---|---|---|")
+    for timing in task.encoder.timings:
+        found = list[float]()
+        for samples in recordings:
+            whole = hypothesis(reference, samples, None)
+            streamed = hypothesis(loaded, samples, timing.context)
+            found += task.word_delays(whole, streamed, timing)
+        mean, tail = np.mean(found), np.percentile(found, 90)
+        print_row(f"{timing.milliseconds} ms", len(found), f"{mean:.3f} s", f"{tail:.2f} s")
+
+
+def hypothesis(loaded: LoadedRun, samples: Samples, context: Context | None) -> Hypothesis:
+    """Return the text of a recording by greedy search, with the attention of ``context``."""
+    task = loaded.opened.task
+    batch = collate([audio_row("", samples, task.sample_rate)], task.sample_rate)
+    frames, lengths = task.encoder.encode(batch, context)
+    (found,) = task.hypotheses(frames, lengths, Greedy())
+    text: Hypothesis = found
+    return text
+
+
 def print_row(*cells: object) -> None:
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
@@ -182,10 +212,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    programs = {"equal": equal, "hour": hour, "delays": delays}
+    programs = {"equal": equal, "hour": hour, "delays": delays, "words": words}
     parser.add_argument("what", choices=tuple(programs))
     parser.add_argument("run", type=Path)
     parser.add_argument("--minutes", type=float, default=5.0, help="of speech (delays)")
+    parser.add_argument("--reference", type=Path, help="the run that says where words end (words)")
     options = parser.parse_args()
     programs[options.what](options)
 
