@@ -142,6 +142,16 @@ class Encoder(nn.Module, ABC):
     def frames(self, samples: int) -> int:
         """Return the number of frames of a row with ``samples`` samples, without a forward pass."""
 
+    @property
+    def frame_seconds(self) -> float:
+        """Seconds from one frame to the next.
+
+        The frames of 100 s are counted between two lengths, because the ends of a recording add frames.
+        """
+        seconds = 100
+        samples = seconds * self.sample_rate
+        return seconds / (self.frames(2 * samples) - self.frames(samples))
+
     @abstractmethod
     def activation_bytes(self) -> float:
         """Return the predicted bytes that forward stores for backward, for each second of a row's audio."""

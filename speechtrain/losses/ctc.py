@@ -51,6 +51,20 @@ def ctc_loss(
     return F.ctc_loss(time_major, labels, *lengths, blank, reduction="none", zero_infinity=True)
 
 
+def view_divergence(scores: Tensor, frames: Tensor) -> Tensor:
+    """Return the divergence (2 B,) of each row from the other view of its recording (Yao et al., 2025).
+
+    ``scores`` (2 B, T, V) are the log-probabilities of the first views of all recordings, then of their
+    second views. The divergence is KL(other view ‖ row), summed over the ``frames`` (2 B,) of the row. The
+    other view has no gradient.
+    """
+    recordings, targets = len(scores) // 2, scores.detach()
+    targets = torch.cat([targets[recordings:], targets[:recordings]])
+    divergences = (targets.exp() * (targets - scores)).sum(2)
+    is_valid = torch.arange(scores.shape[1], device=frames.device) < frames[:, None]
+    return (divergences * is_valid.to(scores.dtype)).sum(1)
+
+
 def _vendor_loss(
     kernel: Callable[..., Tensor],
     scores: Tensor,

@@ -11,7 +11,6 @@ from speechtrain.batch import Batch, Footprint
 from speechtrain.decoding.base import CTCScorer, Scorer
 from speechtrain.encoders.base import Encoder
 from speechtrain.errors import require_shares
-from speechtrain.losses.ctc import ctc_loss
 from speechtrain.models.recogniser import Recogniser
 from speechtrain.task import Sums
 from speechtrain.text.vocabulary import Tokenizer
@@ -33,8 +32,9 @@ class CTC(Recogniser):
         dropout: float = 0.1,
         freeze_encoder_steps: float = 0,
         encoder_lr_scale: float = 1.0,
+        consistency: float = 0.0,
     ) -> None:
-        super().__init__(tokenizer, encoder, freeze_encoder_steps, encoder_lr_scale)
+        super().__init__(tokenizer, encoder, freeze_encoder_steps, encoder_lr_scale, consistency)
         require_shares(dropout=dropout)
         self.dropout = nn.Dropout(dropout)
         self.output = nn.Linear(encoder.width, tokenizer.size)
@@ -45,19 +45,10 @@ class CTC(Recogniser):
         return logits.float().log_softmax(-1)
 
     def losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
-        loss = ctc_loss(
-            self.search_frames(encoded),
-            batch.labels,
-            lengths,
-            label_counts=batch.label_lengths,
-            blank=self.tokenizer.blank,
-            policy=self.policy,
-            host_lengths=batch.host_lengths,
-        )
-        return loss, {}
+        return self.ctc_losses(self.search_frames(encoded), lengths, batch), {}
 
     def scorer(self) -> Scorer:
         return CTCScorer(self.tokenizer, self.frame_seconds)
 
     def footprint(self) -> Footprint:
-        return Footprint(self.encoder.activation_bytes())
+        return Footprint(self.view_count * self.encoder.activation_bytes())

@@ -20,7 +20,8 @@ from speechtrain.decoding.base import Decoder, Hypothesis, Scorer, SearchStream
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.encoders.base import Encoder
 from speechtrain.encoders.stream import FrameStream, StreamTiming
-from speechtrain.errors import ConfigError, require_contract
+from speechtrain.errors import ConfigError, require_contract, require_least
+from speechtrain.losses.ctc import ctc_loss, view_divergence
 from speechtrain.metrics import delay_counts, equal_words, error_rates
 from speechtrain.nn.conformer import Context
 from speechtrain.task import Evaluation, Example, Loss, Sums, Task, examples_of, require_sums
@@ -51,6 +52,9 @@ class Recogniser(Task, PolicyAware):
     - In the first ``freeze_encoder_steps`` updates, the encoder does not change. If this number is below 1,
       it is a fraction of the planned updates. Otherwise it is an integer.
     - ``encoder_lr_scale`` multiplies the learning rate of the encoder's parameters.
+    - ``consistency`` is the weight of the divergence of two views of each recording in the CTC loss
+      (``losses.ctc.view_divergence``). Above 0, training reads each recording twice, with an augmentation and
+      a dropout for each view, and the loss of a recording is the mean of its views.
     """
 
     metric = "wer"
@@ -65,8 +69,10 @@ class Recogniser(Task, PolicyAware):
         encoder: Encoder,
         freeze_encoder_steps: float,
         encoder_lr_scale: float = 1.0,
+        consistency: float = 0.0,
     ) -> None:
         super().__init__()
+        require_least(0, consistency=consistency)
         if not encoder_lr_scale >= 0:
             raise ValueError(f"encoder_lr_scale is {encoder_lr_scale}. It must be 0 or above")
         if isinstance(freeze_encoder_steps, float) and freeze_encoder_steps >= 1:
@@ -77,6 +83,8 @@ class Recogniser(Task, PolicyAware):
         if not encoder.width:
             raise ConfigError("encoder=none: this model needs an encoder. Choose one with encoder=NAME")
         self.encoder_lr_scale = encoder_lr_scale
+        self.consistency = consistency
+        self.view_count = 2 if consistency else 1
         self.tokenizer = tokenizer
         self.encoder = encoder
         self.sample_rate, self.normalise_audio = encoder.sample_rate, encoder.normalise_audio
@@ -110,13 +118,8 @@ class Recogniser(Task, PolicyAware):
 
     @property
     def frame_seconds(self) -> float:
-        """Seconds from one encoder frame to the next.
-
-        The frames of 100 s are counted between two lengths, because the ends of a recording add frames.
-        """
-        seconds = 100
-        samples = seconds * self.encoder.sample_rate
-        return seconds / (self.encoder.frames(2 * samples) - self.encoder.frames(samples))
+        """Seconds from one encoder frame to the next."""
+        return self.encoder.frame_seconds
 
     def apply_policy(self, policy: ComputePolicy) -> None:
         self.policy = policy
@@ -169,10 +172,49 @@ class Recogniser(Task, PolicyAware):
         require_sums(self, "losses", metrics)
 
     def forward(self, batch: Batch) -> Loss:
-        encoded, lengths = self.encoder.encode(batch)
-        row_losses, metrics = self.losses(encoded, lengths, batch)
+        views = self._views(batch)
+        encoded, lengths = self.encoder.encode(views)
+        row_losses, metrics = self.losses(encoded, lengths, views)
+        row_losses = row_losses.view(-1, len(batch.audio)).mean(0)
         total = (row_losses * batch.weight).sum()
         return Loss(total, batch.weight.sum(), metrics, row_losses.detach())
+
+    def _views(self, batch: Batch) -> Batch:
+        """Return the batch of a training step: with ``consistency``, all rows, and then all rows again."""
+        count = self.view_count
+        if count == 1 or not self.training:
+            return batch
+        host_lengths = batch.host_lengths
+        if host_lengths is not None:
+            host_lengths = (host_lengths[0] * count, host_lengths[1] * count)
+        return replace(
+            batch,
+            audio=batch.audio.repeat(count, 1),
+            audio_lengths=batch.audio_lengths.repeat(count),
+            labels=batch.labels.repeat(count, 1),
+            label_lengths=batch.label_lengths.repeat(count),
+            weight=batch.weight.repeat(count),
+            keys=batch.keys.repeat(count),
+            host_lengths=host_lengths,
+        )
+
+    def ctc_losses(self, scores: Tensor, lengths: Tensor, batch: Batch) -> Tensor:
+        """Return the CTC loss (B,) of log-probabilities ``scores`` (B, T, V), with that of ``consistency``.
+
+        ``lengths`` (B,) are the frames of each row.
+        """
+        losses = ctc_loss(
+            scores,
+            batch.labels,
+            lengths,
+            label_counts=batch.label_lengths,
+            blank=self.tokenizer.blank,
+            policy=self.policy,
+            host_lengths=batch.host_lengths,
+        )
+        if not self.consistency or not self.training:
+            return losses
+        return losses + self.consistency * view_divergence(scores, lengths)
 
     def evaluate(self, batch: Batch, decoder: Decoder) -> Evaluation:
         """Return the metrics of the encoder's context, and of a stream for each of ``encoder.timings``.

@@ -15,8 +15,7 @@ from speechtrain.batch import Batch, Footprint
 from speechtrain.counter_rng import JointStream, bits_at
 from speechtrain.decoding.base import Scorer, TransducerScorer
 from speechtrain.encoders.base import Encoder
-from speechtrain.errors import require_least
-from speechtrain.losses.ctc import ctc_loss
+from speechtrain.errors import ConfigError, require_least
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.models.recogniser import Recogniser
 from speechtrain.nn.joint import Joint
@@ -51,9 +50,12 @@ class RNNT(Recogniser):
         joint_rows: int = 0,
         sigma: float = 0.0,
         delay_penalty: float = 0.0,
+        consistency: float = 0.0,
     ) -> None:
         require_least(0, fastemit=fastemit, delay_penalty=delay_penalty, joint_rows=joint_rows)
-        super().__init__(tokenizer, encoder, freeze_encoder_steps, encoder_lr_scale)
+        if consistency and not ctc_weight:
+            raise ConfigError("consistency needs the CTC loss of model.ctc_weight. Set it above 0")
+        super().__init__(tokenizer, encoder, freeze_encoder_steps, encoder_lr_scale, consistency)
         self.prediction = prediction or LSTMPrediction()
         self.prediction.connect(tokenizer.size - 1)
         self.joint = joint or Joint()
@@ -79,7 +81,7 @@ class RNNT(Recogniser):
         batch = super().prepare(batch, seed)
         if not self.joint.dropout:
             return batch
-        rows = len(batch.audio)
+        rows = self.view_count * len(batch.audio)
         rows_per_slice = self.joint_rows or rows
         slices = -(-rows // rows_per_slice)  # rounded up
         seeds = bits_at(seed, JointStream.DROPOUT, np.arange(slices, dtype=np.int64))
@@ -91,15 +93,7 @@ class RNNT(Recogniser):
         if self.ctc is None:
             return transducer, {}
         scores = self.ctc(encoded).float().log_softmax(-1)
-        ctc = ctc_loss(
-            scores,
-            batch.labels,
-            lengths,
-            label_counts=batch.label_lengths,
-            blank=self.tokenizer.blank,
-            policy=self.policy,
-            host_lengths=batch.host_lengths,
-        )
+        ctc = self.ctc_losses(scores, lengths, batch)
         count = batch.weight.sum()
         metrics: Sums = {
             "loss_transducer": ((transducer.detach() * batch.weight).sum(), count),
@@ -182,7 +176,8 @@ class RNNT(Recogniser):
         cell_bytes = 200
         if self.joint.durations:
             cell_bytes += 120 * (self.joint.durations[-1] + 1)
-        return Footprint(self.encoder.activation_bytes(), cell_bytes / self.frame_seconds)
+        cell_bytes *= self.view_count
+        return Footprint(self.view_count * self.encoder.activation_bytes(), cell_bytes / self.frame_seconds)
 
 
 def _check_durations(joint: Joint, fastemit: float, sigma: float) -> None:

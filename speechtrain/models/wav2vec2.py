@@ -21,7 +21,7 @@ from speechtrain.counter_rng import BatchStream, seed_at
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, require_shares
 from speechtrain.losses.contrastive import Contrastive, contrastive_loss, nats_to_bits
-from speechtrain.nn.masking import frame_table, sample_negatives
+from speechtrain.nn.masking import frame_table, frames_at, sample_negatives
 from speechtrain.nn.quantizer import GumbelQuantizer, Quantized, code_temperature, gumbel
 from speechtrain.task import Alarm, Evaluation, Loss, Sums, Task, detached
 
@@ -257,10 +257,10 @@ class Wav2Vec2(Task, PolicyAware):
         )
         index, weight = extra["index"], extra["masked"]
         # The masked frames, which are about half of all, are gathered first, to save dropout and projection.
-        targets = F.dropout(_gather_frames(features, index), self.target_dropout, self.training)
+        targets = F.dropout(frames_at(features, index), self.target_dropout, self.training)
         quantized = self.quantizer(targets, temperature, weight, extra.get("noise"))
         contrastive = contrastive_loss(
-            self.final_proj(_gather_frames(context, index)),
+            self.final_proj(frames_at(context, index)),
             self.project_q(quantized.codes),
             quantized.ids,
             negatives=extra["negatives"],
@@ -339,8 +339,3 @@ def _codebook_metrics(quantized: Quantized, temperature: Tensor, count: Tensor) 
     for group in range(len(code_perplexity)):
         metrics[f"code_perplexity_{group}"] = (code_perplexity[group], has_codes)
     return metrics
-
-
-def _gather_frames(frames: Tensor, index: Tensor) -> Tensor:
-    """Return the frames (B, M, ·) at ``index`` (B, M) of ``frames`` (B, T, ·)."""
-    return frames.gather(1, index[:, :, None].expand(-1, -1, frames.shape[2]))

@@ -243,6 +243,11 @@ def frame_table(mask: NDArray[np.bool_], width: int | None = None) -> tuple[Tens
     return torch.from_numpy(index), torch.from_numpy(is_used.astype(np.float32))
 
 
+def frames_at(frames: Tensor, index: Tensor) -> Tensor:
+    """Return the frames (B, M, ·) at ``index`` (B, M) of ``frames`` (B, T, ·)."""
+    return frames.gather(1, index[:, :, None].expand(-1, -1, frames.shape[2]))
+
+
 def sample_negatives(counts: Sequence[int], width: int, negatives: int, seed: int) -> Tensor:
     """Return random negatives (B, M, K) of each masked frame: entries of its row in the table (B, M).
 

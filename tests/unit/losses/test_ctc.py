@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speechtrain.compute_policy import PLAIN, STATIC, ComputePolicy
-from speechtrain.losses.ctc import ctc_loss
+from speechtrain.losses.ctc import ctc_loss, view_divergence
 
 BLANK = 6
 
@@ -83,3 +83,18 @@ def test_a_vendors_kernel_gets_no_row_without_labels(width: int) -> None:
         results.append((losses.detach(), *torch.autograd.grad(losses.sum(), scores)))
     torch.testing.assert_close(results[1:], [results[0]] * 2, rtol=1e-7, atol=1e-7)
     assert results[0][0][1] > 0
+
+
+def test_the_divergence_of_two_views_is_that_of_torch_and_moves_only_its_own_row() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, 5, 7, generator=generator, dtype=torch.float64).requires_grad_()
+    scores, frames = F.log_softmax(logits, 2), torch.tensor([5, 2, 0, 5, 2, 0])
+    divergences = view_divergence(scores, frames)
+    for row, count in enumerate(frames.tolist()):
+        other = (row + 3) % 6
+        distribution, target = scores[row, :count], scores[other, :count].detach()
+        expected = F.kl_div(distribution, target, reduction="sum", log_target=True)
+        torch.testing.assert_close(divergences[row], expected, rtol=1e-12, atol=1e-12)
+    (gradient,) = torch.autograd.grad(divergences[0], logits)
+    assert gradient[0].any()
+    assert not gradient[1:].any()

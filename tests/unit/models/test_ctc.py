@@ -86,3 +86,21 @@ def test_a_frozen_encoder_moves_when_its_time_has_come() -> None:
         task(speech).total.backward()
         assert task.output.weight.grad is not None
         assert (task.encoder.linear.weight.grad is not None) is moves
+
+
+def test_two_views_of_a_recording_are_compared_in_training_only() -> None:
+    speech = a_batch(model().tokenizer, "one", "two")
+    without, with_views = model(dropout=0.0), model(dropout=0.0, consistency=0.5)
+    torch.testing.assert_close(with_views(speech).total, without(speech).total)  # Equal views do not diverge.
+    torch.manual_seed(2)
+    different = model(dropout=0.4, consistency=0.5)
+    loss = different(speech)
+    assert loss.weight.item() == 2
+    assert loss.rows is not None
+    assert loss.rows.shape == (2,)
+    different.consistency = 0.0
+    torch.manual_seed(2)
+    different.view_count = 2
+    assert loss.total.item() > different(speech).total.item()
+    different.eval()
+    assert len(different.losses(*different.encoder.encode(speech), speech)[0]) == 2
