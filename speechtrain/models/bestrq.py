@@ -54,8 +54,8 @@ class RandomQuantizer(nn.Module):
 class BestRQ(Task, PolicyAware):
     """Pretraining of any encoder on log-mel features, without transcripts.
 
-    The code of a frame is that of the features of its columns. ``mask`` draws spans of frames. The columns of
-    masked frames are replaced by normal noise of deviation ``noise``, which is 0 in evaluation, and a linear
+    The features of a frame's columns decide its code. ``mask`` draws spans of frames. The columns of masked
+    frames are replaced by normal noise of deviation ``noise``, which is 0 in evaluation, and a linear
     layer classifies the codes of these frames. The loss is the summed cross-entropy of the masked frames, and
     its weight is their number.
 
@@ -105,8 +105,8 @@ class BestRQ(Task, PolicyAware):
         width = self._policy.fixed_width(self.mask.max_masked_frames(frames))
         index, weight = frame_table(mask, width)
         row_weight = batch.weight * torch.tensor(counted)
-        drawn = {"mask": torch.from_numpy(mask), "index": index, "masked": weight * row_weight[:, None]}
-        return replace(batch, extra=batch.extra | drawn)
+        masks = {"mask": torch.from_numpy(mask), "index": index, "masked": weight * row_weight[:, None]}
+        return replace(batch, extra=batch.extra | masks)
 
     def forward(self, batch: Batch) -> Loss:
         batch = self.encoder.with_features(batch)

@@ -84,7 +84,6 @@ class Recogniser(Task, PolicyAware):
             raise ConfigError("encoder=none: this model needs an encoder. Choose one with encoder=NAME")
         self.encoder_lr_scale = encoder_lr_scale
         self.consistency = consistency
-        self.view_count = 2 if consistency else 1
         self.tokenizer = tokenizer
         self.encoder = encoder
         self.sample_rate, self.normalise_audio = encoder.sample_rate, encoder.normalise_audio
@@ -171,6 +170,11 @@ class Recogniser(Task, PolicyAware):
         require_contract(shape == (rows,), self, f"losses returns a loss of shape {shape} for {rows} rows")
         require_sums(self, "losses", metrics)
 
+    @property
+    def view_count(self) -> int:
+        """The number of views of each recording in training."""
+        return 2 if self.consistency else 1
+
     def forward(self, batch: Batch) -> Loss:
         views = self._views(batch)
         encoded, lengths = self.encoder.encode(views)
@@ -199,9 +203,9 @@ class Recogniser(Task, PolicyAware):
         )
 
     def ctc_losses(self, scores: Tensor, lengths: Tensor, batch: Batch) -> Tensor:
-        """Return the CTC loss (B,) of log-probabilities ``scores`` (B, T, V), with that of ``consistency``.
+        """Return the CTC loss (B,) of log-probabilities ``scores`` (B, T, V), for the texts of a batch.
 
-        ``lengths`` (B,) are the frames of each row.
+        ``consistency`` adds the divergence of the views. ``lengths`` (B,) are the frames of each row.
         """
         losses = ctc_loss(
             scores,

@@ -37,10 +37,12 @@ def a_batch(*seconds: float) -> Batch:
         ["encoder.subsampling=4"],
         ["encoder.subsampling=2", "encoder.causal=true", "encoder.context=[20,4,0]"],
         ["encoder=lstm_small", "encoder.hidden=16"],
+        ["encoder=quartznet_tiny"],
     ],
 )
 def test_the_loss_is_that_of_the_formula(encoder: list[str]) -> None:
-    sizes = SMALL if "lstm" not in encoder[0] else ["model=bestrq", "model.codes=50"]
+    is_conformer = not encoder[0].startswith("encoder=")
+    sizes = SMALL if is_conformer else ["model=bestrq", "model.codes=50"]
     task = built(*sizes, *encoder).double().eval()
     batch = task.encoder.with_features(task.prepare(a_batch(1.5, 0.9, 1.21), 5))
     features, counts = batch.extra["features"].double(), batch.extra["feature_lengths"]

@@ -14,6 +14,7 @@ from torch import Tensor
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN, STATIC, ComputePolicy, apply_policy
 from speechtrain.decoding.greedy import Greedy
+from speechtrain.errors import ConfigError
 from speechtrain.models.rnnt import RNNT
 from speechtrain.start.run_config import part_of
 from speechtrain.text.vocabulary import Characters, Tokenizer
@@ -259,3 +260,15 @@ def test_a_tdt_learns_and_skips_frames(prediction: str) -> None:
     found = model.transcribe(batch, model.decoder)
     assert len(found) == 2
     assert all(isinstance(one.text, str) for one in found)
+
+
+def test_each_slice_of_two_views_has_a_seed_of_its_own() -> None:
+    small = ["encoder=fastconformer_tiny", "encoder.layers=1", "model.joint.dropout=0.3"]
+    model = built("model=rnnt", *small, "model.ctc_weight=0.3", "model.consistency=0.2", "model.joint_rows=1")
+    batch = model.prepare(noise.batch(16_000, 12_000), 5)
+    assert len(set(map(tuple, batch.extra["joint_seeds"].tolist()))) == 4
+    loss = model(batch)
+    assert loss.weight.item() == 2
+    assert torch.isfinite(loss.total)
+    with pytest.raises(ConfigError, match="consistency needs the CTC loss"):
+        built("model=rnnt", *small, "model.ctc_weight=0", "model.consistency=0.2")
