@@ -71,7 +71,7 @@ WRONG_COMMANDS = [
     (
         ["model=_rnnt"],
         CONFIG,
-        ["model=_rnnt: a base YAML is not a choice", "choose ctc, rnnt, "],
+        ["model=_rnnt: a base YAML is not a choice", "choose bestrq, ctc, rnnt, "],
     ),
     (["-m", "model=ctc,_rnnt"], CONFIG, ["model=_rnnt: a base YAML", "ctc, rnnt, "]),
     (["+recipe@data='_mine'"], CONFIG, ["recipe=_mine: a base YAML", "demo"]),
