@@ -1,17 +1,17 @@
 """Error rates of `recipe=scratch` on a user's recordings, and whether it ends in time.
 
     python benchmarks/scratch.py speech --data MANIFEST --hours 0.5 --seeds 1 2 3 --stopped 2 --out DIR
-    python benchmarks/scratch.py streaming --data MANIFEST --hours 0.5 --seeds 1 2 3 --out DIR
+    python benchmarks/scratch.py streaming --data MANIFEST --hours 0.5 --seeds 1 2 3 --out DIR [--speech 1]
     python benchmarks/scratch.py small --data FSDD_FOLDER --hours 0.05 --out DIR
-    python benchmarks/scratch.py pretrained --data MANIFEST --hours 0.5 --seeds 1 2 --out DIR
+    python benchmarks/scratch.py pretrained --data MANIFEST --speech 0.38 --hours 0.5 --seeds 1 2 --out DIR
 
 `speech` trains once for each seed. The run of --stopped gets SIGINT at 40 % of its time, and is then
 continued by the same command. `streaming` trains `recipe=scratch` and `recipe=streaming` in turns, and
 evaluates each run by greedy and by beam search, with the whole recording and for each look-ahead. `small`
 trains on small sets: a CSV, ten recordings, one recording, and a folder in which every third transcript is
 missing. Its --data has the recordings of FSDD (DIGIT_SPEAKER_NUMBER.wav). `pretrained` pretrains for --hours
-on all of the audio. It then trains CTC on a tenth of the transcripts, from that encoder and from the encoder
-of a single update, for the same number of updates.
+on all of the audio. It then trains CTC on --speech hours of the transcripts, from that encoder and from the
+encoder of a single update, for the same number of updates. `streaming` has --speech for all of its runs.
 
 Every run is a console command and stays in --out. A run that exists there is continued. Tables are Markdown.
 KEY=VALUE arguments go to every run.
@@ -28,13 +28,25 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import soundfile
 from recipes import TRAIN
 
+from speechtrain.data.filters import Filters
+from speechtrain.data.training_set import TrainingSet
+
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 STOP_AT = 0.4  # of the time limit
+HOLD_OUT = 0.05  # the share that recipe=scratch holds out
+
+
+class Splits(NamedTuple):
+    """The manifests that ``write_splits`` writes."""
+
+    valid: Path
+    rest: Path
+    part: Path
 
 
 def train(run_dir: Path, overrides: list[str], stop_after: float | None = None) -> tuple[float, str]:
@@ -105,13 +117,17 @@ def speech(options: argparse.Namespace) -> None:
 
 def streaming(options: argparse.Namespace) -> None:
     """Print the error rates of both recipes, and of each look-ahead with the delays of its words."""
+    data = [f"data.train={options.data}"]
+    if options.speech:
+        splits = write_splits(options.data, options.out, options.speech)
+        data = [f"data.train={splits.part}", f"data.valid.dev={splits.valid}"]
     print("| seed | recipe | updates | look-ahead | CER | WER | CER, beam | WER, beam | delay | 90 % |")
     print("|" + "---|" * 10)
     for seed in options.seeds:
         for recipe in ("scratch", "streaming"):
             run_dir = options.out / f"{recipe}-{seed}"
-            overrides = [f"recipe={recipe}", f"data.train={options.data}"]
-            overrides += [f"trainer.max_hours={options.hours}", f"seed={seed}", *options.overrides]
+            overrides = [f"recipe={recipe}", *data, f"trainer.max_hours={options.hours}", f"seed={seed}"]
+            overrides += options.overrides
             _, last_line = train(run_dir, overrides)
             result = result_of(run_dir)
             if not result:
@@ -209,26 +225,33 @@ def wer_on_training_set(run_dir: Path, data: Path) -> float | None:
         return None
 
 
-def write_splits(manifest: Path, out: Path) -> None:
-    """Write a twentieth of a manifest to valid.jsonl, the rest to rest.jsonl, its tenth to tenth.jsonl."""
-    records = [json.loads(line) for line in manifest.read_text().splitlines() if line.strip()]
-    for record in records:
-        record["audio_filepath"] = str(manifest.absolute().parent / record["audio_filepath"])
-    random.Random(1).shuffle(records)
-    held_out = len(records) // 20
-    training = records[held_out:]
-    splits = {"valid": records[:held_out], "rest": training, "tenth": training[: len(training) // 10]}
-    for name, rows in splits.items():
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        (out / f"{name}.jsonl").write_text("".join(lines))
+def write_splits(manifest: Path, out: Path, hours: float) -> Splits:
+    """Write the recordings that a recipe holds out, all others, and ``hours`` of random ones of these."""
+    lines = manifest.read_text().splitlines()
+    data = TrainingSet(str(manifest), "", Filters(0.1, 20.0, skip_empty=True), HOLD_OUT, needs_text=True)
+    rest = data.rows.tolist()
+    rows = rest.copy()
+    random.Random(1).shuffle(rows)
+    part, seconds = [], 0.0
+    while rows and seconds < hours * 3600:
+        row = rows.pop(0)
+        part.append(row)
+        seconds += data.index.seconds[row]
+    splits = Splits(*(out.absolute() / f"{name}.jsonl" for name in Splits._fields))
+    for path, chosen_rows in zip(splits, (data.held_out.tolist(), rest, sorted(part)), strict=True):
+        with path.open("w") as file:
+            for row in chosen_rows:
+                record = json.loads(lines[row])
+                record["audio_filepath"] = str(manifest.absolute().parent / record["audio_filepath"])
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    return splits
 
 
 def pretrained(options: argparse.Namespace) -> None:
     """Print CTC's error rates on a tenth of the transcripts, from a pretrained and from a random encoder."""
-    write_splits(options.data, options.out)
-    out = options.out.absolute()
-    valid = f"data.valid.dev={out / 'valid.jsonl'}"
-    base = ["model=wav2vec2_small", "data=manifest", f"data.train={out / 'rest.jsonl'}", valid]
+    splits = write_splits(options.data, options.out, options.speech)
+    valid = f"data.valid.dev={splits.valid}"
+    base = ["model=wav2vec2_small", "data=manifest", f"data.train={splits.rest}", valid]
     base += ["data.crop_seconds=3", "data.batch.count=8", "trainer.max_epochs=null", *options.overrides]
     pretraining, untrained = options.out / "pretraining", options.out / "untrained"
     limits = ["trainer.max_steps=null", f"trainer.max_hours={options.hours}"]
@@ -238,7 +261,7 @@ def pretrained(options: argparse.Namespace) -> None:
     print(f"pretraining: {steps} updates, {seconds:.0f} s: {last_line}\n", flush=True)
     print("| seed | encoder | update | CER | WER |\n|---|---|---|---|---|")
     for seed in options.seeds:
-        tuned = ["recipe=finetune", f"data.train={out / 'tenth.jsonl'}", valid, f"seed={seed}"]
+        tuned = ["recipe=finetune", f"data.train={splits.part}", valid, f"seed={seed}"]
         tuned += [f"trainer.max_steps={options.updates}", f"trainer.validate_every={options.updates // 8}"]
         tuned += ["trainer.max_hours=null", *options.overrides]
         finetune(options.out, "pretrained", seed, [*tuned, f"init_from={pretraining}"])
@@ -269,8 +292,13 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=0.5)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--stopped", type=int, help="the seed whose run is stopped once and continued")
+    parser.add_argument(
+        "--speech", type=float, default=0.0, help="hours of the recordings (streaming, pretrained)"
+    )
     parser.add_argument("--updates", type=int, default=1600, help="updates of fine-tuning (pretrained)")
     options = parser.parse_args()
+    if options.what == "pretrained" and not options.speech:
+        parser.error("pretrained needs --speech")
     options.out.mkdir(parents=True, exist_ok=True)
     programs = {"speech": speech, "streaming": streaming, "small": small, "pretrained": pretrained}
     programs[options.what](options)
