@@ -16,6 +16,7 @@ class Facts:
     normaliser: str = ""  # the name of a normaliser that replaces the tokenizer's for these transcripts
     weight: float | None = None  # the weight of the set relative to the other sets, 1 if another has one
     language: str = ""
+    hold_out: bool = True  # whether the share ``data.hold_out`` is also taken from this set
 
 
 class Source(ABC):

@@ -57,7 +57,7 @@ _FORMATS: dict[str, type[Manifest]] = {
     reader.kind: reader
     for reader in (Folder, AudioFolder, Kaldi, LhotseCuts, LhotseRecordings, Nemo, Mlperf, Fairseq)
 }
-_FACTS = ("normaliser", "weight", "language")  # the fields of Facts that a mapping with a path can set
+_FACTS = ("normaliser", "weight", "language", "hold_out")  # fields of Facts that a mapping can set
 _KEYS = ("path", "moved_from", *COLUMNS, *_FACTS)  # the keys of a mapping with a path
 _TABLES = ("metadata.csv", "metadata.jsonl")  # the table of a folder, as in LJSpeech and in Hugging Face
 _MOST_MANIFESTS = 10_000  # the most files of one source. A shard pattern can name this number of files.
@@ -216,15 +216,15 @@ def _named_paths(spec: Any, facts: Facts, is_valid: bool = False) -> Iterator[_S
             except DataError as error:
                 raise DataError(f"{name}: {error}") from None
     else:
-        _check_mapping(spec, can_have_weight=bool(facts.name) and not is_valid)
+        _check_mapping(spec, is_training_set=bool(facts.name) and not is_valid)
         values = {key: value for key, value in spec.items() if value is not None}
         set_facts = {key: values[key] for key in _FACTS if key in values}
         columns = {key: values[key] for key in COLUMNS if key in values}
         yield _SourcePath(spec["path"], replace(facts, **set_facts), columns, values.get("moved_from", ""))
 
 
-def _check_mapping(spec: Mapping[str, Any], can_have_weight: bool) -> None:
-    """Raise DataError for an invalid mapping with a path."""
+def _check_mapping(spec: Mapping[str, Any], is_training_set: bool) -> None:
+    """Raise DataError for an invalid mapping with a path. ``is_training_set``: it is one with a name."""
     for key in spec:
         if key not in _KEYS:
             advice = nearest(str(key), _KEYS) or f". It has {', '.join(_KEYS)}"
@@ -234,10 +234,13 @@ def _check_mapping(spec: Mapping[str, Any], can_have_weight: bool) -> None:
             raise DataError(f"{key} is {str(spec[key])[:40]!r}, not a string")
     if not isinstance(spec.get("path"), str):
         raise DataError("a source needs its path, as in {path: FILE, text: COLUMN}")
+    for key, example in (("weight", 3), ("hold_out", "false")):
+        if spec.get(key) is not None and not is_training_set:
+            fix = f"data.train={{a: {{path: FILE, {key}: {example}}}, b: FILE}}"
+            raise DataError(f"only training sets with names have the key {key}: {fix}")
+    if not isinstance(spec.get("hold_out"), bool | None):
+        raise DataError(f"hold_out is {str(spec['hold_out'])[:40]!r}. It must be true or false")
     weight = spec.get("weight")
-    if weight is not None and not can_have_weight:
-        example = "data.train={a: {path: FILE, weight: 3}, b: FILE}"
-        raise DataError(f"only training sets with names have a weight: {example}")
     is_number = type(weight) in (int, float)  # isinstance would accept a boolean.
     if weight is not None and not (is_number and 0 < weight < math.inf):
         raise DataError(f"weight is {str(weight)[:40]!r}. It must be a number above 0")

@@ -116,6 +116,10 @@ class TrainingSet(RecordingSet):
         rows, index = self.usable, self.index
         if not self.hold_out:
             return rows[:0]
+        is_source_divided = np.array([facts.hold_out for facts in index.facts])
+        rows = rows[is_source_divided[index.source_numbers[rows]]]
+        if not len(rows):
+            raise DataError("data.train: no set is left of which a part can be held out. Set data.valid")
         if self.needs_text:
             rows = rows[index.characters[rows] > 0]
         groups, seconds = index.groups(rows), index.seconds[rows]

@@ -153,7 +153,7 @@ def test_a_run_that_held_out_others_does_not_go_on(cache: Path, recordings: Any)
     data_of(recordings.corpus("m", 20), hold_out=0.0).load_state_dict(state)
 
 
-def data_of(train: str, **options: Any) -> SpeechData:
+def data_of(train: Any, **options: Any) -> SpeechData:
     options = {"valid": {}, "hold_out": 0.2, "batch": BatchLimits(count=2), "workers": 0, **options}
     return SpeechData(train, tokenizer=Characters(), **options)
 
@@ -367,6 +367,19 @@ def test_what_a_run_held_out_stays_held_out(cache: Path, recordings: Any, tmp_pa
     # Recordings on which an earlier run was trained stay trained on, also if this run's set lacks them.
     third = data_of(str(recordings.folder / "m.jsonl"), initial_run=str(tmp_path / "second"))
     assert files_in(third, third.training_set.held_out) == files_in(first, first.training_set.held_out)
+
+
+def test_of_a_set_with_hold_out_false_nothing_is_held_out(cache: Path, recordings: Any) -> None:
+    own, other = recordings.corpus("own", 10), recordings.corpus("other", 10)
+    alone = data_of(own).training_set
+    both = data_of({"own": own, "other": {"path": other, "hold_out": False}}).training_set
+    assert [both.index.cut(row)["id"] for row in both.held_out] == [
+        alone.index.cut(row)["id"] for row in alone.held_out
+    ]
+    assert len(both.rows) == len(alone.rows) + 10
+    neither = data_of({"other": {"path": other, "hold_out": False}}).training_set
+    with pytest.raises(DataError, match=r"no set is left of which a part can be held out. Set data\.valid"):
+        _ = neither.rows
 
 
 def files_in(data: SpeechData, rows: Any) -> set[str]:

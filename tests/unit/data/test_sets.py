@@ -156,8 +156,10 @@ def test_a_set_without_a_recording_is_named(tmp_path: Path, monkeypatch: pytest.
     [
         ({"a": {"path": "x", "weight": 0}}, "a: weight is '0'. It must be a number above 0"),
         ({"a": {"path": "x", "weight": True}}, "a: weight is 'True'"),
-        ([{"path": "x", "weight": 3}], "only training sets with names have a weight"),
+        ([{"path": "x", "weight": 3}], "only training sets with names have the key weight"),
         ({"a": {"path": "x", "language": 3}}, "a: language is '3', not a string"),
+        ({"a": {"path": "x", "hold_out": 0.1}}, "a: hold_out is '0.1'. It must be true or false"),
+        ({"path": "x", "hold_out": False}, "only training sets with names have the key hold_out"),
         ({"a": {"b": {"path": "x"}}}, "a: 'b' is not a key of a source"),
         ({"a": 3}, "a: '3' is not a source"),
         ({"a": {}}, "a: a source needs its path"),
@@ -173,7 +175,7 @@ def test_facts_that_are_wrong(spec: Any, words: str) -> None:
 
 
 def test_a_validation_set_has_no_weight() -> None:
-    with pytest.raises(ValueError, match="valid: dev: only training sets with names have a weight"):
+    with pytest.raises(ValueError, match="valid: dev: only training sets with names have the key weight"):
         data_of("x", valid={"dev": {"path": "x", "weight": 1}})
 
 
