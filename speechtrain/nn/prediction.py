@@ -30,6 +30,8 @@ class Prediction(nn.Module, ABC):
 
     embedding: nn.Embedding
     starts_with_blank: bool = False
+    label_dropout: float = 0.0
+    """The share of the labels that training hides, so that the network does not remember whole texts."""
 
     def _embed(self, labels: Tensor, start_inputs: int) -> Tensor:
         """Return ``start_inputs`` inputs before the first label, then the embeddings of labels (B, U).
@@ -39,8 +41,9 @@ class Prediction(nn.Module, ABC):
         if self.starts_with_blank:
             blank = self.embedding.num_embeddings - 1
             embeddings: Tensor = self.embedding(F.pad(labels, (start_inputs, 0), value=blank))
-            return embeddings
-        return F.pad(self.embedding(labels), (0, 0, start_inputs, 0))
+        else:
+            embeddings = F.pad(self.embedding(labels), (0, 0, start_inputs, 0))
+        return F.dropout1d(embeddings, self.label_dropout, self.training)  # whole vectors
 
     @abstractmethod
     def connect(self, labels: int) -> None:
@@ -70,11 +73,11 @@ class Prediction(nn.Module, ABC):
         return state[rows]
 
 
-def _check_settings(dropout: float, start: str, **sizes: int) -> None:
+def _check_settings(dropout: float, label_dropout: float, start: str, **sizes: int) -> None:
     if start not in ("zero", "blank"):
         raise ValueError(f"start is {start!r}. It must be zero or blank")
     require_least(1, **sizes)
-    require_shares(dropout=dropout)
+    require_shares(dropout=dropout, label_dropout=label_dropout)
 
 
 class LSTMPrediction(Prediction):
@@ -93,9 +96,11 @@ class LSTMPrediction(Prediction):
         forget_gate_bias: float = 1.0,
         init_scale: float = 0.5,
         start: str = "zero",
+        label_dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        _check_settings(dropout, start, embedding=embedding, hidden=hidden, layers=layers)
+        _check_settings(dropout, label_dropout, start, embedding=embedding, hidden=hidden, layers=layers)
+        self.label_dropout = label_dropout
         self.width, self.starts_with_blank = hidden, start == "blank"
         self._embedding_width = embedding
         self._lstm_settings = {
@@ -149,9 +154,11 @@ class StatelessPrediction(Prediction):
         context: int = 2,
         dropout: float = 0.1,
         start: str = "zero",
+        label_dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        _check_settings(dropout, start, embedding=embedding, hidden=hidden, context=context)
+        _check_settings(dropout, label_dropout, start, embedding=embedding, hidden=hidden, context=context)
+        self.label_dropout = label_dropout
         self.width, self.context, self.starts_with_blank = hidden, context, start == "blank"
         self._embedding_width = embedding
         self.dropout = nn.Dropout(dropout)

@@ -47,6 +47,21 @@ def test_a_state_is_selected_row_by_row(make: object) -> None:
     torch.testing.assert_close(after[1], network.step(LABELS[:, 1], old)[0][1])
 
 
+@pytest.mark.parametrize("start", ["zero", "blank"])
+def test_label_dropout_hides_whole_labels_in_training_only(start: str) -> None:
+    network = connected(StatelessPrediction(6, 8, context=1, dropout=0.0, start=start, label_dropout=0.5))
+    labels = torch.randint(8, (50, 40))
+    whole = network(labels)
+    network.train()
+    outputs = network(labels)
+    hidden = network.projection.bias  # the output for a zero vector
+    is_hidden = (outputs[:, 1:] == hidden).all(2)
+    assert 0.45 < float(is_hidden.float().mean()) < 0.55
+    with torch.no_grad():
+        shown = whole[:, 1:][~is_hidden] - hidden
+    torch.testing.assert_close((outputs[:, 1:][~is_hidden] - hidden) / 2, shown)
+
+
 def test_a_stateless_network_forgets_what_is_beyond_its_context() -> None:
     network = connected(StatelessPrediction(6, 8, context=2))
 
