@@ -117,7 +117,7 @@ class TrainingSet(RecordingSet):
         if not self.hold_out:
             return rows[:0]
         is_source_divided = np.array([facts.hold_out for facts in index.facts])
-        rows = rows[is_source_divided[index.source_numbers[rows]]]
+        rows = rows[np.flatnonzero(is_source_divided[index.source_numbers[rows]])]
         if not len(rows):
             raise DataError("data.train: no set is left of which a part can be held out. Set data.valid")
         if self.needs_text:
