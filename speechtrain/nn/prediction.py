@@ -43,7 +43,8 @@ class Prediction(nn.Module, ABC):
             embeddings: Tensor = self.embedding(F.pad(labels, (start_inputs, 0), value=blank))
         else:
             embeddings = F.pad(self.embedding(labels), (0, 0, start_inputs, 0))
-        return F.dropout1d(embeddings, self.label_dropout, self.training)  # whole vectors
+        # dropout1d sets whole vectors to zero.
+        return F.dropout1d(embeddings, self.label_dropout, self.training)
 
     @abstractmethod
     def connect(self, labels: int) -> None:
