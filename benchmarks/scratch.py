@@ -227,7 +227,7 @@ def wer_on_training_set(run_dir: Path, data: Path) -> float | None:
 
 def write_splits(manifest: Path, out: Path, hours: float) -> Splits:
     """Write the recordings that a recipe holds out, all others, and ``hours`` of random ones of these."""
-    lines = manifest.read_text().splitlines()
+    lines = [line for line in manifest.read_text().splitlines() if line.strip()]
     data = TrainingSet(str(manifest), "", Filters(0.1, 20.0, skip_empty=True), HOLD_OUT, needs_text=True)
     rest = data.rows.tolist()
     rows = rest.copy()

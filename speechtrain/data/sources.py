@@ -216,15 +216,15 @@ def _named_paths(spec: Any, facts: Facts, is_valid: bool = False) -> Iterator[_S
             except DataError as error:
                 raise DataError(f"{name}: {error}") from None
     else:
-        _check_mapping(spec, is_training_set=bool(facts.name) and not is_valid)
+        _check_mapping(spec, is_named_training_set=bool(facts.name) and not is_valid)
         values = {key: value for key, value in spec.items() if value is not None}
         set_facts = {key: values[key] for key in _FACTS if key in values}
         columns = {key: values[key] for key in COLUMNS if key in values}
         yield _SourcePath(spec["path"], replace(facts, **set_facts), columns, values.get("moved_from", ""))
 
 
-def _check_mapping(spec: Mapping[str, Any], is_training_set: bool) -> None:
-    """Raise DataError for an invalid mapping with a path. ``is_training_set``: it is one with a name."""
+def _check_mapping(spec: Mapping[str, Any], is_named_training_set: bool) -> None:
+    """Raise DataError for an invalid mapping with a path."""
     for key in spec:
         if key not in _KEYS:
             advice = nearest(str(key), _KEYS) or f". It has {', '.join(_KEYS)}"
@@ -235,7 +235,7 @@ def _check_mapping(spec: Mapping[str, Any], is_training_set: bool) -> None:
     if not isinstance(spec.get("path"), str):
         raise DataError("a source needs its path, as in {path: FILE, text: COLUMN}")
     for key, example in (("weight", 3), ("hold_out", "false")):
-        if spec.get(key) is not None and not is_training_set:
+        if spec.get(key) is not None and not is_named_training_set:
             fix = f"data.train={{a: {{path: FILE, {key}: {example}}}, b: FILE}}"
             raise DataError(f"only training sets with names have the key {key}: {fix}")
     if not isinstance(spec.get("hold_out"), bool | None):
