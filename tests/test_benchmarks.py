@@ -38,6 +38,7 @@ TRAINS = {
     "pauses",
     "pretraining",
     "recipes",
+    "run_step",
     "scratch",
     "silence",
     "streaming",
