@@ -83,9 +83,8 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     contenders = {}
-    print(
-        f"{machine()}\n\n| keys | weights | first round, s | forward, ms | and backward, ms | optimizer, ms |"
-    )
+    print(f"{machine()}\n")
+    print("| keys | weights | first round, s | forward, ms | and backward, ms | optimizer, ms |")
     print("|" + "---|" * 6)
     for name in ("", *options.contenders):
         overrides = [part for part in name.split(",") if part]
