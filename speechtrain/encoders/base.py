@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import EncoderStream, uniform_at
 from speechtrain.encoders.stream import FrameStream, StreamTiming
-from speechtrain.errors import NeedsWholeRecordings, require_contract
+from speechtrain.errors import ConfigError, NeedsWholeRecordings, require_contract
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.nn.conformer import Context
@@ -37,6 +37,7 @@ class Encoder(nn.Module, ABC):
     skips_parameters: bool = False  # if True, an update may not use some parameter
     has_exact_frames: bool = True  # if False, ``frames`` is a bound, because the audio decides
     timings: Sequence[StreamTiming] = ()  # of the contexts that an evaluation compares
+    middle_ctc: float = 0.0  # weight of a recogniser's CTC loss on the frames of ``encode_with_middle``
 
     def with_features(self, batch: Batch) -> Batch:
         """Return the batch with the features that ``encode`` computes, for several calls of it."""
@@ -55,6 +56,13 @@ class Encoder(nn.Module, ABC):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             encoded: tuple[Tensor, Tensor] = self(batch)
         return encoded
+
+    def encode_with_middle(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the frames and lengths of ``encode``, and the frames (B, T, width) of a middle layer.
+
+        Raises ConfigError for an encoder without such frames, whose ``middle_ctc`` is 0.
+        """
+        raise ConfigError(f"{type(self).__name__} has no middle layer. Set its middle_ctc to 0")
 
     @abstractmethod
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,8 @@ class FastConformer(LogMelEncoder):
     - ``dropout`` follows the subsampling, and ``position_dropout`` applies to the relative positions.
     - ``residual_dropout`` applies to each branch of a layer. NeMo has it, transformers does not.
     - ``layer_drop`` is the probability with which an update skips a layer, as in ``Transformer``.
+    - ``middle_ctc`` is the weight of a recogniser's CTC loss on the frames after half of the layers
+      (intermediate CTC, Lee and Watanabe, 2021).
     - ``scale_input`` multiplies the subsampled frames by the square root of ``width``.
     - ``causal``: subsampling reads no later frame, and convolutions as ``causal_convolution`` says. A stream
       needs this.
@@ -89,6 +91,7 @@ class FastConformer(LogMelEncoder):
         activation_dropout: float = 0.1,
         residual_dropout: float = 0.0,
         layer_drop: float = 0.0,
+        middle_ctc: float = 0.0,
         scale_input: bool = True,
         attention_bias: bool = True,
         convolution_bias: bool = True,
@@ -103,6 +106,7 @@ class FastConformer(LogMelEncoder):
         require_shares(residual_dropout=residual_dropout)
         require_least(1, width=width, layers=layers, feed_forward=feed_forward)
         require_least(1, heads=heads, channels=channels)
+        require_least(0, middle_ctc=middle_ctc)
         if width % heads or width % 2:
             raise ValueError(f"width is {width}: it must be even and a multiple of heads, {heads}")
         _check_frame_settings(kernel, subsampling, features.features)
@@ -121,7 +125,7 @@ class FastConformer(LogMelEncoder):
         self.width, self.factor = width, subsampling
         self.causal, self.context, self.contexts = causal, context, contexts
         self.scale = math.sqrt(width) if scale_input else 1.0
-        self.layer_drop = layer_drop
+        self.layer_drop, self.middle_ctc = layer_drop, middle_ctc
         timings = dict[int, StreamTiming]()
         if causal:
             for limited in filter(None, contexts or ()):
@@ -152,6 +156,12 @@ class FastConformer(LogMelEncoder):
         x, lengths = self.augmented(batch)
         return self.contextualise(x, lengths, batch.extra.get("keep"), batch.extra.get("context"))
 
+    def encode_with_middle(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            features, lengths = self.augmented(batch)
+            keep, context = batch.extra.get("keep"), batch.extra.get("context")
+            return self._contextualise(features, lengths, keep, context)
+
     def contextualise(
         self,
         features: Tensor,
@@ -163,6 +173,13 @@ class FastConformer(LogMelEncoder):
 
         ``keep`` (L,) is 0 for layers to drop, else 1. ``context`` replaces the context of the constructor.
         """
+        frames, frame_lengths, _ = self._contextualise(features, lengths, keep, context)
+        return frames, frame_lengths
+
+    def _contextualise(
+        self, features: Tensor, lengths: Tensor, keep: Tensor | None, context: Context | Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the two tensors of ``contextualise``, and the frames (B, T, D) after half of the layers."""
         x, lengths = self.subsampling(features, lengths)
         x = self.dropout(x * self.scale)
         frames = x.shape[1]
@@ -171,13 +188,16 @@ class FastConformer(LogMelEncoder):
         mask = self._attention_mask(lengths, frames, context)
         # Without ``causal``, only attention is limited, as in published models.
         chunk = context[1] if self.causal and context is not None else None
+        middle = x
         for index, layer in enumerate(self.layers):
             y = layer(x, lengths, positions, mask, chunk)
             if keep is not None:
                 factor = keep[index].to(x.dtype)
                 y = y * factor + x * (1 - factor)
             x = y
-        return x, lengths
+            if index == len(self.layers) // 2:
+                middle = x
+        return x, lengths, middle
 
     def _attention_mask(self, lengths: Tensor, frames: int, context: Context | Tensor | None) -> Tensor:
         """Return the mask of attention: (B, 1, T, T), or (B, 1, 1, T) if all queries attend to the same keys.

@@ -39,13 +39,16 @@ class CTC(Recogniser):
         self.dropout = nn.Dropout(dropout)
         self.output = nn.Linear(encoder.width, tokenizer.size)
 
-    def search_frames(self, encoded: Tensor) -> Tensor:
-        """Return log-probabilities (B, T, V) in fp32 of the encoder's frames (B, T, ·)."""
+    def ctc_scores(self, encoded: Tensor) -> Tensor:
         logits: Tensor = self.output(self.dropout(encoded))
         return logits.float().log_softmax(-1)
 
+    def search_frames(self, encoded: Tensor) -> Tensor:
+        """Return log-probabilities (B, T, V) in fp32 of the encoder's frames (B, T, ·)."""
+        return self.ctc_scores(encoded)
+
     def losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
-        return self.ctc_losses(self.search_frames(encoded), lengths, batch), {}
+        return self.ctc_losses(self.ctc_scores(encoded), lengths, batch), {}
 
     def scorer(self) -> Scorer:
         return CTCScorer(self.tokenizer, self.frame_seconds)

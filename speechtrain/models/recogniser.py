@@ -52,6 +52,8 @@ class Recogniser(Task, PolicyAware):
     - In the first ``freeze_encoder_steps`` updates, the encoder does not change. If this number is below 1,
       it is a fraction of the planned updates. Otherwise it is an integer.
     - ``encoder_lr_scale`` multiplies the learning rate of the encoder's parameters.
+    - In training, the CTC loss on a middle layer of the encoder is added with the weight that the encoder has
+      for it (``Encoder.middle_ctc``).
     - ``consistency`` is the weight of the divergence of two views of each recording in the CTC loss
       (``losses.ctc.view_divergence``). Above 0, training reads each recording twice, with an augmentation and
       a dropout for each view, and the loss of a recording is the mean of its views.
@@ -101,6 +103,10 @@ class Recogniser(Task, PolicyAware):
         Frames beyond them are arbitrary. The caller multiplies the losses by ``batch.weight``, which is 0 for
         padding rows. A metric is a pair of sums over the rows, which are weighted here.
         """
+
+    @abstractmethod
+    def ctc_scores(self, encoded: Tensor) -> Tensor:
+        """Return CTC's log-probabilities (B, T, V) in fp32 of the encoder's frames (B, T, W)."""
 
     @abstractmethod
     def scorer(self) -> Scorer:
@@ -177,8 +183,16 @@ class Recogniser(Task, PolicyAware):
 
     def forward(self, batch: Batch) -> Loss:
         views = self._views(batch)
-        encoded, lengths = self.encoder.encode(views)
-        row_losses, metrics = self.losses(encoded, lengths, views)
+        if self.encoder.middle_ctc and self.training:
+            encoded, lengths, middle = self.encoder.encode_with_middle(views)
+            row_losses, metrics = self.losses(encoded, lengths, views)
+            middle_losses = self.ctc_losses(self.ctc_scores(middle), lengths, views)
+            row_losses = row_losses + self.encoder.middle_ctc * middle_losses
+            total = (middle_losses.detach() * views.weight).sum()
+            metrics = {**metrics, "loss_middle_ctc": (total, views.weight.sum())}
+        else:
+            encoded, lengths = self.encoder.encode(views)
+            row_losses, metrics = self.losses(encoded, lengths, views)
         row_losses = row_losses.view(-1, len(batch.audio)).mean(0)
         total = (row_losses * batch.weight).sum()
         return Loss(total, batch.weight.sum(), metrics, row_losses.detach())

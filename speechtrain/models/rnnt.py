@@ -55,6 +55,8 @@ class RNNT(Recogniser):
         require_least(0, fastemit=fastemit, delay_penalty=delay_penalty, joint_rows=joint_rows)
         if consistency and not ctc_weight:
             raise ConfigError("consistency needs the CTC loss of model.ctc_weight. Set it above 0")
+        if encoder.middle_ctc and not ctc_weight:
+            raise ConfigError("encoder.middle_ctc needs the CTC loss of model.ctc_weight. Set it above 0")
         super().__init__(tokenizer, encoder, freeze_encoder_steps, encoder_lr_scale, consistency)
         self.prediction = prediction or LSTMPrediction()
         self.prediction.connect(tokenizer.size - 1)
@@ -92,14 +94,18 @@ class RNNT(Recogniser):
         transducer = self._transducer_losses(encoded, lengths, batch)
         if self.ctc is None:
             return transducer, {}
-        scores = self.ctc(encoded).float().log_softmax(-1)
-        ctc = self.ctc_losses(scores, lengths, batch)
+        ctc = self.ctc_losses(self.ctc_scores(encoded), lengths, batch)
         count = batch.weight.sum()
         metrics: Sums = {
             "loss_transducer": ((transducer.detach() * batch.weight).sum(), count),
             "loss_ctc": ((ctc.detach() * batch.weight).sum(), count),
         }
         return transducer + self.ctc_weight * ctc, metrics
+
+    def ctc_scores(self, encoded: Tensor) -> Tensor:
+        assert self.ctc is not None  # The constructor needs it for the losses that read the scores.
+        scores: Tensor = self.ctc(encoded).float().log_softmax(-1)
+        return scores
 
     def _transducer_losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> Tensor:
         """Return the transducer loss (B,) of each row, computed for ``joint_rows`` rows at a time."""

@@ -272,3 +272,37 @@ def test_each_slice_of_two_views_has_a_seed_of_its_own() -> None:
     assert torch.isfinite(loss.total)
     with pytest.raises(ConfigError, match="consistency needs the CTC loss"):
         built("model=rnnt", *small, "model.ctc_weight=0", "model.consistency=0.2")
+
+
+def test_training_adds_the_ctc_loss_of_the_middle_layer() -> None:
+    """The frames of the third of five layers, scored by the same linear layer and torch's CTC."""
+    small = ["encoder=fastconformer_tiny", "encoder.width=16", "encoder.heads=2", "augment=none"]
+    small += ["encoder.dropout=0", "encoder.residual_dropout=0", "model.joint.dropout=0"]
+    small += ["model.ctc_weight=0.7"]
+    model = built("model=rnnt", *small, "encoder.middle_ctc=0.3")
+    without = built("model=rnnt", *small)
+    without.load_state_dict(model.state_dict())
+    batch = noise.batch(16_000, 12_000)
+    frames: list[torch.Tensor] = []
+    model.encoder.layers[2].register_forward_hook(lambda layer, given, output: frames.append(output))
+    torch.manual_seed(1)
+    loss = model(batch)
+    torch.manual_seed(1)
+    plain = without(batch)
+    middle = torch.nn.functional.ctc_loss(
+        model.ctc(frames[0]).log_softmax(-1).transpose(0, 1),
+        batch.labels,
+        torch.tensor([model.encoder.frames(length) for length in batch.audio_lengths.tolist()]),
+        batch.label_lengths,
+        blank=model.tokenizer.blank,
+        reduction="none",
+    )
+    torch.testing.assert_close(loss.total - plain.total, 0.3 * middle.sum())
+    torch.testing.assert_close(loss.metrics["loss_middle_ctc"][0], middle.sum())
+    loss.total.backward()
+    assert all(parameter.grad is not None for parameter in model.encoder.layers.parameters())
+    model.eval()
+    without.eval()
+    torch.testing.assert_close(model(batch).total, without(batch).total)
+    with pytest.raises(ConfigError, match=r"encoder\.middle_ctc needs the CTC loss"):
+        built("model=rnnt", *small, "encoder.middle_ctc=0.3", "model.ctc_weight=0")
