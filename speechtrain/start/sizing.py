@@ -40,9 +40,11 @@ class _Network:
     width: int  # width of the encoder's layers
     layers: int
     feed_forward: int  # units of the hidden layer of a feed-forward module
+    heads: int  # of attention
     channels: int  # channels of the subsampling convolutions
     joint: int  # units of the joint network and of the prediction network
     lr: float  # learning rate
+    label_dropout: float  # fraction of the labels that the prediction network does not see in training
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,43 @@ _FRAMES = ((10, 8), (15, 4), (10, 4), (15, 2), (10, 2))
 _FRAMES_PER_LABEL = 2.0
 # The look-aheads of a streaming encoder, and how far it looks back.
 _LOOK_AHEADS_MS, _HISTORY_MS = (0, 160, 320), 4800
-# The weight of the auxiliary CTC loss. With 0.3 the encoder learnt too late, and 3 brought no gain.
-_CTC_WEIGHT = 1.0
 _NETWORKS = (
-    _Network(200.0, 300.0, width=256, layers=16, feed_forward=1024, channels=256, joint=512, lr=7e-4),
-    _Network(20.0, 112.0, width=176, layers=16, feed_forward=704, channels=176, joint=384, lr=1e-3),
-    _Network(0.0, 0.0, width=128, layers=5, feed_forward=256, channels=32, joint=256, lr=1.5e-3),
+    _Network(
+        min_hours=200.0,
+        min_epochs=300.0,
+        width=256,
+        layers=16,
+        feed_forward=1024,
+        heads=4,
+        channels=256,
+        joint=512,
+        lr=7e-4,
+        label_dropout=0.0,
+    ),
+    _Network(
+        min_hours=20.0,
+        min_epochs=112.0,
+        width=176,
+        layers=16,
+        feed_forward=704,
+        heads=4,
+        channels=176,
+        joint=384,
+        lr=1e-3,
+        label_dropout=0.0,
+    ),
+    _Network(
+        min_hours=0.0,
+        min_epochs=0.0,
+        width=128,
+        layers=5,
+        feed_forward=256,
+        heads=2,
+        channels=16,
+        joint=128,
+        lr=1.5e-3,
+        label_dropout=0.3,
+    ),
 )
 # Tables for ``_look_up`` have rows of (lower bound of a size, value from this size on), the largest first.
 _BATCHES = ((20_000, 32), (1_000, 16), (100, 8), (0, 4))  # recordings of the set, recordings in a batch
@@ -129,12 +162,13 @@ def scratch(speech: Speech) -> dict[str, Any]:
         "encoder.width": network.width,
         "encoder.layers": network.layers,
         "encoder.feed_forward": network.feed_forward,
+        "encoder.heads": network.heads,
         "encoder.channels": network.channels,
         "encoder.features.hop_seconds": hop_ms / 1000,
         "encoder.subsampling": subsampling,
         "model.prediction.hidden": network.joint,
+        "model.prediction.label_dropout": network.label_dropout,
         "model.joint.hidden": network.joint,
-        "model.ctc_weight": _CTC_WEIGHT,
         "optimizer.lr": network.lr,
         "augment.freq_masks": masks,
         "augment.time_masks": masks,
