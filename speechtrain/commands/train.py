@@ -42,6 +42,7 @@ keys:
   trainer.accumulate=N       micro-batches per rank and update
   trainer.simulate_world=N   micro-batches per update of all ranks. accumulate follows from world_size
   data.train=FILE[,FILE]     with data=manifest: manifests, tables or folders, read in this order
+  data.untranscribed=FOLDER  with recipe=scratch: recordings for which a first run writes texts
   data.valid.NAME=FILE       with data=manifest: an evaluation set. It replaces the sets of a recipe
   'data.train={a: {path: FILE, weight: 3}, b: FILE}'   sets with a weight, a normaliser, a language
   allow_targets=MODULE       let _target_ name classes of your own module (this line and the environment only)

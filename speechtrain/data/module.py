@@ -19,6 +19,7 @@ from speechtrain.data.skips import SkipLog
 from speechtrain.data.source import Source
 from speechtrain.data.training_set import TrainingSet, hours
 from speechtrain.data.workers import open_workers
+from speechtrain.errors import ConfigError
 from speechtrain.files import FilePath
 from speechtrain.text.vocabulary import Tokenizer
 
@@ -70,6 +71,8 @@ class SpeechData(CheckedBatches):
     - ``footprint`` is the memory that the model predicts for a batch.
     - ``normalise``, set by the task, gives each recording zero mean and unit variance.
     - ``initial_run`` is the run whose weights this one starts with. What it held out stays held out.
+    - ``untranscribed`` are recordings for which ``start.untranscribed`` writes texts before a run starts.
+      Here it must be None.
     - ``stop_requested``: if it returns true, a long wait for a batch raises Preempted.
 
     Raises ValueError for invalid arguments, DataError for unusable data.
@@ -109,8 +112,11 @@ class SpeechData(CheckedBatches):
         footprint: Footprint | None = None,
         normalise: bool = False,
         initial_run: str = "",
+        untranscribed: FilePath | list[FilePath] | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
+        if untranscribed is not None:
+            raise ConfigError("data.untranscribed is for recipe=scratch and recipe=streaming. Remove it")
         check_audio(sample_rate, channel, crop_seconds, tokenizer)
         footprint = footprint or Footprint(0.0)
         # Both kinds of loader lack the index until their set is opened, at first use.

@@ -44,6 +44,7 @@ class Recording:
     seconds: float
     read: ReadPart
     sample_rate: int
+    start: float = 0.0  # in seconds of the file
 
     def pieces(self, max_seconds: float) -> Iterator[tuple[float, Samples]]:
         """Yield the start of each piece in seconds, and its samples (S,), at most ``max_seconds``.
@@ -148,7 +149,8 @@ def _cut_recording(
         check_seconds(seconds, max_seconds, path)
     except Unusable as problem:
         return recording_error(problem, name, path)
-    return Recording(name, path, seconds, read_part, sample_rate)
+    start = float(cut["start"]) if is_simple(cut) else 0.0
+    return Recording(name, path, seconds, read_part, sample_rate, start)
 
 
 def recording_error(problem: Unusable, name: str, audio: str) -> RecordingError:

@@ -89,7 +89,8 @@ class _PendingTranscript:
         if self.error is not None:
             return self.error
         recording = self.recording
-        return Transcript(recording.name, recording.audio, recording.seconds, tuple(self.segments))
+        segments = tuple(self.segments)
+        return Transcript(recording.name, recording.audio, recording.seconds, segments, recording.start)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ class Transcript:
     audio: str  # the path of the file, or an empty text without a file
     seconds: float  # the length of the recording
     segments: tuple[Segment, ...]  # one for each piece of the recording, in order
+    start: float = 0.0  # of the recording, in seconds of the file
 
     def __repr__(self) -> str:
         return f"<Transcript {self.name}, {self.seconds:.1f} s: {self.text}>"

@@ -45,7 +45,7 @@ _SUBSTITUTES = {
 _OPENING = ("[", "{", "'", '"')
 """First characters of lists, mappings and quoted texts in Hydra's syntax. In such a value, only words beyond
 ASCII are rewritten. They are quoted."""
-_SOURCES = re.compile(r"\+{0,2}(data\.(train|valid(\.[\w-]+)?)|augment\.(noise|rooms))")
+_SOURCES = re.compile(r"\+{0,2}(data\.(train|untranscribed|valid(\.[\w-]+)?)|augment\.(noise|rooms))")
 """The keys whose values are sources of recordings. ``+`` and ``++`` add a key that the config lacks."""
 _PATHS = re.compile(r"\+{0,2}(init_from|run_dir|.+\.(path|root|cache|model|lm|hostfile|recipe_cache))")
 """The other keys whose values are paths."""

@@ -24,6 +24,7 @@ from speechtrain.start.resolved import with_absolute_paths
 from speechtrain.start.resume import config_to_continue, continue_own_run, drop_recipe_hours, run_to_continue
 from speechtrain.start.run_name import base_folder, run_name
 from speechtrain.start.start import start_run
+from speechtrain.start.untranscribed import add_texts
 from speechtrain.start.user_yaml import user_yaml_files
 
 
@@ -85,6 +86,8 @@ def _new_config(job: Command, composed: Composed, run_dir: Path, user_files: Map
     if settle_needs(config):  # A dry run with missing data only prints a plan.
         drop_recipe_hours(config, keys)
     else:
+        if config.data.get("untranscribed"):
+            keys |= add_texts(job, config, start_job)
         follow_data(config, keys)
     return config
 

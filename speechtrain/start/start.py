@@ -50,6 +50,7 @@ from speechtrain.run_directory import (
     RANKS,
     RESULT,
     SIDES,
+    TEACHER,
     About,
     RunLock,
     RunResult,
@@ -65,6 +66,7 @@ from speechtrain.start.resume import new_run_line
 from speechtrain.start.run_config import part_of, run_config
 from speechtrain.start.stored import read_config
 from speechtrain.start.targets import ALLOW_TARGETS, target_class
+from speechtrain.start.untranscribed import print_gain
 from speechtrain.text.vocabulary import Tokenizer
 
 _FIXABLE = (ConfigError, DataError, MachineError)
@@ -343,6 +345,7 @@ def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
     else:
         for line in advice(result, events):
             print_line(line)
+    print_gain(run_dir)
     if "console" in (config.tracking.get("trackers") or {}):
         _write_report(run_dir)
     train = config.data.get("train")
@@ -482,7 +485,7 @@ def _check_run_dir(run_dir: Path, launcher_files: Iterable[str]) -> None:
     for path in run_dir.glob("[!.]*"):
         if path.suffix not in (".log", ".txt", ".out", ".err"):
             names.add(path.name)
-    run_files = {*_FIRST_FILES, *launcher_files, "checkpoints", "metrics.jsonl"}
+    run_files = {*_FIRST_FILES, *launcher_files, "checkpoints", "metrics.jsonl", TEACHER}
     if names and not names & run_files:
         raise RunError(f"{run_dir} holds other files ({min(names)}, …). Set run_dir to another folder")
     disk = os.statvfs(nearest_folder)

@@ -106,3 +106,67 @@ def test_two_cores_have_two_ranks(scratch: Command, folder: Path, tmp_path: Path
     for data in scratch.events("data"):
         assert data["report"]["decoded audio"] == "kept in memory"
     assert scratch.result()["steps"] == 6
+
+
+def write_steps(folder: Path, count: int, with_texts: bool) -> None:
+    """Write tones that rise, for the text "i", and that fall, for "o"."""
+    folder.mkdir()
+    for number in range(count):
+        rises = number % 2
+        times = np.arange(16_000 + 40 * number) / 16_000
+        hertz = np.where((times < 0.5) == rises, 300, 1800)
+        samples = 0.2 * np.sin(2 * np.pi * np.cumsum(hertz) / 16_000)
+        soundfile.write(folder / f"{folder.name}{number}.wav", samples, 16_000)
+        if with_texts:
+            (folder / f"{folder.name}{number}.txt").write_text("i" if rises else "o")
+
+
+def test_a_teacher_writes_texts_for_untranscribed_recordings(scratch: Command, tmp_path: Path) -> None:
+    write_steps(tmp_path / "a", 24, with_texts=True)
+    write_steps(tmp_path / "b", 6, with_texts=False)
+    (tmp_path / "b" / "damaged.wav").write_bytes(b"RIFF")
+    skipped = ("data.train=", "trainer.max_hours=")
+    scratch.arguments = [key for key in scratch.arguments if not key.startswith(skipped)]
+    scratch.arguments += [f"data.train={tmp_path / 'a'}", "data.hold_out=0.3", "augment=none"]
+    scratch.arguments += [
+        "optimizer.lr=5e-3",
+        "trainer.max_steps=250",
+        "trainer.validate_every=125",
+        "trainer.max_hours=0.1",
+    ]
+    untranscribed = f"data.untranscribed={tmp_path / 'a'},{tmp_path / 'b'}"
+    done = scratch.run(untranscribed)  # It starts two runs, and a rank in this process would end it.
+    assert done.returncode == 0, done.stderr
+    assert "damaged.wav" in done.stderr
+    ledger = [json.loads(line) for line in (scratch.run_dir / "untranscribed.jsonl").read_text().splitlines()]
+    assert len(ledger) == round(0.75 * 6)
+    assert {Path(row["audio_filepath"]).parent.name for row in ledger} == {"b"}
+    scores = [row["score"] for row in ledger]
+    assert scores == sorted(scores, reverse=True)
+    config = OmegaConf.load(scratch.run_dir / "config.yaml")
+    assert config.data.train.untranscribed.hold_out is False
+    assert config.init_from == str(scratch.run_dir / "teacher")
+    assert config.trainer.max_hours < 0.1
+    teacher = OmegaConf.load(scratch.run_dir / "teacher" / "config.yaml")
+    assert (teacher.trainer.max_hours, teacher.data.untranscribed) == (0.025, None)
+    assert "of the teacher" in done.stdout
+    again = scratch.run(untranscribed)
+    assert "is done" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("from_data=null", "data.untranscribed is of recipe=scratch and recipe=streaming"),
+        ("trainer.max_hours=null", "data.untranscribed divides trainer.max_hours"),
+        ("init_from=x", "data.untranscribed begins with the weights of its teacher"),
+        ("launcher=slurm", "data.untranscribed trains two runs"),
+    ],
+)
+def test_a_config_without_a_teacher_is_refused(
+    scratch: Command, folder: Path, override: str, message: str
+) -> None:
+    refused = scratch.run(f"data.untranscribed={folder}", override)
+    assert refused.returncode == 2
+    assert message in refused.stderr
+    assert not scratch.run_dir.exists()
