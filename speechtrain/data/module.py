@@ -115,8 +115,7 @@ class SpeechData(CheckedBatches):
         untranscribed: FilePath | list[FilePath] | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
-        if untranscribed is not None:
-            raise ConfigError("data.untranscribed is for recipe=scratch and recipe=streaming. Remove it")
+        _refuse(untranscribed)
         check_audio(sample_rate, channel, crop_seconds, tokenizer)
         footprint = footprint or Footprint(0.0)
         # Both kinds of loader lack the index until their set is opened, at first use.
@@ -238,3 +237,8 @@ class SpeechData(CheckedBatches):
     def close(self) -> None:
         self.skips.warn()
         self.workers.close()
+
+
+def _refuse(untranscribed: Any) -> None:
+    if untranscribed is not None:
+        raise ConfigError("data.untranscribed is for recipe=scratch and recipe=streaming. Remove it")

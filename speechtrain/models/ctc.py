@@ -48,7 +48,7 @@ class CTC(Recogniser):
         return self.ctc_scores(encoded)
 
     def losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
-        return self.ctc_losses(self.ctc_scores(encoded), lengths, batch), {}
+        return self.ctc_losses(self.search_frames(encoded), lengths, batch), {}
 
     def scorer(self) -> Scorer:
         return CTCScorer(self.tokenizer, self.frame_seconds)
