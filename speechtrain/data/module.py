@@ -19,7 +19,6 @@ from speechtrain.data.skips import SkipLog
 from speechtrain.data.source import Source
 from speechtrain.data.training_set import TrainingSet, hours
 from speechtrain.data.workers import open_workers
-from speechtrain.errors import ConfigError
 from speechtrain.files import FilePath
 from speechtrain.text.vocabulary import Tokenizer
 
@@ -71,8 +70,8 @@ class SpeechData(CheckedBatches):
     - ``footprint`` is the memory that the model predicts for a batch.
     - ``normalise``, set by the task, gives each recording zero mean and unit variance.
     - ``initial_run`` is the run whose weights this one starts with. What it held out stays held out.
-    - ``untranscribed`` are recordings for which ``start.untranscribed`` writes texts before a run starts.
-      Here it must be None.
+    - ``untranscribed`` are recordings for which ``start.untranscribed`` writes texts before a run starts. It
+      is not read here.
     - ``stop_requested``: if it returns true, a long wait for a batch raises Preempted.
 
     Raises ValueError for invalid arguments, DataError for unusable data.
@@ -115,7 +114,6 @@ class SpeechData(CheckedBatches):
         untranscribed: FilePath | list[FilePath] | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
-        _refuse(untranscribed)
         check_audio(sample_rate, channel, crop_seconds, tokenizer)
         footprint = footprint or Footprint(0.0)
         # Both kinds of loader lack the index until their set is opened, at first use.
@@ -237,8 +235,3 @@ class SpeechData(CheckedBatches):
     def close(self) -> None:
         self.skips.warn()
         self.workers.close()
-
-
-def _refuse(untranscribed: Any) -> None:
-    if untranscribed is not None:
-        raise ConfigError("data.untranscribed is for recipe=scratch and recipe=streaming. Remove it")
