@@ -40,11 +40,11 @@ class _Network:
     width: int  # width of the encoder's layers
     layers: int
     feed_forward: int  # units of the hidden layer of a feed-forward module
-    heads: int  # of attention
     channels: int  # channels of the subsampling convolutions
     joint: int  # units of the joint network and of the prediction network
     lr: float  # learning rate
-    label_dropout: float  # fraction of the labels that the prediction network does not see in training
+    heads: int = 4  # of attention
+    label_dropout: float = 0.0  # fraction of the labels that training hides from the prediction network
 
 
 @dataclass(frozen=True)
@@ -64,40 +64,18 @@ _FRAMES_PER_LABEL = 2.0
 # The look-aheads of a streaming encoder, and how far it looks back.
 _LOOK_AHEADS_MS, _HISTORY_MS = (0, 160, 320), 4800
 _NETWORKS = (
-    _Network(
-        min_hours=200.0,
-        min_epochs=300.0,
-        width=256,
-        layers=16,
-        feed_forward=1024,
-        heads=4,
-        channels=256,
-        joint=512,
-        lr=7e-4,
-        label_dropout=0.0,
-    ),
-    _Network(
-        min_hours=20.0,
-        min_epochs=112.0,
-        width=176,
-        layers=16,
-        feed_forward=704,
-        heads=4,
-        channels=176,
-        joint=384,
-        lr=1e-3,
-        label_dropout=0.0,
-    ),
+    _Network(200.0, 300.0, width=256, layers=16, feed_forward=1024, channels=256, joint=512, lr=7e-4),
+    _Network(20.0, 112.0, width=176, layers=16, feed_forward=704, channels=176, joint=384, lr=1e-3),
     _Network(
         min_hours=0.0,
         min_epochs=0.0,
         width=128,
         layers=5,
         feed_forward=256,
-        heads=2,
         channels=16,
         joint=128,
         lr=1.5e-3,
+        heads=2,
         label_dropout=0.3,
     ),
 )
